@@ -1,0 +1,47 @@
+# `make demo` and `make test` are all that a newcomer needs; `make help` lists the rest.
+SHELL := bash
+BIN := .venv/bin
+EXTRA ?= cpu
+export PATH := $(CURDIR)/.venv/bin:$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help install system demo test lint format bench slurm-demo clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
+
+install: ## .venv with the pinned packages (EXTRA=cpu|cuda|sglang)
+	@scripts/install_python.sh $(EXTRA)
+
+system: ## Slurm, munge, MariaDB and Chromium, where it may install them
+	@scripts/install_system.sh all
+
+demo: install ## the demo run on this machine; prints the report's path
+	@$(BIN)/snakemake
+	@echo "report: $(CURDIR)/results/demo/report/index.html"
+
+test: install system ## the whole test suite
+	@$(BIN)/python -m pytest
+
+lint: install ## ruff, mypy, snakefmt, snakemake --lint, import layers
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+	@$(BIN)/snakefmt --check workflow
+	@$(BIN)/snakemake --lint
+	@$(BIN)/python -m pytest -q tests/unit/test_import_layers.py
+
+format: install ## rewrite the code as the linters want it
+	@$(BIN)/ruff check --fix-only .
+	@$(BIN)/ruff format .
+	@$(BIN)/snakefmt workflow
+
+bench: install ## every benchmark, ours and the peer side by side
+	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+slurm-demo: install system ## the demo on a private Slurm cluster that starts and stops with it
+	@$(BIN)/python scripts/slurm_cluster.py run .slurm -- $(BIN)/snakemake --profile profiles/slurm
+	@echo "report: $(CURDIR)/results/demo/report/index.html"
+
+clean: ## results and caches, never .venv
+	@rm -rf results .snakemake .slurm report.zip .mypy_cache .ruff_cache .pytest_cache

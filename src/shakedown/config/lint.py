@@ -1,0 +1,116 @@
+"""What a config says that cannot work, beyond types: found before anything is started."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from shakedown.cluster.allocation import parse_allocation
+from shakedown.config.schema import Config, StageConfig
+from shakedown.errors import UsageError, did_you_mean
+from shakedown.verdict import Finding
+
+
+def lint(
+    config: Config, *, rewards: Collection[str], faults: Collection[str], engines: Collection[str]
+) -> list[Finding]:
+    """Judge a config against the names that exist; the result is empty when all is well."""
+    findings = [*_lint_data(config, rewards), *_lint_serve(config)]
+    for name, stage in config.stages.items():
+        findings += _lint_stage(f"stages.{name}", stage, faults, engines)
+    return findings
+
+
+def trainer_world(stage: StageConfig) -> int:
+    """Trainer ranks of a stage.
+
+    Raises:
+        UsageError: the allocation string is not valid.
+    """
+    return int(parse_allocation(stage.allocation).parts[0].world)
+
+
+def _fail(check: str, subject: str, measured: object, expected: str, remedy: str = "") -> Finding:
+    return Finding(
+        check=check,
+        status="fail",
+        scope="config",
+        subject=subject,
+        measured=measured,
+        expected=expected,
+        blame="user",
+        remedy=remedy,
+    )
+
+
+def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
+    findings = []
+    if config.data.reward not in rewards:
+        remedy = f"choose one{did_you_mean(config.data.reward, rewards)}"
+        expected = "one of " + ", ".join(sorted(rewards))
+        findings.append(_fail("reward", "data.reward", config.data.reward, expected, remedy))
+    for key, value in (("train", config.data.train), ("heldout", config.data.heldout)):
+        local = value != "demo" and not value.startswith("hub:")
+        if local and not Path(value).is_file():
+            expected = "`demo`, an existing JSON-lines file, or hub:NAME[:SPLIT]"
+            findings.append(_fail("data", f"data.{key}", value, expected))
+    source = config.model.source
+    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
+    if looks_local and not (Path(source).expanduser() / "config.json").is_file():
+        expected = "`demo`, a Hugging Face folder with config.json, or a hub name"
+        findings.append(_fail("model", "model.source", source, expected))
+    return findings
+
+
+def _lint_serve(config: Config) -> list[Finding]:
+    try:
+        backend = parse_allocation(config.serve.allocation).parts[0].backend
+    except UsageError as error:
+        return [_fail("allocation", "serve.allocation", config.serve.allocation, str(error))]
+    engine = config.serve.engine
+    if engine != "transformers" and backend != engine:
+        expected = f"an allocation of {engine}"
+        return [_fail("allocation", "serve.allocation", config.serve.allocation, expected)]
+    return []
+
+
+def _lint_stage(
+    key: str, stage: StageConfig, faults: Collection[str], engines: Collection[str]
+) -> list[Finding]:
+    try:
+        part = parse_allocation(stage.allocation).parts[0]
+    except UsageError as error:
+        return [_fail("allocation", f"{key}.allocation", stage.allocation, str(error))]
+    findings = []
+    if part.backend not in engines:
+        expected = "a training engine: " + ", ".join(sorted(engines))
+        findings.append(_fail("engine", f"{key}.allocation", part.backend, expected))
+    if part.world % stage.nodes:
+        expected = f"a divisor of {part.world} ranks"
+        findings.append(_fail("nodes", f"{key}.nodes", stage.nodes, expected))
+    findings += _lint_sizes(key, stage, int(part.world))
+    if stage.fault and stage.fault.kind not in faults:
+        remedy = f"choose one{did_you_mean(stage.fault.kind, faults)}"
+        expected = "one of " + ", ".join(sorted(faults))
+        findings.append(_fail("fault", f"{key}.fault.kind", stage.fault.kind, expected, remedy))
+    if stage.fault and stage.fault.rank >= part.world:
+        expected = f"below {part.world}"
+        findings.append(_fail("fault", f"{key}.fault.rank", stage.fault.rank, expected))
+    return findings
+
+
+def _lint_sizes(key: str, stage: StageConfig, world: int) -> list[Finding]:
+    findings = []
+    if stage.batch_size % world:
+        expected = f"a multiple of {world} ranks"
+        findings.append(_fail("batch", f"{key}.batch_size", stage.batch_size, expected))
+    grpo = stage.grpo
+    if grpo and grpo.max_concurrent < grpo.group_size:
+        findings.append(
+            _fail(
+                "staleness",
+                f"{key}.grpo.max_concurrent",
+                grpo.max_concurrent,
+                f"at least one group of {grpo.group_size}",
+                "with less, no group can ever start: the trainer waits for ever",
+            )
+        )
+    return findings

@@ -1,0 +1,121 @@
+"""Read YAML files into a `Config`, with errors that name the key and the nearest valid one."""
+
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from shakedown.config.schema import Config
+from shakedown.errors import ConfigError, did_you_mean
+from shakedown.files import write_text
+
+
+def load_config(*paths: Path) -> Config:
+    """Read YAML files, each merged over the ones before it.
+
+    Raises:
+        ConfigError: a file is missing or is not YAML; a key is unknown, missing or wrong.
+    """
+    merged: dict[str, Any] = {}
+    for path in paths:
+        merged = merge(merged, _read_yaml(path))
+    return parse_config(merged, where=" + ".join(str(path) for path in paths))
+
+
+def parse_config(body: Mapping[str, Any], *, where: str = "config") -> Config:
+    """Validate a mapping.
+
+    Raises:
+        ConfigError: lists every fault with its key, what was given and what is valid.
+    """
+    try:
+        return Config.model_validate(_tuples(dict(body)))
+    except ValidationError as error:
+        faults = [_explain(fault) for fault in error.errors()]
+        listed = "\n  ".join(faults)
+        raise ConfigError(
+            f"{where}: {len(faults)} fault(s)\n  {listed}",
+            hint=f"mend the file, then: shakedown lint {where.split(' + ')[-1]}",
+        ) from None
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge mappings key by key, as `snakemake --configfile` does; other values are replaced."""
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        both = isinstance(value, Mapping) and isinstance(old, Mapping)
+        result[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def dump_config(config: Config) -> str:
+    """The resolved form: every key with its value, loadable again."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def write_resolved(config: Config, path: Path) -> None:
+    """Write the resolved form atomically."""
+    write_text(path, dump_config(config))
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        body = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from error
+    if not isinstance(body, Mapping):
+        raise ConfigError(f"{path}: expected a mapping of keys, got {type(body).__name__}")
+    return body
+
+
+def _tuples(body: dict[str, Any]) -> dict[str, Any]:
+    """YAML has no tuples: `betas` arrives as a list, which strict mode refuses."""
+    stages = body.get("stages")
+    if not isinstance(stages, Mapping):
+        return body
+    fixed: dict[str, Any] = {}
+    for name, stage in stages.items():
+        optimizer = stage.get("optimizer") if isinstance(stage, Mapping) else None
+        if isinstance(optimizer, Mapping) and isinstance(optimizer.get("betas"), list):
+            stage = {**stage, "optimizer": {**optimizer, "betas": tuple(optimizer["betas"])}}
+        fixed[name] = stage
+    return {**body, "stages": fixed}
+
+
+def _explain(fault: Any) -> str:
+    location = [str(part) for part in fault["loc"]]
+    key = ".".join(location)
+    if fault["type"] == "extra_forbidden":
+        valid = _valid_keys(location[:-1])
+        return f"{key}: unknown key{did_you_mean(location[-1], valid)}; valid: {', '.join(valid)}"
+    if fault["type"] == "missing":
+        return f"{key}: missing"
+    return f"{key or 'config'}: {fault['msg']}, got {fault['input']!r:.120}"
+
+
+def _valid_keys(location: list[str]) -> list[str]:
+    """Names of the keys of the section at `location`."""
+    section: Any = Config
+    for part in location:
+        section = _section(section, part)
+        if section is None:
+            return []
+    return list(section.model_fields)
+
+
+def _section(section: Any, part: str) -> Any:
+    """The Section class under key `part`; a mapping's value class stands for any key."""
+    if typing.get_origin(section) is dict:
+        return typing.get_args(section)[1]
+    annotation = section.model_fields[part].annotation
+    if isinstance(annotation, types.UnionType):
+        annotation = typing.get_args(annotation)[0]
+    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation if is_section or typing.get_origin(annotation) is dict else None

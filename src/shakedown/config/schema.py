@@ -1,0 +1,167 @@
+"""The typed, strict configuration of a run. Every key is explained in config/config.yaml."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+
+
+class Section(BaseModel):
+    """Strict base: an unknown key or a wrong type is an error, never ignored."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ModelConfig(Section):
+    """`source`: `demo` (a tiny Qwen3 written once), a local folder, or a hub name."""
+
+    source: str
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class DataConfig(Section):
+    """`train` and `heldout`: `demo`, a JSON-lines file, or `hub:NAME[:SPLIT]`."""
+
+    train: str
+    heldout: str
+    reward: str = "exact_match"
+    train_size: Positive = 8000
+    heldout_size: Positive = 400
+
+
+class ClusterConfig(Section):
+    """What the run expects to find; preflight compares it with what is there."""
+
+    nodes: Positive = 1
+    gpus_per_node: NonNegative = 0
+    launcher: Literal["local", "slurm"] = "local"
+    partition: str = ""
+    account: str = ""
+
+
+class PreflightConfig(Section):
+    """Checks before anything is started."""
+
+    tier: Literal["quick", "standard", "burn"] = "quick"
+    min_free_disk_gb: float = 2.0
+    min_shm_mb: float = 64.0
+    probe_timeout: Seconds = 60.0
+
+
+class ServeConfig(Section):
+    """The persistent inference server."""
+
+    engine: Literal["vllm", "sglang", "transformers"] = "vllm"
+    allocation: str = "vllm:d1"
+    max_model_len: Positive = 256
+    kv_cache_gb: Positive = 1
+    ready_timeout: Seconds = 300.0
+    lease: Seconds = 900.0
+    keep: bool = False
+    extra_args: list[str] = []
+
+
+class AgentsConfig(Section):
+    """The agent checks: one episode, then `prompts` x `group_size` at once, then the controller."""
+
+    target: str
+    prompts: Positive = 64
+    group_size: Positive = 8
+    episode_timeout: Seconds = 120.0
+    min_success_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+
+class ConsistencyConfig(Section):
+    """Rollout consistency: `samples` generated once and scored by each side."""
+
+    reference: Literal["transformers"] = "transformers"
+    samples: Positive = 64
+    max_tokens: Positive = 24
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    grade: Literal["dense", "moe", "fp8", "strict"] = "dense"
+
+
+class FaultConfig(Section):
+    """A fault to inject for a drill. `step` counts optimizer steps from 1."""
+
+    kind: str
+    rank: NonNegative = 1
+    step: Positive = 3
+
+
+class OptimizerConfig(Section):
+    """AdamW with linear warm-up."""
+
+    lr: Annotated[float, Field(gt=0)]
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup_steps: NonNegative = 0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class GrpoConfig(Section):
+    """GRPO's own settings. `async_level`: steps the trainer may run ahead (0 = synchronous)."""
+
+    group_size: Annotated[int, Field(ge=2)] = 16
+    max_tokens: Positive = 8
+    temperature: Annotated[float, Field(gt=0)] = 1.0
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    epochs: Positive = 1
+    async_level: NonNegative = 1
+    max_concurrent: Positive = 512
+    agent: str = ""
+    batch_timeout: Seconds = 600.0
+    weight_update_timeout: Seconds = 120.0
+
+
+class StageConfig(Section):
+    """One training stage. `batch_size`: sequences (SFT) or prompts (GRPO) a step, all ranks."""
+
+    algorithm: Literal["sft", "grpo"]
+    allocation: str
+    steps: Positive
+    batch_size: Positive
+    optimizer: OptimizerConfig
+    nodes: Positive = 1
+    micro_batch_size: Positive | None = None
+    checkpoint_every: Positive = 50
+    keep_checkpoints: Positive = 2
+    eval_samples: NonNegative = 400
+    stall_timeout: Seconds = 60.0
+    start_timeout: Seconds = 300.0
+    debug: Literal["off", "info", "detail", "blocking"] = "off"
+    grpo: GrpoConfig | None = None
+    fault: FaultConfig | None = None
+
+    @model_validator(mode="after")
+    def _grpo_section_matches(self) -> "StageConfig":
+        if (self.algorithm == "grpo") != (self.grpo is not None):
+            raise ValueError("a stage has a `grpo:` section if and only if its algorithm is grpo")
+        return self
+
+
+class Config(Section):
+    """A whole run: `results/<run>/` is written from it."""
+
+    run: Name
+    results: str = "results"
+    seed: NonNegative = 0
+    model: ModelConfig
+    data: DataConfig
+    cluster: ClusterConfig = ClusterConfig()
+    preflight: PreflightConfig = PreflightConfig()
+    serve: ServeConfig = ServeConfig()
+    agents: AgentsConfig
+    consistency: ConsistencyConfig = ConsistencyConfig()
+    stages: dict[Name, StageConfig]
+
+    @model_validator(mode="after")
+    def _has_stages(self) -> "Config":
+        if not self.stages:
+            raise ValueError("`stages` is empty: list at least one training stage")
+        return self

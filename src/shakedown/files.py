@@ -1,0 +1,61 @@
+"""Atomic writes: a reader sees the old file or the new one, never half of it."""
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from shakedown.errors import StorageError
+
+
+@contextlib.contextmanager
+def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
+    """Open a temporary file beside `path` and rename it over `path` on success.
+
+    Raises:
+        StorageError: the folder cannot be written or the file system is full.
+    """
+    temporary = ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        encoding = None if "b" in mode else "utf-8"
+        with os.fdopen(handle, mode, encoding=encoding) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise StorageError(
+            f"cannot write {path}: {error.strerror or error}",
+            hint="free space on that file system or choose another results folder",
+        ) from error
+    finally:
+        if temporary:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text atomically."""
+    with atomic_open(path) as stream:
+        stream.write(text)
+
+
+def write_json(path: Path, body: Mapping[str, Any] | list[Any]) -> None:
+    """Write JSON atomically; NaN and infinities are refused, as JSON has none."""
+    write_text(path, json.dumps(body, indent=2, allow_nan=False, default=_plain) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return os.fspath(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if hasattr(value, "item"):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -1,0 +1,84 @@
+"""The config is strict, and its errors name the key and the nearest valid one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shakedown.config import dump_config, load_config, merge, parse_config
+from shakedown.errors import ConfigError, ExitCode
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = ROOT / "config" / "config.yaml"
+EXAMPLES = sorted((ROOT / "config" / "examples").glob("*.yaml"))
+
+
+def _shipped() -> dict[str, Any]:
+    body: dict[str, Any] = yaml.safe_load(SHIPPED.read_text(encoding="utf-8"))
+    return body
+
+
+def test_shipped_config_states_every_key_of_the_schema() -> None:
+    config = load_config(SHIPPED)
+    written = _shipped()
+
+    resolved = config.model_dump(mode="json")
+
+    assert resolved.keys() == written.keys()
+    for section, value in resolved.items():
+        if isinstance(value, dict):
+            assert value.keys() == written[section].keys(), section
+    for name, stage in resolved["stages"].items():
+        assert stage.keys() == written["stages"][name].keys()
+    assert resolved["stages"]["grpo"]["grpo"].keys() == written["stages"]["grpo"]["grpo"].keys()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_every_example_loads_over_the_shipped_config(example: Path) -> None:
+    assert load_config(SHIPPED, example).stages
+
+
+def test_resolved_form_loads_to_the_same_config(tmp_path: Path) -> None:
+    config = load_config(SHIPPED)
+    path = tmp_path / "config.resolved.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"sed": 1}, "sed: unknown key (did you mean 'seed'?)"),
+        ({"serve": {"enigne": "vllm"}}, "serve.enigne: unknown key (did you mean 'engine'?)"),
+        (
+            {"stages": {"sft": {"optimizer": {"l_r": 1.0}}}},
+            "stages.sft.optimizer.l_r: unknown key (did you mean 'lr'?)",
+        ),
+        ({"seed": "0"}, "seed: Input should be a valid integer, got '0'"),
+        ({"stages": {"sft": {"steps": 0}}}, "stages.sft.steps: Input should be greater than 0"),
+        ({"run": "../evil"}, "run: String should match pattern"),
+        ({"stages": {"sft": {"grpo": {}}}}, "if and only if its algorithm is grpo"),
+    ],
+)
+def test_wrong_config_names_key_and_valid_ones(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(merge(_shipped(), change))
+
+    assert expected in str(caught.value)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [", "\x00"])
+def test_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text, encoding="utf-8")
+
+    with pytest.raises(ConfigError, match=r"broken\.yaml"):
+        load_config(path)
+
+
+def test_missing_file_is_refused_with_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read config nowhere\.yaml"):
+        load_config(Path("nowhere.yaml"))
