@@ -1,0 +1,58 @@
+"""`shakedown lint CONFIG...`: say what is wrong with a config before anything is started."""
+
+import argparse
+from pathlib import Path
+
+from shakedown.agents.rewards import REWARDS
+from shakedown.config import Config, dump_config, load_config
+from shakedown.config.lint import lint
+from shakedown.errors import ConfigError
+from shakedown.training.engines.names import ENGINE_NAMES
+from shakedown.training.faults import KINDS
+from shakedown.verdict import Finding, Stopwatch, Verdict, finish, status_of
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="+", type=Path, help="YAML files, later ones lie over")
+    parser.add_argument("--resolved", action="store_true", help="print the resolved config too")
+    parser.add_argument("--strict", action="store_true", help="exit 1 on warnings")
+
+
+def run(args: argparse.Namespace) -> int:
+    clock = Stopwatch()
+    config = load_config(*args.config)
+    findings = findings_of(config)
+    status = status_of(findings)
+    if args.resolved:
+        print(dump_config(config))
+    where = " + ".join(map(str, args.config))
+    summary = f"{where} is sound" if not findings else f"{where}: {len(findings)} fault(s)"
+    verdict = Verdict(
+        stage="lint",
+        status=status,
+        summary=summary,
+        findings=findings,
+        started=clock.started,
+        seconds=clock.seconds,
+    )
+    code = finish(verdict, None, strict=args.strict)
+    return 2 if status == "FAIL" else code
+
+
+def findings_of(config: Config) -> list[Finding]:
+    """Lint against the rewards, faults and engines that exist here."""
+    return lint(config, rewards=REWARDS, faults=KINDS, engines=ENGINE_NAMES)
+
+
+def require_sound(config: Config, where: str) -> Config:
+    """Return the config.
+
+    Raises:
+        ConfigError: lint has something against it.
+    """
+    findings = findings_of(config)
+    if not findings:
+        return config
+    rows = [f"{f.subject}: got {f.measured!r}, expected {f.expected}. {f.remedy}" for f in findings]
+    listed = "\n  ".join(rows)
+    raise ConfigError(f"{where}: {len(findings)} fault(s)\n  {listed}")

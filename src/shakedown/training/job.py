@@ -1,0 +1,63 @@
+"""What one attempt of a training stage is told: written by the supervisor, read by its parts."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shakedown.config import StageConfig
+from shakedown.errors import UsageError
+from shakedown.files import write_json
+from shakedown.paths import AttemptPaths, StagePaths
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """One attempt of one stage.
+
+    `model` is the input checkpoint (a Hugging Face folder); `train` and `heldout` are JSON-lines
+    files or hub names; `world_size` counts trainer ranks; `endpoint` is the base URL of the
+    stage's own inference server without `/v1` (GRPO only); `served_model` its model name.
+    """
+
+    stage: str
+    config: StageConfig
+    model: str
+    dtype: str
+    train: str
+    heldout: str
+    reward: str
+    seed: int
+    world_size: int
+    stage_root: str
+    attempt_root: str
+    endpoint: str = ""
+    served_model: str = "policy"
+
+    @property
+    def paths(self) -> StagePaths:
+        return StagePaths(Path(self.stage_root))
+
+    @property
+    def attempt(self) -> AttemptPaths:
+        return AttemptPaths(Path(self.attempt_root))
+
+    def write(self, path: Path) -> None:
+        """Write the job atomically as JSON."""
+        write_json(path, {**asdict(self), "config": self.config.model_dump(mode="json")})
+
+
+def read_job(path: Path) -> StageJob:
+    """Read a job file.
+
+    Raises:
+        UsageError: the file is missing or not a job.
+    """
+    try:
+        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        config = StageConfig.model_validate_json(json.dumps(body.pop("config")))
+        return StageJob(config=config, **body)
+    except OSError as error:
+        raise UsageError(f"cannot read job {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not a stage job: {error}") from error

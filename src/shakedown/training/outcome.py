@@ -1,0 +1,61 @@
+"""How one attempt of a training stage ended: the file that diagnosis, gate and report read."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from shakedown.errors import UsageError
+from shakedown.files import write_json
+
+SCHEMA = "shakedown/outcome/1"
+
+State = Literal["completed", "hung", "failed", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`state` and one `sentence`; `exit_codes` by component, negative for a signal.
+
+    `stalled` says, for a hung attempt, which components stood still, since when and in which phase.
+    """
+
+    stage: str
+    attempt: int
+    state: State
+    sentence: str
+    failed_component: str = ""
+    exit_codes: Mapping[str, int] = field(default_factory=dict)
+    stalled: Mapping[str, Any] = field(default_factory=dict)
+    steps: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    started: str = ""
+    seconds: float = 0.0
+
+    def write(self, path: Path) -> None:
+        """Write atomically."""
+        write_json(path, {"schema": SCHEMA, **asdict(self)})
+
+
+def read_outcome(path: Path) -> Outcome:
+    """Read an outcome.
+
+    Raises:
+        UsageError: missing, not JSON, or not an outcome.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read outcome {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(body, dict) or body.pop("schema", None) != SCHEMA:
+        raise UsageError(f'{path} is not an outcome: expected "schema": "{SCHEMA}"')
+    try:
+        outcome = Outcome(**body)
+    except TypeError as error:
+        raise UsageError(f"{path} is not a complete outcome: {error}") from error
+    if outcome.state not in get_args(State):
+        raise UsageError(f"{path}: state {outcome.state!r} is not one of {get_args(State)}")
+    return outcome

@@ -1,0 +1,40 @@
+# The user's agent: one episode, many at once, in groups, through the rollout controller.
+rule agents:
+    input:
+        endpoint=ancient(RUN.endpoint(SERVER)),
+        assets=RUN.assets / "assets.json",
+        config=ancient(RUN.config),
+    output:
+        verdict=report(
+            RUN.agents / "verdict.json",
+            caption="../report/agents.rst",
+            category="2 Agents",
+            labels={"result": "verdict"},
+        ),
+        ran=RUN.agents / "ran",
+    params:
+        section=section("agents", "serve", "model", "data"),
+        out=RUN.agents,
+    log:
+        LOGS / "agents.log",
+    conda:
+        "../envs/shakedown.yaml"
+    shell:
+        "{{ shakedown agent ladder --config {input.config} --endpoint {input.endpoint} "
+        "--assets {input.assets} --out {params.out} "
+        "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran}"
+
+
+rule accept_agents:
+    input:
+        verdict=rules.agents.output.verdict,
+        ran=rules.agents.output.ran,
+    output:
+        RUN.agents / "accepted.json",
+    log:
+        LOGS / "accept_agents.log",
+    conda:
+        "../envs/shakedown.yaml"
+    localrule: True
+    shell:
+        "shakedown accept {input.verdict} --ticket {input.ran} --out {output} 2>&1 | tee {log}"

@@ -1,0 +1,87 @@
+# Configuration, names and helpers that every rule uses. No rules here.
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from shakedown.commands.lint import require_sound
+from shakedown.config import parse_config
+from shakedown.errors import ShakedownError
+from shakedown.paths import RunPaths
+
+# The programs of the environment that runs Snakemake come first, activated or not.
+shell.prefix(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; ")
+
+
+def checked_config():
+    """The typed config, or a workflow error with every fault and the nearest valid names."""
+    try:
+        return require_sound(parse_config(config), "config")
+    except ShakedownError as error:
+        raise WorkflowError(str(error)) from None
+
+
+CONFIG = checked_config()
+RUN = RunPaths(Path(CONFIG.results) / CONFIG.run)
+SERVER = "policy"
+STAGES = list(CONFIG.stages)
+LOGS = RUN.root / "logs"
+
+
+def section(*names):
+    """Sections of the config as one string: a change in them runs the rule again."""
+    return json.dumps({name: CONFIG.model_dump(mode="json")[name] for name in names})
+
+
+def stage_section(wildcards):
+    """All of a stage's config that its result depends on."""
+    body = CONFIG.model_dump(mode="json")
+    own = {"stage": body["stages"][wildcards.stage]}
+    return json.dumps(own | {key: body[key] for key in ("model", "data", "seed")})
+
+
+def stage_inputs(wildcards):
+    """What must be accepted before a stage: checks of its kind, and the stage before it."""
+    needed = [RUN.preflight / "accepted.json"]
+    if CONFIG.stages[wildcards.stage].algorithm == "grpo":
+        needed += [
+            RUN.agents / "accepted.json",
+            RUN.consistency / "accepted.json",
+            RUN.serve(SERVER) / "released.json",
+        ]
+    position = STAGES.index(wildcards.stage)
+    if position:
+        needed.append(RUN.stage(STAGES[position - 1]).accepted)
+    return needed
+
+
+def stage_nodes(wildcards):
+    return CONFIG.stages[wildcards.stage].nodes
+
+
+def stage_threads(wildcards):
+    return max(1, trainer_world(CONFIG.stages[wildcards.stage]))
+
+
+def stage_gpus(wildcards):
+    return CONFIG.cluster.gpus_per_node * stage_nodes(wildcards)
+
+
+def stop_server_command():
+    """End the run's persistent server, unless it is to be kept."""
+    if CONFIG.serve.keep or not RUN.endpoint(SERVER).exists():
+        return "true"
+    return f"shakedown serve stop {shlex.quote(str(RUN.serve(SERVER)))}"
+
+
+def failure_report_command():
+    """Write the page over what is there, also when a stage failed."""
+    if not RUN.root.is_dir():
+        return "true"
+    return f"shakedown report {shlex.quote(str(RUN.root))}"
+
+
+from shakedown.config.lint import trainer_world

@@ -1,0 +1,43 @@
+# The same tokens scored by transformers and by the inference engine.
+rule consistency:
+    input:
+        # After the agents: the server has then been seen to work under load.
+        RUN.agents / "accepted.json",
+        endpoint=ancient(RUN.endpoint(SERVER)),
+        assets=RUN.assets / "assets.json",
+        config=ancient(RUN.config),
+    output:
+        verdict=RUN.consistency / "verdict.json",
+        page=report(
+            RUN.consistency / "report.html",
+            caption="../report/consistency.rst",
+            category="3 Consistency",
+            labels={"result": "token comparison"},
+        ),
+        ran=RUN.consistency / "ran",
+    params:
+        section=section("consistency", "serve", "model", "data", "seed"),
+        out=RUN.consistency,
+    log:
+        LOGS / "consistency.log",
+    conda:
+        "../envs/shakedown.yaml"
+    shell:
+        "{{ shakedown compare --config {input.config} --endpoint {input.endpoint} "
+        "--assets {input.assets} --out {params.out} "
+        "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran} {output.page}"
+
+
+rule accept_consistency:
+    input:
+        verdict=rules.consistency.output.verdict,
+        ran=rules.consistency.output.ran,
+    output:
+        RUN.consistency / "accepted.json",
+    log:
+        LOGS / "accept_consistency.log",
+    conda:
+        "../envs/shakedown.yaml"
+    localrule: True
+    shell:
+        "shakedown accept {input.verdict} --ticket {input.ran} --out {output} 2>&1 | tee {log}"

@@ -1,0 +1,42 @@
+# Nodes, network and disks, before anything is started.
+rule preflight:
+    input:
+        config=ancient(RUN.config),
+    output:
+        verdict=report(
+            RUN.preflight / "verdict.json",
+            caption="../report/preflight.rst",
+            category="1 Preflight",
+            labels={"result": "verdict"},
+        ),
+        bad_nodes=RUN.bad_nodes,
+        ran=RUN.preflight / "ran",
+    params:
+        section=section("cluster", "preflight"),
+        out=RUN.preflight,
+    log:
+        LOGS / "preflight.log",
+    conda:
+        "../envs/shakedown.yaml"
+    resources:
+        nodes=CONFIG.cluster.nodes,
+        gpu=CONFIG.cluster.gpus_per_node * CONFIG.cluster.nodes,
+    shell:
+        # A verdict that is not good must survive: the gate below fails, not this job.
+        "{{ shakedown preflight --config {input.config} --out {params.out} "
+        "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran}"
+
+
+rule accept_preflight:
+    input:
+        verdict=rules.preflight.output.verdict,
+        ran=rules.preflight.output.ran,
+    output:
+        RUN.preflight / "accepted.json",
+    log:
+        LOGS / "accept_preflight.log",
+    conda:
+        "../envs/shakedown.yaml"
+    localrule: True
+    shell:
+        "shakedown accept {input.verdict} --ticket {input.ran} --out {output} 2>&1 | tee {log}"

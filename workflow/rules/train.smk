@@ -1,0 +1,64 @@
+# Training stages: train under supervision, diagnose what happened, accept or fail.
+rule train:
+    input:
+        stage_inputs,
+        assets=RUN.assets / "assets.json",
+        config=ancient(RUN.config),
+    output:
+        RUN.stages / "{stage}" / "outcome.json",
+    params:
+        section=stage_section,
+        run=RUN.root,
+    log:
+        LOGS / "train_{stage}.log",
+    conda:
+        "../envs/shakedown.yaml"
+    wildcard_constraints:
+        stage="|".join(STAGES),
+    threads: stage_threads
+    resources:
+        nodes=stage_nodes,
+        gpu=stage_gpus,
+    shell:
+        # A stage that hung or failed writes its outcome and evidence: the gate fails, not this job.
+        "{{ shakedown train {wildcards.stage} --config {input.config} --assets {input.assets} "
+        "--run-dir {params.run} || [ -s {output} ]; }} 2>&1 | tee {log}"
+
+
+rule diagnose:
+    input:
+        rules.train.output,
+    output:
+        verdict=RUN.stages / "{stage}" / "diagnosis.json",
+        page=report(
+            RUN.stages / "{stage}" / "diagnosis.html",
+            caption="../report/diagnosis.rst",
+            category="4 Training",
+            labels={"stage": "{stage}", "result": "diagnosis"},
+        ),
+    params:
+        stage=RUN.stages / "{stage}",
+    log:
+        LOGS / "diagnose_{stage}.log",
+    conda:
+        "../envs/shakedown.yaml"
+    localrule: True
+    shell:
+        "{{ shakedown hang diagnose --stage {params.stage} "
+        "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}"
+
+
+rule accept_stage:
+    input:
+        outcome=rules.train.output,
+        diagnosis=rules.diagnose.output.verdict,
+    output:
+        RUN.stages / "{stage}" / "accepted.json",
+    log:
+        LOGS / "accept_{stage}.log",
+    conda:
+        "../envs/shakedown.yaml"
+    localrule: True
+    shell:
+        "shakedown accept {input.outcome} --diagnosis {input.diagnosis} "
+        "--ticket {input.outcome} --out {output} 2>&1 | tee {log}"
