@@ -14,14 +14,20 @@ from shakedown.errors import ExitCode, ShakedownError, UsageError, did_you_mean
 # Only the chosen command's module is imported: help answers without torch.
 COMMANDS: dict[str, tuple[str, str]] = {
     "lint": ("shakedown.commands.lint", "check a config file and say what would go wrong"),
-    "assets": ("shakedown.commands.assets", "write the demo model and data, or check the given ones"),
+    "assets": (
+        "shakedown.commands.assets",
+        "write the demo model and data, or check the given ones",
+    ),
     "preflight": ("shakedown.commands.preflight", "check nodes, network, disks before a run"),
     "serve": ("shakedown.commands.serve", "start, check or stop a persistent inference server"),
     "agent": ("shakedown.commands.agent", "run an agent class: once, many at once, in groups"),
     "compare": ("shakedown.commands.compare", "compare token log-probabilities of two engines"),
     "train": ("shakedown.commands.train", "run one training stage under supervision"),
     "hang": ("shakedown.commands.hang", "collect and analyse the evidence of a hung job"),
-    "accept": ("shakedown.commands.accept", "the gate after a stage: pass, or fail with one sentence"),
+    "accept": (
+        "shakedown.commands.accept",
+        "the gate after a stage: pass, or fail with one sentence",
+    ),
     "allocation": ("shakedown.commands.allocation", "parse an allocation string"),
     "report": ("shakedown.commands.report", "write one HTML page over all results of a run"),
     "status": ("shakedown.commands.status", "say what a run is doing now"),

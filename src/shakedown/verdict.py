@@ -126,7 +126,7 @@ def read_verdict(path: Path) -> Verdict:
     except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(body, dict) or body.pop("schema", None) != SCHEMA:
-        raise UsageError(f"{path} is not a verdict: expected \"schema\": \"{SCHEMA}\"")
+        raise UsageError(f'{path} is not a verdict: expected "schema": "{SCHEMA}"')
     if body.get("status") not in get_args(Status):
         raise UsageError(f"{path}: status {body.get('status')!r} is not one of {get_args(Status)}")
     own = {name: body.pop(name) for name in list(body) if name in Verdict.__dataclass_fields__}

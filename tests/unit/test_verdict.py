@@ -64,7 +64,9 @@ def test_written_verdict_reads_back_equal(tmp_path: Path) -> None:
         '{"schema": "other"}',
         json.dumps({"schema": SCHEMA, "stage": "x", "status": "GOOD", "summary": ""}),
         json.dumps({"schema": SCHEMA, "status": "PASS"}),
-        json.dumps({"schema": SCHEMA, "stage": "x", "status": "PASS", "summary": "", "findings": 3}),
+        json.dumps(
+            {"schema": SCHEMA, "stage": "x", "status": "PASS", "summary": "", "findings": 3}
+        ),
     ],
 )
 def test_file_that_is_no_verdict_is_refused(tmp_path: Path, text: str) -> None:

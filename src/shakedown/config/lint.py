@@ -66,7 +66,7 @@ def _lint_serve(config: Config) -> list[Finding]:
     except UsageError as error:
         return [_fail("allocation", "serve.allocation", config.serve.allocation, str(error))]
     engine = config.serve.engine
-    if engine != "transformers" and backend != engine:
+    if engine not in ("transformers", backend):
         expected = f"an allocation of {engine}"
         return [_fail("allocation", "serve.allocation", config.serve.allocation, expected)]
     return []

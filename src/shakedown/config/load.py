@@ -39,7 +39,7 @@ def parse_config(body: Mapping[str, Any], *, where: str = "config") -> Config:
         listed = "\n  ".join(faults)
         raise ConfigError(
             f"{where}: {len(faults)} fault(s)\n  {listed}",
-            hint=f"mend the file, then: shakedown lint {where.split(' + ')[-1]}",
+            hint=f"mend the file, then: shakedown lint {where.replace(' + ', ' ')}",
         ) from None
 
 
@@ -82,10 +82,11 @@ def _tuples(body: dict[str, Any]) -> dict[str, Any]:
         return body
     fixed: dict[str, Any] = {}
     for name, stage in stages.items():
+        fixed[name] = stage
         optimizer = stage.get("optimizer") if isinstance(stage, Mapping) else None
         if isinstance(optimizer, Mapping) and isinstance(optimizer.get("betas"), list):
-            stage = {**stage, "optimizer": {**optimizer, "betas": tuple(optimizer["betas"])}}
-        fixed[name] = stage
+            tupled = {**optimizer, "betas": tuple(optimizer["betas"])}
+            fixed[name] = {**stage, "optimizer": tupled}
     return {**body, "stages": fixed}
 
 

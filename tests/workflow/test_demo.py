@@ -1,0 +1,115 @@
+"""`make demo` from end to end: the whole ladder on this machine, with the shipped config."""
+
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from shakedown.paths import RunPaths
+from tests.workflow.helpers import Run, processes_that_mention, read_json
+
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]
+
+
+@pytest.fixture(scope="module")
+def demo(
+    run_workflow: Run, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RunPaths, subprocess.CompletedProcess[str]]:
+    results = tmp_path_factory.mktemp("results")
+    done = run_workflow("--config", f"results={results}")
+    return RunPaths(results / "demo"), done
+
+
+Demo = tuple[RunPaths, subprocess.CompletedProcess[str]]
+
+
+def test_every_stage_is_accepted(demo: Demo) -> None:
+    paths, done = demo
+
+    assert done.returncode == 0
+    gates = [paths.preflight, paths.agents, paths.consistency]
+    gates += [paths.stage("sft").root, paths.stage("grpo").root]
+    for folder in gates:
+        assert read_json(folder / "accepted.json")["status"] in ("PASS", "WARN"), folder
+
+
+def test_grpo_raises_held_out_sampled_accuracy(demo: Demo) -> None:
+    paths, _ = demo
+
+    metrics = read_json(paths.stage("grpo").outcome)["metrics"]
+
+    assert metrics["sampled_accuracy_end"] - metrics["sampled_accuracy_start"] >= 0.15
+
+
+def test_train_and_held_out_problems_are_disjoint(demo: Demo) -> None:
+    paths, _ = demo
+
+    train = set(Path(paths.assets / "train.jsonl").read_text(encoding="utf-8").splitlines())
+    heldout = set(Path(paths.assets / "heldout.jsonl").read_text(encoding="utf-8").splitlines())
+
+    assert heldout
+    assert not train & heldout
+
+
+def test_512_episodes_ran_at_once(demo: Demo) -> None:
+    paths, _ = demo
+
+    metrics = read_json(paths.agents / "verdict.json")["metrics"]
+
+    assert metrics["episodes_ok"] >= 512
+
+
+def test_engine_and_transformers_agree_token_by_token(demo: Demo) -> None:
+    paths, _ = demo
+
+    verdict = read_json(paths.consistency / "verdict.json")
+    tokens = pd.read_parquet(paths.consistency / "tokens.parquet")
+
+    assert verdict["status"] == "PASS"
+    assert verdict["metrics"]["k3"] <= 1e-3
+    assert len(tokens) > 64
+
+
+def test_metrics_have_one_row_a_step(demo: Demo) -> None:
+    paths, _ = demo
+
+    for stage in ("sft", "grpo"):
+        table = pd.read_json(paths.stage(stage).metrics, lines=True)
+        assert list(table["step"]) == list(range(1, len(table) + 1))
+
+
+def test_report_opens_without_network_and_shows_every_stage(demo: Demo) -> None:
+    paths, _ = demo
+
+    page = paths.report.read_text(encoding="utf-8")
+
+    for name in ("preflight", "agents", "consistency", "sft", "grpo"):
+        assert name in page
+    assert "<script src" not in page
+    assert "<link" not in page
+
+
+def test_nothing_is_left_running(demo: Demo) -> None:
+    paths, _ = demo
+
+    assert not processes_that_mention(str(paths.root))
+
+
+def test_second_run_does_nothing(demo: Demo, run_workflow: Run) -> None:
+    paths, _ = demo
+
+    again = run_workflow("--config", f"results={paths.root.parent}")
+
+    assert again.returncode == 0
+    assert "Nothing to be done" in again.stdout
+
+
+def test_snakemake_writes_its_own_report(demo: Demo, run_workflow: Run, tmp_path: Path) -> None:
+    paths, _ = demo
+    archive = tmp_path / "report.zip"
+
+    result = run_workflow("--config", f"results={paths.root.parent}", "--report", str(archive))
+
+    assert result.returncode == 0
+    assert archive.stat().st_size > 10_000

@@ -1,0 +1,78 @@
+"""The workflow as a user calls it: dry run, lint, config errors, what reruns what."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RULES = (
+    "resolve_config assets preflight accept_preflight serve agents accept_agents consistency "
+    "accept_consistency release_server train diagnose accept_stage report_page"
+).split()
+
+
+def snakemake(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SNAKEMAKE")}
+    return subprocess.run(
+        [sys.executable, "-m", "snakemake", "--nolock", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=cwd,
+        env=environment,
+        timeout=300,
+    )
+
+
+def test_dry_run_plans_every_rule_of_the_ladder(tmp_path: Path) -> None:
+    result = snakemake("-n", "--config", f"results={tmp_path}")
+
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output
+    assert not [rule for rule in RULES if f"\n{rule} " not in output]
+    assert not list(tmp_path.iterdir())
+
+
+def test_lint_finds_nothing() -> None:
+    result = snakemake("--lint")
+
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("serve={enigne: vllm}", "serve.enigne: unknown key (did you mean 'engine'?)"),
+        ("seed=abc", "seed: Input should be a valid integer, got 'abc'"),
+        ("data={reward: exact_mach}", "did you mean 'exact_match'?"),
+        ("data={train: /nowhere/train.jsonl}", "data.train: got '/nowhere/train.jsonl'"),
+        ("model={source: ./no-such-model}", "model.source: got './no-such-model'"),
+        ("stages={sft: {allocation: 'fsdp:p2'}}", "stages.sft.allocation"),
+        ("stages={sft: {fault: {kind: conditional_colective}}}", "conditional_collective"),
+    ],
+)
+def test_wrong_config_is_refused_before_anything_runs(
+    tmp_path: Path, change: str, expected: str
+) -> None:
+    result = snakemake("-n", "--config", f"results={tmp_path}", change)
+
+    output = result.stdout + result.stderr
+    assert result.returncode == 1
+    assert expected in output
+    assert "Traceback" not in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_config_of_the_same_content_written_again_reruns_nothing(tmp_path: Path) -> None:
+    target = str(tmp_path / "demo" / "config.resolved.yaml")
+    results = ("--config", f"results={tmp_path}")
+    first = snakemake("--cores", "1", *results, "--", target)
+
+    again = snakemake("--cores", "1", *results, "--", target)
+
+    assert first.returncode == 0, first.stderr
+    assert "Nothing to be done" in again.stdout + again.stderr
+    assert "run: demo" in Path(target).read_text(encoding="utf-8")
