@@ -1,0 +1,67 @@
+"""Turns a Slurm task into a distributed rank: `python -m shakedown.cluster.bootstrap -- ARGV`.
+
+srun starts one of these a rank; it maps Slurm's variables to RANK and its kin, then becomes ARGV.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+
+from shakedown.errors import LaunchError, UsageError
+
+
+def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE of the Slurm task in `environ`.
+
+    Raises:
+        UsageError: a variable that srun sets is missing.
+    """
+    try:
+        return {
+            "RANK": environ["SLURM_PROCID"],
+            "LOCAL_RANK": environ["SLURM_LOCALID"],
+            "WORLD_SIZE": environ["SLURM_NTASKS"],
+            "LOCAL_WORLD_SIZE": str(
+                tasks_on_node(environ["SLURM_STEP_TASKS_PER_NODE"], int(environ["SLURM_NODEID"]))
+            ),
+        }
+    except KeyError as error:
+        raise UsageError(f"{error.args[0]} is not set: srun starts this program") from error
+
+
+def tasks_on_node(counts: str, node: int) -> int:
+    """Tasks on node number `node` from Slurm's short form, `2(x3),1` = 2 2 2 1.
+
+    Raises:
+        UsageError: not in that form, or too short.
+    """
+    per_node: list[int] = []
+    for part in counts.split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if match is None:
+            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}, expected such as 2(x3),1")
+        per_node += [int(match[1])] * int(match[2] or 1)
+    if not 0 <= node < len(per_node):
+        raise UsageError(f"node {node} is not in SLURM_STEP_TASKS_PER_NODE={counts}")
+    return per_node[node]
+
+
+def main(argv: Sequence[str]) -> None:
+    """Become the command after `--`.
+
+    Raises:
+        LaunchError: it cannot be executed.
+    """
+    command = list(argv[1:] if argv[:1] == ["--"] else argv)
+    if not command:
+        raise UsageError("no command after `--`")
+    environment = {**os.environ, **rank_environment(os.environ)}
+    try:
+        os.execvpe(command[0], command, environment)  # noqa: S606
+    except OSError as error:
+        raise LaunchError(f"cannot start {command[0]}: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

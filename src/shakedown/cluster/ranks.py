@@ -1,0 +1,146 @@
+"""The components of a distributed program: one process a rank, here or over a Slurm job."""
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shakedown.cluster.supervise import Component
+from shakedown.errors import UsageError
+
+# One line of srun gives every task the same variables; these would make it refuse the step
+# when the job was started with options that exclude each other (--mem and --mem-per-cpu).
+_UNSET = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_CPU_BIND")
+
+
+def rank_components(
+    *,
+    argv: Sequence[str],
+    world_size: int,
+    nodes: Sequence[str],
+    log_dir: Path,
+    env: Mapping[str, str],
+    role: str = "trainer",
+    master_addr: str = "127.0.0.1",
+    master_port: int,
+) -> list[Component]:
+    """Components that run `argv` once a rank.
+
+    On one node: one component a rank, `{role}-rank{N}`. On several nodes of a Slurm job: one
+    component `{role}-srun` whose tasks write the same `{role}-rank{N}.log` files.
+
+    Args:
+        world_size: ranks in all; ranks fill the nodes in order, equally many a node.
+        master_addr: where rank 0 listens: an address of `nodes[0]` that all nodes reach
+            (`nodes.node_address`).
+
+    Raises:
+        UsageError: fewer ranks than nodes, or ranks that do not spread equally.
+    """
+    if world_size < 1 or not nodes or world_size % len(nodes):
+        raise UsageError(
+            f"{world_size} rank(s) do not spread equally over {len(nodes)} node(s)",
+            hint="make the allocation's world size a multiple of cluster.nodes",
+        )
+    shared = {
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+        "OMP_NUM_THREADS": "1",
+        **env,
+    }
+    if len(nodes) > 1:
+        return [
+            _srun(
+                argv=argv,
+                world_size=world_size,
+                nodes=nodes,
+                log_dir=log_dir,
+                env=shared,
+                role=role,
+            )
+        ]
+    return [
+        Component(
+            name=f"{role}-rank{rank}",
+            role=role,
+            argv=tuple(argv),
+            log=log_dir / f"{role}-rank{rank}.log",
+            env={**_loopback(), **shared, **_local_rank(rank, world_size)},
+            rank=rank,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _local_rank(rank: int, world_size: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
+
+
+def _loopback() -> dict[str, str]:
+    """On one node gloo need not depend on what the host's name resolves to."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or not Path("/sys/class/net/lo").exists():
+        return {}
+    return {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def _srun(
+    *,
+    argv: Sequence[str],
+    world_size: int,
+    nodes: Sequence[str],
+    log_dir: Path,
+    env: Mapping[str, str],
+    role: str,
+) -> Component:
+    step = srun_argv(
+        nodes=nodes,
+        tasks=world_size,
+        output=log_dir / f"{role}-rank%t.log",
+        job_name=role,
+    )
+    rank = [sys.executable, "-P", "-m", "shakedown.cluster.bootstrap", "--", *argv]
+    return Component(
+        name=f"{role}-srun",
+        role=role,
+        argv=(*step, *rank),
+        log=log_dir / f"{role}-srun.log",
+        env=env,
+    )
+
+
+def srun_argv(
+    *, nodes: Sequence[str], tasks: int, job_name: str, output: Path | None = None
+) -> list[str]:
+    """An srun command line over `nodes` inside the current job, `tasks` in all, block order.
+
+    Without `output` the tasks' output comes back through srun's own.
+
+    The step shares its resources (--overlap), takes more tasks than CPUs (--overcommit) and
+    goes on when a task fails (--kill-on-bad-exit=0): who stops whom is the supervisor's
+    decision, and evidence must be collected first.
+    """
+    return [
+        "env",
+        *(f"--unset={name}" for name in _UNSET),
+        "srun",
+        "--overlap",
+        "--overcommit",
+        f"--nodes={len(nodes)}",
+        f"--nodelist={','.join(nodes)}",
+        f"--ntasks={tasks}",
+        f"--ntasks-per-node={tasks // len(nodes)}",
+        "--distribution=block",
+        "--cpu-bind=none",
+        "--mem=0",
+        "--export=ALL",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--open-mode=append",
+        f"--job-name={job_name}",
+        *([f"--output={output}"] if output else []),
+    ]

@@ -1,0 +1,247 @@
+"""Start a stage's processes, see each end, and leave none behind.
+
+Every component leads its own process session (start_new_session), so one signal reaches it and
+its descendants. A guard process (guard.py) holds a pipe to the supervisor: when the supervisor
+dies, even by SIGKILL, the guard ends every group. A pipe is used rather than
+prctl(PR_SET_PDEATHSIG): that signal fires when the starting *thread* ends and reaches the
+component alone, never its children (vLLM's engine core, data-loader workers, srun's tasks).
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+from shakedown.cluster.guard import members, send
+from shakedown.errors import LaunchError, StorageError
+
+_POLL_SECONDS = 0.02
+_KILL_SECONDS = 10.0  # a killed process may finish an I/O wait first
+_GUARD = Path(__file__).with_name("guard.py")
+
+
+@dataclass(frozen=True)
+class Component:
+    """One process to supervise. `env` is laid over the supervisor's own environment."""
+
+    name: str
+    role: str
+    argv: tuple[str, ...]
+    log: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Exit:
+    """A component's end. `returncode` is -N after signal N; `seconds` is how long it lived."""
+
+    component: Component
+    returncode: int
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.component.name} {describe_exit(self.returncode)} after {self.seconds:.1f} s"
+
+
+def describe_exit(returncode: int) -> str:
+    """`exit code 3`, `killed by SIGKILL (out of memory?)`; shells and srun give 128 + signal."""
+    if returncode < 0:
+        return f"killed by {_signal_text(-returncode)}"
+    if returncode > 128 and returncode - 128 in {s.value for s in signal.Signals}:
+        return f"exit code {returncode} (a process under it: {_signal_text(returncode - 128)})"
+    return f"exit code {returncode}"
+
+
+def _signal_text(number: int) -> str:
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"{name} (out of memory?)" if number == signal.SIGKILL else name
+
+
+@dataclass
+class _Child:
+    component: Component
+    process: subprocess.Popen[bytes]
+    started: float
+    ended: bool = False
+
+
+class Supervisor:
+    """Owns the components that it starts; leaving the `with` block ends all of them.
+
+    Use it from one thread.
+    """
+
+    def __init__(self, *, grace: float = 10.0) -> None:
+        """`grace`: seconds between SIGTERM and SIGKILL when the block is left, and in the guard."""
+        self._grace = grace
+        self._children: dict[str, _Child] = {}
+        self._sessions: set[int] = set()  # that may still have members
+        self._guard: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self._guard = subprocess.Popen(
+            [sys.executable, "-I", "-S", os.fspath(_GUARD), str(self._grace)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.stop_all(self._grace)
+        finally:
+            self._dismiss_guard()
+
+    def start(self, component: Component) -> int:
+        """Start a component and return its pid, which is also its group's and session's id.
+
+        Output of both streams is appended to the component's log.
+
+        Raises:
+            LaunchError: the program is missing or cannot be executed.
+            StorageError: the log cannot be opened.
+            ValueError: a component of that name is running, or the `with` block was not entered.
+        """
+        if self._guard is None:
+            raise ValueError("Supervisor.start() outside its `with` block")
+        if component.name in self.running():
+            raise ValueError(f"component {component.name!r} is already running")
+        with _open_log(component.log) as log:
+            process = _spawn(component, log)
+        self._sessions.add(process.pid)
+        self._tell_guard("+", process.pid)
+        self._children[component.name] = _Child(component, process, time.monotonic())
+        return process.pid
+
+    def poll(self) -> list[Exit]:
+        """Components that ended since the last call, in the order they were started."""
+        return [
+            self._note_end(child)
+            for child in self._children.values()
+            if not child.ended and child.process.poll() is not None
+        ]
+
+    def running(self) -> dict[str, int]:
+        """Name -> pid of the components that have not ended."""
+        return {
+            name: child.process.pid
+            for name, child in self._children.items()
+            if child.process.poll() is None
+        }
+
+    def signal(self, name: str, signum: int) -> None:
+        """Send a signal to a component and its descendants; those that have ended are left out.
+
+        Raises:
+            KeyError: no component of that name was started.
+        """
+        send({self._children[name].process.pid}, signum)
+
+    def stop_all(self, grace: float) -> list[Exit]:
+        """End every component and its descendants: SIGTERM, `grace` seconds, SIGKILL.
+
+        Descendants that outlived a component which ended by itself are ended too.
+
+        Returns:
+            The exits that `poll` has not reported yet.
+
+        Raises:
+            LaunchError: a process survived SIGKILL (stuck in the kernel, e.g. on a dead disk).
+        """
+        sessions = set(self._sessions)
+        send(sessions, signal.SIGTERM)
+        send(sessions, signal.SIGCONT)  # a stopped process takes SIGTERM only then
+        if not self._gone(sessions, grace):
+            send(sessions, signal.SIGKILL)
+            if not self._gone(sessions, _KILL_SECONDS):
+                left = sorted(members(sessions))
+                raise LaunchError(
+                    f"processes {left} did not end on SIGKILL",
+                    hint="look at `cat /proc/PID/wchan`: a dead file system or driver holds them",
+                )
+        ended = self.poll()
+        for session in sessions & self._sessions:
+            self._forget(session)
+        return ended
+
+    def _gone(self, sessions: set[int], seconds: float) -> bool:
+        """Wait until no session has a living member; new ones get no time beyond `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self.running()  # reaps
+            if not members(sessions):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+
+    def _note_end(self, child: _Child) -> Exit:
+        child.ended = True
+        pid = child.process.pid
+        if not members({pid}):
+            self._forget(pid)
+        seconds = round(time.monotonic() - child.started, 3)
+        return Exit(child.component, child.process.returncode, seconds)
+
+    def _forget(self, session: int) -> None:
+        """A session without members: its number may be used again by a stranger."""
+        self._sessions.discard(session)
+        self._tell_guard("-", session)
+
+    def _tell_guard(self, sign: str, pid: int) -> None:
+        if self._guard is None or self._guard.stdin is None:
+            return
+        with contextlib.suppress(BrokenPipeError):  # a killed guard never stops a run
+            self._guard.stdin.write(f"{sign}{pid}\n".encode())
+            self._guard.stdin.flush()
+
+    def _dismiss_guard(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None and guard.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                guard.stdin.close()
+            guard.wait()
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        raise StorageError(f"cannot open log {path}: {error.strerror}") from error
+
+
+def _spawn(component: Component, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **component.env}
+    try:
+        return subprocess.Popen(
+            component.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+    except (OSError, ValueError, IndexError) as error:
+        program = component.argv[0] if component.argv else "(empty command)"
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise LaunchError(
+            f"cannot start {component.name}: {program}: {reason}",
+            hint=f"command -v {program}",
+        ) from error
