@@ -1,0 +1,129 @@
+"""`shakedown hang`: analyze files, collect evidence, diagnose a stage."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shakedown.errors import ExitCode, UsageError
+
+if TYPE_CHECKING:
+    from shakedown.hang.collect import Target
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Sub-commands; only the chosen one's modules are imported."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _analyze_arguments(
+        actions.add_parser("analyze", help="say from dumps and logs who hangs and why")
+    )
+    _collect_arguments(actions.add_parser("collect", help="sample running processes of this host"))
+    _diagnose_arguments(
+        actions.add_parser("diagnose", help="diagnose a stage's newest attempt and write it down")
+    )
+
+
+def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "paths", nargs="+", type=Path, metavar="PATH", help="files and folders, read recursively"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write diagnosis.json here; - prints it")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page here")
+    parser.add_argument("--strict", action="store_true", help="slow counts as a failure")
+
+
+def _collect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pid", type=int, nargs="+", default=[], help="process ids")
+    parser.add_argument("--match", metavar="PATTERN", help="this user's processes, by command line")
+    parser.add_argument("--attempt", type=Path, metavar="DIR", help="an attempt with heartbeats")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="evidence folder")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="copy the ends of these logs")
+    parser.add_argument("--rounds", type=int, default=2, help="samples")
+    parser.add_argument("--gap", type=float, default=5.0, help="seconds between samples")
+
+
+def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--stage", type=Path, required=True, metavar="DIR", help="results/<run>/stages/<stage>"
+    )
+    parser.add_argument("--strict", action="store_true", help="slow counts as a failure")
+    parser.add_argument(
+        "--report-only",
+        action="store_true",
+        help="exit 0 once the diagnosis is written: for a workflow whose gate judges",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen action and return its exit code."""
+    actions = {"analyze": _analyze, "collect": _collect, "diagnose": _diagnose}
+    return actions[args.action](args)
+
+
+def _analyze(args: argparse.Namespace) -> int:
+    from shakedown.hang.diagnose import diagnose_paths
+    from shakedown.verdict import finish, render_text
+
+    verdict = diagnose_paths(args.paths)
+    if args.html is not None:
+        from shakedown.hang.page import write_page
+
+        write_page(verdict, args.html)
+    if args.json == "-":
+        print(json.dumps(verdict.to_json(), indent=2, allow_nan=False))
+        print(render_text(verdict), file=sys.stderr)
+        return int(verdict.exit_code(strict=args.strict))
+    return finish(verdict, Path(args.json) if args.json else None, strict=args.strict)
+
+
+def _collect(args: argparse.Namespace) -> int:
+    from shakedown.hang.collect import collect_local
+    from shakedown.hang.collect.report import verdict_of
+    from shakedown.verdict import Stopwatch, finish
+
+    watch = Stopwatch()
+    if args.rounds < 1 or args.gap < 0:
+        raise UsageError(f"--rounds {args.rounds} --gap {args.gap}: expected >= 1 and >= 0")
+    logs = args.logs
+    if logs is None and args.attempt is not None and (args.attempt / "logs").is_dir():
+        logs = args.attempt / "logs"
+    heartbeats = args.attempt / "heartbeat" if args.attempt is not None else None
+    report = collect_local(
+        _targets(args),
+        args.out,
+        logs=logs,
+        rounds=args.rounds,
+        gap=args.gap,
+        heartbeats=heartbeats,
+    )
+    return finish(verdict_of(report, args.out, watch), None)
+
+
+def _targets(args: argparse.Namespace) -> "list[Target]":
+    from shakedown.hang.collect import from_attempt, from_pattern, from_pids
+
+    given = [bool(args.pid), args.match is not None, args.attempt is not None]
+    if sum(given) != 1:
+        raise UsageError(
+            "say which processes: one of --pid, --match and --attempt",
+            hint="shakedown hang collect --help",
+        )
+    if args.pid:
+        return from_pids(args.pid)
+    return from_pattern(args.match) if args.match is not None else from_attempt(args.attempt)
+
+
+def _diagnose(args: argparse.Namespace) -> int:
+    from shakedown.hang.diagnose import diagnose_stage, newest_attempt, read_outcome
+    from shakedown.hang.page import write_page
+    from shakedown.paths import StagePaths
+    from shakedown.verdict import finish
+
+    stage = StagePaths(args.stage)
+    attempt = newest_attempt(stage)
+    verdict = diagnose_stage(attempt.root, read_outcome(attempt))
+    write_page(verdict, stage.diagnosis_html)
+    code = finish(verdict, stage.diagnosis, strict=args.strict)
+    print(f"  page: {stage.diagnosis_html}", flush=True)
+    return int(ExitCode.OK) if args.report_only else code

@@ -1,0 +1,91 @@
+"""From facts to a diagnosis: pure. One small function a rule; the first that speaks is chosen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from shakedown.hang.analyze import (
+    rules_collectives,
+    rules_process,
+    rules_progress,
+    rules_roles,
+    rules_stacks,
+)
+from shakedown.hang.analyze.classes import rank_classes
+from shakedown.hang.analyze.model import Diagnosis, Edge, Hypothesis, name_ranks
+from shakedown.hang.analyze.situation import Situation
+from shakedown.hang.facts import Facts
+
+__all__ = ["RULES", "Diagnosis", "Edge", "Hypothesis", "analyze", "name_ranks"]
+
+Rule = Callable[[Situation], Hypothesis | None]
+
+# In order of strength: what ended first explains what waits for it; what a rank does explains
+# why counters are behind; counters explain more than paths; paths more than a common place.
+RULES: dict[str, Rule] = {
+    "completed": rules_progress.completed,
+    "progressing": rules_progress.progressing,
+    "node dead": rules_process.node_dead,
+    "size abort": rules_process.size_abort,
+    "dead role": rules_roles.dead_role,
+    "stopped rank": rules_process.stopped_rank,
+    "dead rank": rules_process.dead_rank,
+    "told mismatch": rules_collectives.told_mismatch,
+    "initialisation": rules_stacks.init_deadlock,
+    "cleanup": rules_stacks.cleanup,
+    "starvation": rules_roles.starvation,
+    "weight update": rules_roles.weight_sync,
+    "all in the loader": rules_stacks.all_in_loader,
+    "diverged calls": rules_collectives.diverged,
+    "extra call": rules_collectives.extra_call,
+    "outsider": rules_stacks.outsider,
+    "behind": rules_collectives.behind,
+    "crossed groups": rules_collectives.crossed,
+    "told missing": rules_collectives.told_missing,
+    "two threads": rules_stacks.two_threads,
+    "uneven inputs": rules_progress.uneven,
+    "different paths": rules_stacks.different_paths,
+    "one place": rules_collectives.one_place,
+}
+
+
+def analyze(facts: Facts) -> Diagnosis:
+    """Choose the strongest hypothesis; the others that name other culprits are conflicts."""
+    situation = Situation(facts)
+    spoken = {name: h for name, rule in RULES.items() if (h := rule(situation)) is not None}
+    first = next(iter(spoken), None)
+    chosen = spoken[first] if first else rules_progress.unknown(situation)
+    against = [
+        f"{name}: {h.sentence}"
+        for name, h in spoken.items()
+        if name != first and _contradicts(h, chosen)
+    ]
+    conflicts = [*facts.conflicts, *against]
+    chosen = replace(chosen, confidence=max(chosen.confidence - 0.1 * len(conflicts), 0.1))
+    return Diagnosis(
+        chosen=chosen,
+        classes=rank_classes(facts.ranks, situation.positions),
+        edges=_edges(chosen, situation),
+        conflicts=conflicts,
+        notes=_notes(facts),
+    )
+
+
+def _contradicts(other: Hypothesis, chosen: Hypothesis) -> bool:
+    named = any(other.culprits)
+    innocent = set(other.ranks) - set(chosen.ranks)
+    return (
+        chosen.state == "hung"
+        and named
+        and (bool(innocent) or other.culprits[1:] != chosen.culprits[1:])
+    )
+
+
+def _edges(chosen: Hypothesis, situation: Situation) -> Sequence[Edge]:
+    return chosen.edges or rules_collectives.wait_edges(situation.waits)
+
+
+def _notes(facts: Facts) -> list[str]:
+    if not facts.unplaced:
+        return []
+    pids = ", ".join(str(s.who.pid) for s in facts.unplaced[:8])
+    return [f"{len(facts.unplaced)} stacks belong to no known rank (process {pids})"]

@@ -1,0 +1,50 @@
+"""Equivalence classes of ranks: the same full call path, never the same leaf alone."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from shakedown.hang.analyze.model import RankClass
+from shakedown.hang.analyze.position import Position, judge_path
+from shakedown.hang.facts import Component
+from shakedown.hang.records import Frame
+
+Key = tuple[object, ...]
+
+
+def frame_key(frame: Frame) -> tuple[str, str, int]:
+    """Tools shorten file names differently and only some prefix classes."""
+    return frame.function, frame.file.rsplit("/", 1)[-1], frame.line
+
+
+def path_key(path: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
+    """A call path as a key."""
+    return tuple(map(frame_key, path))
+
+
+def waiting_threads(component: Component) -> list[tuple[Frame, ...]]:
+    """Paths of further threads that are inside a collective: they tell classes apart."""
+    stack = component.stack
+    if stack is None:
+        return []
+    others = [t.frames for t in stack.threads if t is not stack.main]
+    return [p for p in others if judge_path(p).kind in ("collective", "p2p")]
+
+
+def rank_classes(
+    ranks: Mapping[int, Component], positions: Mapping[int, Position]
+) -> list[RankClass]:
+    """Classes by size, largest first. Ranks without a stack form classes by their state."""
+    members: dict[Key, list[int]] = defaultdict(list)
+    for rank, component in sorted(ranks.items()):
+        position = positions[rank]
+        threads = tuple(sorted(map(path_key, waiting_threads(component))))
+        key: Key = (path_key(position.path), threads, position.kind in ("dead", "stopped"))
+        members[key if position.path else ("without a stack", position.kind)].append(rank)
+    classes = []
+    for found in members.values():
+        position = positions[found[0]]
+        waiting = position.op or position.kind
+        if position.kind in ("stopped", "dead"):
+            waiting = position.kind
+        classes.append(RankClass(tuple(found), tuple(map(str, position.path)), waiting))
+    return sorted(classes, key=lambda row: (-len(row.ranks), row.ranks))

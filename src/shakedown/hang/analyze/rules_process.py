@@ -1,0 +1,189 @@
+"""Rules about processes and nodes: dead, stopped, crashed, unreachable."""
+
+import re
+
+from shakedown.hang.analyze.model import Hypothesis, name_ranks, verb
+from shakedown.hang.analyze.position import user_frames
+from shakedown.hang.analyze.situation import Situation
+from shakedown.hang.facts import Component
+from shakedown.hang.records import LogEvent, Place
+
+# Errors that a rank dies of because another one went first.
+_VICTIM = re.compile(
+    r"closed by peer|reset by peer|Broken ?pipe|Socket closed|Watchdog caught|ncclRemoteError"
+    r"|communicator was aborted|KeyboardInterrupt|SystemExit|SIGTERM|timed? ?out|DistStoreError"
+    r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
+    r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
+)
+
+
+def root_exception(component: Component) -> LogEvent | None:
+    """The first traceback that no peer's death explains."""
+    return next(
+        (
+            e
+            for e in component.events
+            if e.kind == "traceback" and not e.detail.get("chained") and not _VICTIM.search(e.text)
+        ),
+        None,
+    )
+
+
+def node_dead(s: Situation) -> Hypothesis | None:
+    """Slurm says that a node is down and ranks of it, or of nobody else, are silent."""
+    down = [n for n in s.facts.nodes if n.down]
+    events = [e for e in s.facts.all_events() if e.kind == "node"]
+    names = {n.node for n in down}
+    names |= {str(e.detail.get("node") or e.detail.get("node_b") or "") for e in events}
+    names.discard("")
+    if not names:
+        return None
+    silent = [r for r, c in s.ranks.items() if c.host in names]
+    places = [n.place for n in down] + [e.place for e in events]
+    return Hypothesis(
+        "node_dead",
+        f"node {', '.join(sorted(names))} failed"
+        + (f"; it ran {name_ranks(silent)}" if silent else ""),
+        nodes=sorted(names),
+        victims=sorted(set(s.ranks) - set(silent)),
+        confidence=0.9,
+        evidence=places[:8],
+        state="exited" if not s.alive else "hung",
+        remedy="exclude the node and start the stage again from its checkpoint",
+        blame="node",
+    )
+
+
+def size_abort(s: Situation) -> Hypothesis | None:
+    """gloo aborts the receiver of a message that is larger than it posted."""
+    hits = [(r, e) for r, c in s.ranks.items() for e in c.events if e.kind == "size_mismatch"]
+    if not hits:
+        return None
+    receiver, event = hits[0]
+    sizes = f"{event.detail.get('received')} bytes where it expected {event.detail.get('expected')}"
+    pipeline = [r for r, c in s.ranks.items() if _in_pipeline(c)]
+    peers = sorted(set(s.ranks) - {receiver})
+    if not pipeline or receiver in pipeline:
+        return Hypothesis(
+            "size_mismatch",
+            f"rank {receiver} received {sizes} and aborted: two ranks made different calls",
+            victims=peers,
+            pattern="B",
+            confidence=0.6,
+            evidence=[event.place],
+            needed=["TORCH_DISTRIBUTED_DEBUG=DETAIL names the two calls and their ranks"],
+            state="exited" if not s.alive else "hung",
+            remedy="run again with TORCH_DISTRIBUTED_DEBUG=DETAIL",
+        )
+    sender = _sender(s, receiver)
+    named = f"; rank {sender} sent it" if sender is not None else ""
+    return Hypothesis(
+        "pipeline_shape_mismatch",
+        f"pipeline stage on rank {receiver} received {sizes} and aborted{named}",
+        ranks=[sender] if sender is not None else [],
+        victims=sorted(set(s.ranks) - {sender}),
+        pattern=None,
+        confidence=0.8 if sender is not None else 0.6,
+        evidence=[event.place, *_reset_places(s)],
+        needed=[] if sender is not None else ["the shapes that each stage sends and expects"],
+        state="exited" if not s.alive else "hung",
+        remedy="compare the output shape of the sending stage with its neighbour's input",
+    )
+
+
+def _in_pipeline(component: Component) -> bool:
+    frames = [f for e in component.events for f in e.frames] + list(component.path)
+    return any("distributed/pipelining" in f.file or "pipeline_parallel" in f.file for f in frames)
+
+
+def _sender(s: Situation, receiver: int) -> int | None:
+    """A stage receives from its neighbours; the one whose link was reset was talking to it."""
+    near = [r for r in (receiver - 1, receiver + 1) if r in s.expected_ranks]
+    if len(near) == 1:
+        return near[0]
+    reset = [
+        r
+        for r in near
+        if any("reset by peer" in e.text for e in s.ranks[r].events if e.kind == "peer_closed")
+    ]
+    return reset[0] if len(reset) == 1 else None
+
+
+def _reset_places(s: Situation) -> list[Place]:
+    return [
+        e.place
+        for c in s.ranks.values()
+        for e in c.events
+        if e.kind == "peer_closed" and "reset by peer" in e.text
+    ][:2]
+
+
+def dead_rank(s: Situation) -> Hypothesis | None:
+    """Some ranks are gone, or raised an error of their own, and that explains the others."""
+    raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
+    killed = [r for r in s.dead if _signal(s.ranks[r]) or not _is_victim(s.ranks[r])]
+    culprits = sorted(raised) or (killed if len(killed) < max(len(s.ranks), 2) else [])
+    if not culprits or (not s.dead and not raised):
+        return None
+    if raised and all(r in s.waiting for r in raised):
+        return None  # still inside a collective: the cleanup rule says more
+    first = culprits[0]
+    why, places = _death(s.ranks[first], raised.get(first))
+    everyone = len(culprits) == len(s.expected_ranks) and len(culprits) > 1
+    return Hypothesis(
+        "unknown" if everyone else "missing_rank",
+        f"every rank ended with {raised[first].text}"
+        if everyone
+        else f"{name_ranks(culprits)} ended: {why}",
+        ranks=[] if everyone else culprits,
+        victims=sorted(set(s.ranks) - set(culprits)),
+        confidence=0.9,
+        evidence=places + [c for r in culprits[1:4] for c in _death(s.ranks[r], raised.get(r))[1]],
+        state="hung" if s.stuck else "exited",
+        remedy="repair what ended it, then start the stage again from its checkpoint",
+        needed=["kernel log (dmesg) for out-of-memory kills"] if not raised else [],
+        blame="code" if raised else "environment",
+    )
+
+
+def _signal(component: Component) -> bool:
+    return component.exit_code is not None and component.exit_code < 0
+
+
+def _is_victim(component: Component) -> bool:
+    return any(e.kind in ("peer_closed", "traceback", "timeout") for e in component.events)
+
+
+def _death(component: Component, raised: LogEvent | None) -> tuple[str, list[Place]]:
+    if raised is not None:
+        users = user_frames(raised.frames)
+        at = f" at {users[-1].file}:{users[-1].line}" if users else ""
+        return f"{raised.text}{at}", [raised.place]
+    places = [component.state.place] if component.state else []
+    places += [u.place for u in component.unattachable[:1]]
+    event = component.event("abort", "oom", "exit")
+    if event is not None:
+        return event.text, [event.place, *places]
+    if component.exit_code is not None:
+        code = component.exit_code
+        return (f"signal {-code}" if code < 0 else f"exit code {code}"), places
+    return "its process is gone", places
+
+
+def stopped_rank(s: Situation) -> Hypothesis | None:
+    """A process in state T: stopped by a signal or a debugger."""
+    stopped = s.at("stopped")
+    if not stopped:
+        return None
+    return Hypothesis(
+        "missing_rank",
+        f"{name_ranks(stopped)} {verb(stopped, 'is', 'are')} stopped (process state T); "
+        f"{name_ranks(s.waiting)} {verb(s.waiting, 'waits', 'wait')}",
+        ranks=stopped,
+        victims=sorted(set(s.alive) - set(stopped)),
+        confidence=0.95,
+        evidence=[p for r in stopped if (p := s.positions[r].place)],
+        remedy="find who sent SIGSTOP (a debugger, a job step, the suspend of a scheduler); "
+        "kill -CONT lets the run go on",
+        blame="environment",
+    )

@@ -1,0 +1,107 @@
+"""Rules that say that nothing hangs, and the one that admits not to know."""
+
+from shakedown.hang.analyze.model import Hypothesis, name_ranks, verb
+from shakedown.hang.analyze.situation import Situation
+
+
+def completed(s: Situation) -> Hypothesis | None:
+    """The supervisor or every heartbeat says that the stage is done."""
+    outcome = s.facts.outcome
+    if outcome is not None and outcome.state == "completed":
+        sentence = outcome.sentence or "the stage completed"
+        return Hypothesis(
+            "healthy",
+            sentence,
+            confidence=1.0,
+            evidence=[outcome.place],
+            state="healthy",
+            blame="none",
+        )
+    beats = [c.beat for c in s.ranks.values()]
+    if beats and all(b and b.beat.phase == "finished" for b in beats):
+        places = [b.place for b in beats[:4] if b]
+        return Hypothesis(
+            "healthy",
+            "every rank finished",
+            confidence=0.9,
+            evidence=places,
+            state="exited",
+            blame="none",
+        )
+    return None
+
+
+def progressing(s: Situation) -> Hypothesis | None:
+    """Every living rank moved between two samples: slow perhaps, not hung."""
+    if not s.alive or len(s.moving) < len(s.alive):
+        return None
+    suspected = s.facts.outcome is not None and s.facts.outcome.state == "hung"
+    moved = f"all {len(s.moving)} ranks moved between two samples"
+    places = [c.beat.place for r in s.moving[:4] if (c := s.ranks[r]).beat]
+    if suspected:
+        return Hypothesis(
+            "slow_not_hung",
+            f"{moved}: slow, not hung",
+            confidence=0.85,
+            evidence=places,
+            state="slow",
+            remedy="raise stall_timeout, or find what makes the steps long",
+            blame="none",
+        )
+    return Hypothesis(
+        "healthy", moved, confidence=0.85, evidence=places, state="healthy", blame="none"
+    )
+
+
+def uneven(s: Situation) -> Hypothesis | None:
+    """Some ranks ran out of micro-batches and left the step that the others are still in."""
+    beats = {r: c.beat.beat for r, c in s.ranks.items() if c.beat}
+    if len(beats) < 2 or len(beats) < len(s.ranks):
+        return None
+    training = [r for r, b in beats.items() if b.phase == "train"]
+    beyond = [r for r, b in beats.items() if b.phase in ("eval", "checkpoint", "finished")]
+    if not training or not beyond or len(training) + len(beyond) < len(beats):
+        return None
+    furthest = max((beats[r].step, beats[r].micro_batch) for r in training)
+    short = [r for r in beyond if (beats[r].step, beats[r].micro_batch) < furthest]
+    if len(short) != len(beyond):
+        return None
+    place = [c.beat.place for r in [*short, *training][:4] if (c := s.ranks[r]).beat]
+    return Hypothesis(
+        "uneven_inputs",
+        f"{name_ranks(short)} ran out of batches at step {beats[short[0]].step}, micro-batch "
+        f"{beats[short[0]].micro_batch}; {name_ranks(training)} "
+        f"{verb(training, 'waits', 'wait')} at step {furthest[0]}, micro-batch {furthest[1]}",
+        ranks=short,
+        victims=training,
+        confidence=0.75,
+        evidence=place,
+        remedy="give every rank the same number of batches: drop the last ones or pad",
+    )
+
+
+def unknown(s: Situation) -> Hypothesis:
+    """What was seen, and what would settle it."""
+    missing = sorted(s.expected_ranks - set(s.ranks))
+    without_stack = [r for r in s.alive if not s.positions[r].path]
+    without_dump = [r for r in s.alive if s.ranks[r].record is None]
+    needed = []
+    if missing:
+        needed.append(f"any evidence of {name_ranks(missing)}")
+    if without_stack:
+        needed.append(f"stacks of {name_ranks(without_stack)} (`shakedown hang collect`)")
+    if without_dump:
+        needed.append(f"Flight Recorder dumps of {name_ranks(without_dump)}")
+    if not s.moving:
+        needed.append("a second sample, 5 s or more after the first")
+    if s.ranks:
+        needed.append("the logs of all ranks")
+    seen = f"{len(s.ranks)} ranks were seen" if s.ranks else "no rank was seen"
+    return Hypothesis(
+        "unknown",
+        f"{seen}; the evidence names no cause",
+        confidence=0.0,
+        state="hung" if s.stuck else "unknown",
+        needed=needed,
+        blame="none",
+    )

@@ -1,0 +1,209 @@
+"""Rules about roles: trainers that starve, servers that died, weights that never arrive.
+
+Ranks that wait for a batch are victims: these rules never name one.
+"""
+
+from shakedown.hang.analyze.model import Cause, Edge, Hypothesis
+from shakedown.hang.analyze.position import user_frames
+from shakedown.hang.analyze.situation import Situation
+from shakedown.hang.facts import Component
+from shakedown.hang.records import LogEvent, Place
+
+ORCHESTRATOR, INFERENCE = "orchestrator", "inference"
+
+
+def starvation(s: Situation) -> Hypothesis | None:
+    """Trainers wait for a training batch: the side that makes batches is at fault."""
+    starving, places = _starving(s)
+    if not starving:
+        return None
+    cause, roles, why, more, sure = _who(s)
+    return Hypothesis(
+        cause,
+        f"the trainer waits for a training batch: {why}",
+        roles=roles,
+        victims=sorted(s.ranks),
+        confidence=sure,
+        evidence=[*more, *places][:12],
+        needed=[] if sure > 0.7 else ["logs and stacks of the orchestrator and the server"],
+        edges=[Edge("trainer", role, "waits for a training batch") for role in roles],
+        remedy=_REMEDIES[cause],
+        blame="environment" if cause == "server_unhealthy" else "code",
+    )
+
+
+_REMEDIES = {
+    "rollout_starvation": "read the orchestrator's log and stack; check that both sides use the "
+    "same output folder",
+    "server_unhealthy": "read the server's log; start it again and resume from the checkpoint",
+    "weight_sync_one_sided": "check that trainer and orchestrator agree on the weight version "
+    "and the folder",
+    "staleness_capacity": "raise the allowed staleness or the concurrency",
+}
+
+
+def _starving(s: Situation) -> tuple[list[int], list[Place]]:
+    """Ranks that wait for a batch by heartbeat, last log line or stack.
+
+    Ranks in a collective beside a waiting rank 0, which reads for all, starve too.
+    """
+    found: dict[int, Place] = {}
+    for rank, component in s.ranks.items():
+        beat = component.beat
+        if beat and beat.beat.phase == "rollout_wait":
+            found[rank] = beat.place
+        elif (end := _last_starving(component)) is not None:
+            found[rank] = end
+        elif s.positions[rank].kind == "batch_wait" and s.positions[rank].place:
+            found[rank] = s.positions[rank].place  # type: ignore[assignment]
+    loose = [e for e in s.facts.events if e.kind == "starving"]
+    if not s.ranks and loose:
+        return [0], [loose[-1].place]
+    others = set(s.alive) - set(found) - set(s.waiting)
+    blocked = [r for r in found if s.positions[r].kind == "dead"]
+    return ([], []) if others or blocked else (sorted(found), list(found.values()))
+
+
+def _last_starving(component: Component) -> Place | None:
+    """The log's last event is the wait for a batch, at most a few lines from its end."""
+    starving = [e for e in component.events if e.kind == "starving"]
+    if not starving or starving[-1] is not component.events[-1] or component.beats:
+        return None
+    end = max((log.place.line for log in component.logs), default=0)
+    return starving[-1].place if end - starving[-1].place.line <= 20 else None
+
+
+_Finding = tuple[Cause, list[str], str, list[Place], float]
+
+
+def _who(s: Situation) -> _Finding:
+    orchestrator, server = s.facts.roles.get(ORCHESTRATOR), s.facts.roles.get(INFERENCE)
+    ends: tuple[tuple[Component | None, Cause], ...] = (
+        (server, "server_unhealthy"),
+        (orchestrator, "rollout_starvation"),
+    )
+    for component, cause in ends:
+        if component and (gone := _gone(component)):
+            text, place = gone
+            return cause, [component.role], f"the {component.role} {text}", place, 0.9
+    speaking = [c for c in (orchestrator, server) if c]
+    event = _last_event(speaking, "server_unhealthy")
+    if event is not None:
+        why = f"the inference server does not answer ({event.text})"
+        return "server_unhealthy", [INFERENCE], why, [event.place], 0.85
+    event = _last_event(speaking, "staleness")
+    if event is not None:
+        why = f"the orchestrator holds rollouts back ({event.text})"
+        return "staleness_capacity", [ORCHESTRATOR], why, [event.place], 0.8
+    if orchestrator and _waits_for_weights(orchestrator):
+        beat = orchestrator.beat
+        where = beat.place if beat else orchestrator.events[-1].place
+        why = "the orchestrator itself waits for new weights"
+        return "weight_sync_one_sided", [ORCHESTRATOR], why, [where], 0.75
+    return _stuck_orchestrator(orchestrator, s)
+
+
+def _stuck_orchestrator(orchestrator: Component | None, s: Situation) -> _Finding:
+    if orchestrator is None:
+        sure = 0.6 if s.facts.roles else 0.5
+        return (
+            "rollout_starvation",
+            [ORCHESTRATOR],
+            "no batch came from the orchestrator, which left no evidence",
+            [],
+            sure,
+        )
+    beat, stack = orchestrator.beat, orchestrator.stack
+    places = [source.place for source in (beat, stack) if source]
+    if beat is not None:
+        why = f"the orchestrator stands in phase {beat.beat.phase} at step {beat.beat.step}"
+        return "rollout_starvation", [ORCHESTRATOR], why, places, 0.75
+    if stack is not None:
+        frame = (user_frames(orchestrator.path) or orchestrator.path)[-1]
+        why = f"the orchestrator is in {frame}"
+        return "rollout_starvation", [ORCHESTRATOR], why, places, 0.75
+    why = "no batch came from the orchestrator"
+    return "rollout_starvation", [ORCHESTRATOR], why, [], 0.65
+
+
+def _gone(component: Component) -> tuple[str, list[Place]] | None:
+    """How a component ended, if it did."""
+    raised = component.event("traceback", "abort", "oom")
+    if component.exit_code not in (None, 0):
+        code = component.exit_code or 0
+        how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        places = [raised.place] if raised else []
+        return (f"{how}: {raised.text}" if raised else how), places
+    state = component.state
+    if state is not None and state.state in "ZXT":
+        how = "is stopped (process state T)" if state.state == "T" else "is dead"
+        return how, [state.place]
+    gone = [u for u in component.unattachable if u.reason == "gone"]
+    if gone and not component.path:
+        return "is dead", [gone[0].place]
+    if raised is not None and not component.path and component.events[-1] is raised:
+        return f"ended: {raised.text}", [raised.place]
+    return None
+
+
+def _last_event(components: list[Component], kind: str) -> LogEvent | None:
+    found = [e for c in components for e in c.events if e.kind == kind]
+    return found[-1] if found else None
+
+
+def _waits_for_weights(component: Component) -> bool:
+    beat = component.beat
+    if beat is not None:
+        return beat.beat.phase == "weight_sync"
+    return bool(component.events) and component.events[-1].kind == "waiting_weights"
+
+
+def dead_role(s: Situation) -> Hypothesis | None:
+    """A supervisor ended the stage because a component that is no trainer went first."""
+    ends: tuple[tuple[str, Cause], ...] = (
+        (INFERENCE, "server_unhealthy"),
+        (ORCHESTRATOR, "rollout_starvation"),
+    )
+    for role, cause in ends:
+        component = s.facts.roles.get(role)
+        outcome = s.facts.outcome
+        if component is None or outcome is None or outcome.state != "failed":
+            continue
+        if not outcome.failed_component.startswith(role):
+            continue
+        gone = _gone(component) or ("failed", [outcome.place])
+        return Hypothesis(
+            cause,
+            f"the {role} {gone[0]}",
+            roles=[role],
+            victims=sorted(s.ranks),
+            confidence=0.9,
+            evidence=[*gone[1], outcome.place],
+            state="exited",
+            remedy=_REMEDIES[cause],
+            blame="environment",
+        )
+    return None
+
+
+def weight_sync(s: Situation) -> Hypothesis | None:
+    """Trainers stand in the weight update: the other side does not take part."""
+    inside = [r for r, c in s.ranks.items() if c.beat and c.beat.beat.phase == "weight_sync"]
+    if not inside or len(inside) < len(s.alive):
+        return None
+    server = s.facts.roles.get(INFERENCE)
+    role = INFERENCE if server and (_gone(server) or server.event("server_unhealthy")) else ""
+    if not role:
+        role = ORCHESTRATOR if ORCHESTRATOR in s.facts.roles else INFERENCE
+    places = [c.beat.place for r in inside if (c := s.ranks[r]).beat]
+    return Hypothesis(
+        "weight_sync_one_sided",
+        f"every trainer rank waits in the weight update and the {role} does not answer",
+        roles=[role],
+        victims=sorted(s.ranks),
+        confidence=0.7,
+        evidence=places[:4],
+        needed=[f"log and stack of the {role}"],
+        edges=[Edge("trainer", role, "waits for the weight update")],
+        remedy=_REMEDIES["weight_sync_one_sided"],
+    )

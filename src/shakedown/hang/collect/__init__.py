@@ -1,0 +1,14 @@
+"""Collecting evidence from running processes before they are ended."""
+
+from shakedown.hang.collect.local import CollectReport, TargetReport, collect_local
+from shakedown.hang.collect.targets import Target, from_attempt, from_pattern, from_pids
+
+__all__ = [
+    "CollectReport",
+    "Target",
+    "TargetReport",
+    "collect_local",
+    "from_attempt",
+    "from_pattern",
+    "from_pids",
+]

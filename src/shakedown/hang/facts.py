@@ -1,0 +1,302 @@
+"""The table that every rule reads: evidence by component, and collectives by group and rank."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shakedown.hang.groups import GroupFacts, build_groups
+from shakedown.hang.records import (
+    BeatRecord,
+    FlightRecord,
+    Frame,
+    Identity,
+    LogEnd,
+    LogEvent,
+    NodeState,
+    Outcome,
+    ProcessState,
+    RasRank,
+    Record,
+    Stack,
+    TargetName,
+    Unattachable,
+)
+from shakedown.hang.watchdog import record_from_watchdog
+
+TRAINER = "trainer"
+_RANK_ARGUMENT = re.compile(r"--(?:local[-_]|node[-_]|global[-_])?rank[= ](\d{1,6})\b")
+_LAUNCHER = re.compile(r"torch/distributed/(?:run|launch|elastic)|torchrun|accelerate/commands")
+_ROLE_COMMAND = (
+    (re.compile(r"vllm serve|sglang|vllm\.entrypoints|EngineCore"), "inference"),
+    (re.compile(r"orchestrator"), "orchestrator"),
+)
+
+
+@dataclass
+class Component:
+    """All evidence about one process of the job: a trainer rank, an orchestrator, a server."""
+
+    role: str
+    rank: int
+    host: str = ""
+    pids: set[int] = field(default_factory=set)
+    stacks: list[Stack] = field(default_factory=list)
+    children: list[Stack] = field(default_factory=list)
+    states: list[ProcessState] = field(default_factory=list)
+    unattachable: list[Unattachable] = field(default_factory=list)
+    beats: list[BeatRecord] = field(default_factory=list)
+    flight: list[FlightRecord] = field(default_factory=list)
+    events: list[LogEvent] = field(default_factory=list)
+    logs: list[LogEnd] = field(default_factory=list)
+    ras: list[RasRank] = field(default_factory=list)
+    exit_code: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" if self.role == TRAINER else self.role
+
+    @property
+    def stack(self) -> Stack | None:
+        """The newest stack with a main thread; py-spy before the rest, it names threads."""
+        usable = [s for s in self.stacks if s.main and s.main.frames]
+        return max(usable, key=lambda s: (s.sample, s.tool == "py-spy"), default=None)
+
+    @property
+    def path(self) -> tuple[Frame, ...]:
+        """The main thread's frames, outermost first; empty when unknown."""
+        stack = self.stack
+        return stack.main.frames if stack and stack.main else ()
+
+    @property
+    def state(self) -> ProcessState | None:
+        """The newest process state."""
+        return max(self.states, key=lambda s: s.sample, default=None)
+
+    @property
+    def beat(self) -> BeatRecord | None:
+        """The newest heartbeat; one that a collector took while the job stood is preferred."""
+        return max(
+            self.beats, key=lambda b: (b.sample > 0, b.beat.wall, b.beat.count), default=None
+        )
+
+    @property
+    def record(self) -> FlightRecord | None:
+        """The newest Flight Recorder dump; among equals the fuller one, with frames first."""
+        return max(
+            self.flight,
+            key=lambda r: (r.sample, len(r.operations), any(op.frames for op in r.operations)),
+            default=None,
+        )
+
+    def event(self, *kinds: str) -> LogEvent | None:
+        """The first log event of one of `kinds`."""
+        return next((e for e in self.events if e.kind in kinds), None)
+
+
+@dataclass
+class Facts:
+    """Components by role and rank, process groups, and what belongs to nobody."""
+
+    ranks: dict[int, Component] = field(default_factory=dict)
+    roles: dict[str, Component] = field(default_factory=dict)
+    groups: list[GroupFacts] = field(default_factory=list)
+    nodes: list[NodeState] = field(default_factory=list)
+    outcome: Outcome | None = None
+    events: list[LogEvent] = field(default_factory=list)
+    unplaced: list[Stack] = field(default_factory=list)
+    conflicts: list[str] = field(default_factory=list)
+
+    @property
+    def expected(self) -> set[int]:
+        """All ranks of the job, as far as any input names them."""
+        known = set(self.ranks)
+        for group in self.groups:
+            known.update(group.members)
+        worlds = [e.detail.get("world") for e in self.all_events() if "world" in e.detail]
+        for world in worlds:
+            if isinstance(world, int) and 0 < world <= 100_000:
+                known.update(range(world))
+        return known
+
+    def all_events(self) -> list[LogEvent]:
+        """Log events of every component and of nobody."""
+        found = list(self.events)
+        for component in [*self.ranks.values(), *self.roles.values()]:
+            found += component.events
+        return found
+
+
+def build_facts(records: Sequence[Record]) -> Facts:
+    """Put every record where it belongs. Pure; the order of `records` does not matter."""
+    facts = Facts()
+    owners = _owners(records)
+    loose: list[Stack] = []
+    for record in sorted(records, key=lambda r: (r.place.path, r.place.line)):
+        if isinstance(record, Outcome):
+            facts.outcome = record
+        elif isinstance(record, NodeState):
+            facts.nodes.append(record)
+        elif isinstance(record, BeatRecord):
+            beat = record.beat
+            who = Identity(beat.rank, beat.pid, beat.host, beat.role)
+            _component(facts, who).beats.append(record)
+        else:
+            _place(facts, record, owners, loose)
+    _place_children(facts, loose)
+    _place_by_process(facts, loose)
+    _exit_codes(facts)
+    for component in facts.ranks.values():
+        told = record_from_watchdog(component.events)
+        if told is not None and not component.flight:
+            component.flight.append(told)
+    dumps = {r: c.record for r, c in facts.ranks.items() if c.record}
+    facts.groups = build_groups(dumps, tuple(sorted(facts.ranks)))
+    return facts
+
+
+_Owners = Mapping[tuple[str, int], Identity]
+
+
+def _owners(records: Iterable[Record]) -> _Owners:
+    """Process id -> component, from every record that knows both. Hosts reuse process ids."""
+    owners: dict[tuple[str, int], Identity] = {}
+    for record in records:
+        if isinstance(record, BeatRecord):
+            beat = record.beat
+            who = Identity(beat.rank, beat.pid, beat.host, beat.role)
+        elif isinstance(record, NodeState | Outcome):
+            continue
+        else:
+            who = record.who
+        parent = isinstance(record, Stack) and record.parent_pid is not None
+        if who.pid is None or who.rank is None or parent:
+            continue
+        owners.setdefault((who.host, who.pid), who)
+        owners.setdefault(("", who.pid), who)
+    return owners
+
+
+def _component(facts: Facts, who: Identity) -> Component:
+    role = who.role or TRAINER
+    if role == TRAINER:
+        component = facts.ranks.setdefault(who.rank or 0, Component(TRAINER, who.rank or 0))
+    else:
+        component = facts.roles.setdefault(role, Component(role, who.rank or 0))
+    component.host = component.host or who.host
+    if who.pid is not None:
+        component.pids.add(who.pid)
+    return component
+
+
+def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> None:
+    who: Identity = record.who
+    if who.pid is not None and who.rank is None:
+        known = owners.get((who.host, who.pid)) or owners.get(("", who.pid))
+        if known:
+            who = Identity(known.rank, who.pid, who.host or known.host, known.role)
+    if who.rank is None and isinstance(record, Stack):
+        rank = _RANK_ARGUMENT.search(record.command)
+        role = next((r for p, r in _ROLE_COMMAND if p.search(record.command)), who.role)
+        if rank and record.parent_pid is None:
+            who = Identity(int(rank[1]), who.pid, who.host, role)
+        elif role:
+            who = Identity(None, who.pid, who.host, role)
+    if isinstance(record, LogEvent) and isinstance(record.detail.get("task"), int):
+        who = Identity(record.detail["task"])  # srun names its task: one task a rank
+    if who.rank is None and (not who.role or who.role == TRAINER):
+        if isinstance(record, Stack):
+            loose.append(record)
+        elif isinstance(record, LogEvent):
+            facts.events.append(record)
+        return
+    _add(_component(facts, who), record)
+
+
+def _add(component: Component, record: Any) -> None:
+    shelves: dict[type, list[Any]] = {
+        Stack: component.stacks,
+        ProcessState: component.states,
+        Unattachable: component.unattachable,
+        FlightRecord: component.flight,
+        LogEvent: component.events,
+        LogEnd: component.logs,
+        RasRank: component.ras,
+        TargetName: [],
+    }
+    shelves[type(record)].append(record)
+
+
+def _place_children(facts: Facts, loose: list[Stack]) -> None:
+    """A child's stack goes to its parent's component; children of children too."""
+    owner = {pid: c for c in [*facts.ranks.values(), *facts.roles.values()] for pid in c.pids}
+    found = True
+    while found:
+        found = False
+        for stack in [s for s in loose if s.parent_pid in owner]:
+            component = owner[stack.parent_pid or 0]
+            component.children.append(stack)
+            if stack.who.pid is not None:
+                owner[stack.who.pid] = component
+            loose.remove(stack)
+            found = True
+
+
+def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
+    """Without any rank the order of process ids is the best guess: launchers start in order."""
+    parents = {s.who.pid for s in loose}
+    roots = [
+        s
+        for s in loose
+        if (s.parent_pid or -1) not in parents and not _is_launcher(s) and s.threads
+    ]
+    if facts.ranks or not roots:
+        facts.unplaced = [s for s in loose if not _is_launcher(s)]
+        return
+    by_process: dict[tuple[str, int], list[Stack]] = defaultdict(list)
+    for number, stack in enumerate(roots):
+        # pasted without process ids: in the order of the text, after those that have one
+        by_process[stack.who.host, stack.who.pid or 2**32 + number].append(stack)
+        loose.remove(stack)
+    for rank, ((host, pid), stacks) in enumerate(sorted(by_process.items())):
+        component = _component(facts, Identity(rank, pid if pid < 2**32 else None, host))
+        component.stacks += stacks
+    facts.conflicts.append(_guessed(sorted(pid for _, pid in by_process)))
+    _place_children(facts, loose)
+
+
+def _guessed(pids: list[int]) -> str:
+    names = [f"{pid} = rank {r}" for r, pid in enumerate(pids[:16]) if pid < 2**32]
+    by = f"process id: {', '.join(names)}" if names else "their order in the text"
+    return f"no input says which process is which rank; ranks were given by {by}"
+
+
+def _is_launcher(stack: Stack) -> bool:
+    main = stack.main
+    frames = main.frames if main else ()
+    return any(_LAUNCHER.search(f.file) for f in frames) or bool(_LAUNCHER.search(stack.command))
+
+
+def _exit_codes(facts: Facts) -> None:
+    """`exit_codes` of an outcome are keyed by component name: `trainer-rank1`, `inference`.
+
+    A supervisor ends the siblings of what failed: a signal elsewhere is its own doing.
+    """
+    for component in facts.ranks.values():
+        for event in component.events:
+            if event.kind == "exit" and (event.detail.get("root") or "task" in event.detail):
+                component.exit_code = int(event.detail.get("code", 1))
+    outcome = facts.outcome
+    if outcome is None or outcome.state in ("hung", "interrupted"):
+        return
+    for name, code in outcome.exit_codes.items():
+        if code < 0 and outcome.failed_component and name != outcome.failed_component:
+            continue
+        match = re.fullmatch(r"([A-Za-z_]+?)(?:-(?:rank)?(\d+))?", name)
+        if match:
+            rank = int(match[2]) if match[2] else None
+            role = match[1].lower()
+            if role == TRAINER and rank is None:
+                continue  # a launcher of several ranks: its code names none of them
+            _component(facts, Identity(rank, None, "", role)).exit_code = code

@@ -1,0 +1,56 @@
+"""faulthandler's dump: innermost frame first, thread ids instead of names."""
+
+import re
+
+from shakedown.hang.parse.headers import header
+from shakedown.hang.parse.source import Source
+from shakedown.hang.records import Frame, Identity, Record, Stack, Thread, clean
+
+_THREAD = re.compile(
+    r"^(Current thread|Thread) 0x([0-9a-fA-F]{1,16})(?: \[(.{0,80}?)\])?"
+    r" \(most recent call first\):"
+)
+_FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,9}) in (.{1,300})$')
+
+_Open = tuple[str, str, list[Frame]]  # thread id, name, frames
+
+
+def parse(source: Source) -> list[Record]:
+    """One stack a dump. A thread id seen again begins the next dump of the same process."""
+    stacks: list[Record] = []
+    who, line = Identity(), 0
+    threads: list[_Open] = []
+
+    def flush() -> None:
+        nonlocal threads
+        if any(frames for _, _, frames in threads):
+            stacks.append(_stack(source, who, threads, line, sample=len(stacks)))
+        threads = []
+
+    for number, text in enumerate(source.lines, start=1):
+        heading = header(text)
+        if heading is not None:
+            flush()
+            who = heading
+        elif match := _THREAD.match(text):
+            if any(thread_id == match[2] for thread_id, _, _ in threads):
+                flush()
+            line = line if threads else number
+            name = match[3] or ("current" if match[1].startswith("C") else match[2])
+            threads.append((match[2], name, []))
+        elif threads and (match := _FRAME.match(text)):
+            threads[-1][2].append(Frame(clean(match[3], 200), clean(match[1], 300), int(match[2])))
+    flush()
+    return stacks
+
+
+def _stack(source: Source, who: Identity, threads: list[_Open], line: int, sample: int) -> Stack:
+    named = source.who(who.pid)
+    identity = Identity(
+        who.rank if who.rank is not None else named.rank,
+        named.pid,
+        who.host or named.host,
+        who.role or named.role,
+    )
+    rows = tuple(Thread(clean(name, 80), tuple(reversed(frames))) for _, name, frames in threads)
+    return Stack(identity, rows, source.place(line), "faulthandler", sample=source.sample or sample)

@@ -1,0 +1,119 @@
+"""The table of formats and the loop over the input files."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shakedown.hang.parse import (
+    evidence,
+    faulthandler_text,
+    flight_recorder,
+    logs,
+    process_state,
+    pyspy_json,
+    pyspy_text,
+    pystack_text,
+    ras,
+    slurm,
+)
+from shakedown.hang.parse.source import Source, find_files, read_source
+from shakedown.hang.records import Record, clean
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An input that could not be used, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything read: records, files by format, and what was left out."""
+
+    records: Sequence[Record]
+    formats: dict[str, str] = field(default_factory=dict)  # file name -> formats read from it
+    skipped: Sequence[Skipped] = ()
+
+
+Parser = Callable[[Source], list[Record]]
+JsonParser = Callable[[Source, Any], list[Record] | None]
+
+# A JSON value is offered to each in turn; None means "not mine".
+JSON_FORMATS: dict[str, JsonParser] = {
+    "py-spy json": pyspy_json.parse,
+    "flight recorder json": flight_recorder.parse_json,
+    "shakedown evidence": evidence.parse_json,
+    "nccl ras json": ras.parse_json,
+}
+
+# Text may hold several formats at once (a log with a stack dump in it): all of them read it.
+TEXT_FORMATS: dict[str, Parser] = {
+    "py-spy text": pyspy_text.parse,
+    "pystack text": pystack_text.parse,
+    "faulthandler": faulthandler_text.parse,
+    "process state": process_state.parse,
+    "nccl ras": ras.parse_text,
+    "slurm": slurm.parse,
+    "log": logs.parse,
+}
+
+_JSON_LINES = re.compile(r"^\s*[{\[]")
+
+
+def read_paths(paths: Iterable[Path]) -> Evidence:
+    """Read every file under `paths`; what cannot be read is listed in `skipped`."""
+    records: list[Record] = []
+    formats: dict[str, str] = {}
+    skipped: list[Skipped] = []
+    for path, name in find_files(paths):
+        try:
+            source = read_source(path, name)
+            found = read_one(source)
+        except OSError as error:
+            skipped.append(Skipped(name, error.strerror or type(error).__name__))
+        except (ValueError, RecursionError, MemoryError) as error:
+            skipped.append(Skipped(name, clean(error) or type(error).__name__))
+        else:
+            for label, rows in found.items():
+                records += rows
+                formats[name] = f"{formats[name]}, {label}" if name in formats else label
+            if not found:
+                skipped.append(Skipped(name, "empty" if not source.data else "unknown format"))
+    return Evidence(records, formats, skipped)
+
+
+def read_one(source: Source) -> dict[str, list[Record]]:
+    """Records of one file by the format they came from; empty when no format fits.
+
+    Raises:
+        ValueError: the file is of a known binary format, but damaged or unsafe.
+    """
+    if flight_recorder.is_pickle(source.data):
+        return {"flight recorder pickle": flight_recorder.parse_pickle(source)}
+    if evidence.is_heartbeat(source.data):
+        return {"heartbeat": evidence.parse_heartbeat(source)}
+    if source.looks_binary:
+        return {}
+    if _JSON_LINES.match(source.text[:200]):
+        found = _read_json(source)
+        if found:
+            return found
+    rows = {label: parse(source) for label, parse in TEXT_FORMATS.items()}
+    return {label: row for label, row in rows.items() if row}
+
+
+def _read_json(source: Source) -> dict[str, list[Record]]:
+    try:
+        body = json.loads(source.text)
+    except ValueError:
+        return {}
+    for label, parse in JSON_FORMATS.items():
+        rows = parse(source, body)
+        if rows is not None:
+            return {label: rows}
+    return {}

@@ -1,0 +1,206 @@
+"""Real jobs that hang (gloo, FSDP2): watched, sampled and diagnosed as a supervisor would."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shakedown.hang import hook
+from shakedown.hang.collect import CollectReport, Target, collect_local
+from shakedown.hang.diagnose import diagnose_stage
+from shakedown.hang.heartbeat import read_heartbeats
+from shakedown.hang.watch import Watch
+
+JOB = Path(__file__).with_name("hang_job.py")
+HUNG = {"schema": "shakedown/outcome/1", "state": "hung", "sentence": "stalled", "exit_codes": {}}
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class Job:
+    attempt: Path
+    ranks: list[subprocess.Popen[bytes]]
+
+    def targets(self) -> list[Target]:
+        rows = enumerate(self.ranks)
+        return [Target(f"trainer-rank{r}", p.pid, "trainer", r) for r, p in rows]
+
+    def wait_until_stalled(self) -> str:
+        """Follow the heartbeats until the watch has confirmed that the job stands still."""
+        watch = Watch(stall_timeout=3.0, start_timeout=15.0)
+        deadline = time.monotonic() + 150
+        while time.monotonic() < deadline:
+            health = watch.observe(read_heartbeats(self.attempt / "heartbeat"), time.monotonic())
+            if health.state == "stalled":
+                return health.sentence
+            time.sleep(0.5)
+        raise AssertionError("the job never stalled")
+
+    def collect(self) -> CollectReport:
+        evidence = self.attempt / "evidence"
+        return collect_local(self.targets(), evidence, logs=self.attempt / "logs", gap=1.0)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def running(fault: str, world: int, attempt: Path) -> Iterator[Job]:
+    """Start the job's ranks; end exactly these processes afterwards."""
+    logs = attempt / "logs"
+    logs.mkdir(parents=True)
+    port = free_port()
+    job = Job(attempt, [])
+    try:
+        for rank in range(world):
+            environment = {
+                **os.environ,
+                **hook.ENVIRONMENT,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "OMP_NUM_THREADS": "1",
+            }
+            with (logs / f"trainer-rank{rank}.log").open("wb") as log:
+                command = [sys.executable, str(JOB), fault, str(attempt)]
+                process = subprocess.Popen(
+                    command, env=environment, stdout=log, stderr=subprocess.STDOUT
+                )
+            job.ranks.append(process)
+        yield job
+    finally:
+        for process in job.ranks:
+            process.kill()
+            process.wait()
+
+
+def diagnose(job: Job) -> tuple[str, dict[str, Any]]:
+    verdict = diagnose_stage(job.attempt, HUNG)
+    return verdict.summary, dict(verdict.extra["diagnosis"])
+
+
+@pytest.mark.parametrize(
+    ("fault", "world", "line"),
+    [
+        ("conditional", 2, "log_extra"),
+        ("conditional", 4, "log_extra"),
+        ("extra_call", 2, "same_call"),
+        ("extra_call", 4, "same_call"),
+    ],
+)
+def test_rank_that_calls_an_extra_collective_is_named_with_its_line(
+    fault: str, world: int, line: str, tmp_path: Path
+) -> None:
+    with running(fault, world, tmp_path / "001") as job:
+        job.wait_until_stalled()
+        report = job.collect()
+        assert not any(row.missed for row in report.targets)
+    summary, diagnosis = diagnose(job)
+    assert diagnosis["cause"] == "conditional_collective"
+    assert diagnosis["culprits"]["ranks"] == [1]
+    assert diagnosis["pattern"] == "B"
+    assert diagnosis["state"] == "hung"
+    text = JOB.read_text(encoding="utf-8").splitlines()
+    called = next(n for n, row in enumerate(text, 1) if f"def {line}" in row) + 1
+    assert f"hang_job.py:{called}" in summary
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "pattern"),
+    [
+        ("asleep", "missing_rank", None),
+        ("busy", "rank_busy", None),
+        ("stopped", "missing_rank", None),
+        ("swallowed", "exception_in_cleanup", "A"),
+        ("no_rendezvous", "init_deadlock", None),
+    ],
+)
+def test_rank_that_does_not_come_is_named_with_its_cause(
+    fault: str, cause: str, pattern: str | None, tmp_path: Path
+) -> None:
+    with running(fault, 3, tmp_path / "001") as job:
+        job.wait_until_stalled()
+        job.collect()
+    _, diagnosis = diagnose(job)
+    assert (diagnosis["cause"], diagnosis["pattern"]) == (cause, pattern)
+    assert diagnosis["culprits"]["ranks"] == [1]
+    assert diagnosis["victims"]["ranks"] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"), [("raises", "loss is not finite"), ("killed", "signal 9")]
+)
+def test_rank_that_ended_is_named_though_the_others_died_of_it(
+    fault: str, said: str, tmp_path: Path
+) -> None:
+    with running(fault, 3, tmp_path / "001") as job:
+        if fault == "killed":
+            while not (beats := read_heartbeats(job.attempt / "heartbeat")) or beats[-1].step < 2:
+                time.sleep(0.2)
+            job.ranks[1].kill()
+        codes = {f"trainer-rank{r}": p.wait(timeout=120) for r, p in enumerate(job.ranks)}
+    outcome = {**HUNG, "state": "failed", "exit_codes": codes, "failed_component": "trainer-rank1"}
+    verdict = diagnose_stage(job.attempt, outcome)
+    diagnosis = verdict.extra["diagnosis"]
+    assert diagnosis["state"] == "exited"
+    assert diagnosis["cause"] == "missing_rank"
+    assert diagnosis["culprits"]["ranks"] == [1]
+    assert said in verdict.summary
+
+
+def test_size_mismatch_that_makes_gloo_abort_blames_no_rank(tmp_path: Path) -> None:
+    with running("mismatch", 2, tmp_path / "001") as job:
+        codes = {f"trainer-rank{r}": p.wait(timeout=120) for r, p in enumerate(job.ranks)}
+    outcome = {**HUNG, "state": "failed", "exit_codes": codes, "failed_component": ""}
+    verdict = diagnose_stage(job.attempt, outcome)
+    diagnosis = verdict.extra["diagnosis"]
+    assert diagnosis["cause"] == "size_mismatch"
+    assert diagnosis["culprits"]["ranks"] == []
+    assert diagnosis["needed"]
+
+
+def test_healthy_job_is_found_moving_by_two_samples(tmp_path: Path) -> None:
+    with running("none", 2, tmp_path / "001") as job:
+        while not (beats := read_heartbeats(job.attempt / "heartbeat")) or beats[-1].step < 3:
+            time.sleep(0.2)
+        job.collect()
+    verdict = diagnose_stage(job.attempt, None)
+    assert verdict.extra["diagnosis"]["state"] == "healthy"
+    assert verdict.status == "PASS"
+    assert diagnose(job)[1]["cause"] == "slow_not_hung"
+
+
+def test_collect_command_reads_an_attempt_and_analyze_names_the_rank(tmp_path: Path) -> None:
+    attempt = tmp_path / "001"
+    command = [sys.executable, "-m", "shakedown.cli", "hang"]
+    with running("conditional", 2, attempt) as job:
+        job.wait_until_stalled()
+        collected = subprocess.run(
+            [*command, "collect", "--attempt", str(attempt), "--out", str(attempt / "evidence")],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert collected.returncode == 0, collected.stderr
+    analyzed = subprocess.run(
+        [*command, "analyze", str(attempt), "--json", "-"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert analyzed.returncode == 1, analyzed.stderr
+    assert json.loads(analyzed.stdout)["diagnosis"]["culprits"]["ranks"] == [1]
