@@ -1,0 +1,110 @@
+"""Runs on a node: every check in a process of its own, under a time limit kept from outside.
+
+    python -m shakedown.preflight.probe --request JSON [--out 'nodes/{node}.json']
+
+The report goes to standard output (wire.py) and, where that works, to the file.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from shakedown.cluster.guard import send
+from shakedown.cluster.nodes import node_name
+from shakedown.errors import StorageError
+from shakedown.files import write_json
+from shakedown.preflight import wire
+from shakedown.preflight.checks import CHECKS
+from shakedown.preflight.model import CheckReport, Facts, NodeReport, ProbeRequest, has_fault
+
+# Light processes: fork shares what is imported. This program has one thread.
+_FORK = multiprocessing.get_context("fork")
+Check = Callable[[ProbeRequest, str], Facts]
+
+
+def run_checks(
+    checks: Mapping[str, Check], request: ProbeRequest, node: str
+) -> dict[str, CheckReport]:
+    """Run all checks at once; one that fails or takes longer than the limit is an error.
+
+    A check stuck in the kernel (a dead NFS server) cannot be killed: it is left behind.
+    """
+    begin = time.monotonic()
+    waiting: dict[Connection, tuple[str, int]] = {}
+    for name, check in checks.items():
+        receiver, sender = _FORK.Pipe(duplex=False)
+        process = _FORK.Process(target=_run_one, args=(check, request, node, sender), daemon=True)
+        process.start()
+        sender.close()
+        waiting[receiver] = (name, process.pid or 0)
+    reports: dict[str, CheckReport] = {}
+    while waiting and (left := begin + request.limit - time.monotonic()) > 0:
+        answered = set(wait(list(waiting), left))
+        for ready in [connection for connection in waiting if connection in answered]:
+            reports[waiting.pop(ready)[0]] = _receive(ready)
+    for name, pid in waiting.values():
+        send({pid}, signal.SIGKILL)
+        reports[name] = CheckReport(
+            error=f"no answer within {request.limit:g} s", seconds=request.limit
+        )
+    return {name: reports[name] for name in checks}
+
+
+def _receive(connection: Connection) -> CheckReport:
+    try:
+        report = connection.recv()
+    except EOFError:
+        return CheckReport(error="the check's process died")
+    return report if isinstance(report, CheckReport) else CheckReport(error="no report")
+
+
+def _run_one(check: Check, request: ProbeRequest, node: str, sender: Connection) -> None:
+    os.setsid()  # so that the limit also ends what the check started (nvidia-smi)
+    begin = time.monotonic()
+    try:
+        report = CheckReport(check(request, node))
+    except Exception as error:  # noqa: BLE001 (whatever it is, the check could not run)
+        report = CheckReport(error=f"{type(error).__name__}: {error}")
+    seconds = round(time.monotonic() - begin, 3)
+    sender.send(CheckReport(report.facts, report.error, seconds))
+
+
+def hang(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+    """The fault `probe_hang`: a check that never returns."""
+    while True:
+        time.sleep(3600)
+
+
+def main() -> None:
+    """Report on this node."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--request", required=True, help="a ProbeRequest as JSON")
+    parser.add_argument("--out", default="", help="file; {node} stands for the node's name")
+    args = parser.parse_args()
+    request = ProbeRequest.from_text(args.request)
+    node = node_name()
+    if has_fault(request.faults, "probe_dead", node):
+        os._exit(1)
+    checks = dict(CHECKS)
+    if has_fault(request.faults, "probe_hang", node):
+        checks["paths"] = hang
+    report = NodeReport(node, run_checks(checks, request, node))
+    wire.emit({"node": node, "checks": {n: asdict(r) for n, r in report.checks.items()}})
+    if args.out:
+        # the report is on its way already, and the `files` check says what is wrong
+        with contextlib.suppress(StorageError):
+            write_json(Path(args.out.replace("{node}", node)), report.to_json())
+    sys.stdout.flush()
+    os._exit(0)  # without waiting for a check that cannot be killed
+
+
+if __name__ == "__main__":
+    main()

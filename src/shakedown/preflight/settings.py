@@ -1,0 +1,23 @@
+"""What one preflight run is told."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shakedown.preflight.model import Expectations, Fault
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One preflight run. `limit`: seconds a check may take; `burn`: seconds of the burn tier."""
+
+    nodes: Sequence[str]
+    out: Path
+    want: Expectations
+    slurm: bool = False
+    limit: float = 20.0
+    burn: float = 600.0
+    ports: Sequence[int] = ()
+    paths: Sequence[str] = ()
+    faults: Sequence[Fault] = ()
+    say: Callable[[str], None] = field(default=lambda _: None)

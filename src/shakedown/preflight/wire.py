@@ -1,0 +1,72 @@
+"""Results travel as marked lines on standard output.
+
+A results folder may be full or invisible from one node, which is among the things to find out:
+output comes back through srun whatever the file systems do. Slurm cuts long lines and mixes the
+pieces of different tasks, so a message is cut here into short numbered ones.
+"""
+
+import base64
+import binascii
+import json
+import sys
+import zlib
+from collections.abc import Mapping
+from typing import Any
+from uuid import uuid4
+
+_MARK = "@shakedown"
+_CHUNK = 600  # characters; Slurm cuts at 1024
+_MAX_CHUNKS = 10_000
+
+
+def encode(body: Mapping[str, Any]) -> list[str]:
+    """The lines of one message."""
+    packed = base64.b85encode(zlib.compress(json.dumps(body).encode())).decode()
+    chunks = [packed[i : i + _CHUNK] for i in range(0, len(packed), _CHUNK)]
+    label = uuid4().hex[:12]
+    return [f"{_MARK} {label} {n}/{len(chunks)} {chunk}" for n, chunk in enumerate(chunks, 1)]
+
+
+def emit(body: Mapping[str, Any]) -> None:
+    """Print one message."""
+    sys.stdout.write("".join(f"\n{line}\n" for line in encode(body)))
+    sys.stdout.flush()
+
+
+def decode(text: str) -> list[dict[str, Any]]:
+    """All complete messages in a log, in the order in which they were completed."""
+    parts: dict[str, dict[int, str]] = {}
+    messages = []
+    for line in text.splitlines():
+        fields = line.split(" ")
+        if len(fields) != 4 or fields[0] != _MARK:
+            continue
+        label, (number, total) = fields[1], _fraction(fields[2])
+        chunks = parts.setdefault(label, {})
+        chunks[number] = fields[3]
+        if total and len(chunks) == total:
+            message = _unpack("".join(chunks[key] for key in sorted(chunks)))
+            if message is not None:
+                messages.append(message)
+    return messages
+
+
+def plain_lines(text: str) -> list[str]:
+    """The lines that are no messages: warnings, tracebacks."""
+    return [line for line in text.splitlines() if line and not line.startswith(_MARK)]
+
+
+def _fraction(text: str) -> tuple[int, int]:
+    number, _, total = text.partition("/")
+    if number.isdecimal() and total.isdecimal() and int(total) <= _MAX_CHUNKS:
+        return int(number), int(total)
+    return 0, 0
+
+
+def _unpack(packed: str) -> dict[str, Any] | None:
+    """A damaged message counts as missing."""
+    try:
+        body = json.loads(zlib.decompress(base64.b85decode(packed)))
+    except (ValueError, zlib.error, binascii.Error):
+        return None
+    return body if isinstance(body, dict) else None

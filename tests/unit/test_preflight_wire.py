@@ -1,0 +1,47 @@
+"""Results as lines among other output: long, mixed, damaged."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shakedown.preflight import wire
+
+BODY = {"node": "n1", "text": "é" * 50, "numbers": list(range(5000))}
+
+
+def test_a_message_survives_among_other_output() -> None:
+    log = "\n".join(["warning: x", *wire.encode(BODY), "Traceback"])
+
+    assert wire.decode(log) == [BODY]
+    assert wire.plain_lines(log) == ["warning: x", "Traceback"]
+
+
+def test_lines_stay_below_slurms_cut() -> None:
+    lines = wire.encode(BODY)
+
+    assert len(lines) > 1
+    assert max(map(len, lines)) < 1000
+
+
+def test_pieces_of_several_tasks_may_be_mixed() -> None:
+    first, second = wire.encode(BODY), wire.encode({**BODY, "node": "n2"})
+    mixed = [line for pair in itertools.zip_longest(first, reversed(second)) for line in pair]
+
+    nodes = {message["node"] for message in wire.decode("\n".join(filter(None, mixed)))}
+
+    assert nodes == {"n1", "n2"}
+
+
+def test_an_incomplete_or_damaged_message_counts_as_missing() -> None:
+    lines = wire.encode(BODY)
+    damaged = [lines[0][:-5] + "!!!!!", *lines[1:]]
+
+    assert wire.decode("\n".join(lines[:-1])) == []
+    assert wire.decode("\n".join(damaged)) == []
+    assert wire.decode("@shakedown x 1/99999999 abc\n@shakedown x y/z abc\n@shakedown") == []
+
+
+@given(st.text())
+def test_any_text_is_read_without_an_error(text: str) -> None:
+    wire.decode(f"@shakedown {text}\n@shakedown a 1/1 {text}")
