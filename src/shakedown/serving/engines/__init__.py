@@ -1,0 +1,70 @@
+"""Inference engines by name: one file an engine, one row here."""
+
+from shakedown.errors import UsageError, did_you_mean
+from shakedown.serving.engines.base import (
+    Capabilities,
+    Completion,
+    Engine,
+    GenerationRequest,
+    Launch,
+    LaunchSpec,
+    Machine,
+    Request,
+    TokenEngine,
+    this_machine,
+)
+from shakedown.serving.engines.sglang import SglangEngine
+from shakedown.serving.engines.transformers import TransformersEngine
+from shakedown.serving.engines.vllm import VllmEngine
+
+ENGINES: dict[str, Engine] = {
+    "vllm": VllmEngine(),
+    "sglang": SglangEngine(),
+    "transformers": TransformersEngine(),
+}
+
+
+def get_engine(name: str) -> Engine:
+    """Look an engine up.
+
+    Raises:
+        UsageError: no such engine.
+    """
+    if name not in ENGINES:
+        raise UsageError(
+            f"unknown engine {name!r}{did_you_mean(name, ENGINES)}; valid: {', '.join(ENGINES)}"
+        )
+    return ENGINES[name]
+
+
+def get_token_engine(name: str) -> TokenEngine:
+    """Look up an engine that takes token ids and tells logprobs.
+
+    Raises:
+        UsageError: no such engine, or it does neither.
+    """
+    engine = get_engine(name)
+    if not isinstance(engine, TokenEngine):
+        able = [each for each, found in ENGINES.items() if isinstance(found, TokenEngine)]
+        raise UsageError(
+            f"engine {name} takes no token ids and tells no logprobs",
+            hint=f"set serve.engine to one of: {', '.join(able)}",
+        )
+    return engine
+
+
+__all__ = [
+    "ENGINES",
+    "Capabilities",
+    "Completion",
+    "Engine",
+    "GenerationRequest",
+    "Launch",
+    "LaunchSpec",
+    "Machine",
+    "Request",
+    "TokenEngine",
+    "get_engine",
+    "get_token_engine",
+    "this_machine",
+]

@@ -1,0 +1,51 @@
+"""A method for vLLM's worker process, through its own `--worker-extension-cls`.
+
+vLLM's `reload_weights` is not enough on a CPU: there a layer computes with a packed copy of its
+weight. Output embeddings that share the input embeddings' weight (tied models) are not loaded
+themselves, so their packed copy stays the old one; the server answers 200 and mixes two versions
+(seen with 0.32.0). Imported by the engine alone; imports nothing of it.
+"""
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker class, which has the model and `reload_weights`."""
+
+    model_runner: Any
+    reload_weights: Any
+
+    def load_policy(self, weights_path: str) -> dict[str, Any]:
+        """Load a Hugging Face folder in place.
+
+        Returns:
+            `repacked`: how many packed copies were renewed; or `error`: what went wrong. An
+            exception would end the engine, and the reason would be lost in its log.
+        """
+        if not any(Path(weights_path).glob("*.safetensors")):
+            return {"error": f"no *.safetensors in {weights_path} as this server sees it"}
+        try:
+            self.reload_weights(weights_path=weights_path)
+            return {"repacked": repack(self.model_runner.get_model())}
+        except Exception as error:  # noqa: BLE001 - the caller is on the other side of HTTP
+            traceback.print_exc()
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+def repack(model: Any) -> int:
+    """Renew the packed copies of layers that keep their weight beside them; returns how many.
+
+    Layers that gave their weight up for the packed copy are renewed by the reload itself.
+    """
+    stale = [layer for layer in model.modules() if _keeps_both(layer)]
+    for layer in stale:
+        layer.quant_method.process_weights_after_loading(layer)
+    return len(stale)
+
+
+def _keeps_both(layer: Any) -> bool:
+    weight = getattr(layer, "weight", None)
+    packed = "cpu_linear" in vars(layer) and hasattr(layer, "quant_method")
+    return packed and weight is not None and weight.dim() == 2 and weight.numel() > 0

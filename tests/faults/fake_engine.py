@@ -1,0 +1,98 @@
+"""A real local server that stands in for an engine: `python fake_engine.py MODE [engine's argv]`.
+
+Speaks the health check and completions of vLLM and SGLang's documented /generate. Modes: `good`,
+`silent` (accepts, never answers), `crash` (prints what an engine prints and exits), `refuse`
+(does not know the model), `stubborn` (ignores SIGTERM). Starts a child as engines do.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+LOGPROB = -0.5
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request; the mode stands on the server."""
+
+    protocol_version = "HTTP/1.1"
+    server: "Engine"
+
+    def do_GET(self) -> None:
+        if self.server.mode == "silent":
+            time.sleep(3600)
+        self._answer(200, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+        self.server.seen.append((self.path, body))
+        if self.server.mode == "silent":
+            time.sleep(3600)
+        if self.server.mode == "refuse":
+            self._answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
+        elif self.path == "/generate":
+            self._answer(200, sglang_reply(body))
+        elif self.path == "/update_weights_from_disk":
+            good = body["model_path"] != "/broken"
+            self._answer(200 if good else 400, {"success": good, "message": "no such weights"})
+        else:
+            self._answer(200, {"choices": [{"text": "1"}]})
+
+    def _answer(self, status: int, body: Any) -> None:
+        content = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Say nothing."""
+
+
+class Engine(ThreadingHTTPServer):
+    """`seen`: (path, body) of every POST."""
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(self, host: str, port: int, mode: str = "good") -> None:
+        super().__init__((host, port), Handler)
+        self.mode, self.seen = mode, list[tuple[str, dict[str, Any]]]()
+
+
+def sglang_reply(body: dict[str, Any]) -> Any:
+    """What SGLang documents for /generate: every token as [logprob, id, text]."""
+    sampling = body["sampling_params"]
+    sampled = [[LOGPROB, 7 + place, None] for place in range(sampling["max_new_tokens"])]
+    meta: dict[str, Any] = {
+        "output_token_logprobs": sampled,
+        "finish_reason": {"type": "length", "length": len(sampled)},
+        "cached_tokens": 0,
+    }
+    if body.get("logprob_start_len") == 0:
+        tokens = body["input_ids"]
+        known = [[-float(token), token, None] for token in tokens[1:]]
+        meta["input_token_logprobs"] = [[None, tokens[0], None], *known]
+    replies = [{"text": "x", "meta_info": meta} for _ in range(sampling.get("n", 1))]
+    return replies if len(replies) > 1 else replies[0]
+
+
+def main() -> None:
+    mode, arguments = sys.argv[1], sys.argv[2:]
+    port = int(arguments[arguments.index("--port") + 1])
+    if mode == "crash":
+        sys.exit(
+            "RuntimeError: Engine core initialization failed\ntorch.OutOfMemoryError: out of memory"
+        )
+    if mode == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+    Engine("127.0.0.1", port, mode).serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""What a persistent server does when something goes wrong: real processes, a stand-in engine."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shakedown.errors import ServerError, UsageError
+from shakedown.serving.engines import LaunchSpec
+from shakedown.serving.folder import ServerOrder, read_endpoint, read_state
+from shakedown.serving.lease import Lease
+from shakedown.serving.server import ensure, start, status, stop
+
+ENGINE = Path(__file__).with_name("fake_engine.py")
+
+
+def order(
+    mode: str = "good",
+    *,
+    port: int = 0,
+    lease: float = 60.0,
+    ready_timeout: float = 30.0,
+    grace: float = 10.0,
+) -> ServerOrder:
+    spec = LaunchSpec("hub/model", prefix=(sys.executable, str(ENGINE), mode), port=port)
+    return ServerOrder(
+        "policy", "vllm", spec, lease=lease, ready_timeout=ready_timeout, grace=grace
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    root = tmp_path / "policy"
+    yield root
+    if root.is_dir():
+        stop(root)
+
+
+def until(condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return condition()
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def family(pid: int) -> list[int]:
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
+def shakedown(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "shakedown.cli", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_stop_leaves_no_process_of_the_server(folder: Path) -> None:
+    pids = family(start(order(), folder).pid)
+
+    stop(folder)
+
+    assert len(pids) > 1, "the engine had no child: nothing was tested"
+    assert not [pid for pid in pids if lives(pid)]
+    assert not status(folder).alive
+
+
+def test_server_that_ignores_sigterm_is_killed(folder: Path) -> None:
+    pids = family(start(order("stubborn", grace=1.0), folder).pid)
+
+    stop(folder)
+
+    assert not [pid for pid in pids if lives(pid)]
+
+
+def test_started_twice_is_the_same_server(folder: Path) -> None:
+    first = start(order(), folder)
+
+    second = start(order(), folder)
+
+    assert second.pid == first.pid
+
+
+def test_other_order_replaces_the_server(folder: Path) -> None:
+    first = start(order(), folder)
+
+    second = start(order(lease=61.0), folder)
+
+    assert second.pid != first.pid
+    assert not lives(first.pid)
+
+
+def test_port_in_use_is_named_and_nothing_is_left(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"127.0.0.1:{port}: Address already in use"):
+            start(order(port=port), folder)
+
+    assert not (folder / "endpoint.json").exists()
+    assert not status(folder).alive
+
+
+def test_engine_that_exits_is_reported_with_its_log_and_the_likely_cause(folder: Path) -> None:
+    with pytest.raises(ServerError) as caught:
+        start(order("crash"), folder)
+
+    message = str(caught.value)
+    assert "exit code 1" in message
+    assert "| RuntimeError: Engine core initialization failed" in message
+    assert "likely cause: out of memory" in message
+    assert "next: lower serve.kv_cache_gb" in message
+
+
+def test_engine_that_never_answers_is_ended_after_the_timeout(folder: Path) -> None:
+    with pytest.raises(ServerError, match="did not answer a generation within 2 s"):
+        start(order("silent", ready_timeout=2.0), folder)
+
+    state = read_state(folder / "state.json")
+    assert state is not None
+    assert not lives(state.pid)
+
+
+def test_model_that_the_server_does_not_know_is_refused_without_waiting(folder: Path) -> None:
+    with pytest.raises(ServerError, match=r"refuses a generation: .*does not exist"):
+        start(order("refuse"), folder)
+
+
+def test_missing_model_folder_is_bad_input_and_starts_nothing(tmp_path: Path) -> None:
+    done = shakedown(
+        "serve",
+        "start",
+        "--engine",
+        "vllm",
+        "--model",
+        tmp_path / "none",
+        "--out",
+        tmp_path / "out",
+    )
+
+    assert done.returncode == 2
+    assert "does not exist" in done.stderr
+    assert not (tmp_path / "out" / "state.json").exists()
+
+
+def test_lease_that_runs_out_ends_the_server(folder: Path) -> None:
+    pids = family(start(order(lease=1.0), folder).pid)
+
+    assert until(lambda: not any(lives(pid) for pid in pids))
+    assert until(lambda: not status(folder).alive)
+    assert "the lease ran out" in status(folder).sentence
+
+
+def test_server_in_use_outlives_its_lease(folder: Path) -> None:
+    endpoint = start(order(lease=2.0), folder)
+
+    with Lease(folder / "lease", every=0.2):
+        time.sleep(4.0)
+        assert lives(endpoint.pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_server_ends_with_its_keeper(folder: Path, number: signal.Signals) -> None:
+    pids = family(start(order(), folder).pid)
+    state = read_state(folder / "state.json")
+    assert state is not None
+
+    os.kill(state.keeper_pid, number)
+
+    assert until(lambda: not any(lives(pid) for pid in pids))
+    assert until(lambda: not status(folder).alive)
+
+
+def test_killed_server_is_seen_and_started_again_where_it_was(folder: Path) -> None:
+    first = start(order(), folder)
+    before = (folder / "endpoint.json").stat().st_mtime_ns
+    os.kill(first.pid, signal.SIGKILL)
+    assert until(lambda: not status(folder).alive)
+
+    second = ensure(folder / "endpoint.json")
+
+    assert second.base_url == first.base_url
+    assert second.pid != first.pid
+    assert (folder / "endpoint.json").stat().st_mtime_ns == before
+    assert status(folder).answers
+
+
+def test_ensure_changes_nothing_while_the_server_answers(folder: Path) -> None:
+    start(order(), folder)
+    before = (folder / "endpoint.json").stat()
+
+    ensure(folder)
+
+    after = (folder / "endpoint.json").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_restart_takes_another_port_when_a_stranger_has_the_old_one(folder: Path) -> None:
+    first = start(order(), folder)
+    stop(folder)
+
+    with socket.create_server((first.host, first.port)):
+        second = ensure(folder)
+
+    assert second.port != first.port
+    assert read_endpoint(folder).base_url == second.base_url
+
+
+def test_killed_starter_leaves_a_server_that_its_lease_ends(folder: Path) -> None:
+    folder.mkdir()
+    script = (
+        "from tests.faults.test_serving_faults import order, start; from pathlib import Path; "
+        f"start(order('silent', lease=2.0), Path({str(folder)!r}))"
+    )
+    starter = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
+    try:
+        assert until(lambda: (s := read_state(folder / "state.json")) is not None and s.pid > 0)
+    finally:
+        starter.kill()
+        starter.wait()
+    state = read_state(folder / "state.json")
+    assert state is not None
+
+    assert until(lambda: not lives(state.pid))
+
+
+def test_log_of_the_life_before_is_kept(folder: Path) -> None:
+    with contextlib.suppress(ServerError):
+        start(order("crash"), folder)
+
+    start(order(), folder)
+
+    assert "out of memory" in (folder / "server.previous.log").read_text()
+    assert "out of memory" not in (folder / "server.log").read_text()
+
+
+def test_damaged_endpoint_is_bad_input(folder: Path) -> None:
+    start(order(), folder)
+    path = folder / "endpoint.json"
+    path.write_text(path.read_text()[:40])
+
+    with pytest.raises(UsageError, match="is not JSON"):
+        ensure(folder)
+
+
+def test_read_only_place_is_a_clear_error(tmp_path: Path) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("no folder")
+
+    done = shakedown(
+        "serve", "start", "--engine", "vllm", "--model", "hub/model", "--out", blocker / "policy"
+    )
+
+    assert done.returncode == 3
+    assert "Traceback" not in done.stderr
+    assert str(blocker) in done.stdout + done.stderr
+
+
+def test_command_writes_a_blocked_verdict_when_the_server_does_not_start(folder: Path) -> None:
+    done = shakedown(
+        *("serve", "start", "--engine", "vllm", "--model", "hub/model", "--out", folder),
+        *("--prefix", f"{sys.executable} {ENGINE} crash"),
+    )
+
+    verdict = json.loads((folder / "verdict.json").read_text())
+    assert done.returncode == 3
+    assert verdict["status"] == "BLOCKED"
+    assert "likely cause: out of memory" in verdict["summary"]
+    assert "Engine core initialization failed" in done.stderr
+
+
+def test_command_starts_tells_and_stops(folder: Path) -> None:
+    started = shakedown(
+        *("serve", "start", "--engine", "vllm", "--model", "hub/model", "--out", folder),
+        *("--prefix", f"{sys.executable} {ENGINE} good"),
+    )
+    told = shakedown("serve", "status", folder)
+    kept = shakedown("serve", "ensure", folder)
+    stopped = shakedown("serve", "stop", folder)
+    after = shakedown("serve", "status", folder)
+
+    assert [r.returncode for r in (started, told, kept, stopped, after)] == [0, 0, 0, 0, 1]
+    assert json.loads((folder / "verdict.json").read_text())["status"] == "PASS"
+    assert "answers at http://127.0.0.1:" in told.stdout
+    assert "stopped on request" in after.stdout
