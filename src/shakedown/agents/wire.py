@@ -1,0 +1,147 @@
+"""Watch an unchanged agent's HTTP traffic: waits, connects, statuses, and the cost of TLS contexts.
+
+Most clients (openai, anthropic, litellm ...) send through httpx or its successor httpx2. While a
+`Wire` is open, the transport's public `handle_async_request` notes times on every request. Agents
+that talk through something else are simply not seen.
+"""
+
+import contextlib
+import importlib
+import ssl
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+# The episode that the running code belongs to; tasks that an agent starts inherit it.
+CURRENT_EPISODE: ContextVar[int | None] = ContextVar("CURRENT_EPISODE", default=None)
+
+_LIBRARIES = ("httpx", "httpx2")
+_Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+@dataclass
+class Exchange:
+    """One HTTP request on the wire; times in seconds.
+
+    `pool_wait` is the time until a connection of the client's pool was free, `connect` the time
+    of the TCP handshake (0 on a kept connection), `status` is 0 when no answer came, and `error`
+    is then the transport's exception name, such as ConnectTimeout or PoolTimeout.
+    """
+
+    episode: int | None
+    pool_wait: float = 0.0
+    connect: float = 0.0
+    seconds: float = 0.0
+    status: int = 0
+    error: str = ""
+
+
+@dataclass
+class Wire:
+    """What was seen while open: one `Exchange` a request, and what TLS contexts cost."""
+
+    exchanges: list[Exchange] = field(default_factory=list)
+    tls_contexts: int = 0
+    tls_seconds_each: float = 0.0
+    libraries: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def open(self, *, share_tls: bool = True) -> Iterator["Wire"]:
+        """Watch every httpx and httpx2 transport of this process until closed.
+
+        Args:
+            share_tls: let clients that ask for the default TLS context share one. An agent that
+                opens a client an episode spends 20 ms or more of the event loop on each.
+        """
+        with contextlib.ExitStack() as stack:
+            for library in _LIBRARIES:
+                module = _import(library)
+                if module is None:
+                    continue
+                self.libraries.append(library)
+                transport = module.AsyncHTTPTransport
+                original = transport.handle_async_request
+                stack.enter_context(
+                    _replaced(transport, "handle_async_request", self._watching(original))
+                )
+                inner = _import(f"{library}._transports.default")
+                if share_tls and inner is not None and hasattr(inner, "create_ssl_context"):
+                    shared = self._sharing(inner.create_ssl_context)
+                    stack.enter_context(_replaced(inner, "create_ssl_context", shared))
+            yield self
+
+    def _watching(self, original: _Handler) -> _Handler:
+        async def handle_async_request(transport: Any, request: Any) -> Any:
+            seen = Exchange(episode=CURRENT_EPISODE.get())
+            self.exchanges.append(seen)
+            begin = time.perf_counter()
+            request.extensions = {
+                **request.extensions,
+                "trace": _tracer(seen, begin, request.extensions.get("trace")),
+            }
+            try:
+                response = await original(transport, request)
+                seen.status = response.status_code
+                return response
+            except BaseException as error:
+                seen.error = type(error).__name__
+                raise
+            finally:
+                seen.seconds = time.perf_counter() - begin
+
+        return handle_async_request
+
+    def _sharing(self, original: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
+        cached: dict[bool, ssl.SSLContext] = {}
+
+        def create_ssl_context(
+            verify: Any = True, cert: Any = None, trust_env: bool = True
+        ) -> ssl.SSLContext:
+            if verify is not True or cert is not None:
+                return original(verify=verify, cert=cert, trust_env=trust_env)
+            self.tls_contexts += 1
+            if trust_env not in cached:
+                begin = time.perf_counter()
+                cached[trust_env] = original(verify=verify, cert=cert, trust_env=trust_env)
+                self.tls_seconds_each = time.perf_counter() - begin
+            return cached[trust_env]
+
+        return create_ssl_context
+
+
+def _tracer(
+    seen: Exchange, begin: float, inner: Callable[..., Awaitable[None]] | None
+) -> Callable[[str, dict[str, Any]], Awaitable[None]]:
+    """httpcore's `trace` extension: its first event ends the wait for a free connection."""
+    marks: dict[str, float] = {}
+
+    async def trace(event: str, info: dict[str, Any]) -> None:
+        now = time.perf_counter()
+        if not marks:
+            seen.pool_wait = now - begin
+        marks[event] = now
+        if event == "connection.connect_tcp.complete":
+            seen.connect = now - marks["connection.connect_tcp.started"]
+        if inner is not None:
+            await inner(event, info)
+
+    return trace
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

@@ -1,0 +1,194 @@
+"""`shakedown agent run` and `shakedown agent ladder`: does an agent class stand real load?"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shakedown.errors import UsageError
+from shakedown.files import write_text
+from shakedown.verdict import Stopwatch, Verdict, finish, installed_versions, status_of
+
+if TYPE_CHECKING:
+    from shakedown.agents.ladder import Rung
+    from shakedown.agents.runner import Endpoint, Episode
+
+_NO_KEY = "None"  # a local server wants some key; the guides give this one
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add `run` and `ladder`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run|ladder")
+    form = argparse.ArgumentDefaultsHelpFormatter
+    run_parser = actions.add_parser("run", help="run a class over data rows", formatter_class=form)
+    run_parser.add_argument("target", help="package.module:Class or path/to/file.py:Class")
+    run_parser.add_argument("--data", required=True, help="JSON lines, or hub:NAME[:SPLIT]")
+    run_parser.add_argument("--base-url", help="the server's URL (else OPENAI_BASE_URL)")
+    run_parser.add_argument("--concurrency", type=_positive, default=64, help="episodes at once")
+    run_parser.add_argument("--group-size", type=_positive, default=1, help="samples a row")
+    run_parser.add_argument("--limit", type=_positive, help="use the first K rows only")
+    run_parser.add_argument("--model", default="", help="model name (else what the server serves)")
+    run_parser.add_argument("--min-success-rate", type=_share, default=1.0, help="0..1")
+    run_parser.set_defaults(act=_run)
+    ladder = actions.add_parser("ladder", help="climb the concurrency ladder", formatter_class=form)
+    ladder.add_argument("--config", nargs="+", type=Path, required=True, help="YAML files")
+    ladder.add_argument("--endpoint", type=Path, required=True, help="endpoint.json of `serve`")
+    ladder.add_argument("--data", help="rows to use (else the config's held-out rows)")
+    ladder.set_defaults(act=_ladder)
+    for each, timeout in ((run_parser, 120.0), (ladder, None)):
+        each.add_argument("--out", type=Path, default=Path("results/agent"), help="results folder")
+        each.add_argument(
+            "--episode-timeout", type=_seconds, default=timeout, help="seconds an episode may take"
+        )
+        each.add_argument(
+            "--separate-tls",
+            action="store_true",
+            help="let each client build its own TLS context, as it will in training",
+        )
+        each.add_argument("--strict", action="store_true", help="a WARN exits with 1")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen action and return its exit code."""
+    code: int = args.act(args)
+    return code
+
+
+def _run(args: argparse.Namespace) -> int:
+    from shakedown.agents.contract import load_agent
+    from shakedown.agents.judge import judge_run, metrics, summary, to_extra
+    from shakedown.agents.runner import RunSettings, drive, run_episodes
+    from shakedown.agents.server_view import ask_server
+    from shakedown.commands.rows import read_rows
+
+    watch = Stopwatch()
+    agent = load_agent(args.target)
+    rows = read_rows(args.data, limit=args.limit)
+    endpoint = _endpoint(args.base_url, args.model)
+    settings = RunSettings(
+        args.concurrency, args.group_size, args.episode_timeout, not args.separate_tls
+    )
+    total = len(rows) * args.group_size
+    print(f"{total} episodes of {args.target}, {args.concurrency} at once", file=sys.stderr)
+    result = drive(run_episodes(agent, rows, endpoint, settings))
+    failed = any(not episode.ok for episode in result.episodes)
+    server = drive(ask_server(endpoint.base_url if failed else "", endpoint.api_key))
+    findings = judge_run(result, server, min_success_rate=args.min_success_rate)
+    _write_episodes(args.out, result.episodes)
+    verdict = Verdict(
+        stage="agents",
+        status=status_of(findings),
+        summary=summary(result, server),
+        findings=findings,
+        metrics=metrics(result),
+        started=watch.started,
+        seconds=watch.seconds,
+        versions=_versions(),
+        next=""
+        if not failed
+        else f"shakedown agent run {args.target} --data {args.data} --limit 1",
+        extra={"target": args.target, "base_url": endpoint.base_url, **to_extra(result)},
+    )
+    return finish(verdict, args.out / "verdict.json", strict=args.strict)
+
+
+def _ladder(args: argparse.Namespace) -> int:
+    from shakedown.agents.contract import load_agent
+    from shakedown.agents.ladder import Climb, LadderSettings, climb, rung_metrics
+    from shakedown.agents.runner import drive
+    from shakedown.commands.rows import heldout_source, read_rows
+    from shakedown.config import load_config
+    from shakedown.serving.folder import ServerFolder
+    from shakedown.serving.lease import Lease
+    from shakedown.serving.server import ensure
+
+    watch = Stopwatch()
+    config = load_config(*args.config)
+    served = ensure(args.endpoint)
+    settings = LadderSettings(
+        prompts=config.agents.prompts,
+        group_size=config.agents.group_size,
+        episode_timeout=args.episode_timeout or config.agents.episode_timeout,
+        min_success_rate=config.agents.min_success_rate,
+        share_tls=not args.separate_tls,
+    )
+    agent = load_agent(config.agents.target)
+    rows = read_rows(args.data or heldout_source(config), limit=settings.prompts)
+    plan = Climb(agent, rows, _endpoint(served.base_url, served.served_name), settings)
+    with Lease(ServerFolder(args.endpoint.parent).lease):
+        rungs = drive(climb(plan, progress=lambda line: print(f"  {line}", flush=True)))
+    _write_episodes(args.out, [e for r in rungs if r.result for e in r.result.episodes], rungs)
+    findings = [finding for rung in rungs for finding in rung.findings]
+    verdict = Verdict(
+        stage="agents",
+        status=status_of(findings),
+        summary=_climbed(rungs),
+        findings=findings,
+        metrics=rung_metrics(rungs),
+        started=watch.started,
+        seconds=watch.seconds,
+        versions=_versions(),
+        extra={"target": config.agents.target, "base_url": plan.endpoint.base_url},
+    )
+    return finish(verdict, args.out / "verdict.json", strict=args.strict)
+
+
+def _climbed(rungs: "list[Rung]") -> str:
+    for rung in rungs:
+        if not rung.held:
+            return f"rung `{rung.name}` does not hold: {rung.sentence}"
+    total = sum(len(rung.result.episodes) for rung in rungs if rung.result)
+    names = ", ".join(rung.name for rung in rungs)
+    return f"all rungs hold ({names}): {total} episodes"
+
+
+def _endpoint(base_url: str | None, model: str) -> "Endpoint":
+    """Normalise the URL and ask for the served model's name; a dead server is judged later."""
+    from shakedown.agents.runner import Endpoint, drive
+    from shakedown.agents.server_view import ask_server, with_version
+
+    url = base_url or os.environ.get("OPENAI_BASE_URL", "")
+    if url and not url.startswith(("http://", "https://")):
+        raise UsageError(f"--base-url {url!r}: expected http://HOST:PORT or https://...")
+    url = with_version(url)
+    key = os.environ.get("OPENAI_API_KEY") or (_NO_KEY if url else "")
+    if url and not model:
+        model = next(iter(drive(ask_server(url, key)).models), "")
+    return Endpoint(url, key, model)
+
+
+def _write_episodes(out: Path, episodes: "Iterable[Episode]", rungs: "Iterable[Rung]" = ()) -> None:
+    """One line an episode; a ladder's lines name their rung."""
+    rung_of = {id(e): rung.name for rung in rungs if rung.result for e in rung.result.episodes}
+    lines: list[dict[str, Any]] = [
+        {**({"rung": rung_of[id(e)]} if id(e) in rung_of else {}), **e.to_json()} for e in episodes
+    ]
+    write_text(out / "episodes.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _versions() -> dict[str, str]:
+    return installed_versions("openai", "httpx", "httpx2")
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    number = float(text)
+    if not 0 < number < 1e7:
+        raise argparse.ArgumentTypeError(f"{text} is not a time in seconds above 0")
+    return number
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not in 0..1")
+    return number
