@@ -1,0 +1,187 @@
+"""The engine side: generate from text with log-probabilities, score given tokens by prefill.
+
+Prompts go out as text where the server can say which token ids it made of them: that is how agents
+ask, and a chat template that differs between trainer and server shows itself only then.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+
+from shakedown.consistency.compare import Array
+from shakedown.consistency.samples import Completion, Failure, Generated, Prompt
+from shakedown.errors import BlockedError, ServerError, UsageError
+from shakedown.serving.client import Client
+from shakedown.serving.engines import Request, get_token_engine
+
+# Without these a server may fill in the checkpoint's generation_config.json: tokens would be drawn
+# from another distribution than the one that the log-probabilities describe.
+_NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+_CONNECT = 30.0  # seconds
+
+
+async def find_engine(url: str, *, model: str = "") -> tuple[str, str]:
+    """Ask a server what it is and what it serves: (engine name, model name).
+
+    Raises:
+        ServerError: it does not answer, or serves no model.
+        UsageError: `model` is not among those it serves.
+    """
+    try:
+        async with httpx.AsyncClient(timeout=_CONNECT, trust_env=False) as client:
+            answer = await client.get(f"{url}/v1/models")
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise ServerError(
+            f"no server answers at {url}: {type(error).__name__} {error}".strip(),
+            hint="start one: shakedown serve --help",
+        ) from error
+    try:
+        rows = answer.json()["data"]
+        served = [str(row["id"]) for row in rows]
+        owners = {str(row.get("owned_by", "")).lower() for row in rows}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ServerError(
+            f"{url}/v1/models: HTTP {answer.status_code}, not an OpenAI-compatible model list"
+        ) from error
+    if not served:
+        raise ServerError(f"{url} serves no model")
+    if model and model not in served:
+        raise UsageError(f"{url} does not serve {model!r}; it serves {', '.join(served)}")
+    return "sglang" if "sglang" in owners else "vllm", model or served[0]
+
+
+def make_client(url: str, engine: str, model: str, *, request_timeout: float) -> Client:
+    """A client of that engine's protocol."""
+    return Client(get_token_engine(engine), url, model, timeout=request_timeout)
+
+
+async def generate(
+    client: Client, prompt: Prompt, *, max_tokens: int, temperature: float
+) -> Completion:
+    """Generate once, with the log-probability of each token.
+
+    Raises:
+        ServerError: the server refused or answered with something unusable.
+        BlockedError: the engine has no log-probabilities or no token ids at all.
+    """
+    if client.engine.name == "vllm":
+        return await _from_text(client, prompt, max_tokens=max_tokens, temperature=temperature)
+    (found,) = await client.generate(prompt.ids, max_tokens=max_tokens, temperature=temperature)
+    return Completion(prompt, found.tokens, _numbers(found.logprobs), found.text)
+
+
+async def generate_all(
+    client: Client,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    temperature: float,
+    concurrency: int,
+) -> Generated:
+    """Generate for every prompt, `concurrency` at once; single refusals are collected.
+
+    Raises:
+        BlockedError: as `generate`, or every request was refused.
+    """
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(prompt: Prompt) -> Completion | Failure:
+        async with gate:
+            try:
+                return await generate(
+                    client, prompt, max_tokens=max_tokens, temperature=temperature
+                )
+            except ServerError as error:
+                return Failure(prompt.index, str(error))
+
+    found = await asyncio.gather(*(one(prompt) for prompt in prompts))
+    failures = [result for result in found if isinstance(result, Failure)]
+    if len(failures) == len(prompts):
+        raise ServerError(f"all {len(prompts)} requests failed: {failures[0].reason}")
+    return Generated([r for r in found if isinstance(r, Completion)], failures)
+
+
+async def prefill_all(
+    client: Client, completions: Sequence[Completion], *, concurrency: int
+) -> tuple[list[Array] | None, str]:
+    """The engine's own scores [T] of each completion in one pass, at temperature 1.
+
+    Returns (None, reason) where the engine cannot do it.
+    """
+    gate = asyncio.Semaphore(concurrency)
+
+    async def one(completion: Completion) -> Array:
+        async with gate:
+            return _numbers(await client.score(completion.conditioned_on, completion.token_ids))
+
+    try:
+        return list(await asyncio.gather(*(one(c) for c in completions))), ""
+    except ServerError as error:
+        return None, f"the engine did not score given tokens: {error}"
+
+
+async def _from_text(
+    client: Client, prompt: Prompt, *, max_tokens: int, temperature: float
+) -> Completion:
+    body: dict[str, Any] = {
+        "model": client.model,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "return_token_ids": True,
+        **_NEUTRAL,
+    }
+    if prompt.messages:
+        body |= {"messages": list(prompt.messages), "logprobs": True, "top_logprobs": 0}
+        reply = await client.send(Request("/v1/chat/completions", body))
+    else:
+        body |= {"prompt": prompt.text, "logprobs": 0}
+        reply = await client.send(Request("/v1/completions", body))
+    try:
+        return _parsed(client, prompt, reply)
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise ServerError(
+            f"an answer in an unknown form ({type(error).__name__} {error}): {str(reply)[:200]}"
+        ) from error
+
+
+def _parsed(client: Client, prompt: Prompt, reply: Any) -> Completion:
+    choice = reply["choices"][0]
+    logprobs, token_ids = choice.get("logprobs"), choice.get("token_ids")
+    if not logprobs:
+        raise BlockedError(
+            f"the engine at {client.base_url} returned no log-probabilities, so there is nothing "
+            "to compare (`transformers serve` accepts the option and drops it silently)",
+            hint="serve the model with vllm or sglang",
+        )
+    if token_ids is None:
+        raise BlockedError(
+            f"the engine at {client.base_url} returned no token ids (`return_token_ids`): text "
+            "cannot be turned back into the same tokens",
+            hint="serve the model with vllm 0.10.2 or newer, or with sglang",
+        )
+    values = _listed(logprobs)
+    if len(values) != len(token_ids):
+        raise ValueError(f"{len(token_ids)} token ids but {len(values)} log-probabilities")
+    message, usage = choice.get("message") or {}, reply.get("usage") or {}
+    return Completion(
+        prompt=prompt,
+        token_ids=[int(token) for token in token_ids],
+        logprobs=_numbers(values),
+        text=str(choice.get("text") or message.get("content") or ""),
+        prompt_ids=choice.get("prompt_token_ids") or reply.get("prompt_token_ids") or (),
+        prompt_tokens=int(usage.get("prompt_tokens") or 0),
+    )
+
+
+def _listed(logprobs: dict[str, Any]) -> list[Any]:
+    """Chat answers list objects, completions list numbers."""
+    if "content" in logprobs:
+        return [row.get("logprob") for row in logprobs["content"] or []]
+    return list(logprobs.get("token_logprobs") or [])
+
+
+def _numbers(values: Sequence[Any]) -> Array:
+    return np.array([np.nan if value is None else float(value) for value in values], np.float64)

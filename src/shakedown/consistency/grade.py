@@ -1,0 +1,85 @@
+"""Thresholds of rollout consistency and the judgement by them (pure)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from shakedown.consistency.compare import Metric
+from shakedown.errors import UsageError, did_you_mean
+from shakedown.verdict import Finding, FindingStatus
+
+Grade = Literal["dense", "moe", "fp8", "strict"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """At most `good` passes, at most `poor` warns, above it fails."""
+
+    good: float
+    poor: float
+
+
+# NeMo-RL asserts 1.05 for token_mult_prob_error and documents 1e-3 for KL; verl calls a
+# probability difference of 0.005 fine and of 0.01 bad. Dense models in bf16 show a k3 of 6.4e-4
+# (Qwen3-8B) and |dlogp| of 0.011 (Qwen3-4B); a 30B mixture of experts 1.5e-3.
+_DENSE: Mapping[str, Limits] = {
+    "k3": Limits(1e-3, 2e-3),
+    "token_mult_prob_error": Limits(1.02, 1.05),
+    "mean_abs_dlogp": Limits(0.025, 0.05),
+    "mean_abs_dprob": Limits(0.005, 0.01),
+}
+# Routing and quantisation move single tokens further: the KL limits are doubled.
+_DOUBLED: Mapping[str, Limits] = {**_DENSE, "k3": Limits(2e-3, 4e-3)}
+# True on-policy: both sides run the same kernels (slime's aligned mode asks for 1e-6).
+_STRICT: Mapping[str, Limits] = {
+    "k3": Limits(1e-6, 1e-6),
+    "token_mult_prob_error": Limits(1 + 1e-6, 1 + 1e-6),
+    "mean_abs_dlogp": Limits(1e-6, 1e-6),
+    "mean_abs_dprob": Limits(1e-6, 1e-6),
+}
+GRADES: Mapping[str, Mapping[str, Limits]] = {
+    "dense": _DENSE,
+    "moe": _DOUBLED,
+    "fp8": _DOUBLED,
+    "strict": _STRICT,
+}
+
+
+def get_limits(grade: str) -> Mapping[str, Limits]:
+    """Look a grade up.
+
+    Raises:
+        UsageError: no such grade.
+    """
+    if grade not in GRADES:
+        raise UsageError(
+            f"unknown grade {grade!r}{did_you_mean(grade, GRADES)}; valid: {', '.join(GRADES)}"
+        )
+    return GRADES[grade]
+
+
+def grade_metrics(metrics: Mapping[str, Metric], grade: str) -> list[Finding]:
+    """One finding for each metric that has a limit."""
+    return [_finding(name, metrics[name], limits) for name, limits in get_limits(grade).items()]
+
+
+def status_by(value: float, limits: Limits) -> FindingStatus:
+    """A value that is no number fails."""
+    if value <= limits.good:
+        return "pass"
+    return "warn" if value <= limits.poor else "fail"
+
+
+def _finding(name: str, metric: Metric, limits: Limits) -> Finding:
+    status = status_by(metric.value, limits)
+    crosses = metric.low <= limits.good < metric.high
+    return Finding(
+        check=name,
+        status=status,
+        scope="cluster",
+        subject="engine against reference",
+        measured=f"{metric.value:.3g} (95 %: {metric.low:.3g} .. {metric.high:.3g})",
+        expected=f"<= {limits.good:g} passes, <= {limits.poor:g} warns",
+        blame="none" if status == "pass" else "environment",
+        remedy="the interval crosses the limit: more samples would decide" if crosses else "",
+    )

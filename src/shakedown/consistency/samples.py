@@ -1,0 +1,111 @@
+"""What is generated once and scored by every side: prompts, completions, scores."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shakedown.consistency.compare import Array
+from shakedown.errors import UsageError
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation or a plain text, and the ids that the trainer's tokenizer makes of it."""
+
+    index: int
+    messages: Sequence[Message] = ()
+    text: str = ""
+    ids: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the engine generated for a prompt.
+
+    `prompt_ids` are the ids that the server says it used (empty: it does not say),
+    `prompt_tokens` their count (0: it does not say); `logprobs` has shape [T] in nats, NaN where
+    the engine gave none.
+    """
+
+    prompt: Prompt
+    token_ids: Sequence[int]
+    logprobs: Array
+    text: str = ""
+    prompt_ids: Sequence[int] = ()
+    prompt_tokens: int = 0
+
+    @property
+    def conditioned_on(self) -> Sequence[int]:
+        """The prompt ids that the engine really used, as far as it says."""
+        return self.prompt_ids or self.prompt.ids
+
+
+@dataclass(frozen=True)
+class Score:
+    """The reference's view of one completion, arrays of shape [T].
+
+    Attributes:
+        logprobs: log-probability of each token at the sampling temperature, in nats.
+        raw: the same at temperature 1.
+        top_ids: the reference's own most likely token.
+        margins: log-probability of the first less that of the second, in nats.
+    """
+
+    logprobs: Array
+    raw: Array
+    top_ids: np.ndarray[Any, np.dtype[np.int64]]
+    margins: Array
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A prompt that the engine did not complete."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Generated:
+    """One pass over the prompts."""
+
+    completions: Sequence[Completion] = ()
+    failures: Sequence[Failure] = field(default_factory=list)
+
+
+def read_prompts(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Prompt]:
+    """Turn rows into prompts: `messages`, `prompt` (text or messages) or `question`.
+
+    Raises:
+        UsageError: a row has none of these, or the tokenizer has no chat template.
+    """
+    return [_prompt(index, row, tokenizer) for index, row in enumerate(rows)]
+
+
+def _prompt(index: int, row: Mapping[str, Any], tokenizer: Any) -> Prompt:
+    given = row.get("messages") or row.get("prompt")
+    if given is None and isinstance(row.get("question"), str):
+        given = [{"role": "user", "content": row["question"]}]
+    if isinstance(given, str):
+        return Prompt(index, text=given, ids=[int(i) for i in tokenizer(given)["input_ids"]])
+    if not isinstance(given, list) or not all(isinstance(m, Mapping) for m in given):
+        raise UsageError(
+            f"data row {index + 1}: expected `messages`, `prompt` or `question`, "
+            f"got the keys {', '.join(map(str, row)) or 'none'}"
+        )
+    if not getattr(tokenizer, "chat_template", None):
+        raise UsageError(
+            "the reference's tokenizer has no chat template, and the data has `messages`",
+            hint="give rows with a `prompt` text, or a model with a chat template",
+        )
+    try:
+        ids = tokenizer.apply_chat_template(
+            given, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # templates are programs: anything may come
+        raise UsageError(f"data row {index + 1}: the chat template refuses it: {error}") from error
+    return Prompt(index, messages=given, ids=[int(i) for i in ids])

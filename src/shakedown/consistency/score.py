@@ -1,0 +1,133 @@
+"""Score given tokens with transformers: the reference side. Imports torch; import it lazily."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from shakedown.consistency.samples import Score
+from shakedown.errors import BlockedError, UsageError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_LOGIT_BYTES = 256 * 2**20  # float32 logits held at once
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A prompt's ids and the completion's ids that follow it; both are not empty."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+
+
+class Reference:
+    """A transformers model that scores tokens; loaded once, in one dtype.
+
+    Args:
+        model: a local folder or a hub name.
+        dtype: `float32`, `bfloat16`, or `auto` (as the checkpoint says).
+
+    Raises:
+        UsageError: no such folder, or it holds no model.
+        BlockedError: the hub's model cannot be had.
+    """
+
+    def __init__(self, model: str, *, dtype: str = "auto") -> None:
+        self.name = model
+        self.tokenizer: Any = _load(AutoTokenizer, model)
+        self._model: Any = _load(
+            AutoModelForCausalLM, model, dtype=DTYPES.get(dtype, "auto"), low_cpu_mem_usage=True
+        ).eval()
+        self.dtype = str(self._model.dtype).removeprefix("torch.")
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model.to(self.device)
+        self.vocabulary = int(self._model.get_input_embeddings().num_embeddings)
+
+    def score(self, items: Sequence[Scored], *, temperature: float = 1.0) -> list[Score]:
+        """Score every completion token, teacher-forced; temperature 0 counts as 1.
+
+        Raises:
+            BlockedError: a token id lies outside the reference's vocabulary.
+        """
+        self._check_vocabulary(items)
+        scores: dict[int, Score] = {}
+        for numbers in self._batches(items):
+            batch = [items[number] for number in numbers]
+            scores.update(zip(numbers, self._score_batch(batch, temperature or 1.0), strict=True))
+        return [scores[number] for number in range(len(items))]
+
+    def _score_batch(self, batch: Sequence[Scored], temperature: float) -> Iterator[Score]:
+        rows = [[*item.prompt, *item.completion] for item in batch]
+        width = max(map(len, rows))
+        tokens = torch.zeros((len(rows), width), dtype=torch.int64)
+        mask = torch.zeros((len(rows), width), dtype=torch.int64)
+        for number, row in enumerate(rows):
+            tokens[number, : len(row)] = torch.tensor(row)
+            mask[number, : len(row)] = 1
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=tokens.to(self.device),
+                attention_mask=mask.to(self.device),
+                use_cache=False,
+            )
+        for item, row, logits in zip(batch, rows, output.logits, strict=True):
+            own = logits[len(item.prompt) - 1 : len(row) - 1].float().cpu()
+            yield _score(own, torch.tensor(list(item.completion)), temperature)
+
+    def _batches(self, items: Sequence[Scored]) -> Iterator[list[int]]:
+        """Numbers of items by length, so that padding is small and the logits fit."""
+        room = max(1, _LOGIT_BYTES // (4 * self.vocabulary))
+        batch: list[int] = []
+        for number in sorted(range(len(items)), key=lambda i: _length(items[i])):
+            if batch and (len(batch) + 1) * _length(items[number]) > room:
+                yield batch
+                batch = []
+            batch.append(number)
+        if batch:
+            yield batch
+
+    def _check_vocabulary(self, items: Sequence[Scored]) -> None:
+        largest = max((max(*i.prompt, *i.completion) for i in items), default=0)
+        if largest >= self.vocabulary:
+            raise BlockedError(
+                f"token id {largest} is outside the reference's vocabulary of {self.vocabulary}: "
+                f"the engine serves another model than {self.name}",
+                hint="give both sides the same checkpoint",
+            )
+
+
+def _score(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> Score:
+    """Logits [T, V] in float32 and the tokens that follow, [T]."""
+    raw = logits.log_softmax(-1)
+    scaled = raw if temperature == 1.0 else (logits / temperature).log_softmax(-1)
+    top = raw.topk(2, dim=-1)
+    return Score(
+        logprobs=scaled.gather(1, tokens[:, None])[:, 0].double().numpy(),
+        raw=raw.gather(1, tokens[:, None])[:, 0].double().numpy(),
+        top_ids=top.indices[:, 0].numpy(),
+        margins=(top.values[:, 0] - top.values[:, 1]).double().numpy(),
+    )
+
+
+def _length(item: Scored) -> int:
+    return len(item.prompt) + len(item.completion)
+
+
+def _load(kind: Any, model: str, **options: Any) -> Any:
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    path = Path(model).expanduser()
+    if looks_local and not (path / "config.json").is_file():
+        raise UsageError(
+            f"reference model {model}: no such folder, or no config.json in it",
+            hint="give a Hugging Face checkpoint folder or a hub name",
+        )
+    try:
+        return kind.from_pretrained(str(path) if looks_local else model, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BlockedError(
+            f"cannot load {model}: {' '.join(str(error).split())[:300]}",
+            hint="check the name, the files and the network",
+        ) from error
