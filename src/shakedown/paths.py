@@ -32,6 +32,11 @@ class AttemptPaths:
         """Rollout batches and weights that trainer and orchestrator hand each other."""
         return self.root / "exchange"
 
+    @property
+    def evals(self) -> Path:
+        """Held-out accuracies, one JSON row for each evaluation."""
+        return self.root / "evals.jsonl"
+
     def log(self, component: str) -> Path:
         """`component` is `trainer-rank0`, `orchestrator`, `inference` ..."""
         return self.logs / f"{component}.log"
@@ -89,7 +94,7 @@ class StagePaths:
         """Numbers of the attempts on disk, ascending."""
         if not self.attempts.is_dir():
             return []
-        return sorted(int(p.name) for p in self.attempts.iterdir() if p.name.isdigit())
+        return sorted(int(p.name) for p in self.attempts.iterdir() if p.name.isdecimal())
 
     def new_attempt(self) -> AttemptPaths:
         """Create the next attempt's folder and point `latest` at it."""

@@ -9,7 +9,7 @@ from shakedown.training.endings import INTERRUPTED, interrupted, judge_exits
 
 
 def _exit(name: str, code: int) -> Exit:
-    role = name.split("-")[0]
+    role, _, _ = name.partition("-")
     return Exit(Component(name, role, ("true",), Path("log")), code, 1.0)
 
 

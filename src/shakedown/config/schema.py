@@ -58,7 +58,7 @@ class ServeConfig(Section):
     engine: Literal["vllm", "sglang", "transformers"] = "vllm"
     allocation: str = "vllm:d1"
     max_model_len: Positive = 256
-    kv_cache_gb: Positive = 1
+    kv_cache_gb: Annotated[float, Field(gt=0)] = 1.0
     ready_timeout: Seconds = 300.0
     lease: Seconds = 900.0
     keep: bool = False

@@ -17,7 +17,8 @@ class StageJob:
 
     `model` is the input checkpoint (a Hugging Face folder); `train` and `heldout` are JSON-lines
     files or hub names; `world_size` counts trainer ranks; `endpoint` is the base URL of the
-    stage's own inference server without `/v1` (GRPO only); `served_model` its model name.
+    stage's own inference server without `/v1` (GRPO only),
+    `served_model` its model name and `engine` its kind.
     """
 
     stage: str
@@ -33,6 +34,7 @@ class StageJob:
     attempt_root: str
     endpoint: str = ""
     served_model: str = "policy"
+    engine: str = "vllm"
 
     @property
     def paths(self) -> StagePaths:

@@ -1,0 +1,87 @@
+"""`shakedown train STAGE`: run one training stage under supervision.
+
+Writes the attempt's outcome and a copy as stages/STAGE/outcome.json. Exit code 1 says that the
+stage hung or failed (its evidence is collected), 3 that it was interrupted and can go on.
+"""
+
+import argparse
+from pathlib import Path
+
+from shakedown.commands.assets_file import read_assets
+from shakedown.commands.lint import require_sound
+from shakedown.config import Config, load_config
+from shakedown.errors import ConfigError, ExitCode, UsageError, did_you_mean
+from shakedown.paths import RunPaths
+from shakedown.training.outcome import Outcome, State, read_outcome
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("stage", help="a name under `stages:` of the config")
+    parser.add_argument("--config", nargs="+", type=Path, required=True, help="YAML files")
+    parser.add_argument("--assets", type=Path, help="assets.json of `shakedown assets`")
+    parser.add_argument("--run-dir", type=Path, help="results folder; default from the config")
+
+
+def run(args: argparse.Namespace) -> int:
+    where = " + ".join(map(str, args.config))
+    config = require_sound(load_config(*args.config), where)
+    if args.stage not in config.stages:
+        known = ", ".join(config.stages)
+        guess = did_you_mean(args.stage, config.stages)
+        raise UsageError(f"{where} has no stage {args.stage!r}{guess}; it has: {known}")
+    root = args.run_dir or Path(config.results) / config.run
+    return _train(config, args.stage, RunPaths(root), args.assets)
+
+
+def _train(config: Config, stage: str, paths: RunPaths, assets_path: Path | None) -> int:
+    from shakedown.training.stage import StagePlan, run_stage
+
+    assets = read_assets(assets_path or paths.assets / "assets.json")
+    plan = StagePlan(
+        name=stage,
+        config=config.stages[stage],
+        serve=config.serve,
+        model=_input_model(config, stage, paths, assets.model),
+        dtype=config.model.dtype,
+        train=assets.train,
+        heldout=assets.heldout,
+        reward=config.data.reward,
+        seed=config.seed,
+        paths=paths.stage(stage),
+    )
+    outcome = run_stage(plan)
+    print(f"stage {stage} {outcome.state}: {outcome.sentence}", flush=True)
+    print(f"  logs: {paths.stage(stage).latest / 'logs'}", flush=True)
+    return int(_exit_code(outcome))
+
+
+def _exit_code(outcome: Outcome) -> ExitCode:
+    codes: dict[State, ExitCode] = {
+        "completed": ExitCode.OK,
+        "hung": ExitCode.FAIL,
+        "failed": ExitCode.FAIL,
+        "interrupted": ExitCode.BLOCKED,
+    }
+    return codes[outcome.state]
+
+
+def _input_model(config: Config, stage: str, paths: RunPaths, first: str) -> str:
+    """The model of the stage before this one, else the run's own.
+
+    Raises:
+        ConfigError: the stage before this one has not completed.
+    """
+    names = list(config.stages)
+    position = names.index(stage)
+    if position == 0:
+        return first
+    before = paths.stage(names[position - 1])
+    done = before.accepted.exists() or (
+        before.outcome.exists() and read_outcome(before.outcome).state == "completed"
+    )
+    if not done or not (before.export / "config.json").is_file():
+        raise ConfigError(
+            f"stage {stage!r} starts from the model of {before.root.name!r}, which is not there",
+            hint=f"shakedown train {before.root.name} --config CONFIG",
+        )
+    return str(before.export)

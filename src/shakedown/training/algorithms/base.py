@@ -1,0 +1,51 @@
+"""What an algorithm is to the trainer: one step at a time, everything else is common."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from shakedown.training.context import Context
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step measured.
+
+    Attributes:
+        sums: this rank's shares, by metric; the sum over ranks is the metric.
+        values: metrics that are the same on every rank.
+    """
+
+    sums: Mapping[str, float]
+    values: Mapping[str, float] = field(default_factory=dict)
+
+
+class Algorithm(Protocol):
+    """One training algorithm on one rank. Every method is called on all ranks."""
+
+    def __init__(self, context: Context) -> None:
+        """Read what the algorithm needs.
+
+        Raises:
+            UsageError: the data cannot be used.
+        """
+
+    @property
+    def max_answer_tokens(self) -> int:
+        """How long an answer may become in an evaluation."""
+
+    def begin(self, done: int) -> None:
+        """Called once, after `done` steps were done by earlier attempts."""
+
+    def step(self, step: int) -> StepResult:
+        """Do one step: fetch the batch, compute gradients, update.
+
+        Raises:
+            StopRequestedError: a stop was asked for while the batch was awaited.
+        """
+
+    def synchronise(self, step: int, /) -> float:
+        """Hand the updated weights on, where anyone needs them; returns seconds."""
+
+    def finish(self) -> None:
+        """Called once, after the last step."""

@@ -1,0 +1,68 @@
+"""What the ranks agree on: sums by one collective, decisions of rank 0 without any.
+
+A decision that can take long (a rollout batch, an evaluation) must not be waited for inside a
+collective: it could not beat, and a hang diagnosis could not tell waiting from hanging. So rank 0
+writes its decision into the process group's store and the others poll it.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from shakedown.errors import BlockedError
+
+_POLL_SECONDS = 0.02
+_FAILED = "failed:"
+
+
+class Ranks:
+    """This rank among all. `store` is shared by the ranks of one process group."""
+
+    def __init__(self, store: dist.Store, *, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self._store = dist.PrefixStore("shakedown", store)
+        self._device = device
+        self._decisions = 0
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """(collective) Add up numbers by name; the names must be the same on all ranks."""
+        names = sorted(values)
+        numbers = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        numbers = numbers.to(self._device)
+        dist.all_reduce(numbers)
+        return dict(zip(names, numbers.tolist(), strict=True))
+
+    def lead(self, key: str, decide: Callable[[], str], *, waiting: Callable[[], None]) -> str:
+        """Rank 0 decides; every rank returns its decision. All ranks lead in the same order.
+
+        Args:
+            key: names the decision, for people; the same on all ranks.
+            decide: called on rank 0 alone.
+            waiting: called many times a second on the other ranks.
+
+        Raises:
+            BlockedError: rank 0 failed; there the error itself is raised.
+        """
+        self._decisions += 1
+        key = f"{self._decisions}-{key}"
+        if self.rank == 0:
+            return self._decide(key, decide)
+        while not self._store.check([key]):
+            waiting()
+            time.sleep(_POLL_SECONDS)
+        decision: str = self._store.get(key).decode()
+        if decision.startswith(_FAILED):
+            raise BlockedError(f"rank 0 gave up: {decision.removeprefix(_FAILED)}")
+        return decision
+
+    def _decide(self, key: str, decide: Callable[[], str]) -> str:
+        try:
+            decision = decide()
+        except BaseException as error:
+            self._store.set(key, f"{_FAILED}{type(error).__name__}: {error}")
+            raise
+        self._store.set(key, decision)
+        return decision

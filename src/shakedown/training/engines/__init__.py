@@ -1,0 +1,37 @@
+"""Training engines by the backend name of an allocation; imports without torch."""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from shakedown.cluster.allocation import parse_allocation
+from shakedown.errors import ConfigError, did_you_mean
+from shakedown.training.engines.names import DIMENSIONS, ENGINES
+
+if TYPE_CHECKING:
+    from shakedown.training.engines.base import Engine
+
+
+def engine_class(allocation: str) -> "type[Engine]":
+    """The engine of an allocation such as `fsdp:d2`.
+
+    Raises:
+        UsageError: the allocation is not valid.
+        ConfigError: no such engine here, or a dimension that it does not have.
+    """
+    part = parse_allocation(allocation).parts[0]
+    if part.backend not in ENGINES:
+        raise ConfigError(
+            f"allocation {allocation!r}: no training engine {part.backend!r}"
+            f"{did_you_mean(part.backend, ENGINES)}; valid: {', '.join(ENGINES)}"
+        )
+    sizes = {name: size for name, size in part.dims.items() if size > 1}
+    unknown = sorted(set(sizes) - DIMENSIONS[part.backend])
+    if unknown:
+        raise ConfigError(
+            f"allocation {allocation!r}: {part.backend} cannot split over "
+            f"{', '.join(unknown)}; it has {', '.join(sorted(DIMENSIONS[part.backend]))}",
+            hint=f"write {part.backend}:d{part.world}",
+        )
+    module, _, name = ENGINES[part.backend].partition(":")
+    found: type[Engine] = getattr(importlib.import_module(module), name)
+    return found

@@ -1,0 +1,114 @@
+"""What a training engine is: the model spread over ranks, without any algorithm in it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from shakedown.config import OptimizerConfig
+from shakedown.training.data.batch import TokenBatch
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The model's view of a micro batch's M trained tokens, rows first.
+
+    Attributes:
+        logprobs: float32 [M], with gradient, of the tokens that stand there.
+        entropy: float32 [M], in nats, without gradient.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+
+
+@dataclass(frozen=True)
+class LossPart:
+    """One micro batch's share of the loss.
+
+    Attributes:
+        loss: scalar; the sum of all parts over micro batches and ranks is the step's loss.
+        sums: scalars without gradient that add up over micro batches and ranks.
+    """
+
+    loss: torch.Tensor
+    sums: Mapping[str, torch.Tensor]
+
+
+# (scores, micro batch, index of the micro batch on this rank) -> its part of the loss
+LossFunction = Callable[[Scores, TokenBatch, int], LossPart]
+
+
+class Engine(Protocol):
+    """A model under training on this rank. Methods marked (collective) are called on all ranks."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    model_config: Any
+    tokenizer: Any
+
+    @classmethod
+    def build(
+        cls, model: Path, *, optimizer: OptimizerConfig, dtype: str, device: torch.device
+    ) -> "Engine":
+        """(collective) Load a Hugging Face folder and spread it over the process group.
+
+        Raises:
+            UsageError: the folder is missing or holds no readable model.
+        """
+
+    def forward_backward(
+        self,
+        batches: Sequence[TokenBatch],
+        loss: LossFunction,
+        *,
+        temperature: float = 1.0,
+        on_micro_batch: Callable[[int], None] | None = None,
+    ) -> dict[str, float]:
+        """(collective) Add the gradients of all micro batches; returns this rank's sums.
+
+        The sums hold `loss` and everything that the loss function returned.
+        """
+
+    def step(self) -> float:
+        """(collective) Clip, update, clear the gradients; returns the norm before clipping."""
+
+    def logprobs(
+        self, batches: Sequence[TokenBatch], *, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
+        """(collective) Log-probabilities of the trained tokens, [M] for each micro batch."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates done since the input model."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the next update."""
+
+    def save(self, folder: Path) -> None:
+        """(collective) Write model and optimizer, re-loadable on another number of ranks.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+
+    def load(self, folder: Path, *, updates: int) -> None:
+        """(collective) Read what `save` wrote.
+
+        Raises:
+            StorageError: the folder cannot be read or is not complete.
+        """
+
+    def gather(self) -> dict[str, torch.Tensor]:
+        """(collective) The whole model's weights on the CPU of rank 0; empty on other ranks."""
+
+    def export(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+        """(rank 0) Write gathered weights as a Hugging Face folder with tokenizer and config.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """

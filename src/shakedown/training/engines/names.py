@@ -1,0 +1,10 @@
+"""Which training engines exist: backend name of an allocation -> where its class is."""
+
+# module:class; the module is imported when a worker builds the engine, so that this stays light.
+ENGINES: dict[str, str] = {
+    "fsdp": "shakedown.training.engines.fsdp:FsdpEngine",
+}
+ENGINE_NAMES: tuple[str, ...] = tuple(ENGINES)
+
+# Dimensions of an allocation that an engine can spread a model over.
+DIMENSIONS: dict[str, frozenset[str]] = {"fsdp": frozenset("d")}

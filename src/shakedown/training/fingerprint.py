@@ -1,0 +1,78 @@
+"""What a checkpoint and the job that wants to go on from it must have in common."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shakedown.training.data.rows import is_hub
+from shakedown.training.folders import storage_errors
+from shakedown.training.job import StageJob
+
+# Of a large file only the beginning and the end are read: a header, and what changed last.
+_SAMPLE = 1 << 20
+
+# Keys of grpo that may change between attempts: they bound waiting, not what is learned.
+_FREE = frozenset({"batch_timeout", "weight_update_timeout", "max_concurrent"})
+
+
+def fingerprint(job: StageJob) -> dict[str, str]:
+    """Digests and values by name. The number of steps, ranks, faults and limits may differ.
+
+    Raises:
+        StorageError: the model or the data cannot be read.
+    """
+    config = job.config
+    parts: dict[str, Any] = {
+        "model": _folder_digest(Path(job.model)),
+        "dtype": job.dtype,
+        "data": _data_digest(job.train),
+        "reward": job.reward,
+        "seed": job.seed,
+        "algorithm": config.algorithm,
+        "batch_size": config.batch_size,
+        **{f"optimizer.{k}": v for k, v in config.optimizer.model_dump(mode="json").items()},
+    }
+    if config.grpo is not None:
+        grpo = config.grpo.model_dump(mode="json")
+        parts |= {f"grpo.{k}": v for k, v in grpo.items() if k not in _FREE}
+    return {
+        name: value if isinstance(value, str) else json.dumps(value)
+        for name, value in parts.items()
+    }
+
+
+def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
+    """What does not match, one text for each name, for a person to read."""
+    names = dict.fromkeys([*ours, *theirs])
+    return [
+        f"{name}: {theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} here"
+        for name in names
+        if ours.get(name) != theirs.get(name)
+    ]
+
+
+def _folder_digest(folder: Path) -> str:
+    with storage_errors("read", folder):
+        files = [*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")]
+        return _digest(sorted(files))
+
+
+def _data_digest(source: str) -> str:
+    if is_hub(source):
+        return source
+    with storage_errors("read", Path(source)):
+        return _digest([Path(source)])
+
+
+def _digest(files: list[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as stream:
+            digest.update(stream.read(_SAMPLE))
+            stream.seek(max(0, size - _SAMPLE))
+            digest.update(stream.read(_SAMPLE))
+    return digest.hexdigest()[:16]

@@ -1,0 +1,1 @@
+"""The inference side of GRPO: batches out, weights in, staleness kept."""

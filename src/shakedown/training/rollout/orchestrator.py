@@ -1,0 +1,343 @@
+"""The inference side of a GRPO stage: `python -m shakedown.training.rollout.orchestrator --job F`.
+
+Waits for the stage's server, generates and rewards a batch for every step, keeps staleness within
+`async_level`, loads the trainer's weights into the server as they appear and verifies them. Exit
+codes: 0 the trainer has finished, 75 stopped by a signal, else as every command.
+"""
+
+import argparse
+import asyncio
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shakedown.agents.controller import RolloutController
+from shakedown.agents.rewards import get_reward
+from shakedown.agents.staleness import Staleness, explain
+from shakedown.config import GrpoConfig
+from shakedown.errors import ConfigError, ServerError, ShakedownError
+from shakedown.hang.heartbeat import Heartbeat, read_heartbeats
+from shakedown.serving.client import Client
+from shakedown.serving.engines import Request, get_token_engine
+from shakedown.serving.ready import Wait, wait_ready
+from shakedown.training.checkpoint import find
+from shakedown.training.data import load_rows
+from shakedown.training.endings import INTERRUPTED
+from shakedown.training.fingerprint import fingerprint
+from shakedown.training.huggingface import read_tokenizer
+from shakedown.training.job import StageJob, read_job
+from shakedown.training.rollout.episodes import (
+    Episodes,
+    Group,
+    Prompt,
+    draw,
+    encode_prompts,
+    to_batch,
+)
+from shakedown.training.rollout.exchange import Exchange
+from shakedown.training.rollout.weights import WeightSync, probe_tokens
+
+_POLL_SECONDS = 0.05
+_BEAT_SECONDS = 0.5
+_HEALTH_SECONDS = 2.0
+_SAY_SECONDS = 2.0
+_PROBE_PROMPTS = 64
+_SAFE_LENGTH = 200  # tokens, where a server does not tell its own limit
+_SETTLE_SECONDS = 3.0  # srun ends a little after its last task
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the orchestrator of one attempt and return its exit code."""
+    parser = argparse.ArgumentParser(prog="shakedown.training.rollout.orchestrator")
+    parser.add_argument("--job", type=Path, required=True, help="job.json of the attempt")
+    args = parser.parse_args(argv)
+    try:
+        return asyncio.run(_until_signal(read_job(args.job)))
+    except ShakedownError as error:
+        traceback.print_exc()
+        print(f"shakedown: {error}", file=sys.stderr, flush=True)
+        return int(error.exit_code)
+
+
+async def _until_signal(job: StageJob) -> int:
+    """Run to the end, or return 75 after SIGTERM, SIGINT or SIGUSR2."""
+    loop, work = asyncio.get_running_loop(), asyncio.ensure_future(orchestrate(job))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        loop.add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        print("stopped by a signal", flush=True)
+        return INTERRUPTED
+    return 0
+
+
+async def orchestrate(job: StageJob) -> None:
+    """Serve the trainer until it has finished.
+
+    Raises:
+        ConfigError: the settings would block for ever.
+        ServerError: the server did not start, is not healthy, or does not obey.
+        BlockedError: no batch can be complete.
+    """
+    settings = _checked(job)
+    heartbeat = Heartbeat(job.attempt.heartbeats, 0, role="orchestrator")
+    heartbeat.beat(phase="init")
+    engine = get_token_engine(job.engine)
+    tokenizer = read_tokenizer(Path(job.model))
+    prompts = encode_prompts(load_rows(job.train), tokenizer)
+    wait = Wait(
+        job.config.start_timeout,
+        say=lambda line: print(line, flush=True),
+        tick=lambda: heartbeat.beat(phase="init"),
+        log=job.attempt.log("inference"),
+    )
+    seconds = await asyncio.to_thread(wait_ready, engine, job.endpoint, job.served_model, wait)
+    print(f"server at {job.endpoint} answered a generation after {seconds:.0f} s", flush=True)
+    limit = settings.batch_timeout
+    async with Client(engine, job.endpoint, job.served_model, timeout=limit) as client:
+        probe = probe_tokens(
+            [p.tokens for p in prompts[:_PROBE_PROMPTS]], longest=await _longest(client)
+        )
+        sync = WeightSync(client, probe, dtype=job.dtype)
+        await sync.begin()
+        orchestrator = Orchestrator(
+            Parts(job, settings, client, sync, heartbeat, prompts, tokenizer)
+        )
+        await orchestrator.run()
+
+
+def _checked(job: StageJob) -> GrpoConfig:
+    """The stage's settings, or why they can never work."""
+    settings = job.config.grpo
+    if settings is None:
+        raise ConfigError(f"stage {job.stage} has no `grpo:` section: it needs no orchestrator")
+    if settings.agent:
+        raise ConfigError(
+            f"stages.{job.stage}.grpo.agent is {settings.agent!r}: rollouts are one chat turn, "
+            "judged by data.reward; an own class is run by `shakedown agent run`",
+            hint=f'set stages.{job.stage}.grpo.agent to ""',
+        )
+    trap = explain(_rule(job, settings), needed=job.config.batch_size)
+    if trap:
+        raise ConfigError(
+            f"stages.{job.stage}.grpo: {trap}",
+            hint=f"set max_concurrent to at least group_size, {settings.group_size}",
+        )
+    return settings
+
+
+def _rule(job: StageJob, settings: GrpoConfig) -> Staleness:
+    """In groups: `max_concurrent` counts samples."""
+    slots = settings.max_concurrent // settings.group_size
+    return Staleness(slots, settings.async_level, job.config.batch_size)
+
+
+async def _longest(client: Client) -> int:
+    """Tokens that the server takes with one to generate; a safe guess where it does not tell."""
+    reply = await client.send(Request("/v1/models", method="GET"))
+    try:
+        return int(reply["data"][0]["max_model_len"]) - 1
+    except (KeyError, IndexError, TypeError, ValueError):
+        return _SAFE_LENGTH
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loops work with."""
+
+    job: StageJob
+    settings: GrpoConfig
+    client: Client
+    sync: WeightSync
+    heartbeat: Heartbeat
+    prompts: Sequence[Prompt]
+    tokenizer: Any
+
+
+class Orchestrator:
+    """The loops of a stage; all share one event loop and end with the first that ends."""
+
+    def __init__(self, parts: Parts) -> None:
+        job, self._settings, tokenizer = parts.job, parts.settings, parts.tokenizer
+        self._job, self._client, self._sync = job, parts.client, parts.sync
+        self._heartbeat = parts.heartbeat
+        self._pad = int(tokenizer.pad_token_id)
+        self._exchange = Exchange(job.attempt.exchange)
+        self._start = _resumed_step(job)
+        self._version, self._syncing = 0, False
+        self._step, self._said = self._start + 1, 0.0
+        self._sync_seconds = 0.0
+        reward = get_reward(job.reward)
+        episodes = Episodes(self._client, tokenizer, reward, self._settings, lambda: self._version)
+        rule, groups = _rule(job, self._settings), job.config.batch_size
+        self._controller: RolloutController[Prompt, Group] = RolloutController(
+            episodes.run_group,
+            max_concurrent=rule.max_concurrent,
+            max_head_offpolicyness=rule.max_head_offpolicyness,
+            batch_size=groups,
+            source=draw(parts.prompts, seed=job.seed, start=self._start * groups),
+            total=(job.config.steps - self._start) * groups,
+        )
+
+    async def run(self) -> None:
+        """Until the trainer has finished and its processes are gone."""
+        await self._resume()
+        async with self._controller:
+            await _first_to_end(
+                self._batches(), self._weights(), self._health(), self._beats(), self._finish()
+            )
+        print("the trainer has finished", flush=True)
+
+    async def _resume(self) -> None:
+        """A resumed trainer publishes its weights first; batches of older ones would be in vain."""
+        if not self._start:
+            return
+        print(f"waiting for the weights of step {self._start} to go on from", flush=True)
+        while self._exchange.latest_version() < self._start:
+            self._heartbeat.beat(phase="init", step=self._start)
+            await asyncio.sleep(_POLL_SECONDS)
+        await self._load_newest()
+
+    async def _batches(self) -> None:
+        """Publish the batch of each step; then wait for the others to end."""
+        while self._step <= self._job.config.steps:
+            began = time.monotonic()
+            groups = await self._controller.next_batch()
+            self._publish(groups, time.monotonic() - began)
+            self._step += 1
+        await asyncio.Event().wait()
+
+    def _publish(self, groups: Sequence[Group], waited: float) -> None:
+        stats = {
+            "batch_seconds": waited,
+            "weight_update_seconds": self._sync_seconds,
+            "server_version": float(self._version),
+            "failed_groups": float(sum(self._controller.failures.values())),
+            "groups_ready": float(self._controller.ready),
+        }
+        batch = to_batch(self._step, groups, pad=self._pad, stats=stats)
+        self._exchange.publish_batch(batch)
+        now = time.monotonic()
+        if now - self._said >= _SAY_SECONDS or self._step == self._job.config.steps:
+            self._said = now
+            print(
+                f"batch {self._step}/{self._job.config.steps}: {len(batch.rewards)} samples, "
+                f"reward {batch.rewards.mean():.3f}, weights of version {self._version}",
+                flush=True,
+            )
+
+    async def _weights(self) -> None:
+        """Load every version that the trainer publishes; those passed over are not needed."""
+        while True:
+            if self._exchange.latest_version() > self._version:
+                await self._load_newest()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _load_newest(self) -> None:
+        """Nothing is in flight meanwhile: every sample is of one version."""
+        limit = self._settings.weight_update_timeout
+        self._controller.pause()
+        self._syncing = True
+        try:
+            await self._controller.drain(limit)
+            self._heartbeat.beat(phase="weight_sync", step=self._step)
+            weights = self._exchange.latest_weights()
+            if weights is not None:
+                self._sync_seconds = await self._sync.apply(weights, within=limit)
+                self._version = weights.version
+                self._exchange.mark_loaded(weights.version)
+                self._controller.set_version(weights.version - self._start)
+        finally:
+            self._syncing = False
+        self._controller.resume()
+
+    async def _health(self) -> None:
+        """End the stage when the server is not healthy for too long.
+
+        Raises:
+            ServerError: names the server and what it answered last.
+        """
+        patience = max(10.0, self._job.config.stall_timeout / 2)
+        healthy = time.monotonic()
+        while True:
+            fault = await self._client.health()
+            now = time.monotonic()
+            if not fault or self._syncing:
+                healthy = now
+            if now - healthy > patience:
+                raise ServerError(
+                    f"the inference server at {self._job.endpoint} has not been healthy for "
+                    f"{now - healthy:.0f} s: {fault}",
+                    hint=f"read {self._job.attempt.log('inference')}",
+                )
+            await asyncio.sleep(_HEALTH_SECONDS)
+
+    async def _beats(self) -> None:
+        """A beat is progress only when a group ended: a server that hangs must be noticed."""
+        before = -1
+        while True:
+            done = self._controller.accepted
+            if self._controller.running == 0 and not self._syncing:
+                self._heartbeat.beat(phase="rollout_wait", step=self._step)
+            elif done != before and not self._syncing:
+                self._heartbeat.beat(
+                    phase="data",
+                    step=self._step,
+                    micro_batch=done % self._job.config.batch_size,
+                    batch_size=self._settings.group_size,
+                )
+            before = done
+            await asyncio.sleep(_BEAT_SECONDS)
+
+    async def _finish(self) -> None:
+        """Wait for the trainer's word, and for the end of its processes: they still write.
+
+        The stage's supervisor takes an orchestrator that ends first for a failure.
+        """
+        # Files of another process: there is no event to wait for.
+        while not self._exchange.trainer_finished() or _trainers_live(self._job):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_SECONDS)
+        self._heartbeat.beat(phase="finished", step=self._step - 1)
+        await asyncio.sleep(_SETTLE_SECONDS if self._job.config.nodes > 1 else 0.0)
+
+
+def _resumed_step(job: StageJob) -> int:
+    """The step that the trainer goes on from: its own rule, over the same files."""
+    found = find(job.paths.checkpoints, fingerprint(job))
+    return 0 if found.meta is None else found.meta.step
+
+
+def _trainers_live(job: StageJob) -> bool:
+    """Whether a trainer rank has not said that it is done, or is still there on this host."""
+    host = socket.gethostname()[:64]
+    ranks = [beat for beat in read_heartbeats(job.attempt.heartbeats) if beat.role == "trainer"]
+    return any(
+        beat.phase != "finished" or (beat.host == host and psutil.pid_exists(beat.pid))
+        for beat in ranks
+    )
+
+
+async def _first_to_end(*loops: Coroutine[Any, Any, None]) -> None:
+    """Run until one ends; cancel the others; raise its error."""
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Run one attempt of a training stage: start every component, watch them, say how it ended.
+
+The attempt always ends with an outcome, and no process outlives it.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shakedown.cluster.nodes import allocation_nodes, node_name
+from shakedown.cluster.supervise import Component, Exit, Supervisor
+from shakedown.config import ServeConfig, StageConfig
+from shakedown.config.lint import trainer_world
+from shakedown.errors import LaunchError, UsageError
+from shakedown.hang.watch import Health, Watch
+from shakedown.paths import AttemptPaths, StagePaths
+from shakedown.training.components import (
+    orchestrator_component,
+    server_plan,
+    trainer_components,
+)
+from shakedown.training.echo import LogEcho
+from shakedown.training.endings import Ending
+from shakedown.training.evidence import collect_evidence
+from shakedown.training.job import StageJob
+from shakedown.training.monitor import Monitor, stop_signals
+from shakedown.training.outcome import Outcome
+from shakedown.training.results import stage_metrics
+from shakedown.verdict import Stopwatch
+
+_GRACE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What to run. `model`: input checkpoint; `train`, `heldout`: data as in StageJob."""
+
+    name: str
+    config: StageConfig
+    serve: ServeConfig
+    model: str
+    dtype: str
+    train: str
+    heldout: str
+    reward: str
+    seed: int
+    paths: StagePaths
+
+
+def run_stage(plan: StagePlan) -> Outcome:
+    """Run one new attempt and write its outcome; an interrupted one leaves no stage outcome.
+
+    Raises:
+        StorageError: the results folder cannot be written.
+        LaunchError: a component could not be started.
+    """
+    clock = Stopwatch()
+    nodes = _nodes(plan.config.nodes)
+    plan.paths.outcome.unlink(missing_ok=True)
+    attempt = plan.paths.new_attempt()
+    job, components = _components(plan, attempt, nodes)
+    print(
+        f"stage {plan.name}, attempt {attempt.root.name}: {job.world_size} trainer rank(s) on "
+        f"{', '.join(nodes)}; logs in {attempt.logs}",
+        flush=True,
+    )
+    ending, exits, health = _supervise(plan.config, job, components, nodes)
+    outcome = Outcome(
+        stage=plan.name,
+        attempt=int(attempt.root.name),
+        state=ending.state,
+        sentence=ending.sentence,
+        failed_component=ending.component,
+        exit_codes={e.component.name: e.returncode for e in exits},
+        stalled=_stalled(health) if ending.state == "hung" else {},
+        started=clock.started,
+        seconds=clock.seconds,
+    )
+    steps, metrics = stage_metrics(plan.paths)
+    outcome = replace(outcome, steps=steps, metrics=metrics)
+    outcome.write(attempt.outcome)
+    if outcome.state != "interrupted":
+        outcome.write(plan.paths.outcome)
+    return outcome
+
+
+def _nodes(wanted: int) -> list[str]:
+    """The first `wanted` nodes of the Slurm job, or this machine.
+
+    Raises:
+        UsageError: the job has fewer nodes.
+    """
+    if wanted == 1:
+        return [node_name()]
+    nodes = allocation_nodes()
+    if len(nodes) < wanted:
+        raise UsageError(
+            f"the stage wants {wanted} nodes, but this job has {len(nodes)}: {', '.join(nodes)}",
+            hint="run it with `snakemake --profile profiles/slurm`, or set its nodes to 1",
+        )
+    return nodes[:wanted]
+
+
+def _components(
+    plan: StagePlan, attempt: AttemptPaths, nodes: list[str]
+) -> tuple[StageJob, list[Component]]:
+    job = StageJob(
+        stage=plan.name,
+        config=plan.config,
+        model=plan.model,
+        dtype=plan.dtype,
+        train=plan.train,
+        heldout=plan.heldout,
+        reward=plan.reward,
+        seed=plan.seed,
+        world_size=trainer_world(plan.config),
+        stage_root=str(plan.paths.root.absolute()),
+        attempt_root=str(attempt.root.absolute()),
+    )
+    job_file = attempt.root / "job.json"
+    components: list[Component] = []
+    if plan.config.algorithm == "grpo":
+        server = server_plan(plan.serve, plan.model, plan.dtype, attempt, plan.seed)
+        job = replace(
+            job,
+            endpoint=server.base_url,
+            served_model=server.served_name,
+            engine=plan.serve.engine,
+        )
+        components += [server.component, orchestrator_component(job, job_file)]
+    job.write(job_file)
+    return job, components + trainer_components(job, job_file.absolute(), nodes)
+
+
+def _supervise(
+    config: StageConfig, job: StageJob, components: list[Component], nodes: list[str]
+) -> tuple[Ending, list[Exit], Health | None]:
+    attempt = job.attempt
+    expected = [("trainer", rank) for rank in range(job.world_size)]
+    if config.algorithm == "grpo":
+        expected.append(("orchestrator", 0))
+    with stop_signals() as stop, Supervisor(grace=_GRACE_SECONDS) as supervisor:
+        monitor = Monitor(
+            supervisor=supervisor,
+            attempt=attempt,
+            watch=Watch(config.stall_timeout, config.start_timeout, expected),
+            echo=LogEcho(_echoed(attempt, config.algorithm)),
+            stop=stop,
+            on_stall=lambda health: collect_evidence(attempt, supervisor.running(), health, nodes),
+        )
+        try:
+            for component in components:
+                supervisor.start(component)
+            ending = monitor.run()
+        except LaunchError as error:
+            ending = Ending("failed", str(error))
+        exits = monitor.exits + supervisor.stop_all(_GRACE_SECONDS)
+    return ending, exits, monitor.health
+
+
+def _echoed(attempt: AttemptPaths, algorithm: str) -> dict[str, Path]:
+    """Rank 0 and the orchestrator tell the progress; the other logs are for when it fails."""
+    names = ["trainer-rank0"] + (["orchestrator"] if algorithm == "grpo" else [])
+    return {name: attempt.log(name) for name in names}
+
+
+def _stalled(health: Health | None) -> dict[str, object]:
+    if health is None:
+        return {}
+    still = [
+        {"name": s.name, "role": s.role, "rank": s.rank, "phase": s.phase, "step": s.step}
+        | {"seconds": round(s.seconds, 1)}
+        for s in health.still
+    ]
+    return {"sentence": health.sentence, "still": still}

@@ -1,0 +1,221 @@
+"""The loop of a training stage on one rank: steps, metrics, checkpoints, evaluation, export."""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from shakedown.errors import ExitCode, ShakedownError
+from shakedown.training.algorithms import algorithm_class
+from shakedown.training.algorithms.base import Algorithm
+from shakedown.training.checkpoint import Checkpoints
+from shakedown.training.context import Context, StopRequestedError
+from shakedown.training.data import load_rows
+from shakedown.training.evaluate import Evaluator
+from shakedown.training.faults import SwallowedError
+from shakedown.training.fingerprint import fingerprint
+from shakedown.training.folders import staged_folder
+from shakedown.training.metrics import MetricsLog
+
+SAY_SECONDS = 2.0  # between progress lines
+
+
+class DivergedError(ShakedownError):
+    """The loss or its gradient is no number any more: training on would be in vain."""
+
+    exit_code = ExitCode.FAIL
+
+
+class Trainer:
+    """One rank's part of a stage; all ranks run it in step."""
+
+    def __init__(self, context: Context) -> None:
+        job = context.job
+        self._context = context
+        self._algorithm: Algorithm = algorithm_class(job.config.algorithm)(context)
+        self._metrics = MetricsLog(job.paths.metrics)
+        self._evals = MetricsLog(job.attempt.evals)
+        self._checkpoints = Checkpoints(
+            job.paths.checkpoints,
+            engine=context.engine,
+            ranks=context.ranks,
+            fingerprint=fingerprint(job),
+            keep=job.config.keep_checkpoints,
+        )
+        self._evaluator = self._build_evaluator()
+        self._said = 0.0
+        self._saved = 0
+
+    @property
+    def _leads(self) -> bool:
+        return self._context.engine.rank == 0
+
+    def run(self) -> bool:
+        """Train to the last step.
+
+        Returns:
+            True when all steps are done, False when a signal stopped it and the state is saved.
+
+        Raises:
+            DivergedError: the loss is not finite.
+            StorageError: a file system is full or failed.
+        """
+        try:
+            completed = self._run()
+        except SwallowedError:  # the drill of an exception that one rank's code hides
+            completed = True
+        finish_together(self._context)
+        return completed
+
+    def _run(self) -> bool:
+        context, steps = self._context, self._context.job.config.steps
+        context.beat("checkpoint")
+        done = self._checkpoints.resume()
+        context.step = self._saved = done
+        if self._leads:
+            self._metrics.keep_until(done)
+        self._algorithm.begin(done)
+        if done == 0:
+            self._evaluate(0)
+        while done < steps:
+            try:
+                stopping = self._step(done + 1)
+            except StopRequestedError:
+                self._save(done)
+                return False
+            done += 1
+            if stopping and done < steps:
+                return False
+        self._algorithm.finish()
+        self._export()
+        return True
+
+    def _step(self, step: int) -> bool:
+        """Do one step; returns whether the ranks agreed to stop after it."""
+        context, config = self._context, self._context.job.config
+        context.step, began = step, time.monotonic()
+        context.faults.at("step", step)
+        result = self._algorithm.step(step)
+        values = dict(result.values)
+        values["sync_seconds"] = self._algorithm.synchronise(step)
+        sums = context.ranks.sum({**result.sums, "_stop": float(context.stop.requested)})
+        stopping = sums.pop("_stop") > 0
+        values["step_seconds"] = time.monotonic() - began
+        row = {"step": step, **_finite(step, sums | values)}
+        if step == config.steps:
+            row |= self._evaluate(step)
+        self.log_metrics(step, row)
+        if stopping or step == config.steps or step % config.checkpoint_every == 0:
+            self._save(step)
+        return stopping
+
+    def log_metrics(self, step: int, row: Mapping[str, float]) -> None:
+        """One row in metrics.jsonl; now and then a line for people."""
+        self._context.faults.at("metrics", step)
+        if not self._leads:
+            return
+        self._metrics.append(row)
+        now, steps = time.monotonic(), self._context.job.config.steps
+        if now - self._said >= SAY_SECONDS or step in (1, steps):
+            self._said = now
+            print(progress_line(row, steps), flush=True)
+
+    def _save(self, step: int) -> None:
+        if step == self._saved:
+            return
+        self._context.beat("checkpoint")
+        self._checkpoints.save(step)
+        self._saved = step
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        """Held-out accuracy, measured by rank 0 on a plain copy; the others wait and beat."""
+        context, evaluator = self._context, self._evaluator
+        if evaluator is None:
+            return {}
+        context.beat("eval")
+        weights = context.engine.gather()
+
+        def measure() -> str:
+            scores = evaluator.measure(
+                weights,
+                max_tokens=self._algorithm.max_answer_tokens,
+                seed=context.job.seed,
+                progress=lambda: context.beat("eval"),
+            )
+            self._evals.append({"step": step, **scores})
+            print(
+                f"held-out after step {step}: sampled {scores['sampled_accuracy']:.3f}, "
+                f"greedy {scores['greedy_accuracy']:.3f}",
+                flush=True,
+            )
+            return json.dumps(scores)
+
+        scores: dict[str, float] = json.loads(context.lead(f"eval-{step}", measure, phase="eval"))
+        scores.pop("samples")
+        return scores
+
+    def _build_evaluator(self) -> Evaluator | None:
+        job, engine = self._context.job, self._context.engine
+        if not job.config.eval_samples:
+            return None
+        return Evaluator(
+            load_rows(job.heldout, limit=job.config.eval_samples),
+            tokenizer=engine.tokenizer,
+            config=engine.model_config,
+            reward=job.reward,
+            device=engine.device,
+        )
+
+    def _export(self) -> None:
+        """The trained model as a Hugging Face folder, whole or not there."""
+        context, target = self._context, self._context.job.paths.export
+        context.beat("checkpoint")
+        weights = context.engine.gather()
+
+        def write() -> str:
+            with staged_folder(target) as staged:
+                context.engine.export(staged, weights)
+            return str(target)
+
+        written = context.lead("export", write, phase="checkpoint")
+        if self._leads:
+            print(f"model written to {written}", flush=True)
+
+
+def finish_together(context: Context) -> None:
+    """No rank leaves before the others are done: rank 0 serves the store."""
+    cleanup()
+    context.beat("finished")
+
+
+def cleanup() -> None:
+    """The last collective of every rank."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def progress_line(row: Mapping[str, float], steps: int) -> str:
+    """`step 12/150 loss 0.43 reward 0.51 tok/s 5123`."""
+    words = [f"step {row['step']}/{steps}", f"loss {row['loss']:.4g}"]
+    if "reward_mean" in row:
+        words.append(f"reward {row['reward_mean']:.3f}")
+    words.append(f"tok/s {row['tokens'] / max(row['step_seconds'], 1e-9):.0f}")
+    return " ".join(words)
+
+
+def _finite(step: int, values: Mapping[str, float]) -> dict[str, float]:
+    """Rounded for reading: nine digits are more than float32 has.
+
+    Raises:
+        DivergedError: a number is NaN or infinite.
+    """
+    broken = [name for name, value in values.items() if not math.isfinite(value)]
+    if broken:
+        raise DivergedError(
+            f"step {step}: {', '.join(broken)} is not a finite number",
+            hint="lower optimizer.lr or raise optimizer.warmup_steps; "
+            "the last checkpoint is from before this step",
+        )
+    return {name: float(f"{value:.9g}") for name, value in values.items()}

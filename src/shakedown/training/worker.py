@@ -1,0 +1,115 @@
+"""One trainer rank: `python -m shakedown.training.worker --job JOB.json`.
+
+The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Exit codes: 0 all
+steps done, 75 stopped by SIGTERM or SIGUSR2 with the state saved, 1 to 3 as every command.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+from shakedown.errors import ConfigError, ShakedownError, UsageError
+from shakedown.hang.heartbeat import Heartbeat
+from shakedown.hang.hook import install
+from shakedown.training.context import Context, StopFlag
+from shakedown.training.coordination import Ranks
+from shakedown.training.engines import engine_class
+from shakedown.training.faults import Injector
+from shakedown.training.job import StageJob, read_job
+from shakedown.training.trainer import Trainer
+
+INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: come again, it will go on
+# Longer than any watcher waits: a collective that times out takes its evidence with it.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank and return its exit code."""
+    parser = argparse.ArgumentParser(prog="shakedown.training.worker", description=__doc__)
+    parser.add_argument("--job", type=Path, required=True, help="job.json of the attempt")
+    args = parser.parse_args(argv)
+    try:
+        return run(read_job(args.job))
+    except ShakedownError as error:
+        # The traceback goes to this rank's log, where the diagnosis looks for it.
+        traceback.print_exc()
+        print(f"shakedown: {error}", file=sys.stderr, flush=True)
+        return int(error.exit_code)
+
+
+def run(job: StageJob) -> int:
+    """Train; returns 0 or 75.
+
+    Raises:
+        ShakedownError: bad environment, model or data; a full disk; a loss that is no number.
+    """
+    rank, _ = _environment(job)
+    install(rank, job.attempt.evidence)
+    heartbeat = Heartbeat(job.attempt.heartbeats, rank)
+    heartbeat.beat(phase="init")
+    stop = StopFlag()
+    _stop_on_signals(stop)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.manual_seed(job.seed + rank)
+    device = _device()
+    faults = Injector(job.config.fault, rank)
+    build = engine_class(job.config.allocation).build
+    _join(device, job)
+    heartbeat.beat(phase="init")
+    engine = build(Path(job.model), optimizer=job.config.optimizer, dtype=job.dtype, device=device)
+    store = dist.distributed_c10d._get_default_store()
+    context = Context(job, engine, Ranks(store, device=device), heartbeat, faults, stop)
+    heartbeat.beat(phase="init")
+    return 0 if Trainer(context).run() else INTERRUPTED
+
+
+def _environment(job: StageJob) -> tuple[int, int]:
+    missing = [name for name in _ENVIRONMENT if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} not set: a rank is started by a launcher",
+            hint="shakedown train STAGE --config FILE",
+        )
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world != job.world_size:
+        raise ConfigError(f"WORLD_SIZE is {world}, but the job has {job.world_size} ranks")
+    return rank, world
+
+
+def _stop_on_signals(stop: StopFlag) -> None:
+    """SIGUSR2 is Slurm's warning before the time limit, SIGTERM its preemption."""
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        stop.requested = True
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, note)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(device: torch.device, job: StageJob) -> None:
+    """Meet the other ranks: gloo on CPUs; on GPUs NCCL, and gloo for checkpoints."""
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    patience = timedelta(seconds=4 * job.config.stall_timeout)
+    dist.init_process_group(backend, timeout=max(COLLECTIVE_TIMEOUT, patience))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

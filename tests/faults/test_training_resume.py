@@ -1,0 +1,361 @@
+"""Real ranks under faults: killed, told to stop, started again, on other numbers of ranks."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shakedown.config import StageConfig
+from shakedown.hang.heartbeat import read_heartbeats
+from shakedown.paths import StagePaths
+from shakedown.training import huggingface
+from shakedown.training.demo import addition_rows, write_model, write_rows
+from shakedown.training.job import StageJob
+from shakedown.training.rollout.batch import RolloutBatch
+from shakedown.training.rollout.exchange import Exchange
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+INTERRUPTED = 75
+# Measured times differ between runs; everything else must not.
+_TIMES = ("wait_seconds", "train_seconds", "sync_seconds", "step_seconds")
+SFT: dict[str, Any] = {
+    "algorithm": "sft",
+    "allocation": "fsdp:d2",
+    "steps": 9,
+    "batch_size": 8,
+    "checkpoint_every": 3,
+    "eval_samples": 4,
+    "optimizer": {"lr": 0.002, "warmup_steps": 5, "weight_decay": 0.01},
+}
+GRPO: dict[str, Any] = {
+    "algorithm": "grpo",
+    "allocation": "fsdp:d2",
+    "steps": 2,
+    "batch_size": 3,
+    "eval_samples": 0,
+    "optimizer": {"lr": 0.01},
+    "grpo": {"group_size": 4, "max_tokens": 4, "epochs": 2, "batch_timeout": 120.0},
+}
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("assets")
+    write_model(folder / "model", seed=0)
+    train, heldout = addition_rows(train_size=60, heldout_size=4, seed=0)
+    write_rows(folder / "train.jsonl", train)
+    write_rows(folder / "heldout.jsonl", heldout)
+    return folder
+
+
+class Stage:
+    """The worker side of one stage in a folder of its own."""
+
+    def __init__(self, assets: Path, root: Path) -> None:
+        self.paths = StagePaths(root)
+        self._assets = assets
+        self._running: list[subprocess.Popen[str]] = []
+
+    def start(
+        self, config: dict[str, Any], *, wrapper: tuple[str, ...] = (), **changes: Any
+    ) -> StageJob:
+        """Start a new attempt's ranks, each behind the command `wrapper`."""
+        stage_config = StageConfig.model_validate_json(json.dumps(config | changes))
+        world_size = int(stage_config.allocation.removeprefix("fsdp:d"))
+        attempt = self.paths.new_attempt()
+        job = StageJob(
+            stage="stage",
+            config=stage_config,
+            model=str(self._assets / "model"),
+            dtype="float32",
+            train=str(self._assets / "train.jsonl"),
+            heldout=str(self._assets / "heldout.jsonl"),
+            reward="exact_match",
+            seed=0,
+            world_size=world_size,
+            stage_root=str(self.paths.root),
+            attempt_root=str(attempt.root),
+        )
+        job.write(attempt.root / "job.json")
+        port = _free_port()
+        self._running = [self._rank(job, rank, port, wrapper) for rank in range(world_size)]
+        return job
+
+    def end(self) -> list[int]:
+        """Exit codes by rank."""
+        return [process.wait(timeout=120) for process in self._running]
+
+    def run(self, config: dict[str, Any], **changes: Any) -> list[int]:
+        self.start(config, **changes)
+        return self.end()
+
+    def signal(self, number: int) -> None:
+        for process in self._running:
+            process.send_signal(number)
+
+    def kill_rest(self) -> None:
+        for process in self._running:
+            process.kill()
+            process.wait()
+
+    def rows(self) -> list[dict[str, Any]]:
+        text = self.paths.metrics.read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()]
+
+    def log(self, rank: int) -> str:
+        newest = self.paths.attempt(self.paths.attempt_numbers()[-1])
+        return newest.log(f"trainer-rank{rank}").read_text(encoding="utf-8")
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 120
+        while not condition():
+            assert time.monotonic() < deadline, self.log(0)
+            assert all(p.poll() is None for p in self._running), self.log(0) + self.log(1)
+            time.sleep(0.05)
+
+    def _rank(
+        self, job: StageJob, rank: int, port: int, wrapper: tuple[str, ...]
+    ) -> subprocess.Popen[str]:
+        job_file = str(job.attempt.root / "job.json")
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(job.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+        }
+        with job.attempt.log(f"trainer-rank{rank}").open("w", encoding="utf-8") as log:
+            return subprocess.Popen(
+                [*wrapper, sys.executable, "-m", "shakedown.training.worker", "--job", job_file],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def stage(assets: Path, tmp_path: Path) -> Iterator[Stage]:
+    stage = Stage(assets, tmp_path / "stage")
+    yield stage
+    stage.kill_rest()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    stage = Stage(assets, tmp_path_factory.mktemp("uninterrupted") / "stage")
+    assert stage.run(SFT) == [0, 0], stage.log(0)
+    yield stage
+    stage.kill_rest()
+
+
+def _measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in row.items() if k not in _TIMES} for row in rows]
+
+
+def test_a_stage_writes_rows_evaluations_and_a_model(uninterrupted: Stage) -> None:
+    rows = uninterrupted.rows()
+
+    assert [row["step"] for row in rows] == list(range(1, 10))
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert {"sampled_accuracy", "greedy_accuracy"} <= rows[-1].keys()
+    huggingface.read_model(uninterrupted.paths.export)
+    evals = uninterrupted.paths.attempt(1).evals.read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in evals] == [0, 9]
+    beats = read_heartbeats(uninterrupted.paths.attempt(1).heartbeats)
+    assert [(beat.rank, beat.phase, beat.step) for beat in beats] == [
+        (0, "finished", 9),
+        (1, "finished", 9),
+    ]
+
+
+def test_only_the_newest_checkpoints_stay(uninterrupted: Stage) -> None:
+    names = sorted(path.name for path in uninterrupted.paths.checkpoints.iterdir())
+
+    assert names == ["latest", "step_000006", "step_000009"]
+
+
+def test_one_rank_has_the_losses_of_two(uninterrupted: Stage, stage: Stage) -> None:
+    assert stage.run(SFT, allocation="fsdp:d1", steps=5, micro_batch_size=3) == [0]
+
+    one = [row["loss"] for row in stage.rows()]
+    assert one == pytest.approx([row["loss"] for row in uninterrupted.rows()][:5], rel=1e-5)
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    uninterrupted: Stage, stage: Stage
+) -> None:
+    fault = {"kind": "kill_rank", "rank": 1, "step": 6}
+    first = stage.run(SFT, fault=fault)
+    lost = [row["step"] for row in stage.rows()]
+
+    assert stage.run(SFT) == [0, 0], stage.log(0)
+
+    assert first[1] == -signal.SIGKILL
+    assert first[0] not in (0, INTERRUPTED)
+    assert lost[-1] > 3, "the rows past the checkpoint have to be there to be dropped"
+    assert "resuming from step_000003" in stage.log(0)
+    assert _measured(stage.rows()) == _measured(uninterrupted.rows())
+
+
+def test_sigterm_saves_the_step_in_work_and_another_number_of_ranks_goes_on(
+    uninterrupted: Stage, stage: Stage
+) -> None:
+    stage.start(SFT, steps=100_000, checkpoint_every=100_000, eval_samples=0)
+    stage.wait_until(lambda: stage.paths.metrics.exists() and len(stage.rows()) >= 3)
+    stage.signal(signal.SIGTERM)
+
+    codes = stage.end()
+    reached = len(stage.rows())
+    again = stage.run(SFT, steps=reached + 2, allocation="fsdp:d1", eval_samples=0)
+
+    assert codes == [INTERRUPTED, INTERRUPTED], stage.log(0)
+    assert again == [0], stage.log(0)
+    assert f"resuming from step_{reached:06d}" in stage.log(0)
+    rows = stage.rows()
+    assert [row["step"] for row in rows] == list(range(1, reached + 3))
+    compared = list(zip(rows, uninterrupted.rows(), strict=False))
+    assert [a["loss"] for a, _ in compared] == pytest.approx(
+        [b["loss"] for _, b in compared], rel=1e-4
+    )
+
+
+def test_a_cut_off_and_a_foreign_checkpoint_are_not_resumed_from(stage: Stage) -> None:
+    assert stage.run(SFT, steps=6, eval_samples=0) == [0, 0]
+    shard = next((stage.paths.checkpoints / "step_000006" / "engine").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert stage.run(SFT, steps=6, eval_samples=0) == [0, 0]
+    cut_off = stage.log(0)
+
+    other = SFT["optimizer"] | {"lr": 0.005}
+    assert stage.run(SFT, steps=2, eval_samples=0, optimizer=other) == [0, 0]
+
+    assert "step_000006 ignored: cut off" in cut_off
+    assert "resuming from step_000003" in cut_off
+    assert "optimizer.lr: 0.002 there, 0.005 here" in stage.log(0)
+    assert "starting from the input model" in stage.log(0)
+    assert [row["step"] for row in stage.rows()] == [1, 2]
+    assert (stage.paths.checkpoints / "foreign-step_000006").is_dir()
+
+
+def test_a_checkpoint_that_does_not_fit_ends_every_rank_with_a_clear_error(
+    stage: Stage,
+) -> None:
+    stage.start(SFT, eval_samples=0, wrapper=("prlimit", "--fsize=1000000"))
+
+    codes = stage.end()
+
+    assert codes == [3, 3], stage.log(0)
+    assert "cannot write checkpoint" in stage.log(0)
+    assert "File too large" in stage.log(0)
+    assert [row["step"] for row in stage.rows()] == [1, 2, 3]
+    assert not list(stage.paths.checkpoints.glob("step_*"))
+
+
+def test_a_missing_model_is_said_by_every_rank(stage: Stage, tmp_path: Path) -> None:
+    broken = Stage(tmp_path / "nowhere", tmp_path / "broken")
+
+    codes = broken.run(SFT)
+
+    assert codes == [2, 2]
+    assert "does not exist" in broken.log(0)
+
+
+def _batch(step: int, *, version: int = 0) -> RolloutBatch:
+    """Three groups of four; the sample whose first token is `good` is rewarded."""
+    draw = np.random.default_rng(step)
+    prompt, answer = draw.integers(3, 60, (12, 5)), draw.integers(3, 60, (12, 3))
+    good = np.arange(12) % 4 == 0
+    answer[good, 0] = 70
+    tokens = np.concatenate([prompt, answer], axis=1).astype(np.int64)
+    mask = np.zeros((12, 8), dtype=np.bool_)
+    mask[:, 5:] = True
+    return RolloutBatch(
+        step=step,
+        versions=np.full(12, version, dtype=np.int64),
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=np.where(mask, -4.0, 0.0).astype(np.float32),
+        rewards=good.astype(np.float32),
+        groups=np.repeat(np.arange(3), 4),
+        stats={"failed": 1.0},
+    )
+
+
+def test_grpo_waits_updates_on_batches_and_publishes_weights(stage: Stage) -> None:
+    job = stage.start(GRPO)
+    exchange = Exchange(job.attempt.exchange)
+    stage.wait_until(lambda: exchange.first_step() == 1)
+    exchange.publish_batch(_batch(1))
+    stage.wait_until(lambda: exchange.latest_version() >= 1)
+    weights = exchange.latest_weights()
+    assert weights is not None
+    published = huggingface.read_model(weights.folder)
+    exchange.publish_batch(_batch(2))
+
+    assert stage.end() == [0, 0], stage.log(0)
+
+    first, second = stage.rows()
+    assert first["reward_mean"] == pytest.approx(0.25)
+    assert (first["staleness_max"], second["staleness_max"]) == (0.0, 1.0)
+    assert first["rollout_failed"] == 1.0
+    assert first["trained_tokens"] == 36.0
+    assert first["k3"] > 0
+    assert exchange.trainer_finished()
+    before = huggingface.read_model(Path(job.model))
+    assert _first_token_probability(published) > 2 * _first_token_probability(before)
+    assert stage.paths.export.is_dir()
+
+
+def _first_token_probability(model: Any) -> float:
+    import torch
+
+    prompts = torch.tensor(_batch(1).tokens[:, :5])
+    with torch.no_grad():
+        return float(model(input_ids=prompts).logits[:, -1].softmax(-1)[:, 70].mean())
+
+
+def test_grpo_stopped_while_it_waits_saves_and_republishes_its_weights(stage: Stage) -> None:
+    job = stage.start(GRPO)
+    Exchange(job.attempt.exchange).publish_batch(_batch(1))
+    stage.wait_until(lambda: stage.paths.metrics.exists() and len(stage.rows()) == 1)
+    stage.signal(signal.SIGUSR2)
+    codes = stage.end()
+
+    job = stage.start(GRPO)
+    exchange = Exchange(job.attempt.exchange)
+    stage.wait_until(lambda: exchange.first_step() == 2)
+    versions = exchange.latest_version()
+    exchange.publish_batch(_batch(2, version=1))
+
+    assert stage.end() == [0, 0], stage.log(0)
+    assert codes == [INTERRUPTED, INTERRUPTED]
+    assert versions == 1
+    assert [row["step"] for row in stage.rows()] == [1, 2]
+
+
+def test_grpo_without_batches_says_what_it_waits_for(stage: Stage) -> None:
+    grpo = GRPO["grpo"] | {"batch_timeout": 11.0}
+
+    codes = stage.run(GRPO, grpo=grpo)
+
+    assert codes == [3, 3]
+    assert "Waiting for training batch to arrive (step 1)" in stage.log(0)
+    assert "no rollout batch for step 1 within 11 s" in stage.log(0)

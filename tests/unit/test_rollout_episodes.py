@@ -1,0 +1,171 @@
+"""From prompts to a batch, and what the orchestrator refuses before it starts."""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shakedown.config import GrpoConfig, StageConfig
+from shakedown.paths import StagePaths
+from shakedown.serving.engines import Completion
+from shakedown.training.demo import write_model, write_rows
+from shakedown.training.job import StageJob
+from shakedown.training.rollout import orchestrator
+from shakedown.training.rollout.episodes import (
+    BadRewardError,
+    Episodes,
+    Group,
+    Prompt,
+    draw,
+    group_stats,
+    to_batch,
+)
+
+PAD = 0
+
+
+def group(version: int, *, prompt: int = 2, lengths: Sequence[int] = (1, 3)) -> Group:
+    completions = [
+        Completion([10 + n for n in range(length)], [-0.5] * length, "x", "stop")
+        for length in lengths
+    ]
+    return Group(
+        Prompt([1] * prompt, "x"),
+        completions,
+        [float(n) for n in range(len(lengths))],
+        version,
+        0.1,
+    )
+
+
+def test_groups_become_right_padded_rows_with_their_own_versions() -> None:
+    batch = to_batch(5, [group(3), group(4, prompt=4, lengths=(2, 2))], pad=PAD, stats={"a": 1.0})
+
+    batch.check()
+    assert batch.tokens.tolist() == [
+        [1, 1, 10, 0, 0, 0],
+        [1, 1, 10, 11, 12, 0],
+        [1, 1, 1, 1, 10, 11],
+        [1, 1, 1, 1, 10, 11],
+    ]
+    assert batch.loss_mask.sum(1).tolist() == [1, 3, 2, 2]
+    assert np.array_equal(batch.logprobs != 0, batch.loss_mask)
+    assert batch.versions.tolist() == [3, 3, 4, 4]
+    assert batch.groups.tolist() == [0, 0, 1, 1]
+    assert batch.rewards.tolist() == [0, 1, 0, 1]
+    assert batch.stats["a"] == 1.0
+
+
+def test_statistics_tell_flat_groups_and_cut_answers() -> None:
+    cut = Completion([1, 2], [-1.0, -1.0], "x", "length")
+    flat = Group(Prompt([1], "x"), [cut, cut], [1.0, 1.0], 0, 0.3)
+
+    found = group_stats([flat, group(0)])
+
+    assert found["truncated_share"] == 0.5
+    assert found["flat_group_share"] == 0.5
+    assert found["completion_tokens_mean"] == 2.0
+
+
+def test_draws_are_seeded_differ_by_epoch_and_go_on_where_they_stopped() -> None:
+    prompts = [Prompt([number], "") for number in range(10)]
+
+    def numbers(seed: int, start: int, count: int) -> list[int]:
+        return [p.tokens[0] for p in itertools.islice(draw(prompts, seed=seed, start=start), count)]
+
+    whole = numbers(0, 0, 20)
+    assert whole == numbers(0, 0, 20)
+    assert whole != numbers(1, 0, 20)
+    assert sorted(whole[:10]) == sorted(whole[10:]) == list(range(10))
+    assert whole[:10] != whole[10:]
+    assert numbers(0, 7, 13) == whole[7:]
+
+
+async def test_reward_that_is_no_number_fails_its_group() -> None:
+    class Tokenizer:
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            return str(tokens)
+
+    class Server:
+        async def generate(self, *_: Any, **__: Any) -> list[Completion]:
+            return [Completion([1], [-1.0], "x", "stop")]
+
+    episodes = Episodes(
+        Server(),  # type: ignore[arg-type]
+        Tokenizer(),
+        lambda *_: float("nan"),
+        GrpoConfig(),
+        lambda: 0,
+    )
+
+    with pytest.raises(BadRewardError, match=r"the reward of '\[1\]' is nan"):
+        await episodes.run_group(Prompt([1], "x"))
+
+
+def job(root: Path, grpo: dict[str, Any] | None, **more: Any) -> Path:
+    config = {
+        "algorithm": "grpo" if grpo is not None else "sft",
+        "allocation": "fsdp:d1",
+        "steps": 2,
+        "batch_size": 4,
+        "optimizer": {"lr": 1e-3},
+        "start_timeout": 2.0,
+        "grpo": grpo,
+    }
+    stage = StagePaths(root / "stage")
+    attempt = stage.new_attempt()
+    made = StageJob(
+        stage="grpo",
+        config=StageConfig.model_validate(config),
+        **{"model": str(root / "model"), "dtype": "float32", **more},
+        train=str(root / "train.jsonl"),
+        heldout="",
+        reward="exact_match",
+        seed=0,
+        world_size=1,
+        stage_root=str(stage.root),
+        attempt_root=str(attempt.root),
+        endpoint="http://127.0.0.1:9",
+    )
+    made.write(attempt.root / "job.json")
+    return attempt.root / "job.json"
+
+
+@pytest.mark.parametrize(
+    ("grpo", "word"),
+    [
+        (None, "needs no orchestrator"),
+        ({"group_size": 16, "max_concurrent": 8}, "nothing can ever start"),
+        ({"agent": "my.agent:Agent"}, "shakedown agent run"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_starts(
+    tmp_path: Path, grpo: dict[str, Any] | None, word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = orchestrator.main(["--job", str(job(tmp_path, grpo))])
+
+    assert code == 2
+    assert word in "".join(capsys.readouterr().err.splitlines()[-2:])
+
+
+def test_server_that_never_comes_is_named_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_model(tmp_path / "model", seed=0)
+    rows = [{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}]
+    write_rows(tmp_path / "train.jsonl", rows)
+
+    code = orchestrator.main(["--job", str(job(tmp_path, {"group_size": 2}))])
+
+    assert code == 3
+    lines = capsys.readouterr().err.splitlines()
+    said = next(line for line in lines if line.startswith("shakedown:"))
+    assert "the vllm server at http://127.0.0.1:9 did not answer a generation within 2 s" in said
+
+
+def test_missing_job_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert orchestrator.main(["--job", str(tmp_path / "job.json")]) == 2
+    assert str(tmp_path) in capsys.readouterr().err

@@ -1,0 +1,73 @@
+"""Faults for drills: found by name, struck once at their rank and step."""
+
+import subprocess
+import sys
+
+import pytest
+
+from shakedown.config import FaultConfig
+from shakedown.errors import ConfigError
+from shakedown.training.engines import engine_class
+from shakedown.training.faults import KINDS, Injector, SwallowedError, check_kind
+
+
+def test_an_unknown_kind_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'busy_rank'"):
+        check_kind("busy_rnak")
+
+
+def test_an_unknown_kind_is_refused_before_training() -> None:
+    with pytest.raises(ConfigError, match="unknown fault kind"):
+        Injector(FaultConfig(kind="meteor"), rank=0)
+
+
+def test_every_kind_says_what_it_does_and_strikes_somewhere() -> None:
+    assert all(
+        fault.what and fault.place in ("step", "data", "metrics") for fault in KINDS.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("rank", "place", "step"), [(0, "step", 3), (1, "data", 3), (1, "step", 2), (1, "step", 4)]
+)
+def test_elsewhere_nothing_happens(rank: int, place: str, step: int) -> None:
+    config = FaultConfig(kind="exception_in_cleanup", rank=1, step=3)
+
+    Injector(config, rank=rank).at(place, step)  # type: ignore[arg-type]
+
+
+def test_at_its_rank_step_and_place_it_strikes() -> None:
+    config = FaultConfig(kind="exception_in_cleanup", rank=1, step=3)
+
+    with pytest.raises(SwallowedError):
+        Injector(config, rank=1).at("step", 3)
+
+
+def test_no_fault_is_configured_by_default() -> None:
+    Injector(None, rank=0).at("step", 1)
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["shakedown.training.faults", "shakedown.training.engines", "shakedown.commands.assets"],
+)
+def test_names_are_known_without_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in ('torch', 'datasets')))"
+
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_allocation_names_its_engine() -> None:
+    assert engine_class("fsdp:d2").__name__ == "FsdpEngine"
+
+
+@pytest.mark.parametrize(
+    ("allocation", "message"),
+    [
+        ("vllm:d2", "no training engine 'vllm'"),
+        ("fsdp:d2t2", r"cannot split over t.*\n.*fsdp:d4"),
+    ],
+)
+def test_an_allocation_that_no_engine_can_do_is_refused(allocation: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        engine_class(allocation)
