@@ -1,0 +1,25 @@
+"""`shakedown verdict FILE`: print a verdict file for a person, and exit as its stage did."""
+
+import argparse
+from pathlib import Path
+
+from shakedown.errors import UsageError
+from shakedown.reports.reader import plain
+from shakedown.reports.text import printable
+from shakedown.verdict import read_verdict, render_text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, help="verdict.json, diagnosis.json or accepted.json")
+    parser.add_argument("--strict", action="store_true", help="exit 1 on a warning")
+    parser.add_argument("--all", action="store_true", help="list every finding that is not good")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        verdict = plain(read_verdict(args.file))
+    except RecursionError:
+        raise UsageError(f"{args.file} is not a verdict: nested too deeply") from None
+    limit = len(verdict.findings) if args.all else 40
+    print(printable(render_text(verdict, limit=limit)), flush=True)
+    return int(verdict.exit_code(strict=args.strict))
