@@ -1,0 +1,91 @@
+"""What a job's result file and Slurm's word mean together. Pure.
+
+Slurm outranks a failure on file: a job that Slurm has requeued is running again, whatever its
+interrupted attempt wrote. A success on file stands: the command checked its own outputs.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from snakemake_executor_plugin_submitit.node import Result
+from snakemake_executor_plugin_submitit.slurm import JobState
+
+Outcome = Literal["running", "succeeded", "failed", "unclear"]
+Patience = Literal["none", "requeue", "result"]
+
+LIVE = frozenset(
+    {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING"}
+    | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
+    | {"SIGNALING", "STAGE_OUT"}
+)
+# Slurm's own doing; with JobRequeue=1 the job is PENDING again soon.
+INTERRUPTED = frozenset({"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "REVOKED"})
+
+_MEANING: Mapping[str, str] = {
+    "TIMEOUT": "it ran into its time limit; give the rule more `runtime` (minutes)",
+    "OUT_OF_MEMORY": "it used more memory than it asked for; give the rule more `mem_mb`",
+    "CANCELLED": "somebody or Slurm cancelled it",
+    "DEADLINE": "it could not end before its deadline",
+    "NODE_FAIL": "its node was lost and Slurm did not requeue it",
+    "PREEMPTED": "another job took its place and Slurm did not requeue it",
+    "BOOT_FAIL": "its node did not boot",
+    "COMPLETED": "it ended well for Slurm, but no result file came: is the folder shared?",
+}
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """`unclear` becomes `failed`, for `reason`, when it lasts longer than `patience` names."""
+
+    outcome: Outcome
+    reason: str = ""
+    patience: Patience = "none"
+
+
+def judge(result: Result | None, job: JobState | None) -> Judgement:
+    """Judge one job.
+
+    Args:
+        result: what the node wrote, if anything.
+        job: what Slurm says; None when Slurm answered and does not know the job.
+    """
+    if result is not None and result.exit_code == 0:
+        return Judgement("succeeded")
+    if job is None:
+        return _forgotten(result)
+    if job.state in LIVE:
+        return Judgement("running")
+    reason = _reason(job, result)
+    if job.state in INTERRUPTED:
+        return Judgement("unclear", reason, "requeue")
+    if job.state == "COMPLETED":
+        return Judgement("unclear", reason, "result")
+    return Judgement("failed", reason)
+
+
+def _forgotten(result: Result | None) -> Judgement:
+    if result is not None:
+        return Judgement("failed", f"exit code {result.exit_code} on {result.host}")
+    return Judgement("unclear", "Slurm does not know it any more and no result file came", "result")
+
+
+def _reason(job: JobState, result: Result | None) -> str:
+    parts = [job.state]
+    if job.reason not in ("", "None", job.state):
+        parts.append(f"reason {job.reason}")
+    if result is not None:
+        parts.append(f"exit code {result.exit_code}")
+    if job.nodes not in ("", "(null)"):
+        parts.append(f"on {job.nodes}")
+    meaning = _MEANING.get(job.state)
+    return ", ".join(parts) + (f": {meaning}" if meaning else "")
+
+
+def failure_message(job_id: str, reason: str, log: str, lines: list[str]) -> str:
+    """What the user reads about a failed job: Slurm's reason and the end of its log."""
+    message = f"Slurm job {job_id} failed: {reason}"
+    if not lines:
+        return f"{message}\nlog: {log}\n"
+    quoted = "\n".join(f"  | {line}" for line in lines)
+    return f"{message}\nend of {log}:\n{quoted}\n"

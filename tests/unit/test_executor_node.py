@@ -1,0 +1,114 @@
+"""What runs on the node: the command's own end leaves a result, Slurm's signal leaves none."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from snakemake_executor_plugin_submitit.node import Result, read_result
+
+RUN = """
+import sys
+from snakemake_executor_plugin_submitit.node import run_command
+run_command(sys.argv[1], sys.argv[2])
+"""
+
+
+def start(command: str, result: Path) -> "subprocess.Popen[bytes]":
+    environment = {
+        **os.environ,
+        "SLURM_JOB_ID": "7",
+        "SLURM_RESTART_COUNT": "2",
+        "SNAKEMAKE_PROFILE": "other",
+    }
+    return subprocess.Popen([sys.executable, "-c", RUN, command, result], env=environment)
+
+
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} does not appear"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("true", 0), ("exit 3", 3), ("kill -9 $$", 128 + signal.SIGKILL)]
+)
+def test_the_commands_end_is_written_and_passed_on(tmp_path: Path, command: str, code: int) -> None:
+    path = tmp_path / "result.json"
+
+    returned = start(command, path).wait()
+
+    result = read_result(path)
+    assert returned == code
+    assert result is not None
+    assert (result.exit_code, result.slurm_job, result.restart) == (code, "7", 2)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_no_result_is_written_after_sigterm(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    command = f"trap 'touch {tmp_path}/told; exit 1' TERM; touch {tmp_path}/up; sleep 60 & wait"
+    job = start(command, path)
+    wait_for_file(tmp_path / "up")
+
+    job.terminate()
+
+    assert job.wait(60) == 128 + signal.SIGTERM
+    assert (tmp_path / "told").exists()
+    assert not path.exists()
+
+
+def test_no_result_is_written_when_the_child_dies_before_our_own_sigterm(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    job = start(f"touch {tmp_path}/down; exit 1", path)
+    wait_for_file(tmp_path / "down")
+
+    job.terminate()
+
+    assert job.wait(60) == 128 + signal.SIGTERM
+    assert not path.exists()
+
+
+def test_a_success_before_a_requeue_is_not_repeated(tmp_path: Path) -> None:
+    path, again = tmp_path / "result.json", tmp_path / "again"
+    start("true", path).wait()
+    before = path.read_text()
+
+    returned = start(f"touch {again}", path).wait()
+
+    assert returned == 0
+    assert path.read_text() == before
+    assert not again.exists()
+
+
+def test_an_interrupted_attempts_failure_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    start("exit 3", path).wait()
+
+    start("true", path).wait()
+
+    result = read_result(path)
+    assert result is not None
+    assert result.exit_code == 0
+
+
+def test_a_profile_of_the_submitting_shell_does_not_reach_the_command(tmp_path: Path) -> None:
+    returned = start('test -z "$SNAKEMAKE_PROFILE"', tmp_path / "result.json").wait()
+
+    assert returned == 0
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"exit_code": 0}', "null"])
+def test_half_a_result_is_none(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "result.json"
+    path.write_text(text)
+
+    found: Result | None = read_result(path)
+
+    assert found is None
+    assert read_result(tmp_path / "missing.json") is None

@@ -1,0 +1,69 @@
+"""The executor as a plugin: found by Snakemake, its settings checked, a world of its own."""
+
+import ast
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from snakemake_interface_common.exceptions import WorkflowError
+from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
+
+import snakemake_executor_plugin_submitit as plugin
+from snakemake_executor_plugin_submitit.slurm import outside_of_any_job
+
+PACKAGE = Path(plugin.__file__).parent
+
+
+def test_snakemake_finds_the_plugin_and_its_settings() -> None:
+    found = ExecutorPluginRegistry().get_plugin("submitit")
+
+    assert found.settings_cls is plugin.ExecutorSettings
+    assert found.common_settings.non_local_exec
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("folder", ""),
+        ("poll_seconds", 0.0),
+        ("array_size", 0),
+        ("submit_patience", -1),
+        ("log_lines", -1),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_by_its_options_name(option: str, value: Any) -> None:
+    with pytest.raises(WorkflowError, match=f"--submitit-{option.replace('_', '-')}"):
+        plugin.ExecutorSettings(**{option: value})
+
+
+def test_the_executor_and_shakedown_do_not_import_each_other() -> None:
+    for source in PACKAGE.glob("*.py"):
+        assert "shakedown" not in imported(source)
+    for source in (PACKAGE.parent / "shakedown").rglob("*.py"):
+        assert "snakemake_executor_plugin_submitit" not in imported(source)
+
+
+def imported(source: Path) -> set[str]:
+    """Top-level names of the packages that a module imports."""
+    names = set()
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+def test_an_outer_allocation_is_hidden_from_sbatch_and_comes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "lab")
+
+    with outside_of_any_job():
+        inside = {name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))}
+
+    assert inside == {"SLURM_CONF", "SBATCH_ACCOUNT"}
+    assert os.environ["SLURM_NTASKS"] == "8"
