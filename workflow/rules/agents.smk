@@ -12,16 +12,16 @@ rule agents:
             labels={"result": "verdict"},
         ),
         ran=RUN.agents / "ran",
-    params:
-        section=section("agents", "serve", "model", "data"),
-        out=RUN.agents,
     log:
         LOGS / "agents.log",
     conda:
         "../envs/shakedown.yaml"
+    params:
+        section=section("agents", "serve", "model", "data"),
+        out=RUN.agents,
     shell:
         "{{ shakedown agent ladder --config {input.config} --endpoint {input.endpoint} "
-        "--assets {input.assets} --out {params.out} "
+        "--out {params.out} "
         "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran}"
 
 
@@ -33,8 +33,8 @@ rule accept_agents:
         RUN.agents / "accepted.json",
     log:
         LOGS / "accept_agents.log",
+    localrule: True
     conda:
         "../envs/shakedown.yaml"
-    localrule: True
     shell:
         "shakedown accept {input.verdict} --ticket {input.ran} --out {output} 2>&1 | tee {log}"

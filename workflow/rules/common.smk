@@ -8,7 +8,8 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from shakedown.commands.lint import require_sound
-from shakedown.config import parse_config
+from shakedown.config import parse_config, write_resolved
+from shakedown.config.lint import trainer_world
 from shakedown.errors import ShakedownError
 from shakedown.paths import RunPaths
 
@@ -58,6 +59,18 @@ def stage_inputs(wildcards):
     return needed
 
 
+def accepted_files():
+    """What the gates write: the run is good when all are there."""
+    checks = [RUN.preflight, RUN.agents, RUN.consistency]
+    return [room / "accepted.json" for room in checks] + [
+        RUN.stage(name).accepted for name in STAGES
+    ]
+
+
+def stage_root(wildcards):
+    return RUN.stage(wildcards.stage).root
+
+
 def stage_nodes(wildcards):
     return CONFIG.stages[wildcards.stage].nodes
 
@@ -82,6 +95,3 @@ def failure_report_command():
     if not RUN.root.is_dir():
         return "true"
     return f"shakedown report {shlex.quote(str(RUN.root))}"
-
-
-from shakedown.config.lint import trainer_world

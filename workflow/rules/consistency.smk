@@ -15,16 +15,16 @@ rule consistency:
             labels={"result": "token comparison"},
         ),
         ran=RUN.consistency / "ran",
-    params:
-        section=section("consistency", "serve", "model", "data", "seed"),
-        out=RUN.consistency,
     log:
         LOGS / "consistency.log",
     conda:
         "../envs/shakedown.yaml"
+    params:
+        section=section("consistency", "serve", "model", "data", "seed"),
+        out=RUN.consistency,
     shell:
         "{{ shakedown compare --config {input.config} --endpoint {input.endpoint} "
-        "--assets {input.assets} --out {params.out} "
+        "--out {params.out} "
         "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran} {output.page}"
 
 
@@ -36,8 +36,8 @@ rule accept_consistency:
         RUN.consistency / "accepted.json",
     log:
         LOGS / "accept_consistency.log",
+    localrule: True
     conda:
         "../envs/shakedown.yaml"
-    localrule: True
     shell:
         "shakedown accept {input.verdict} --ticket {input.ran} --out {output} 2>&1 | tee {log}"

@@ -11,9 +11,6 @@ rule preflight:
         ),
         bad_nodes=RUN.bad_nodes,
         ran=RUN.preflight / "ran",
-    params:
-        section=section("cluster", "preflight"),
-        out=RUN.preflight,
     log:
         LOGS / "preflight.log",
     conda:
@@ -21,6 +18,9 @@ rule preflight:
     resources:
         nodes=CONFIG.cluster.nodes,
         gpu=CONFIG.cluster.gpus_per_node * CONFIG.cluster.nodes,
+    params:
+        section=section("cluster", "preflight"),
+        out=RUN.preflight,
     shell:
         # A verdict that is not good must survive: the gate below fails, not this job.
         "{{ shakedown preflight --config {input.config} --out {params.out} "
@@ -35,8 +35,8 @@ rule accept_preflight:
         RUN.preflight / "accepted.json",
     log:
         LOGS / "accept_preflight.log",
+    localrule: True
     conda:
         "../envs/shakedown.yaml"
-    localrule: True
     shell:
         "shakedown accept {input.verdict} --ticket {input.ran} --out {output} 2>&1 | tee {log}"

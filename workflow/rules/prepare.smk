@@ -2,15 +2,13 @@
 rule resolve_config:
     output:
         RUN.config,
-    params:
-        config=section(*CONFIG.model_dump()),
     log:
         LOGS / "config.log",
-    conda:
-        "../envs/shakedown.yaml"
     localrule: True
-    script:
-        "../scripts/resolve_config.py"
+    params:
+        config=section(*CONFIG.model_dump()),
+    run:
+        write_resolved(CONFIG, Path(output[0]))
 
 
 rule assets:
@@ -18,12 +16,12 @@ rule assets:
         ancient(RUN.config),
     output:
         RUN.assets / "assets.json",
-    params:
-        section=section("model", "data", "seed"),
     log:
         LOGS / "assets.log",
+    localrule: True
     conda:
         "../envs/shakedown.yaml"
-    localrule: True
+    params:
+        section=section("model", "data", "seed"),
     shell:
         "shakedown assets --config {input} --out $(dirname {output}) 2>&1 | tee {log}"

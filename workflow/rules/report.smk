@@ -1,9 +1,7 @@
 # One page over everything.
 rule report_page:
     input:
-        expand(RUN.stages / "{stage}" / "accepted.json", stage=STAGES),
-        RUN.agents / "accepted.json",
-        RUN.consistency / "accepted.json",
+        accepted_files(),
     output:
         report(
             RUN.report,
@@ -11,12 +9,12 @@ rule report_page:
             category="0 Overview",
             labels={"result": "whole run"},
         ),
-    params:
-        run=RUN.root,
     log:
         LOGS / "report.log",
+    localrule: True
     conda:
         "../envs/shakedown.yaml"
-    localrule: True
+    params:
+        run=RUN.root,
     shell:
         "shakedown report {params.run} 2>&1 | tee {log}"

@@ -6,14 +6,14 @@ rule serve:
         config=ancient(RUN.config),
     output:
         RUN.endpoint(SERVER),
+    log:
+        LOGS / "serve.log",
+    localrule: True
+    conda:
+        "../envs/shakedown.yaml"
     params:
         section=section("serve", "model"),
         out=RUN.serve(SERVER),
-    log:
-        LOGS / "serve.log",
-    conda:
-        "../envs/shakedown.yaml"
-    localrule: True
     shell:
         "shakedown serve start --config {input.config} --assets {input.assets} "
         "--out {params.out} 2>&1 | tee {log}"
@@ -25,12 +25,13 @@ rule release_server:
         RUN.consistency / "accepted.json",
     output:
         touch(RUN.serve(SERVER) / "released.json"),
-    params:
-        command=stop_server_command(),
     log:
         LOGS / "release_server.log",
+    localrule: True
     conda:
         "../envs/shakedown.yaml"
-    localrule: True
+    params:
+        out=RUN.serve(SERVER),
+        keep=CONFIG.serve.keep,
     shell:
-        "{params.command} 2>&1 | tee {log}"
+        "if [ {params.keep} = False ]; then shakedown serve stop {params.out}; fi 2>&1 | tee {log}"

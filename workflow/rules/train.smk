@@ -6,19 +6,19 @@ rule train:
         config=ancient(RUN.config),
     output:
         RUN.stages / "{stage}" / "outcome.json",
-    params:
-        section=stage_section,
-        run=RUN.root,
     log:
         LOGS / "train_{stage}.log",
-    conda:
-        "../envs/shakedown.yaml"
     wildcard_constraints:
         stage="|".join(STAGES),
+    conda:
+        "../envs/shakedown.yaml"
     threads: stage_threads
     resources:
         nodes=stage_nodes,
         gpu=stage_gpus,
+    params:
+        section=stage_section,
+        run=RUN.root,
     shell:
         # A stage that hung or failed writes its outcome and evidence: the gate fails, not this job.
         "{{ shakedown train {wildcards.stage} --config {input.config} --assets {input.assets} "
@@ -36,13 +36,13 @@ rule diagnose:
             category="4 Training",
             labels={"stage": "{stage}", "result": "diagnosis"},
         ),
-    params:
-        stage=RUN.stages / "{stage}",
     log:
         LOGS / "diagnose_{stage}.log",
+    localrule: True
     conda:
         "../envs/shakedown.yaml"
-    localrule: True
+    params:
+        stage=stage_root,
     shell:
         "{{ shakedown hang diagnose --stage {params.stage} "
         "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}"
@@ -56,9 +56,9 @@ rule accept_stage:
         RUN.stages / "{stage}" / "accepted.json",
     log:
         LOGS / "accept_{stage}.log",
+    localrule: True
     conda:
         "../envs/shakedown.yaml"
-    localrule: True
     shell:
         "shakedown accept {input.outcome} --diagnosis {input.diagnosis} "
         "--ticket {input.outcome} --out {output} 2>&1 | tee {log}"

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from shakedown.errors import UsageError
+from shakedown.files import write_text
+from shakedown.paths import StagePaths
 from shakedown.training.outcome import SCHEMA as OUTCOME_SCHEMA
 from shakedown.training.outcome import Outcome, read_outcome
 from shakedown.verdict import Finding, Stopwatch, Verdict, finish, read_verdict
@@ -28,14 +30,27 @@ def run(args: argparse.Namespace) -> int:
     verdict = _judge(args.file, args.diagnosis)
     good = verdict.exit_code(strict=args.strict) == 0
     code = finish(verdict, args.out if good else None, strict=args.strict)
-    if not good and args.ticket is not None:
-        args.ticket.unlink(missing_ok=True)
+    if not good:
+        if args.diagnosis is not None:
+            _archive(args.diagnosis)
+        if args.ticket is not None:
+            args.ticket.unlink(missing_ok=True)
     return code
+
+
+def _archive(diagnosis: Path) -> None:
+    """Keep the diagnosis with the attempt that it is about: the next attempt writes a new one."""
+    attempt = StagePaths(diagnosis.parent).latest
+    for path in (diagnosis, diagnosis.with_suffix(".html")):
+        if attempt.is_dir() and path.exists():
+            write_text(attempt / path.name, path.read_text(encoding="utf-8"))
 
 
 def _judge(file: Path, diagnosis: Path | None) -> Verdict:
     if _schema(file) != OUTCOME_SCHEMA:
-        return replace(read_verdict(file), next=f"mend it, then run the same command again: {file}")
+        verdict = read_verdict(file)
+        advice = f"mend the cause (see {file}), then run the same command again"
+        return verdict if verdict.status in ("PASS", "WARN") else replace(verdict, next=advice)
     outcome = read_outcome(file)
     return judge_outcome(outcome, read_verdict(diagnosis) if diagnosis else None, file.parent)
 
