@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 TENSOR_PARALLEL = 8
-_OPERATIONS = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_reduce")
 
 
 def main() -> int:
@@ -46,7 +45,7 @@ def main() -> int:
 def commands(folder: str, ranks: int) -> dict[str, list[str]]:
     """Each tool's own command line for a folder of dumps named trace_<rank>."""
     return {
-        "torchfrtrace": ["torchfrtrace", "--prefix", "trace_", folder, "-j"],
+        "torchfrtrace": ["torchfrtrace", "--prefix", "trace_", folder],
         "shakedown": [sys.executable, "-m", "shakedown.cli", "hang", "analyze", folder]
         + ["--json", "-"],
     }
@@ -58,7 +57,11 @@ def names(tool: str, output: str, rank: int) -> bool:
         begin = output.find("{")
         body: dict[str, Any] = json.JSONDecoder().raw_decode(output[begin:])[0]
         return bool(body["diagnosis"]["culprits"]["ranks"] == [rank])
-    return any("missing" in line.lower() and str(rank) in line for line in output.splitlines())
+    if "Traceback" in output:
+        raise RuntimeError(f"torchfrtrace crashed on these dumps:\n{output[-2000:]}")
+    return any(
+        "missing" in line.lower() and f"{{{rank}}}" in line for line in output.splitlines()
+    )
 
 
 def measure(command: list[str]) -> tuple[float, float, str]:
@@ -69,8 +72,8 @@ def measure(command: list[str]) -> tuple[float, float, str]:
     ) as process:
         assert process.stdout is not None
         output = process.stdout.read()
-        _, _, usage = os.wait4(process.pid, 0)
-        process.returncode = 0
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
     return time.monotonic() - began, _megabytes(usage), output
 
 
@@ -142,7 +145,7 @@ def _entry(
         "collective_seq_id": sequence,
         "p2p_seq_id": 0,
         "op_id": index + 1,
-        "profiling_name": f"nccl:{_OPERATIONS[index % len(_OPERATIONS)]}",
+        "profiling_name": "nccl:all_reduce",
         "time_created_ns": created,
         "duration_ms": None,
         "frames": frames,
