@@ -35,14 +35,14 @@ def main() -> int:
         ranks, entries = (int(part) for part in size.split("x"))
         with tempfile.TemporaryDirectory() as folder:
             write_dumps(Path(folder), ranks, entries)
-            for tool, command in commands(folder, ranks).items():
+            for tool, command in commands(folder).items():
                 seconds, megabytes, output = measure(command)
                 named = names(tool, output, ranks // 2)
                 print(f"{size:>10} {tool:>12} {seconds:8.2f} {megabytes:8.0f}  {named}")
     return 0
 
 
-def commands(folder: str, ranks: int) -> dict[str, list[str]]:
+def commands(folder: str) -> dict[str, list[str]]:
     """Each tool's own command line for a folder of dumps named trace_<rank>."""
     return {
         "torchfrtrace": ["torchfrtrace", "--prefix", "trace_", folder],
@@ -70,8 +70,7 @@ def measure(command: list[str]) -> tuple[float, float, str]:
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        assert process.stdout is not None
-        output = process.stdout.read()
+        output = process.stdout.read() if process.stdout else ""
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     return time.monotonic() - began, _megabytes(usage), output

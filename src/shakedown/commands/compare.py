@@ -71,11 +71,12 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _compare(args, watch)
     except BlockedError as error:
-        blocked = Finding(check="compare", status="error", measured=error.args[0], remedy=error.hint)
+        reason = error.args[0]
+        blocked = Finding(check="compare", status="error", measured=reason, remedy=error.hint)
         verdict = Verdict(
             stage="consistency",
             status="BLOCKED",
-            summary=error.args[0],
+            summary=reason,
             findings=[blocked],
             started=watch.started,
             seconds=watch.seconds,

@@ -123,8 +123,6 @@ def _text(result: Comparison, ids: Sequence[int]) -> str:
     """Tokens as one line: a new line shows as a sign of its own."""
     joined = "".join(text.printable(result.decode(int(token))) for token in ids)
     joined = joined.replace("\n", "\N{RETURN SYMBOL}")
-    return (
-        joined
-        if len(joined) <= _LONGEST
-        else joined[: _LONGEST // 2] + "…" + joined[-_LONGEST // 2 :]
-    )
+    if len(joined) <= _LONGEST:
+        return joined
+    return joined[: _LONGEST // 2] + "…" + joined[-_LONGEST // 2 :]

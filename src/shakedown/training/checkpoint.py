@@ -8,6 +8,7 @@ checkpoints/latest                  the name of the newest; for people, not need
 checkpoints/foreign-step_000050     set aside: it belongs to another configuration
 """
 
+import io
 import json
 import shutil
 from collections.abc import Mapping
@@ -126,7 +127,7 @@ class Checkpoints:
         self._ranks.lead(f"save-{step}", lambda: self._stage(staged), waiting=_nothing)
         self._engine.save(staged / "engine")
         with storage_errors("write", staged):
-            torch.save(_random_state(), staged / _random_name(self._ranks.rank))
+            (staged / _random_name(self._ranks.rank)).write_bytes(_random_state())
         self._ranks.sum({"saved": 1.0})  # every rank's files are there before the rename
         self._ranks.lead(f"saved-{step}", lambda: self._publish(staged, step), waiting=_nothing)
 
@@ -192,11 +193,13 @@ def _random_name(rank: int) -> str:
     return f"rng-rank{rank}.pt"
 
 
-def _random_state() -> dict[str, torch.Tensor]:
+def _random_state() -> bytes:
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    buffer = io.BytesIO()  # torch.save hides what a file system says
+    torch.save(state, buffer)
+    return buffer.getvalue()
 
 
 def _load_random(folder: Path, meta: Meta, ranks: Ranks) -> None:

@@ -195,5 +195,13 @@ def _first_reason(error: BaseException) -> str:
     failures = getattr(error, "failures", None)
     if failures:
         rank, wrapped = next(iter(failures.items()))
-        return f"rank {rank}: {wrapped[0]}"
-    return str(error)
+        return f"rank {rank}: {_plain_reason(wrapped[0])}"
+    return _plain_reason(error)
+
+
+def _plain_reason(error: BaseException) -> str:
+    """torch.save answers a write that was cut short with an internal error of its own."""
+    text = str(error).strip() or type(error).__name__
+    if any(mark in text for mark in ("unexpected pos", "PytorchStreamWriter")):
+        return "a write was cut short: the file system is full, or a quota or limit is reached"
+    return text.splitlines()[0]
