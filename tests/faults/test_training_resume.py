@@ -302,7 +302,7 @@ def _batch(step: int, *, version: int = 0) -> RolloutBatch:
 def test_grpo_waits_updates_on_batches_and_publishes_weights(stage: Stage) -> None:
     job = stage.start(GRPO)
     exchange = Exchange(job.attempt.exchange)
-    stage.wait_until(lambda: exchange.first_step() == 1)
+    stage.wait_until(lambda: _waits_for_rollouts(job))
     exchange.publish_batch(_batch(1))
     stage.wait_until(lambda: exchange.latest_version() >= 1)
     weights = exchange.latest_weights()
@@ -324,6 +324,11 @@ def test_grpo_waits_updates_on_batches_and_publishes_weights(stage: Stage) -> No
     assert stage.paths.export.is_dir()
 
 
+def _waits_for_rollouts(job: StageJob) -> bool:
+    beats = read_heartbeats(job.attempt.heartbeats)
+    return [beat.phase for beat in beats] == ["rollout_wait", "rollout_wait"]
+
+
 def _first_token_probability(model: Any) -> float:
     import torch
 
@@ -341,7 +346,7 @@ def test_grpo_stopped_while_it_waits_saves_and_republishes_its_weights(stage: St
 
     job = stage.start(GRPO)
     exchange = Exchange(job.attempt.exchange)
-    stage.wait_until(lambda: exchange.first_step() == 2)
+    stage.wait_until(lambda: _waits_for_rollouts(job))
     versions = exchange.latest_version()
     exchange.publish_batch(_batch(2, version=1))
 

@@ -47,7 +47,8 @@ def start(
 def queue(env: dict[str, str], job: str) -> str:
     """The job's state; empty when it is over."""
     command = ["squeue", "--noheader", f"--jobs={job}", "--format=%T"]
-    return subprocess.run(command, capture_output=True, text=True, env=env).stdout.strip()
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    return done.stdout.strip()
 
 
 def until(condition: Callable[[], bool], seconds: float = 40.0) -> bool:

@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from shakedown.errors import BlockedError, StorageError, UsageError
 from shakedown.training.rollout.batch import RolloutBatch, read_batch, write_batch
 from shakedown.training.rollout.exchange import Exchange
+from shakedown.training.rollout.reference import reference_logprobs, same_weights
 from shakedown.training.rollout.weights import EXPECTED, probe_tokens, read_expected
 
 
@@ -265,6 +268,32 @@ def test_readers_never_see_half_a_version(tmp_path: Path) -> None:
             exchange.mark_loaded(seen)
     writer.join()
     assert seen > 1
+
+
+def save(folder: Path, **values: float) -> Path:
+    folder.mkdir()
+    tensors = {name: torch.full((2, 2), value) for name, value in values.items()}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_weights_are_compared_by_content_and_not_by_file(tmp_path: Path) -> None:
+    model = save(tmp_path / "a", embed=1.0, head=1.0)
+    tied = save(tmp_path / "b", embed=1.0)
+    changed = save(tmp_path / "c", embed=1.0, head=1.0 + 1e-6)
+    foreign = save(tmp_path / "d", other=1.0)
+
+    assert same_weights(model, tied)
+    assert not same_weights(model, changed)
+    assert not same_weights(model, foreign)
+
+
+def test_model_too_large_for_a_reference_has_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shakedown.training.rollout.reference.LARGEST", 10)
+
+    assert reference_logprobs(save(tmp_path / "a", embed=1.0), [1, 2]) is None
 
 
 def test_probe_is_as_long_as_the_server_takes() -> None:

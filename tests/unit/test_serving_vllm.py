@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -128,6 +129,23 @@ async def test_update_that_changes_nothing_is_refused_when_the_content_should_di
 
     with pytest.raises(WeightUpdateError, match="exactly as with the weights before"):
         await sync.apply(Weights(1, models[0], "said to be other content"), within=60.0)
+
+
+async def test_update_without_any_change_is_right_when_the_weights_are_the_old_ones(
+    client: Client, models: list[Path], tmp_path: Path
+) -> None:
+    """A step without any reward learns nothing: the first version is the input model."""
+    copy = tmp_path / "v000001"
+    shutil.copytree(models[0], copy)
+    probe = probe_tokens(PROMPTS, longest=250)
+    sync = WeightSync(client, probe, dtype="float32", initial=models[0])
+    await sync.begin()
+
+    await sync.apply(Weights(1, copy, "a"), within=60.0)
+    await sync.apply(Weights(2, copy, "a"), within=60.0)
+
+    with pytest.raises(WeightUpdateError, match="exactly as with the weights before"):
+        await sync.apply(Weights(3, copy, "said to be other content"), within=60.0)
 
 
 async def test_reload_without_reset_is_caught_by_the_prefix_cache(
