@@ -42,7 +42,7 @@ def train(tmp_path: Path, assets: Path) -> Train:
 
     def start(fault: dict[str, Any] | None, **changes: Any) -> "subprocess.Popen[str]":
         body = load_config(ROOT / "config" / "config.yaml").model_dump(mode="json")
-        body |= {"run": "faults", "results": str(tmp_path)}
+        body |= {"run": "faults", "results": str(tmp_path), "order": ["sft"]}
         body["stages"] = {"sft": {**body["stages"]["sft"], **STAGE, **PATIENCE, **changes}}
         body["stages"]["sft"]["fault"] = fault
         config = tmp_path / "config.yaml"

@@ -82,3 +82,18 @@ def test_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
 def test_missing_file_is_refused_with_its_name() -> None:
     with pytest.raises(ConfigError, match=r"cannot read config nowhere\.yaml"):
         load_config(Path("nowhere.yaml"))
+
+
+def test_stages_follow_the_order_and_not_the_overlay() -> None:
+    shipped = _shipped()
+    swapped = {name: shipped["stages"][name] for name in ("grpo", "sft")}
+
+    config = parse_config({**shipped, "stages": swapped})
+
+    assert list(config.stages) == ["sft", "grpo"]
+
+
+@pytest.mark.parametrize("order", [["sft"], ["sft", "grpo", "dpo"], ["sft", "sft", "grpo"]])
+def test_order_that_does_not_name_every_stage_once_is_refused(order: list[str]) -> None:
+    with pytest.raises(ConfigError, match="must name each stage of `stages` once: sft, grpo"):
+        parse_config({**_shipped(), "order": order})

@@ -128,3 +128,16 @@ def test_restarted_process_counts_as_movement() -> None:
     moved = Beat(**{**beat().__dict__, "pid": 999})
     watch.observe([moved], 9)
     assert watch.observe([moved], 18).state == "healthy"
+
+
+def test_waiting_for_rollouts_does_not_stretch_the_patience() -> None:
+    watch = Watch(stall_timeout=10, start_timeout=60)
+    watch.observe([beat(step=1, phase="rollout_wait")], 0)
+    watch.observe([beat(step=1, count=2, phase="rollout_wait")], 49)
+    watch.observe([beat(step=1, count=3)], 50)
+    watch.observe([beat(step=2, count=4)], 51)
+
+    follow(watch, [beat(step=2, count=4)], [57, 62])
+    health = watch.observe([beat(step=2, count=4)], 68)
+
+    assert health.state == "stalled"

@@ -1,7 +1,10 @@
 """From prompts to a batch, and what the orchestrator refuses before it starts."""
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from shakedown.training.rollout.episodes import (
     group_stats,
     to_batch,
 )
+from shakedown.training.rollout.exchange import Exchange
+from tests.faults.fake_engine import Engine
 
 PAD = 0
 
@@ -120,7 +125,9 @@ def job(root: Path, grpo: dict[str, Any] | None, **more: Any) -> Path:
     made = StageJob(
         stage="grpo",
         config=StageConfig.model_validate(config),
-        **{"model": str(root / "model"), "dtype": "float32", **more},
+        model=str(root / "model"),
+        dtype="float32",
+        **{"endpoint": "http://127.0.0.1:9", **more},
         train=str(root / "train.jsonl"),
         heldout="",
         reward="exact_match",
@@ -128,7 +135,6 @@ def job(root: Path, grpo: dict[str, Any] | None, **more: Any) -> Path:
         world_size=1,
         stage_root=str(stage.root),
         attempt_root=str(attempt.root),
-        endpoint="http://127.0.0.1:9",
     )
     made.write(attempt.root / "job.json")
     return attempt.root / "job.json"
@@ -164,6 +170,87 @@ def test_server_that_never_comes_is_named_in_one_sentence(
     lines = capsys.readouterr().err.splitlines()
     said = next(line for line in lines if line.startswith("shakedown:"))
     assert "the vllm server at http://127.0.0.1:9 did not answer a generation within 2 s" in said
+
+
+@contextlib.contextmanager
+def sglang_server() -> Iterator[Engine]:
+    """A stand-in that speaks SGLang's protocol and always answers alike."""
+    engine = Engine("127.0.0.1", 0)
+    thread = threading.Thread(target=engine.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield engine
+    finally:
+        engine.shutdown()
+        engine.server_close()
+        thread.join()
+
+
+def runnable(root: Path, engine: Engine) -> Path:
+    write_model(root / "model", seed=0)
+    rows = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": "2"} for n in range(9)]
+    write_rows(root / "train.jsonl", rows)
+    url = f"http://127.0.0.1:{engine.server_address[1]}"
+    grpo = {"group_size": 2, "max_tokens": 3, "max_concurrent": 4}
+    return job(root, grpo, endpoint=url, engine="sglang")
+
+
+def in_background(exchange: Exchange, act: Callable[[], None]) -> threading.Thread:
+    """Act when the first batch is there, as a trainer would."""
+
+    def later() -> None:
+        exchange.wait_batch(1, timeout=60.0)
+        act()
+
+    thread = threading.Thread(target=later)
+    thread.start()
+    return thread
+
+
+def test_server_that_ignores_new_weights_is_found_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with sglang_server() as engine:
+        path = runnable(tmp_path, engine)
+        exchange = Exchange(path.parent / "exchange")
+        other = tmp_path / "other"
+        write_model(other, seed=1)
+
+        def copy(folder: Path) -> None:
+            shutil.copytree(other, folder, dirs_exist_ok=True)
+
+        trainer = in_background(exchange, lambda: exchange.publish_weights(1, copy))
+        code = orchestrator.main(["--job", str(path)])
+        trainer.join()
+
+    assert code == 3
+    assert "answers exactly as with the weights before it" in capsys.readouterr().err
+    assert exchange.loaded_version() == 0
+
+
+def test_server_that_dies_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shakedown.serving.client._RETRY_SECONDS", (0.01,))
+    with sglang_server() as engine:
+        path = runnable(tmp_path, engine)
+        exchange = Exchange(path.parent / "exchange")
+
+        def same(folder: Path) -> None:
+            shutil.copytree(tmp_path / "model", folder, dirs_exist_ok=True)
+
+        def die() -> None:
+            engine.shutdown()
+            engine.server_close()
+            exchange.publish_weights(1, same)
+
+        trainer = in_background(exchange, die)
+        code = orchestrator.main(["--job", str(path)])
+        trainer.join()
+
+    assert code == 3
+    said = capsys.readouterr().err.splitlines()[-2:]
+    assert f"http://127.0.0.1:{engine.server_address[1]}" in "".join(said)
 
 
 def test_missing_job_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

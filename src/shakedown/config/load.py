@@ -33,7 +33,7 @@ def parse_config(body: Mapping[str, Any], *, where: str = "config") -> Config:
         ConfigError: lists every fault with its key, what was given and what is valid.
     """
     try:
-        return Config.model_validate(_tuples(dict(body)))
+        return Config.model_validate(_in_order(_tuples(dict(body))))
     except ValidationError as error:
         faults = [_explain(fault) for fault in error.errors()]
         listed = "\n  ".join(faults)
@@ -88,6 +88,16 @@ def _tuples(body: dict[str, Any]) -> dict[str, Any]:
             tupled = {**optimizer, "betas": tuple(optimizer["betas"])}
             fixed[name] = {**stage, "optimizer": tupled}
     return {**body, "stages": fixed}
+
+
+def _in_order(body: dict[str, Any]) -> dict[str, Any]:
+    """Put `stages` into the order of `order`: merging overlays does not keep a mapping's order."""
+    order, stages = body.get("order"), body.get("stages")
+    if not isinstance(order, list) or not isinstance(stages, Mapping):
+        return body
+    first = [name for name in order if isinstance(name, str) and name in stages]
+    rest = [name for name in stages if name not in first]
+    return {**body, "stages": {name: stages[name] for name in first + rest}}
 
 
 def _explain(fault: Any) -> str:

@@ -158,10 +158,14 @@ class Config(Section):
     serve: ServeConfig = ServeConfig()
     agents: AgentsConfig
     consistency: ConsistencyConfig = ConsistencyConfig()
+    order: list[Name] = []
     stages: dict[Name, StageConfig]
 
     @model_validator(mode="after")
-    def _has_stages(self) -> "Config":
+    def _order_names_every_stage(self) -> "Config":
         if not self.stages:
             raise ValueError("`stages` is empty: list at least one training stage")
+        if self.order and sorted(self.order) != sorted(self.stages):
+            known = ", ".join(self.stages)
+            raise ValueError(f"`order` must name each stage of `stages` once: {known}")
         return self

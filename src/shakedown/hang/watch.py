@@ -54,6 +54,7 @@ class _Track:
     phase: str
     step: int
     step_began: float
+    waited: float = 0.0
     durations: deque[float] = field(default_factory=lambda: deque(maxlen=20))
 
     def patience(self, stall_timeout: float, start_timeout: float) -> float:
@@ -117,10 +118,13 @@ class Watch:
             return
         if progress == track.progress:
             return
+        if track.phase in WAITING_PHASES:
+            track.waited += now - track.moved
         if beat.step > track.step:
             if track.step > 0:  # the first step holds start-up and compilation
-                track.durations.append((now - track.step_began) / (beat.step - track.step))
-            track.step_began = now
+                own = now - track.step_began - track.waited  # others' slowness teaches nothing
+                track.durations.append(own / (beat.step - track.step))
+            track.step_began, track.waited = now, 0.0
         track.progress, track.moved = progress, now
         track.phase, track.step = beat.phase, beat.step
 
