@@ -14,7 +14,7 @@ install: ## .venv with the pinned packages (EXTRA=cpu|cuda|sglang)
 	@scripts/install_python.sh $(EXTRA)
 
 system: ## Slurm, munge, MariaDB and Chromium, where it may install them
-	@scripts/install_system.sh all
+	@scripts/install_system.sh slurm chromium
 
 demo: install ## the demo run on this machine; prints the report's path
 	@$(BIN)/snakemake

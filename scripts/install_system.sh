@@ -71,7 +71,7 @@ missing_chromium() {
 available() {
   local name IFS='|'
   for name in $1; do
-    if apt-cache policy "$name" 2>/dev/null | grep -q 'Candidate: [^(]'; then
+    if [[ $(LC_ALL=C apt-cache policy "$name" 2>/dev/null) == *'Candidate: '[^\(]* ]]; then
       echo "$name"
       return 0
     fi
@@ -124,7 +124,7 @@ install_packages() {
 }
 
 install_quietly() {
-  # RUNLEVEL=1: the packages' services must not start; the private cluster has its own.
+  # RUNLEVEL=1: no service is started by a package; the private cluster has its own daemons.
   as_root env RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
     apt-get install -y -qq --no-install-recommends "${@:2}" >>"$1" 2>&1
 }

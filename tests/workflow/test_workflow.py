@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RULES = (
-    "resolve_config assets preflight accept_preflight serve agents accept_agents consistency "
+    "assets preflight accept_preflight serve agents accept_agents consistency "
     "accept_consistency release_server train diagnose accept_stage report_page"
 ).split()
 
@@ -66,13 +66,17 @@ def test_wrong_config_is_refused_before_anything_runs(
     assert not list(tmp_path.iterdir())
 
 
-def test_config_of_the_same_content_written_again_reruns_nothing(tmp_path: Path) -> None:
-    target = str(tmp_path / "demo" / "config.resolved.yaml")
+def test_resolved_config_is_written_and_the_same_run_again_does_nothing(tmp_path: Path) -> None:
+    target = str(tmp_path / "demo" / "assets" / "assets.json")
     results = ("--config", f"results={tmp_path}")
     first = snakemake("--cores", "1", *results, "--", target)
 
     again = snakemake("--cores", "1", *results, "--", target)
+    other = snakemake("-n", *results, "agents={target: other.py:Agent}", "--", target)
+    seed = snakemake("-n", *results, "seed=1", "--", target)
 
     assert first.returncode == 0, first.stderr
+    assert "run: demo" in (tmp_path / "demo" / "config.resolved.yaml").read_text(encoding="utf-8")
     assert "Nothing to be done" in again.stdout + again.stderr
-    assert "run: demo" in Path(target).read_text(encoding="utf-8")
+    assert "Nothing to be done" in other.stdout + other.stderr
+    assert "\nassets " in seed.stdout + seed.stderr

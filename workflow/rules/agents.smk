@@ -1,9 +1,8 @@
 # The user's agent: one episode, many at once, in groups, through the rollout controller.
 rule agents:
     input:
-        endpoint=ancient(RUN.endpoint(SERVER)),
+        endpoint=RUN.endpoint(SERVER),
         assets=RUN.assets / "assets.json",
-        config=ancient(RUN.config),
     output:
         verdict=report(
             RUN.agents / "verdict.json",
@@ -16,11 +15,15 @@ rule agents:
         LOGS / "agents.log",
     conda:
         "../envs/shakedown.yaml"
+    resources:
+        **placement(),
+        exclude=bad_nodes,
     params:
         section=section("agents", "serve", "model", "data"),
         out=RUN.agents,
+        config=RUN.config,
     shell:
-        "{{ shakedown agent ladder --config {input.config} --endpoint {input.endpoint} "
+        "{{ shakedown agent ladder --config {params.config} --endpoint {input.endpoint} "
         "--out {params.out} "
         "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran}"
 

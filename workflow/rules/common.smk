@@ -7,8 +7,9 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
+from shakedown.cluster.nodes import read_bad_nodes
 from shakedown.commands.lint import require_sound
-from shakedown.config import parse_config, write_resolved
+from shakedown.config import dump_config, parse_config, write_resolved
 from shakedown.config.lint import trainer_world
 from shakedown.errors import ShakedownError
 from shakedown.paths import RunPaths
@@ -30,6 +31,13 @@ RUN = RunPaths(Path(CONFIG.results) / CONFIG.run)
 SERVER = "policy"
 STAGES = list(CONFIG.stages)
 LOGS = RUN.root / "logs"
+
+
+def write_config():
+    """Write the resolved config beside the results; a file of the same content is left alone."""
+    text = dump_config(CONFIG)
+    if not RUN.config.exists() or RUN.config.read_text(encoding="utf-8") != text:
+        write_resolved(CONFIG, RUN.config)
 
 
 def section(*names):
@@ -76,7 +84,22 @@ def stage_nodes(wildcards):
 
 
 def stage_threads(wildcards):
-    return max(1, trainer_world(CONFIG.stages[wildcards.stage]))
+    """Cores on each node: one a rank."""
+    stage = CONFIG.stages[wildcards.stage]
+    return max(1, trainer_world(stage) // stage.nodes)
+
+
+def placement():
+    """Slurm partition, account and nodes to avoid; an empty string leaves it to the cluster."""
+    return {
+        "slurm_partition": CONFIG.cluster.partition,
+        "slurm_account": CONFIG.cluster.account,
+    }
+
+
+def bad_nodes(wildcards):
+    """Nodes that preflight refused, for --exclude of every later job."""
+    return ",".join(read_bad_nodes(RUN.bad_nodes))
 
 
 def stage_gpus(wildcards):

@@ -3,9 +3,8 @@ rule consistency:
     input:
         # After the agents: the server has then been seen to work under load.
         RUN.agents / "accepted.json",
-        endpoint=ancient(RUN.endpoint(SERVER)),
+        endpoint=RUN.endpoint(SERVER),
         assets=RUN.assets / "assets.json",
-        config=ancient(RUN.config),
     output:
         verdict=RUN.consistency / "verdict.json",
         page=report(
@@ -19,11 +18,15 @@ rule consistency:
         LOGS / "consistency.log",
     conda:
         "../envs/shakedown.yaml"
+    resources:
+        **placement(),
+        exclude=bad_nodes,
     params:
         section=section("consistency", "serve", "model", "data", "seed"),
         out=RUN.consistency,
+        config=RUN.config,
     shell:
-        "{{ shakedown compare --config {input.config} --endpoint {input.endpoint} "
+        "{{ shakedown compare --config {params.config} --endpoint {input.endpoint} "
         "--out {params.out} "
         "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran} {output.page}"
 

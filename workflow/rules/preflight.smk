@@ -1,7 +1,5 @@
 # Nodes, network and disks, before anything is started.
 rule preflight:
-    input:
-        config=ancient(RUN.config),
     output:
         verdict=report(
             RUN.preflight / "verdict.json",
@@ -16,14 +14,16 @@ rule preflight:
     conda:
         "../envs/shakedown.yaml"
     resources:
+        **placement(),
         nodes=CONFIG.cluster.nodes,
         gpu=CONFIG.cluster.gpus_per_node * CONFIG.cluster.nodes,
     params:
         section=section("cluster", "preflight"),
         out=RUN.preflight,
+        config=RUN.config,
     shell:
         # A verdict that is not good must survive: the gate below fails, not this job.
-        "{{ shakedown preflight --config {input.config} --out {params.out} "
+        "{{ shakedown preflight --config {params.config} --out {params.out} "
         "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran}"
 
 

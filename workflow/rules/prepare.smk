@@ -1,19 +1,5 @@
-# The resolved config beside the results, and the demo's model and data.
-rule resolve_config:
-    output:
-        RUN.config,
-    log:
-        LOGS / "config.log",
-    localrule: True
-    params:
-        config=section(*CONFIG.model_dump()),
-    run:
-        write_resolved(CONFIG, Path(output[0]))
-
-
+# The demo's model and data, or a check of the given ones.
 rule assets:
-    input:
-        ancient(RUN.config),
     output:
         RUN.assets / "assets.json",
     log:
@@ -23,5 +9,6 @@ rule assets:
         "../envs/shakedown.yaml"
     params:
         section=section("model", "data", "seed"),
+        config=RUN.config,
     shell:
-        "shakedown assets --config {input} --out $(dirname {output}) 2>&1 | tee {log}"
+        "shakedown assets --config {params.config} --out $(dirname {output}) 2>&1 | tee {log}"

@@ -3,7 +3,6 @@ rule serve:
     input:
         RUN.preflight / "accepted.json",
         assets=RUN.assets / "assets.json",
-        config=ancient(RUN.config),
     output:
         RUN.endpoint(SERVER),
     log:
@@ -13,10 +12,11 @@ rule serve:
         "../envs/shakedown.yaml"
     params:
         section=section("serve", "model"),
+        config=RUN.config,
         out=RUN.serve(SERVER),
     shell:
-        "shakedown serve start --config {input.config} --assets {input.assets} "
-        "--out {params.out} 2>&1 | tee {log}"
+        "shakedown serve start --config {params.config} --assets {input.assets} "
+        "--out {params.out} --launcher $SHAKEDOWN_LAUNCHER 2>&1 | tee {log}"
 
 
 rule release_server:

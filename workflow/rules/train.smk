@@ -3,7 +3,6 @@ rule train:
     input:
         stage_inputs,
         assets=RUN.assets / "assets.json",
-        config=ancient(RUN.config),
     output:
         RUN.stages / "{stage}" / "outcome.json",
     log:
@@ -14,14 +13,17 @@ rule train:
         "../envs/shakedown.yaml"
     threads: stage_threads
     resources:
+        **placement(),
+        exclude=bad_nodes,
         nodes=stage_nodes,
         gpu=stage_gpus,
     params:
         section=stage_section,
         run=RUN.root,
+        config=RUN.config,
     shell:
         # A stage that hung or failed writes its outcome and evidence: the gate fails, not this job.
-        "{{ shakedown train {wildcards.stage} --config {input.config} --assets {input.assets} "
+        "{{ shakedown train {wildcards.stage} --config {params.config} --assets {input.assets} "
         "--run-dir {params.run} || [ -s {output} ]; }} 2>&1 | tee {log}"
 
 

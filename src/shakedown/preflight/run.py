@@ -86,9 +86,9 @@ def run_preflight(settings: Settings) -> Checked:
 
 def _prepare(settings: Settings) -> None:
     """Results of an earlier run must not be taken for this one's."""
-    for old in (settings.out / "nodes").glob("*.json"):
-        old.unlink()
     try:
+        for old in (settings.out / "nodes").glob("*.json"):
+            old.unlink()
         for name in ("verdict.json", "pairs.json", "bad_nodes.txt"):
             (settings.out / name).unlink(missing_ok=True)
         shutil.rmtree(settings.out / "logs", ignore_errors=True)

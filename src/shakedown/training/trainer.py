@@ -103,7 +103,7 @@ class Trainer:
         sums = context.ranks.sum({**result.sums, "_stop": float(context.stop.requested)})
         stopping = sums.pop("_stop") > 0
         values["step_seconds"] = time.monotonic() - began
-        row = {"step": step, **_finite(step, sums | values)}
+        row = {"step": step, **finite(step, sums | values)}
         if step == config.steps:
             row |= self._evaluate(step)
         self.log_metrics(step, row)
@@ -205,7 +205,7 @@ def progress_line(row: Mapping[str, float], steps: int) -> str:
     return " ".join(words)
 
 
-def _finite(step: int, values: Mapping[str, float]) -> dict[str, float]:
+def finite(step: int, values: Mapping[str, float]) -> dict[str, float]:
     """Rounded for reading: nine digits are more than float32 has.
 
     Raises:

@@ -43,8 +43,6 @@ class Grpo:
         """The server starts with the input model: after a resume it needs the newer weights."""
         if done:
             self.synchronise(done)
-        if self._context.engine.rank == 0:
-            self._exchange.start_at(done + 1)
 
     def step(self, step: int) -> StepResult:
         began = time.monotonic()

@@ -4,7 +4,6 @@ batches/step_000007.npz      rollouts for step 7, written by the orchestrator
 weights/v000007/             weights after step 7 (a Hugging Face folder), written by the trainer
 weights/latest.json          the newest version, written after its folder is complete
 loaded.json                  the version that the server answers with
-start.json                   the trainer's first step: 1, or the one after its checkpoint
 finished.json                the trainer has taken its last step
 
 Either side may die at any moment; what the other one reads stays whole. Version 0 are the weights
@@ -147,15 +146,6 @@ class Exchange:
         """The version that the server answers with."""
         body = _read(self.root / "loaded.json")
         return int(body["version"]) if body else 0
-
-    def start_at(self, step: int) -> None:
-        """The trainer's first step of this attempt; after a resume its weights are published."""
-        write_json(self.root / "start.json", {"step": step})
-
-    def first_step(self) -> int | None:
-        """The first step that needs a batch, None while the trainer has not said so."""
-        body = _read(self.root / "start.json")
-        return int(body["step"]) if body else None
 
     def finish_trainer(self) -> None:
         """The trainer needs no more batches."""

@@ -107,7 +107,7 @@ async def orchestrate(job: StageJob) -> None:
         probe = probe_tokens(
             [p.tokens for p in prompts[:_PROBE_PROMPTS]], longest=await _longest(client)
         )
-        sync = WeightSync(client, probe, dtype=job.dtype)
+        sync = WeightSync(client, probe, dtype=job.dtype, initial=Path(job.model))
         await sync.begin()
         orchestrator = Orchestrator(
             Parts(job, settings, client, sync, heartbeat, prompts, tokenizer)

@@ -16,7 +16,7 @@ from pathlib import Path
 from shakedown.errors import ServerError, StorageError
 from shakedown.serving.client import Client
 from shakedown.training.rollout.exchange import Weights
-from shakedown.training.rollout.reference import reference_logprobs
+from shakedown.training.rollout.reference import reference_logprobs, same_weights
 
 PROBE_TOKENS = 320  # more than two blocks of vLLM's cache on a CPU, which are 128 tokens long
 # Mean |difference| of probe logprobs in nats between engine and trainer that passes as equal:
@@ -71,14 +71,20 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 class WeightSync:
-    """Applies versions one after the other. No generation may be in flight meanwhile."""
+    """Applies versions one after the other. No generation may be in flight meanwhile.
 
-    def __init__(self, client: Client, probe: Sequence[int], *, dtype: str) -> None:
+    `initial` is the model folder that the server was started with.
+    """
+
+    def __init__(
+        self, client: Client, probe: Sequence[int], *, dtype: str, initial: Path | None = None
+    ) -> None:
         self._client, self._probe = client, list(probe)
         self._tolerance = TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
         self._scores: list[float] = []
         self._digest = ""
         self._compared = False
+        self._initial = initial
 
     async def begin(self) -> None:
         """Note how the server answers before the first update."""
@@ -103,8 +109,7 @@ class WeightSync:
                     f"prefix cache of the old weights ({self._client.base_url})"
                 )
             scores = await self._score(self._probe)
-            same = scores == self._scores
-            if not same or weights.digest == self._digest:
+            if scores != self._scores or await self._unchanged(weights):
                 break
             if last:
                 raise WeightUpdateError(
@@ -115,6 +120,14 @@ class WeightSync:
         await self._compare(weights)
         self._scores, self._digest = scores, weights.digest
         return time.monotonic() - began
+
+    async def _unchanged(self, weights: Weights) -> bool:
+        """Whether the new weights are the old ones: without any reward nothing is learned."""
+        if self._digest:
+            return weights.digest == self._digest
+        if self._initial is None or not self._initial.is_dir():
+            return False
+        return await asyncio.to_thread(same_weights, self._initial, weights.folder)
 
     async def _compare(self, weights: Weights) -> None:
         expected = read_expected(weights.folder)
