@@ -63,7 +63,10 @@ def test_preflight_saw_both_nodes(demo: Demo) -> None:
 def test_server_was_a_job_of_its_own(demo: Demo) -> None:
     paths, _ = demo
 
-    assert read_json(paths.endpoint("policy"))["job_id"]
+    launcher = read_json(paths.endpoint("policy"))["launcher"]
+
+    assert launcher["kind"] == "slurm"
+    assert launcher["job_id"].isdecimal()
 
 
 def test_training_ran_on_two_nodes(demo: Demo) -> None:
