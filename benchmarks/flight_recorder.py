@@ -59,9 +59,7 @@ def names(tool: str, output: str, rank: int) -> bool:
         return bool(body["diagnosis"]["culprits"]["ranks"] == [rank])
     if "Traceback" in output:
         raise RuntimeError(f"torchfrtrace crashed on these dumps:\n{output[-2000:]}")
-    return any(
-        "missing" in line.lower() and f"{{{rank}}}" in line for line in output.splitlines()
-    )
+    return any("missing" in line.lower() and f"{{{rank}}}" in line for line in output.splitlines())
 
 
 def measure(command: list[str]) -> tuple[float, float, str]:
