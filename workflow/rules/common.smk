@@ -40,6 +40,11 @@ def write_config():
         write_resolved(CONFIG, RUN.config)
 
 
+def place_server(launcher):
+    """Tell the rule `serve` who starts the server; known only when the run begins."""
+    os.environ.update(SHAKEDOWN_LAUNCHER=launcher)
+
+
 def section(*names):
     """Sections of the config as one string: a change in them runs the rule again."""
     return json.dumps({name: CONFIG.model_dump(mode="json")[name] for name in names})
