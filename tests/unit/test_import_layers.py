@@ -19,7 +19,6 @@ FLOORS = {
     "preflight": 3,
     "serving": 3,
     "hang": 3,
-    "debug": 3,
     "reports": 3,
     "agents": 4,
     "consistency": 4,
