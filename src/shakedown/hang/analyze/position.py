@@ -115,7 +115,8 @@ def position_of(component: Component) -> Position:
     stack = component.stack
     place = stack.place if stack else None
     judged = judge_path(component.path, _active(stack.main) if stack and stack.main else None)
-    position = Position(judged.kind, judged.op, judged.path, judged.frame, judged.cleanup, place)
+    kind: Kind = "dataloader" if judged.kind == "user" and _fetches(component) else judged.kind
+    position = Position(kind, judged.op, judged.path, judged.frame, judged.cleanup, place)
     if state is not None and state.state == "T":
         return Position("stopped", position.op, position.path, position.frame, place=state.place)
     if state is not None and state.state == "D" and position.kind in ("user", "busy", "unknown"):
@@ -125,6 +126,12 @@ def position_of(component: Component) -> Position:
         kinds: dict[str, Kind] = {"gone": "dead", "stopped": "stopped"}
         return Position(kinds.get(last.reason, "unknown"), place=last.place)
     return position
+
+
+def _fetches(component: Component) -> bool:
+    """The newest heartbeat says that the component fetches a batch, by whatever loader."""
+    beats = sorted(component.beats, key=lambda row: row.sample)
+    return bool(beats) and beats[-1].beat.phase == "data"
 
 
 def _active(thread: Thread) -> bool | None:
