@@ -40,8 +40,9 @@ bench: install ## every benchmark, ours and the peer side by side
 	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
 slurm-demo: install system ## the demo on a private Slurm cluster that starts and stops with it
-	@$(BIN)/python scripts/slurm_cluster.py run .slurm -- $(BIN)/snakemake --profile profiles/slurm
+	@folder=$$(mktemp -d -t shakedown-slurm.XXXX) && $(BIN)/python scripts/slurm_cluster.py \
+		run $$folder -- $(BIN)/snakemake --profile profiles/slurm && rm -rf $$folder
 	@echo "report: $(CURDIR)/results/demo/report/index.html"
 
 clean: ## results and caches, never .venv
-	@rm -rf results .snakemake .slurm report.zip .mypy_cache .ruff_cache .pytest_cache
+	@rm -rf results .snakemake report.zip .mypy_cache .ruff_cache .pytest_cache
