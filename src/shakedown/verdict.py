@@ -123,8 +123,10 @@ def read_verdict(path: Path) -> Verdict:
         body = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read verdict {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise UsageError(f"{path} is not JSON for us: nested too deeply") from error
     if not isinstance(body, dict) or body.pop("schema", None) != SCHEMA:
         raise UsageError(f'{path} is not a verdict: expected "schema": "{SCHEMA}"')
     if body.get("status") not in get_args(Status):
