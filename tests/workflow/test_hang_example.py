@@ -43,6 +43,8 @@ def test_run_ends_with_exit_code_1_and_one_sentence(hang: Hang) -> None:
     sentences = [line for line in done.stdout.splitlines() if "accept grpo: FAIL" in line]
     assert len(sentences) == 1
     assert "rank 1" in sentences[0]
+    assert "Error in rule accept_stage" in done.stdout
+    assert "MissingOutputException" not in done.stdout
 
 
 def test_diagnosis_names_rank_and_line(hang: Hang) -> None:

@@ -80,3 +80,21 @@ def test_resolved_config_is_written_and_the_same_run_again_does_nothing(tmp_path
     assert "Nothing to be done" in again.stdout + again.stderr
     assert "Nothing to be done" in other.stdout + other.stderr
     assert "\nassets " in seed.stdout + seed.stderr
+
+
+def test_a_verdict_that_is_not_good_fails_its_gate_at_once_and_the_stage_runs_again(
+    tmp_path: Path,
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(f"results: {tmp_path}\ncluster: {{gpus_per_node: 7}}\n", encoding="utf-8")
+    target = str(tmp_path / "demo" / "preflight" / "accepted.json")
+
+    result = snakemake("--cores", "1", "--configfile", str(config), "--", target)
+    again = snakemake("-n", "--configfile", str(config), "--", target)
+
+    output = result.stdout + result.stderr
+    assert result.returncode == 1
+    assert "FAIL gpus [node" in output
+    assert "Error in rule accept_preflight" in output
+    assert "MissingOutputException" not in output
+    assert "\npreflight " in again.stdout + again.stderr

@@ -14,8 +14,13 @@ from shakedown.config.lint import trainer_world
 from shakedown.errors import ShakedownError
 from shakedown.paths import RunPaths
 
+# A prefix replaces Snakemake's own strict mode, so it has to ask for it again: without pipefail
+# a command that fails in front of `| tee` would count as done.
 # The programs of the environment that runs Snakemake come first, activated or not.
-shell.prefix(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; ")
+shell.prefix(
+    "set -euo pipefail; "
+    f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH; "
+)
 
 
 def checked_config():
