@@ -12,8 +12,11 @@ Every message says what was given, what was expected, where, and what to run nex
 """
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from enum import IntEnum
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 
 class ExitCode(IntEnum):
@@ -68,6 +71,20 @@ class StorageError(BlockedError):
 
 class LaunchError(BlockedError):
     """A process could not be started."""
+
+
+def look_up(
+    what: str, name: str, table: Mapping[str, Value], *, error: type[ShakedownError] = UsageError
+) -> Value:
+    """`table[name]`.
+
+    Raises:
+        error: no such name; tells the nearest one and all that are valid.
+    """
+    if name not in table:
+        guess = did_you_mean(name, table)
+        raise error(f"unknown {what} {name!r}{guess}; valid: {', '.join(table)}")
+    return table[name]
 
 
 def did_you_mean(given: str, valid: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""Atomic writes: a reader sees the old file or the new one, never half of it."""
+"""Atomic writes: a reader sees the old file or the new one, never half of it. And reads of JSON."""
 
 import contextlib
 import json
@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from shakedown.errors import StorageError
+from shakedown.errors import StorageError, UsageError
 
 
 @contextlib.contextmanager
@@ -49,6 +49,33 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, body: Mapping[str, Any] | list[Any]) -> None:
     """Write JSON atomically; NaN and infinities are refused, as JSON has none."""
     write_text(path, json.dumps(body, indent=2, allow_nan=False, default=_plain) + "\n")
+
+
+def read_object(path: Path, what: str, *, schema: str = "", hint: str = "") -> dict[str, Any]:
+    """Read a file that holds one JSON object; the key `schema` is checked and taken out.
+
+    Args:
+        what: what the file should be, for messages.
+        schema: the value of the key; empty: not asked for.
+
+    Raises:
+        UsageError: missing, unreadable, not JSON, no object, of another schema.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UsageError(f"cannot read {what} {path}: {reason}", hint=hint) from error
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON: {error}", hint=hint) from error
+    except RecursionError as error:
+        raise UsageError(f"{path} is not JSON for us: nested too deeply", hint=hint) from error
+    if not isinstance(body, dict):
+        found = type(body).__name__
+        raise UsageError(f"{path} is no {what}: expected an object, got {found}", hint=hint)
+    if schema and body.pop("schema", None) != schema:
+        raise UsageError(f'{path} is no {what}: expected "schema": "{schema}"', hint=hint)
+    return body
 
 
 def _plain(value: Any) -> Any:

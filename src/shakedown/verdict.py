@@ -1,6 +1,5 @@
 """The one result type of every stage, its file form and its exit code."""
 
-import json
 import os
 import platform
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shakedown.errors import ExitCode, UsageError
-from shakedown.files import write_json
+from shakedown.files import read_object, write_json
 
 SCHEMA = "shakedown/verdict/1"
 
@@ -119,16 +118,7 @@ def read_verdict(path: Path) -> Verdict:
     Raises:
         UsageError: the file is missing, is not JSON, or is not of this schema.
     """
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read verdict {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
-    except RecursionError as error:
-        raise UsageError(f"{path} is not JSON for us: nested too deeply") from error
-    if not isinstance(body, dict) or body.pop("schema", None) != SCHEMA:
-        raise UsageError(f'{path} is not a verdict: expected "schema": "{SCHEMA}"')
+    body = read_object(path, "verdict", schema=SCHEMA)
     if body.get("status") not in get_args(Status):
         raise UsageError(f"{path}: status {body.get('status')!r} is not one of {get_args(Status)}")
     own = {name: body.pop(name) for name in list(body) if name in Verdict.__dataclass_fields__}

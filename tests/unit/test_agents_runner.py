@@ -427,8 +427,8 @@ def test_the_command_reports_failures_by_cause(server: ChatServer, tmp_path: Pat
     ("text", "said"),
     [
         ("", "holds no rows"),
-        ('{"a": 1}\nnot json\n', "rows.jsonl:2: not JSON"),
-        ("[1, 2]\n", "rows.jsonl:1: expected a JSON object"),
+        ('{"a": 1}\nnot json\n', "rows.jsonl, line 2: not JSON"),
+        ("[1, 2]\n", "rows.jsonl, line 1: expected an object"),
         ("\udcff", "cannot read data"),
     ],
 )

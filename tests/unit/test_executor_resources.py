@@ -109,8 +109,12 @@ def test_a_mistake_is_named(given: dict[str, Any], words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_no_valid_name_is_taken_for_a_slip() -> None:
+@pytest.mark.parametrize("name", VALID)
+def test_no_valid_name_is_taken_for_a_slip(name: str) -> None:
     numbers = {"runtime", "nodes", "cpus_per_task", "mem_mb", "mem_mb_per_cpu", "gpu"}
-    for name in VALID:
-        value: Any = 1 if name in numbers else "--hold" if name == "slurm_extra" else "x"
-        slurm_parameters({name: value}, threads=1)
+    value: Any = 2 if name in numbers else "--hold" if name == "slurm_extra" else "x"
+    others = {"gpu": 2} if name == "gpu_model" else {}  # a model alone asks for nothing
+
+    parameters = slurm_parameters({**others, name: value}, threads=1)
+
+    assert parameters != slurm_parameters(others, threads=1)

@@ -13,6 +13,7 @@ FLOORS = {
     "errors": 0,
     "paths": 1,
     "files": 1,
+    "rows": 1,
     "cluster": 2,
     "verdict": 2,
     "config": 3,

@@ -2,7 +2,7 @@
 
 import itertools
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shakedown.preflight import wire
@@ -43,5 +43,8 @@ def test_an_incomplete_or_damaged_message_counts_as_missing() -> None:
 
 
 @given(st.text())
+@example("a 1/" + "9" * 5000 + " x")
 def test_any_text_is_read_without_an_error(text: str) -> None:
-    wire.decode(f"@shakedown {text}\n@shakedown a 1/1 {text}")
+    log = "\n".join([f"@shakedown {text}", f"@shakedown a 1/1 {text}", *wire.encode(BODY)])
+
+    assert wire.decode(log)[-1] == BODY

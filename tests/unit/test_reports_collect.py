@@ -79,8 +79,8 @@ def test_a_stage_name_never_leads_out_of_the_run(paths: RunPaths) -> None:
     [
         (b"", "is not JSON"),
         (b'{"schema": "shakedown/verd', "is not JSON"),
-        (b"[1, 2]", "is not a verdict"),
-        (b'{"schema": "other/1"}', "is not a verdict"),
+        (b"[1, 2]", "is no verdict"),
+        (b'{"schema": "other/1"}', "is no verdict"),
         (b'{"schema": "shakedown/verdict/1", "status": "FINE"}', "is not one of"),
         (b'{"schema": "shakedown/verdict/1", "status": "PASS"}', "not a complete verdict"),
         (b"\xff\xfe\x00", "is not JSON"),

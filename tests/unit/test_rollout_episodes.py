@@ -1,10 +1,9 @@
 """From prompts to a batch, and what the orchestrator refuses before it starts."""
 
-import contextlib
 import itertools
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from shakedown.training.rollout.episodes import (
 )
 from shakedown.training.rollout.exchange import Exchange
 from tests.faults.fake_engine import Engine
+from tests.unit.local_engine import running
 
 PAD = 0
 
@@ -172,20 +172,6 @@ def test_server_that_never_comes_is_named_in_one_sentence(
     assert "the vllm server at http://127.0.0.1:9 did not answer a generation within 2 s" in said
 
 
-@contextlib.contextmanager
-def sglang_server() -> Iterator[Engine]:
-    """A stand-in that speaks SGLang's protocol and always answers alike."""
-    engine = Engine("127.0.0.1", 0)
-    thread = threading.Thread(target=engine.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-        engine.server_close()
-        thread.join()
-
-
 def runnable(root: Path, engine: Engine) -> Path:
     write_model(root / "model", seed=0)
     rows = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": "2"} for n in range(9)]
@@ -210,7 +196,7 @@ def in_background(exchange: Exchange, act: Callable[[], None]) -> threading.Thre
 def test_server_that_ignores_new_weights_is_found_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with sglang_server() as engine:
+    with running() as engine:
         path = runnable(tmp_path, engine)
         exchange = Exchange(path.parent / "exchange")
         other = tmp_path / "other"
@@ -232,7 +218,7 @@ def test_server_that_dies_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shakedown.serving.client._RETRY_SECONDS", (0.01,))
-    with sglang_server() as engine:
+    with running() as engine:
         path = runnable(tmp_path, engine)
         exchange = Exchange(path.parent / "exchange")
 

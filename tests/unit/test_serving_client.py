@@ -1,10 +1,8 @@
 """The client against real local sockets: SGLang's documented protocol, and bad servers."""
 
 import asyncio
-import contextlib
 import socket
 import threading
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,19 +10,7 @@ from shakedown.errors import ServerError
 from shakedown.serving.client import Client
 from shakedown.serving.engines import get_token_engine
 from tests.faults.fake_engine import LOGPROB, Engine
-
-
-@contextlib.contextmanager
-def running(mode: str = "good") -> Iterator[Engine]:
-    engine = Engine("127.0.0.1", 0, mode)
-    thread = threading.Thread(target=engine.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield engine
-    finally:
-        engine.shutdown()
-        engine.server_close()
-        thread.join()
+from tests.unit.local_engine import running
 
 
 def url(engine: Engine) -> str:

@@ -125,7 +125,7 @@ def test_a_bad_row_is_named_with_its_line(
     ("changes", "message"),
     [
         ({"model__source": "./nothing"}, "does not exist"),
-        ({"data__train": "nothing.jsonl"}, "nothing.jsonl does not exist"),
+        ({"data__train": "nothing.jsonl"}, "nothing.jsonl: No such file"),
         ({"data__train_size": 9999}, "10000 problems"),
     ],
 )

@@ -69,7 +69,7 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"nothing\.jsonl does not exist"):
+    with pytest.raises(UsageError, match=r"cannot read data set .*nothing\.jsonl: No such file"):
         load_rows(str(tmp_path / "nothing.jsonl"))
 
 

@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 
-from shakedown.config import FaultConfig
+from shakedown.config import FaultConfig, StageConfig
 from shakedown.errors import ConfigError
 from shakedown.training.engines import engine_class
-from shakedown.training.faults import KINDS, Injector, SwallowedError, check_kind
+from shakedown.training.faults import KINDS, Injector, Place, SwallowedError, check_kind
 
 
 def test_an_unknown_kind_names_the_nearest() -> None:
@@ -30,21 +31,34 @@ def test_every_kind_says_what_it_does_and_strikes_somewhere() -> None:
 @pytest.mark.parametrize(
     ("rank", "place", "step"), [(0, "step", 3), (1, "data", 3), (1, "step", 2), (1, "step", 4)]
 )
-def test_elsewhere_nothing_happens(rank: int, place: str, step: int) -> None:
+def test_elsewhere_nothing_happens(
+    rank: int, place: Place, step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = FaultConfig(kind="exception_in_cleanup", rank=1, step=3)
 
-    Injector(config, rank=rank).at(place, step)  # type: ignore[arg-type]
+    Injector(config, rank=rank).at(place, step)
+
+    assert capsys.readouterr().out == ""
 
 
-def test_at_its_rank_step_and_place_it_strikes() -> None:
+def test_at_its_rank_step_and_place_it_strikes(capsys: pytest.CaptureFixture[str]) -> None:
     config = FaultConfig(kind="exception_in_cleanup", rank=1, step=3)
 
     with pytest.raises(SwallowedError):
         Injector(config, rank=1).at("step", 3)
 
+    assert capsys.readouterr().out == "drill: exception_in_cleanup on rank 1 at step 3\n"
 
-def test_no_fault_is_configured_by_default() -> None:
-    Injector(None, rank=0).at("step", 1)
+
+@pytest.mark.parametrize("place", get_args(Place))
+def test_no_fault_is_configured_by_default(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default = StageConfig.model_fields["fault"].get_default()
+
+    Injector(default, rank=1).at(place, 3)
+
+    assert (default, capsys.readouterr().out) == (None, "")
 
 
 @pytest.mark.parametrize(

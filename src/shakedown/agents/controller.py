@@ -9,7 +9,6 @@ import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
-from types import TracebackType
 from typing import Generic, Self, TypeVar
 
 from shakedown.agents.staleness import Staleness, explain
@@ -63,12 +62,7 @@ class RolloutController(Generic[Data, Group]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.close()
 
     @property

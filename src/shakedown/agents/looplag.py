@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from shakedown.agents.wire import CURRENT_EPISODE
@@ -53,12 +53,7 @@ class LoopMonitor:
         self._thread.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         self._stop.set()
         self._ticker.cancel()
         with contextlib.suppress(asyncio.CancelledError):

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 
-from shakedown.errors import UsageError, did_you_mean
+from shakedown.errors import look_up
 
 RewardFunction = Callable[[str, str], float]
 
@@ -60,8 +60,4 @@ def get_reward(name: str) -> RewardFunction:
     Raises:
         UsageError: no such name.
     """
-    if name not in REWARDS:
-        raise UsageError(
-            f"unknown reward {name!r}{did_you_mean(name, REWARDS)}; valid: {', '.join(REWARDS)}"
-        )
-    return REWARDS[name]
+    return look_up("reward", name, REWARDS)

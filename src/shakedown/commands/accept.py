@@ -6,12 +6,10 @@ runs exactly that stage again. Verdicts, evidence and attempts stay where they a
 """
 
 import argparse
-import json
 from dataclasses import replace
 from pathlib import Path
 
-from shakedown.errors import UsageError
-from shakedown.files import write_text
+from shakedown.files import read_object, write_text
 from shakedown.paths import StagePaths
 from shakedown.training.outcome import SCHEMA as OUTCOME_SCHEMA
 from shakedown.training.outcome import Outcome, read_outcome
@@ -47,7 +45,7 @@ def _archive(diagnosis: Path) -> None:
 
 
 def _judge(file: Path, diagnosis: Path | None) -> Verdict:
-    if _schema(file) != OUTCOME_SCHEMA:
+    if read_object(file, "verdict").get("schema") != OUTCOME_SCHEMA:
         verdict = read_verdict(file)
         advice = f"mend the cause (see {file}), then run the same command again"
         return verdict if verdict.status in ("PASS", "WARN") else replace(verdict, next=advice)
@@ -85,13 +83,3 @@ def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path)
         seconds=clock.seconds,
         next="" if completed else "mend the cause, then run the same snakemake command again",
     )
-
-
-def _schema(file: Path) -> str:
-    try:
-        body = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {file}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{file} is not JSON: {error}") from error
-    return str(body.get("schema", "")) if isinstance(body, dict) else ""

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shakedown.commands.arguments import above_zero, number, positive
 from shakedown.errors import UsageError
 from shakedown.files import write_text
+from shakedown.rows import read_rows
 from shakedown.verdict import Stopwatch, Verdict, finish, installed_versions, status_of
 
 if TYPE_CHECKING:
@@ -27,11 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_parser.add_argument("target", help="package.module:Class or path/to/file.py:Class")
     run_parser.add_argument("--data", required=True, help="JSON lines, or hub:NAME[:SPLIT]")
     run_parser.add_argument("--base-url", help="the server's URL (else OPENAI_BASE_URL)")
-    run_parser.add_argument("--concurrency", type=_positive, default=64, help="episodes at once")
-    run_parser.add_argument("--group-size", type=_positive, default=1, help="samples a row")
-    run_parser.add_argument("--limit", type=_positive, help="use the first K rows only")
+    run_parser.add_argument("--concurrency", type=positive, default=64, help="episodes at once")
+    run_parser.add_argument("--group-size", type=positive, default=1, help="samples a row")
+    run_parser.add_argument("--limit", type=positive, help="use the first K rows only")
     run_parser.add_argument("--model", default="", help="model name (else what the server serves)")
-    run_parser.add_argument("--min-success-rate", type=_share, default=1.0, help="0..1")
+    run_parser.add_argument("--min-success-rate", type=number(0, 1), default=1.0, help="0..1")
     run_parser.set_defaults(act=_run)
     ladder = actions.add_parser("ladder", help="climb the concurrency ladder", formatter_class=form)
     ladder.add_argument("--config", nargs="+", type=Path, required=True, help="YAML files")
@@ -41,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for each, timeout in ((run_parser, 120.0), (ladder, None)):
         each.add_argument("--out", type=Path, default=Path("results/agent"), help="results folder")
         each.add_argument(
-            "--episode-timeout", type=_seconds, default=timeout, help="seconds an episode may take"
+            "--episode-timeout",
+            type=above_zero,
+            default=timeout,
+            help="seconds an episode may take",
         )
         each.add_argument(
             "--separate-tls",
@@ -62,7 +67,6 @@ def _run(args: argparse.Namespace) -> int:
     from shakedown.agents.judge import judge_run, metrics, summary, to_extra
     from shakedown.agents.runner import RunSettings, drive, run_episodes
     from shakedown.agents.server_view import ask_server
-    from shakedown.commands.rows import read_rows
 
     watch = Stopwatch()
     agent = load_agent(args.target)
@@ -99,7 +103,7 @@ def _ladder(args: argparse.Namespace) -> int:
     from shakedown.agents.contract import load_agent
     from shakedown.agents.ladder import Climb, LadderSettings, climb, rung_metrics
     from shakedown.agents.runner import drive
-    from shakedown.commands.rows import heldout_source, read_rows
+    from shakedown.commands.assets_file import heldout_source
     from shakedown.config import load_config
     from shakedown.serving.folder import ServerFolder
     from shakedown.serving.lease import Lease
@@ -171,24 +175,3 @@ def _write_episodes(out: Path, episodes: "Iterable[Episode]", rungs: "Iterable[R
 
 def _versions() -> dict[str, str]:
     return installed_versions("openai", "httpx", "httpx2")
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
-
-
-def _seconds(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 1e7:
-        raise argparse.ArgumentTypeError(f"{text} is not a time in seconds above 0")
-    return number
-
-
-def _share(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not in 0..1")
-    return number

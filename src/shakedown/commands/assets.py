@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from shakedown.config import Config, load_config
 from shakedown.errors import UsageError
 from shakedown.files import write_json
+from shakedown.rows import is_hub
 from shakedown.verdict import Finding, Stopwatch, Verdict, finish, installed_versions, status_of
 
 if TYPE_CHECKING:
@@ -116,8 +117,6 @@ def _data(config: Config, out: Path) -> tuple[str, str]:
 
 
 def _resolved(source: str) -> str:
-    from shakedown.training.data.rows import is_hub
-
     return source if is_hub(source) else str(Path(source).expanduser().absolute())
 
 

@@ -1,10 +1,12 @@
 """Reading assets.json: what later stages are given as model and data."""
 
-import json
 from pathlib import Path
 
-from shakedown.commands.assets import SCHEMA, Assets
+from shakedown.commands.assets import DEMO, SCHEMA, Assets
+from shakedown.config import Config
 from shakedown.errors import UsageError
+from shakedown.files import read_object
+from shakedown.paths import RunPaths
 
 
 def read_assets(path: Path) -> Assets:
@@ -14,15 +16,20 @@ def read_assets(path: Path) -> Assets:
         UsageError: missing, not JSON, or not of this schema.
     """
     hint = f"shakedown assets --config CONFIG --out {path.parent}"
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read assets {path}: {error.strerror}", hint=hint) from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}", hint=hint) from error
-    if not isinstance(body, dict) or body.pop("schema", None) != SCHEMA:
-        raise UsageError(f'{path} is no assets file: expected "schema": "{SCHEMA}"', hint=hint)
+    body = read_object(path, "assets", schema=SCHEMA, hint=hint)
     try:
         return Assets(**body)
     except TypeError as error:
         raise UsageError(f"{path} is not complete: {error}", hint=hint) from error
+
+
+def heldout_source(config: Config) -> str:
+    """The held-out rows of a run; the demo's lie where `shakedown assets` wrote them.
+
+    Raises:
+        UsageError: the demo's rows were not written yet.
+    """
+    if config.data.heldout != DEMO:
+        return config.data.heldout
+    folder = RunPaths(Path(config.results) / config.run).assets
+    return read_assets(folder / "assets.json").heldout

@@ -2,14 +2,16 @@
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shakedown.commands.arguments import above_zero, number, positive
 from shakedown.errors import BlockedError, UsageError, did_you_mean
+from shakedown.files import read_object
+from shakedown.rows import read_rows
 from shakedown.verdict import Finding, Stopwatch, Verdict, finish
 
 if TYPE_CHECKING:
@@ -43,24 +45,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", nargs="+", type=Path, help="a run's YAML files")
     parser.add_argument("--endpoint", type=Path, help="endpoint.json of `shakedown serve`")
     parser.add_argument("--out", type=Path, default=Path("results/compare"), help="results folder")
-    parser.add_argument("--limit", type=_positive, help="use the first N rows")
-    parser.add_argument("--max-tokens", type=_positive, help="tokens a sample (64)")
-    parser.add_argument("--temperature", type=_temperature, help="of the sampling (1)")
+    parser.add_argument("--limit", type=positive, help="use the first N rows")
+    parser.add_argument("--max-tokens", type=positive, help="tokens a sample (64)")
+    parser.add_argument("--temperature", type=number(0, 100), help="of the sampling (1)")
     parser.add_argument("--grade", choices=_GRADES, help="how strict to be (dense)")
     parser.add_argument(
         "--dtype", choices=("auto", "float32", "bfloat16"), help="of the reference (auto)"
     )
     parser.add_argument("--model", default="", help="served model name, if the server has several")
     parser.add_argument("--seed", type=int, help="of the bootstrap (0)")
-    parser.add_argument("--concurrency", type=_positive, default=64, help="requests at once")
+    parser.add_argument("--concurrency", type=positive, default=64, help="requests at once")
     parser.add_argument(
-        "--request-timeout", type=_above_zero, default=300.0, help="seconds a request may take"
+        "--request-timeout", type=above_zero, default=300.0, help="seconds a request may take"
     )
     parser.add_argument(
-        "--max-model-len", type=_positive, default=4096, help="of a server that is started"
+        "--max-model-len", type=positive, default=4096, help="of a server that is started"
     )
     parser.add_argument(
-        "--kv-cache-gb", type=_above_zero, default=1.0, help="GiB, of a server without a GPU"
+        "--kv-cache-gb", type=above_zero, default=1.0, help="GiB, of a server without a GPU"
     )
     parser.add_argument("--strict", action="store_true", help="a WARN exits with 1")
 
@@ -119,7 +121,7 @@ def _planned_by_hand(args: argparse.Namespace) -> "Iterator[Plan]":
 @contextlib.contextmanager
 def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     """A run's own settings; options on the command line win."""
-    from shakedown.commands.rows import heldout_source
+    from shakedown.commands.assets_file import heldout_source
     from shakedown.config import load_config
     from shakedown.serving.folder import ServerFolder
     from shakedown.serving.lease import Lease
@@ -145,8 +147,6 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
 def _plan(
     args: argparse.Namespace, server: Server, *, reference: str, source: str, dtype: str
 ) -> "Plan":
-    from shakedown.commands.rows import read_rows
-
     rows = read_rows(source, limit=args.limit)
     from shakedown.consistency.run import Plan  # after the rows: it imports torch
 
@@ -209,35 +209,14 @@ def _checkpoint(model: str) -> Checkpoint:
     path = Path(model).expanduser() / "config.json"
     if not path.is_file():
         return Checkpoint()
+    body = read_object(path, "model config")
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
         dtype = body.get("dtype") or body.get("torch_dtype") or "auto"
         positions = body.get("max_position_embeddings") or Checkpoint.positions
         return Checkpoint(str(dtype), int(positions))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(f"{path} is not a model config: {error}") from error
 
 
 def _say(line: str) -> None:
     print(f"  {line}", file=sys.stderr, flush=True)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
-
-
-def _temperature(text: str) -> float:
-    number = float(text)
-    if not 0 <= number <= 100:
-        raise argparse.ArgumentTypeError(f"{text} is not a temperature from 0 to 100")
-    return number
-
-
-def _above_zero(text: str) -> float:
-    number = float(text)
-    if not 0 < number < 1e7:
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return number

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from shakedown.cluster.nodes import allocation_nodes
+from shakedown.commands.arguments import above_zero, whole
 from shakedown.config import Config, load_config
 from shakedown.errors import StorageError, UsageError
 from shakedown.paths import RunPaths
@@ -17,19 +18,23 @@ from shakedown.verdict import finish, render_text
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments; those that are left out come from the config, if one is given."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="a run's config file")
-    parser.add_argument("--nodes", type=_positive, metavar="N", help="nodes the run needs")
+    parser.add_argument("--nodes", type=whole(1, 65536), metavar="N", help="nodes the run needs")
     parser.add_argument("--tier", choices=get_args(Tier), help="how much to do (quick)")
-    parser.add_argument("--expect-gpus", type=_count, metavar="N", help="GPUs on each node")
+    parser.add_argument("--expect-gpus", type=whole(0, 1024), metavar="N", help="GPUs on each node")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results folder, shared by all")
     parser.add_argument(
         "--path", action="append", default=[], help="a file or folder all nodes must read"
     )
     parser.add_argument(
-        "--port", action="append", default=[], type=_port, help="a port that must be free"
+        "--port", action="append", default=[], type=whole(1, 65535), help="a port that must be free"
     )
-    parser.add_argument("--timeout", type=_seconds, metavar="S", help="seconds a check may take")
+    parser.add_argument("--timeout", type=above_zero, metavar="S", help="seconds a check may take")
     parser.add_argument(
-        "--burn-seconds", type=_seconds, default=600.0, metavar="S", help="length of the burn tier"
+        "--burn-seconds",
+        type=above_zero,
+        default=600.0,
+        metavar="S",
+        help="length of the burn tier",
     )
     parser.add_argument("--min-free-disk-gb", type=float, metavar="GB", help="free disk needed")
     parser.add_argument("--min-shm-mb", type=float, metavar="MB", help="shared memory needed")
@@ -115,31 +120,3 @@ def _local_paths(config: Config) -> Sequence[str]:
 
 def _is_path(entry: str) -> bool:
     return entry.startswith((".", "/", "~")) or Path(entry).exists()
-
-
-def _positive(text: str) -> int:
-    return _in_range(text, 1, 65536)
-
-
-def _count(text: str) -> int:
-    return _in_range(text, 0, 1024)
-
-
-def _port(text: str) -> int:
-    return _in_range(text, 1, 65535)
-
-
-def _in_range(text: str, least: int, most: int) -> int:
-    if not text.isascii() or not text.isdecimal() or not least <= int(text) <= most:
-        raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {most}")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e7:
-        raise argparse.ArgumentTypeError(f"expected seconds above 0, got {text!r}")
-    return value

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shakedown.commands.arguments import whole
 from shakedown.errors import ShakedownError, UsageError
 from shakedown.verdict import Finding, Stopwatch, Verdict, finish, installed_versions
 
@@ -56,7 +57,7 @@ def _server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--host", default="", help="address to listen on; default: see docs/serve.md"
     )
-    parser.add_argument("--port", type=_port, default=0, help="0: a free one")
+    parser.add_argument("--port", type=whole(0, 65535), default=0, help="0: a free one")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="precision")
     parser.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
     parser.add_argument("--kv-cache-gb", type=float, help="GiB, on machines without CUDA")
@@ -277,10 +278,3 @@ def _words(text: str, name: str) -> tuple[str, ...]:
         return tuple(shlex.split(text))
     except ValueError as error:
         raise UsageError(f"--{name.replace('_', '-')} {text!r}: {error}") from error
-
-
-def _port(text: str) -> int:
-    port = int(text)
-    if not 0 <= port < 65536:
-        raise argparse.ArgumentTypeError(f"{text} is no port: expected 0 to 65535")
-    return port

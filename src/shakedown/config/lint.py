@@ -6,6 +6,7 @@ from pathlib import Path
 from shakedown.cluster.allocation import parse_allocation
 from shakedown.config.schema import Config, StageConfig
 from shakedown.errors import UsageError, did_you_mean
+from shakedown.rows import is_hub
 from shakedown.verdict import Finding
 
 
@@ -48,7 +49,7 @@ def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
         expected = "one of " + ", ".join(sorted(rewards))
         findings.append(_fail("reward", "data.reward", config.data.reward, expected, remedy))
     for key, value in (("train", config.data.train), ("heldout", config.data.heldout)):
-        local = value != "demo" and not value.startswith("hub:")
+        local = value != "demo" and not is_hub(value)
         if local and not Path(value).is_file():
             expected = "`demo`, an existing JSON-lines file, or hub:NAME[:SPLIT]"
             findings.append(_fail("data", f"data.{key}", value, expected))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shakedown.consistency.compare import Metric
-from shakedown.errors import UsageError, did_you_mean
+from shakedown.errors import look_up
 from shakedown.verdict import Finding, FindingStatus
 
 Grade = Literal["dense", "moe", "fp8", "strict"]
@@ -51,11 +51,7 @@ def get_limits(grade: str) -> Mapping[str, Limits]:
     Raises:
         UsageError: no such grade.
     """
-    if grade not in GRADES:
-        raise UsageError(
-            f"unknown grade {grade!r}{did_you_mean(grade, GRADES)}; valid: {', '.join(GRADES)}"
-        )
-    return GRADES[grade]
+    return look_up("grade", grade, GRADES)
 
 
 def grade_metrics(metrics: Mapping[str, Metric], grade: str) -> list[Finding]:

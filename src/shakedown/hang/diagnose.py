@@ -1,11 +1,11 @@
 """From files to a verdict: read, judge, and say it in one sentence with its evidence."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shakedown.errors import UsageError
+from shakedown.files import read_object
 from shakedown.hang import hook
 from shakedown.hang.analyze import Diagnosis, analyze
 from shakedown.hang.analyze.model import Hypothesis
@@ -187,7 +187,6 @@ def newest_attempt(stage: StagePaths) -> AttemptPaths:
 def read_outcome(attempt: AttemptPaths) -> dict[str, Any] | None:
     """The supervisor's outcome; None where it is missing or unreadable, which is evidence too."""
     try:
-        body = json.loads(attempt.outcome.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_object(attempt.outcome, "outcome")
+    except UsageError:
         return None
-    return body if isinstance(body, dict) else None

@@ -46,6 +46,15 @@ class Identity:
     host: str = ""
     role: str = ""
 
+    def completed_by(self, other: "Identity") -> "Identity":
+        """What this one does not know is taken from `other`."""
+        return Identity(
+            self.rank if self.rank is not None else other.rank,
+            self.pid if self.pid is not None else other.pid,
+            self.host or other.host,
+            self.role or other.role,
+        )
+
 
 @dataclass(frozen=True)
 class Frame:

@@ -57,7 +57,7 @@ def plain_lines(text: str) -> list[str]:
 
 
 def _fraction(text: str) -> tuple[int, int]:
-    number, _, total = text.partition("/")
+    number, _, total = text[:20].partition("/")  # int() refuses thousands of digits
     if number.isdecimal() and total.isdecimal() and int(total) <= _MAX_CHUNKS:
         return int(number), int(total)
     return 0, 0

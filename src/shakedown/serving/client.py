@@ -8,7 +8,6 @@ import asyncio
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -57,12 +56,7 @@ class Client:
         ]
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         for pool in self._pools:
             await pool.aclose()
         self._pools = []

@@ -9,17 +9,17 @@ stop            its presence asks the keeper to end the server
 server.log      the engine's own output; keeper.log, slurm.log: of what started it
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from shakedown.errors import UsageError
-from shakedown.files import write_json
+from shakedown.files import read_object, write_json
 from shakedown.serving.engines import LaunchSpec
 
 ENDPOINT_SCHEMA = "shakedown/endpoint/1"
+_START = "shakedown serve start --config FILE --out FOLDER"
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def read_order(path: Path) -> ServerOrder:
     Raises:
         UsageError: missing or not an order.
     """
-    return order_from(_read(path, "server order"), str(path))
+    return order_from(read_object(path, "server order", hint=_START), str(path))
 
 
 def order_from(body: Mapping[str, Any], where: str) -> ServerOrder:
@@ -186,7 +186,7 @@ def read_state(path: Path) -> State | None:
     if not path.exists():
         return None
     try:
-        return State(**_read(path, "server state"))
+        return State(**read_object(path, "server state", hint=_START))
     except TypeError as error:
         raise UsageError(f"{path} is not a server state: {error}") from error
 
@@ -199,26 +199,9 @@ def read_endpoint(path: Path) -> Endpoint:
     """
     if path.is_dir():
         path = ServerFolder(path).endpoint
-    body = _read(path, "endpoint")
-    if body.pop("schema", None) != ENDPOINT_SCHEMA:
-        raise UsageError(f'{path} is no endpoint: expected "schema": "{ENDPOINT_SCHEMA}"')
+    body = read_object(path, "endpoint", schema=ENDPOINT_SCHEMA, hint=_START)
     known = {each.name for each in fields(Endpoint)}
     try:
         return Endpoint(**{key: value for key, value in body.items() if key in known})
     except TypeError as error:
         raise UsageError(f"{path} is not a complete endpoint: {error}") from error
-
-
-def _read(path: Path, what: str) -> dict[str, Any]:
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(
-            f"cannot read {what} {path}: {error.strerror}",
-            hint="shakedown serve start --config FILE --out FOLDER",
-        ) from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise UsageError(f"{path} is no {what}: expected an object, got {type(body).__name__}")
-    return body

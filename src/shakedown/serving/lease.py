@@ -4,7 +4,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from shakedown.errors import StorageError
@@ -43,12 +42,7 @@ class Lease:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self._done.set()
         if self._thread is not None:
             self._thread.join()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 from shakedown.config import FaultConfig
-from shakedown.errors import ConfigError, did_you_mean
+from shakedown.errors import ConfigError, look_up
 
 # Where a fault strikes: before a step's work, in the fetching of its batch, or in its logging.
 Place = Literal["step", "data", "metrics"]
@@ -85,11 +85,7 @@ def check_kind(kind: str) -> Fault:
     Raises:
         ConfigError: no such kind.
     """
-    if kind not in KINDS:
-        raise ConfigError(
-            f"unknown fault kind {kind!r}{did_you_mean(kind, KINDS)}; valid: {', '.join(KINDS)}"
-        )
-    return KINDS[kind]
+    return look_up("fault kind", kind, KINDS, error=ConfigError)
 
 
 class Injector:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shakedown.training.data.rows import is_hub
+from shakedown.rows import is_hub
 from shakedown.training.folders import storage_errors
 from shakedown.training.job import StageJob
 

@@ -3,11 +3,10 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from shakedown.config import StageConfig
 from shakedown.errors import UsageError
-from shakedown.files import write_json
+from shakedown.files import read_object, write_json
 from shakedown.paths import AttemptPaths, StagePaths
 
 
@@ -55,11 +54,9 @@ def read_job(path: Path) -> StageJob:
     Raises:
         UsageError: the file is missing or not a job.
     """
+    body = read_object(path, "stage job")
     try:
-        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         config = StageConfig.model_validate_json(json.dumps(body.pop("config")))
         return StageJob(config=config, **body)
-    except OSError as error:
-        raise UsageError(f"cannot read job {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"{path} is not a stage job: {error}") from error

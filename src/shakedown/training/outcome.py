@@ -1,13 +1,12 @@
 """How one attempt of a training stage ended: the file that diagnosis, gate and report read."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shakedown.errors import UsageError
-from shakedown.files import write_json
+from shakedown.files import read_object, write_json
 
 SCHEMA = "shakedown/outcome/1"
 
@@ -44,14 +43,7 @@ def read_outcome(path: Path) -> Outcome:
     Raises:
         UsageError: missing, not JSON, or not an outcome.
     """
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read outcome {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(body, dict) or body.pop("schema", None) != SCHEMA:
-        raise UsageError(f'{path} is not an outcome: expected "schema": "{SCHEMA}"')
+    body = read_object(path, "outcome", schema=SCHEMA)
     try:
         outcome = Outcome(**body)
     except TypeError as error:

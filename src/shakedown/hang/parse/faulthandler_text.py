@@ -45,12 +45,6 @@ def parse(source: Source) -> list[Record]:
 
 
 def _stack(source: Source, who: Identity, threads: list[_Open], line: int, sample: int) -> Stack:
-    named = source.who(who.pid)
-    identity = Identity(
-        who.rank if who.rank is not None else named.rank,
-        named.pid,
-        who.host or named.host,
-        who.role or named.role,
-    )
+    identity = who.completed_by(source.who(who.pid))
     rows = tuple(Thread(clean(name, 80), tuple(reversed(frames))) for _, name, frames in threads)
     return Stack(identity, rows, source.place(line), "faulthandler", sample=source.sample or sample)

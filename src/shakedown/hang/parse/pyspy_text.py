@@ -99,9 +99,8 @@ class _Reader:
         records: list[Record] = [self._stack(p, alone=roots == [p]) for p in self._done]
         for who, number, text in self._failures:
             place = self._source.place(number, text)
-            records.append(
-                Unattachable(_join(who, self._source.who(who.pid)), _reason(text), place)
-            )
+            named = who.completed_by(self._source.who(who.pid))
+            records.append(Unattachable(named, _reason(text), place))
         return records
 
     def _stack(self, process: _Process, *, alone: bool) -> Stack:
@@ -113,7 +112,7 @@ class _Reader:
             for name, active, gil, frames in process.threads
         )
         return Stack(
-            who=_join(process.who, named),
+            who=process.who.completed_by(named),
             threads=threads,
             place=self._source.place(process.line),
             tool="py-spy",
@@ -121,16 +120,6 @@ class _Reader:
             command=clean(process.command),
             sample=self._source.sample,
         )
-
-
-def _join(first: Identity, second: Identity) -> Identity:
-    """`first` wins where it knows."""
-    return Identity(
-        first.rank if first.rank is not None else second.rank,
-        first.pid if first.pid is not None else second.pid,
-        first.host or second.host,
-        first.role or second.role,
-    )
 
 
 def _reason(text: str) -> Literal["gone", "stopped", "denied", "other"]:

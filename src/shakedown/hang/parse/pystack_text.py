@@ -57,13 +57,7 @@ def _stack(
     first_thread: int,
 ) -> Stack:
     pid = who.pid if who.pid is not None else first_thread
-    named = source.who(pid)
-    identity = Identity(
-        who.rank if who.rank is not None else named.rank,
-        pid,
-        who.host or named.host,
-        who.role or named.role,
-    )
+    identity = who.completed_by(source.who(pid))
     rows = tuple(
         Thread(clean(name, 80), tuple(frames), None, "Has the GIL" in status)
         for name, status, frames in threads

@@ -1,6 +1,6 @@
 """Inference engines by name: one file an engine, one row here."""
 
-from shakedown.errors import UsageError, did_you_mean
+from shakedown.errors import UsageError, look_up
 from shakedown.serving.engines.base import (
     Capabilities,
     Completion,
@@ -30,11 +30,7 @@ def get_engine(name: str) -> Engine:
     Raises:
         UsageError: no such engine.
     """
-    if name not in ENGINES:
-        raise UsageError(
-            f"unknown engine {name!r}{did_you_mean(name, ENGINES)}; valid: {', '.join(ENGINES)}"
-        )
-    return ENGINES[name]
+    return look_up("engine", name, ENGINES)
 
 
 def get_token_engine(name: str) -> TokenEngine:

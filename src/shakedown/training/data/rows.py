@@ -1,16 +1,13 @@
-"""Data sets: JSON lines on disk or `hub:NAME[:SPLIT]`, read with `datasets` and checked."""
+"""Rows to train and evaluate on: each a conversation and its answer."""
 
-import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shakedown.errors import UsageError
+from shakedown.rows import placed_rows
 
-HUB_PREFIX = "hub:"
-DEFAULT_SPLIT = "train"
 _FORM = '{"messages": [{"role": "user", "content": "..."}], "answer": "..."}'
 
 
@@ -32,58 +29,44 @@ def load_rows(source: str, *, limit: int | None = None) -> list[Row]:
     Raises:
         UsageError: it cannot be read, has no rows, or a row lacks `messages` or `answer`;
             names the file and the line.
+        BlockedError: the hub's data set cannot be had.
     """
-    try:
-        found = [
-            _checked(body, source, number)
-            for number, body in enumerate(itertools.islice(_stream(source), limit), start=1)
-        ]
-    except UsageError:
-        raise
-    except Exception as error:  # `datasets` raises many kinds, some of pyarrow
-        raise _unreadable(source, error) from error
-    if not found:
-        raise UsageError(f"data set {source} has no rows", hint=f"write rows like {_FORM}")
-    return found
+    rows = placed_rows(source, limit=limit, lines=_dataset_lines)
+    return [_checked(body, place) for place, body in rows]
 
 
-def is_hub(source: str) -> bool:
-    """Whether `source` names a data set on the hub."""
-    return source.startswith(HUB_PREFIX)
+def _dataset_lines(path: Path) -> Iterator[str]:
+    """Streamed line by line: `datasets` takes dates for numbers where it reads JSON itself.
 
-
-def _stream(source: str) -> Iterator[Any]:
-    """Streamed, so that nothing is copied into a cache folder that ranks would race for."""
+    Nothing is copied into a cache folder that ranks would race for.
+    """
     import datasets
 
-    if is_hub(source):
-        name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
-        yield from datasets.load_dataset(name, split=split or DEFAULT_SPLIT, streaming=True)
-        return
-    if not Path(source).is_file():
-        raise UsageError(
-            f"data set {source} does not exist",
-            hint="give a JSON-lines file, `demo`, or hub:NAME[:SPLIT]",
+    with path.open("rb"):  # the plain words of the system for a file that cannot be read
+        table = datasets.load_dataset(
+            "text",
+            data_files={"train": str(path)},
+            split="train",
+            streaming=True,
+            encoding="utf-8-sig",
         )
-    files = {DEFAULT_SPLIT: source}
-    yield from datasets.load_dataset("json", data_files=files, split=DEFAULT_SPLIT, streaming=True)
+    for row in table:
+        yield row["text"]
 
 
-def _checked(body: Any, source: str, number: int) -> Row:
+def _checked(body: Mapping[str, Any], place: str) -> Row:
     fault = _fault(body)
     if fault:
-        raise UsageError(f"{source}, line {number}: {fault}", hint=f"expected {_FORM}")
+        raise UsageError(f"{place}: {fault}", hint=f"expected {_FORM}")
     messages = tuple({"role": m["role"], "content": m["content"]} for m in body["messages"])
     return Row(messages, body["answer"])
 
 
-def _fault(body: Any) -> str:
+def _fault(body: Mapping[str, Any]) -> str:
     """What is wrong with a row, or an empty string."""
-    if not isinstance(body, Mapping):
-        return f"expected an object, got {type(body).__name__}"
     for key in ("messages", "answer"):
         if body.get(key) is None:
-            return f"no `{key}`; keys: {', '.join(map(str, body)) or 'none'}"
+            return f"no `{key}`; keys: {', '.join(body) or 'none'}"
     messages = body["messages"]
     if not isinstance(messages, list) or not messages:
         return "`messages` must be a list with at least one message"
@@ -95,27 +78,4 @@ def _fault(body: Any) -> str:
             return f"each message needs text `role` and `content`, got {message!r:.80}"
     if not isinstance(body["answer"], str):
         return f"`answer` must be text, got {type(body['answer']).__name__}"
-    return ""
-
-
-def _unreadable(source: str, error: Exception) -> UsageError:
-    where = "" if is_hub(source) else _first_bad_line(Path(source))
-    reason = where or f": {type(error).__name__}: {str(error).strip().splitlines()[-1:] or ''}"
-    return UsageError(f"cannot read data set {source}{reason}", hint=f"one row a line: {_FORM}")
-
-
-def _first_bad_line(path: Path) -> str:
-    """Where a JSON-lines file stops being one; empty when every line is an object of its own."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                body = json.loads(line) if line.strip() else {}
-                if not isinstance(body, dict):
-                    return f", line {number}: expected an object, got {type(body).__name__}"
-    except UnicodeDecodeError as error:
-        return f": not UTF-8 text: {error.reason} at byte {error.start}"
-    except OSError as error:
-        return f": {error.strerror}"
-    except ValueError as error:
-        return f", line {number}: not JSON: {error}"
     return ""
