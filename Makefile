@@ -1,7 +1,7 @@
 # `make demo` and `make test` are all that a newcomer needs; `make help` lists the rest.
 SHELL := bash
 BIN := .venv/bin
-EXTRA ?= cpu
+EXTRA ?=
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
@@ -36,8 +36,8 @@ format: install ## rewrite the code as the linters want it
 	@$(BIN)/ruff format .
 	@$(BIN)/snakefmt workflow
 
-bench: install ## every benchmark, ours and the peer side by side
-	@for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+bench: install system ## every benchmark, ours and the peer side by side
+	@for script in benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done
 
 slurm-demo: install system ## the demo on a private Slurm cluster that starts and stops with it
 	@folder=$$(mktemp -d -t shakedown-slurm.XXXX) && $(BIN)/python scripts/slurm_cluster.py \

@@ -1,8 +1,10 @@
 #!/bin/bash
-# Install the system packages that the tests and the private Slurm cluster need, where missing.
+# Install the system packages that the demo, the tests and the private Slurm cluster need, where
+# missing.
 #
 #   scripts/install_system.sh                  Slurm, munge, MariaDB core
 #   scripts/install_system.sh slurm chromium   also headless Chromium and fonts
+#   scripts/install_system.sh vllm             libnuma, which vLLM's CPU build links
 #   scripts/install_system.sh --check [GROUP]  only say what is missing
 #
 # Exit: 0 all there, 2 usage, 3 something is missing and could not be installed here.
@@ -29,9 +31,10 @@ main() {
   for argument in "$@"; do
     case $argument in
       --check) check=yes ;;
-      slurm | chromium) groups+=("$argument") ;;
-      -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; return 0 ;;
-      *) echo "install_system: unknown argument '$argument': expected --check, slurm, chromium" >&2
+      slurm | chromium | vllm) groups+=("$argument") ;;
+      -h | --help) sed -n '2,10s/^# \{0,1\}//p' "$0"; return 0 ;;
+      *) echo "install_system: unknown argument '$argument':" \
+           "expected --check, slurm, chromium, vllm" >&2
          return 2 ;;
     esac
   done
@@ -65,6 +68,10 @@ missing_chromium() {
   command -v chromium >/dev/null || command -v chromium-browser >/dev/null ||
     echo "${CHROMIUM[chromium]}"
   compgen -G '/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf' >/dev/null || echo fonts-dejavu-core
+}
+
+missing_vllm() {
+  [[ $(ldconfig -p) == *libnuma.so.1* ]] || echo libnuma1
 }
 
 # The first alternative that apt offers.

@@ -54,6 +54,8 @@ class VllmEngine(TokenEngine):
         if not machine.cuda:
             # Eager: compiling takes minutes on a CPU and changes the numbers.
             argv += ["--enforce-eager"]
+            # vLLM compiles some helpers all the same; a bare machine has no C++ compiler.
+            env["TORCHDYNAMO_DISABLE"] = "1"
             argv += ["--kv-cache-memory-bytes", str(int(spec.kv_cache_gb * _GIB))]
             if tensor * pipeline * data == 1:
                 env |= _small_machine(machine.cores)
