@@ -1,10 +1,21 @@
-"""Snakemake -> submitit -> Slurm: `snakemake --executor submitit`.
+"""A Snakemake executor for Slurm that submits through submitit; see docs/executor.md.
 
-Ready jobs with equal resources go out as one array; results come back as files; Slurm is asked
-by one squeue a poll. Knows nothing of the workflow that it runs. See docs/executor.md.
+What Snakemake looks for is imported when it looks: on a node only `node` is needed.
 """
 
-from snakemake_executor_plugin_submitit.executor import Executor
-from snakemake_executor_plugin_submitit.settings import ExecutorSettings, common_settings
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from snakemake_executor_plugin_submitit.executor import Executor
+    from snakemake_executor_plugin_submitit.settings import ExecutorSettings, common_settings
 
 __all__ = ["Executor", "ExecutorSettings", "common_settings"]
+
+_ROOMS = {"Executor": "executor", "ExecutorSettings": "settings", "common_settings": "settings"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_ROOMS[name]}"), name)

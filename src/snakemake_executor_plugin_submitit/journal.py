@@ -52,6 +52,11 @@ class Entry:
         return Path(JobPaths(base / self.run, job_id=self.job_id).stdout)
 
 
+def name_ends(run: str) -> str:
+    """How the names of this run's Slurm jobs end: sacct keeps names everywhere, comments not."""
+    return f"-{run.rpartition('-')[2]}"
+
+
 @dataclass
 class OldRun:
     """An earlier run's open ends.
@@ -78,11 +83,14 @@ class Journal:
         self.run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         self.folder = base / self.run
         (self.folder / "results").mkdir(parents=True)
+        # Job files hold commands: nobody else reads them, or writes what we would run.
+        for folder in (base, self.folder):
+            folder.chmod(0o700)
         # Held open and locked for as long as this process lives: others see that we are here.
         self._stream = (self.folder / _FILE).open("a", encoding="utf-8")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Snakemake's own thread submits and cancels, the polling one notes ends.
+        # The outbox's thread notes jobs; Snakemake's own and the polling one note ends.
         self._lock = threading.Lock()
 
     def batch(self, tag: str) -> None:
@@ -110,12 +118,12 @@ class Journal:
         return self._stream.closed
 
     def _append_to(self, run: str, *events: Mapping[str, Any]) -> None:
-        if run == self.run:
-            with self._lock:
+        with self._lock:
+            if run == self.run:
                 _append(self._stream, *events)
-            return
-        with (self.base / run / _FILE).open("a", encoding="utf-8") as stream:
-            _append(stream, *events)
+                return
+            with (self.base / run / _FILE).open("a", encoding="utf-8") as stream:
+                _append(stream, *events)
 
 
 def _append(stream: IO[str], *events: Mapping[str, Any]) -> None:

@@ -1,28 +1,52 @@
 """What runs on a job's first node: one command in a child process, and its result as a file.
 
-The result file is written only when the command came to its own end. When Slurm ends the job
-(time limit, preemption, a lost node, scancel), it sends SIGTERM; then no result is written and
-Slurm's word about the job stands alone.
-"""
+| signal to the batch process | what happens |
+|---|---|
+| none | the command's own end is written as the result |
+| SIGUSR2, Slurm's warning | it goes to the command's processes that handle it; when the command then ends without success, the job is requeued, up to a limit, and no result is written |
+| SIGTERM: time limit, preemption, lost node, scancel | it goes to all of the command's processes; no result is written and Slurm's word about the job stands alone |
+"""  # noqa: E501  # a table
 
+import ctypes
 import json
+import math
 import os
+import re
+import select
+import shlex
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
+from snakemake_executor_plugin_submitit import checkpoint
+
 # Slurm signals a job's processes one after the other: ours may come after the child's death.
 _SIGNAL_LAG = 1.0
+# Between two looks for processes that have installed a handler since Slurm's warning.
+_LOOK_SECONDS = 1.0
+_STOPPED = 128 + signal.SIGTERM
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
+_CHILD = Path(__file__).with_name("child.py")
+# Words of a shell command without any meaning to the shell beyond quotes.
+_WORD = r"""(?:[\w@%+=:,./^-]|'[^']*'|"[^"$`\\]*")+"""
+_PLAIN = re.compile(rf"[ \t]*{_WORD}(?:[ \t]+{_WORD})*[ \t]*", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended. `restart` counts Slurm's requeues; times are seconds since 1970."""
+    """How a command ended.
+
+    `restart` counts Slurm's requeues; times are seconds since 1970; `note` says why a job that
+    Slurm had warned was not requeued.
+    """
 
     exit_code: int
     host: str
@@ -30,6 +54,7 @@ class Result:
     restart: int
     started: float
     ended: float
+    note: str = ""
 
 
 def read_result(path: Path) -> Result | None:
@@ -40,8 +65,12 @@ def read_result(path: Path) -> Result | None:
         return None
 
 
-def run_command(command: str, result_file: str) -> None:
+def run_command(command: str, result_file: str, requeue_limit: int = 0) -> None:
     """Run a shell command and write its result; called by submitit on the node.
+
+    Args:
+        command: for `/bin/sh`; a plain `PYTHON -m snakemake ARGUMENTS` is run without a shell.
+        requeue_limit: how often the job may be requeued after Slurm's warning.
 
     Raises:
         SystemExit: the command failed, or the job was told to stop. Submitit lets it pass, so
@@ -54,15 +83,55 @@ def run_command(command: str, result_file: str) -> None:
         return
     path.unlink(missing_ok=True)  # an interrupted attempt's
     started = time.time()
-    stop = _Stop()
-    code = _shell_code(stop.watch(["/bin/sh", "-c", command]))
+    watch = _Watch()
+    with _hidden(command) as (argv, descriptor):
+        code = _shell_code(watch.run(argv, descriptor))
     if code:
-        time.sleep(_SIGNAL_LAG)
-    if stop.told:
-        print("told to stop: no result is written", flush=True)
-        sys.exit(128 + signal.SIGTERM)
-    _write(path, code, started)
+        watch.pause(_SIGNAL_LAG)
+    note = ""
+    watch.leave_if_told()
+    if code and watch.warned and requeue_limit > 0:
+        note = _go_back(watch, requeue_limit)
+    watch.leave_if_told()
+    _write(path, code, started, note)
     sys.exit(code)
+
+
+def _go_back(watch: "_Watch", limit: int) -> str:
+    """Requeue this job and wait for Slurm to end it; returns why it could not be requeued."""
+    count = checkpoint.restarts(os.environ)
+    if count >= limit:
+        return f"requeued {count} times, the limit"
+    refusal = checkpoint.requeue(checkpoint.own_job(os.environ), watch.pause)
+    if not refusal:
+        print(f"requeued after Slurm's warning, {count + 1} of {limit} times", flush=True)
+        watch.pause(None)
+    return f"not requeued: {refusal}"
+
+
+@contextmanager
+def _hidden(command: str) -> Iterator[tuple[list[str], int]]:
+    """What to start, and the open file that has the command; its text is in no command line.
+
+    The file has no name, so that nobody else can open it and nothing of it is left.
+    """
+    argv = _snakemake_call(command)
+    with tempfile.TemporaryFile() as script:
+        script.write((json.dumps(argv[3:]) if argv else f"{command}\n").encode())
+        script.flush()
+        script.seek(0)
+        number = script.fileno()
+        yield ([argv[0], str(_CHILD), str(number)] if argv else _sh(number)), number
+
+
+def _sh(descriptor: int) -> list[str]:
+    return ["/bin/sh", f"/dev/fd/{descriptor}"]
+
+
+def _snakemake_call(command: str) -> list[str]:
+    """`PYTHON -m snakemake ARGUMENTS` as words; empty when the command is anything else."""
+    words = shlex.split(command) if _PLAIN.fullmatch(command) else []
+    return words if words[1:3] == ["-m", "snakemake"] else []
 
 
 def _environment() -> dict[str, str]:
@@ -71,39 +140,121 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
-class _Stop:
-    """SIGTERM: remembered, and passed on to the child."""
+class _Watch:
+    """A command's processes and the signals that come meanwhile.
+
+    `told`: SIGTERM came, the job ends. `warned`: SIGUSR2 came, its time is nearly over.
+    """
 
     def __init__(self) -> None:
         self.told = False
-        self._child: subprocess.Popen[bytes] | None = None
-        signal.signal(signal.SIGTERM, self._handle)
+        self.warned = False
+        self._reached: set[checkpoint.Process] = set()  # have the warning
+        self._ended = False  # SIGTERM was passed on
+        # Processes that outlive their parent become ours: all of them have to be waited for.
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        self._ear, mouth = os.pipe()
+        for end in (self._ear, mouth):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGCHLD):
+            signal.signal(number, self._hear)
 
-    def watch(self, command: list[str]) -> int:
-        """Run `command` to its end; its return code, negative for a signal."""
-        with subprocess.Popen(command, env=_environment()) as self._child:
-            if self.told:  # between the constructor and here
-                self._child.terminate()
-            return self._child.wait()
+    def run(self, argv: Sequence[str], descriptor: int) -> int:
+        """Run a command to its end; its return code, negative for a signal.
 
-    def _handle(self, _number: int, _frame: FrameType | None) -> None:
-        self.told = True
-        if self._child is not None and self._child.poll() is None:
-            self._child.terminate()
+        Once told to stop, wait for all of its processes: they may be saving their state, and
+        Slurm kills what is left when this process ends.
+        """
+        environment = _environment()
+        with subprocess.Popen(argv, env=environment, pass_fds=[descriptor]) as child:
+            while child.poll() is None or (self.told and checkpoint.descendants(os.getpid())):
+                self._pass_on()
+                self._reap(child.pid)
+                self.wait(_LOOK_SECONDS if self.told or self.warned else None)
+            return child.returncode
+
+    def wait(self, seconds: float | None) -> None:
+        """Sleep for `seconds`, less when a signal comes."""
+        select.select([self._ear], [], [], seconds)
+        with suppress(BlockingIOError):
+            while os.read(self._ear, 4096):
+                pass
+
+    def pause(self, seconds: float | None) -> None:
+        """Sleep for `seconds`, None for ever; leaves the program once told to stop."""
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        self.leave_if_told()
+        while (left := end - time.monotonic()) > 0:
+            self.wait(None if left == math.inf else left)
+            self.leave_if_told()
+
+    def leave_if_told(self) -> None:
+        """
+        Raises:
+            SystemExit: SIGTERM came; Slurm's word about the job stands alone.
+        """
+        if self.told:
+            print("told to stop: no result is written", flush=True)
+            sys.exit(_STOPPED)
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        self.told |= number == signal.SIGTERM
+        self.warned |= number == signal.SIGUSR2
+
+    def _pass_on(self) -> None:
+        if self.told and not self._ended:
+            self._ended = True
+            for process in checkpoint.descendants(os.getpid()):
+                _send(process.pid, signal.SIGTERM)
+        elif self.warned and not self.told:
+            self._warn()
+
+    def _warn(self) -> None:
+        """Also those that install their handler only now, or are started now."""
+        living = checkpoint.descendants(os.getpid())
+        fresh = [
+            process
+            for process in living - self._reached
+            if checkpoint.catches(process.pid, signal.SIGUSR2)
+        ]
+        if fresh:
+            pids = " ".join(str(process.pid) for process in fresh)
+            print(f"Slurm's warning before the end goes to process {pids}", flush=True)
+        for process in fresh:
+            _send(process.pid, signal.SIGUSR2)
+        self._reached.update(fresh)
+
+    @staticmethod
+    def _reap(own: int) -> None:
+        """Adopted processes that have ended; the command's own end is Popen's business."""
+        with suppress(ChildProcessError):
+            while True:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is None or ended.si_pid == own:
+                    return
+                os.waitpid(ended.si_pid, 0)
+
+
+def _send(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _shell_code(returncode: int) -> int:
     return 128 - returncode if returncode < 0 else returncode
 
 
-def _write(path: Path, code: int, started: float) -> None:
+def _write(path: Path, code: int, started: float, note: str) -> None:
     """Write atomically: the submitting host sees no result or a whole one."""
     job = os.environ.get("SLURM_JOB_ID", "")
-    restart = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    result = Result(code, socket.gethostname(), job, restart, started, time.time())
-    path.parent.mkdir(parents=True, exist_ok=True)
+    restart = checkpoint.restarts(os.environ)
+    result = Result(code, socket.gethostname(), job, restart, started, time.time(), note)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as stream:
+    # For the user alone, whatever the umask, which is the command's business.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
         json.dump(asdict(result), stream)
         stream.flush()
         os.fsync(stream.fileno())

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.journal import Entry, Journal, OldRun, open_runs
 from snakemake_executor_plugin_submitit.node import read_result
+from snakemake_executor_plugin_submitit.polling import is_ours
 from snakemake_executor_plugin_submitit.status import judge
 
 
@@ -43,8 +44,8 @@ def find(journal: Journal) -> dict[str, Candidate]:
     """
     candidates: dict[str, Candidate] = {}
     for run in open_runs(journal.base):
-        for tag in run.lost_tags:
-            slurm.cancel(sorted(slurm.tagged(tag)))
+        if run.lost_tags:
+            slurm.cancel(sorted(slurm.tagged(run.lost_tags)))
         found = _of_run(run, journal)
         candidates.update((candidate.entry.key, candidate) for candidate in found)
         if not found:
@@ -56,7 +57,9 @@ def _of_run(run: OldRun, journal: Journal) -> list[Candidate]:
     states = slurm.states([entry.job_id for entry in run.jobs.values()])
     found = []
     for entry in run.jobs.values():
-        judgement = judge(read_result(entry.result_file(journal.base)), states.get(entry.job_id))
+        # Another cluster's job may have the same id.
+        state = states[entry.job_id] if is_ours(states, entry) else None
+        judgement = judge(read_result(entry.result_file(journal.base)), state)
         if judgement.outcome == "succeeded":
             found.append(Candidate(entry, live=False))
         elif judgement.outcome == "running" or judgement.patience == "requeue":
@@ -89,12 +92,12 @@ def cancel_and_wait(
     """Cancel a job and wait until Slurm has ended it; False when that takes too long."""
     slurm.cancel([entry.job_id])
     deadline = clock() + seconds
-    while _is_live(slurm.states([entry.job_id]), entry.job_id):
+    while _is_live(slurm.states([entry.job_id]), entry):
         if clock() > deadline:
             return False
         sleep(1.0)
     return True
 
 
-def _is_live(states: Mapping[str, slurm.JobState], job_id: str) -> bool:
-    return judge(None, states.get(job_id)).outcome == "running"
+def _is_live(states: dict[str, slurm.JobState], entry: Entry) -> bool:
+    return is_ours(states, entry) and judge(None, states[entry.job_id]).outcome == "running"

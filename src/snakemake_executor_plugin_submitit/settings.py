@@ -1,6 +1,6 @@
 """The executor's settings: each field is a `--submitit-...` option and a profile key."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.settings import CommonSettings, ExecutorSettingsBase
@@ -18,13 +18,12 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
         default=".snakemake/submitit",
         metadata={"help": "Folder of job files and logs, on a file system that the nodes share."},
     )
-    poll_seconds: float = field(
-        default=10.0,
-        metadata={"help": "Seconds between two squeue calls; results are files, seen at once."},
-    )
-    submit_patience: int = field(
-        default=600,
-        metadata={"help": "Seconds for which a refused sbatch is tried again."},
+    patience: int = field(
+        default=900,
+        metadata={
+            "help": "Seconds for which Slurm commands are tried again while the controller or the "
+            "database is down."
+        },
     )
     requeue_grace: int = field(
         default=300,
@@ -34,9 +33,15 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
         default=60,
         metadata={"help": "Seconds for the result file of an ended job to become visible."},
     )
+    requeue_limit: int = field(
+        default=20,
+        metadata={
+            "help": "How often a job with `checkpoint_seconds` is requeued after it was warned."
+        },
+    )
     array_size: int = field(
-        default=1000,
-        metadata={"help": "Most jobs in one array; the cluster's MaxArraySize - 1 at most."},
+        default=0,
+        metadata={"help": "Most jobs in one array; 0: what the cluster allows."},
     )
     log_lines: int = field(
         default=30,
@@ -47,14 +52,17 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
         default=False,
         metadata={"help": "Do not adopt jobs of an earlier snakemake that was killed."},
     )
+    follow: bool = field(
+        default=False,
+        metadata={"help": "Print what running jobs write, each line with its job in front."},
+    )
 
     def __post_init__(self) -> None:
         if not self.folder:
             raise WorkflowError("--submitit-folder is empty: expected a folder's path")
-        for name, least in (("poll_seconds", 0.5), ("array_size", 1), ("log_lines", 0)):
-            _at_least(name, getattr(self, name), least)
-        for name in ("submit_patience", "requeue_grace", "result_grace"):
-            _at_least(name, getattr(self, name), 0)
+        for name, value in asdict(self).items():
+            if isinstance(value, int):
+                _at_least(name, value, 0)
 
 
 def _at_least(name: str, value: float, least: float) -> None:

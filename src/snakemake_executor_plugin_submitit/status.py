@@ -4,7 +4,8 @@ Slurm outranks a failure on file: a job that Slurm has requeued is running again
 interrupted attempt wrote. A success on file stands: the command checked its own outputs.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,6 +33,10 @@ _MEANING: Mapping[str, str] = {
     "BOOT_FAIL": "its node did not boot",
     "COMPLETED": "it ended well for Slurm, but no result file came: is the folder shared?",
 }
+
+_OVER_MEMORY = re.compile(
+    r"^(?:slurmstepd|slurmd|srun): .{0,200}?(?:exceeded .{0,40}?memory limit|oom.kill)", re.I
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def judge(result: Result | None, job: JobState | None) -> Judgement:
 
 def _forgotten(result: Result | None) -> Judgement:
     if result is not None:
-        return Judgement("failed", f"exit code {result.exit_code} on {result.host}")
+        return Judgement("failed", f"{_code(result)} on {result.host}")
     return Judgement("unclear", "Slurm does not know it any more and no result file came", "result")
 
 
@@ -75,11 +80,26 @@ def _reason(job: JobState, result: Result | None) -> str:
     if job.reason not in ("", "None", job.state):
         parts.append(f"reason {job.reason}")
     if result is not None:
-        parts.append(f"exit code {result.exit_code}")
+        parts.append(_code(result))
     if job.nodes not in ("", "(null)"):
         parts.append(f"on {job.nodes}")
     meaning = _MEANING.get(job.state)
     return ", ".join(parts) + (f": {meaning}" if meaning else "")
+
+
+def _code(result: Result) -> str:
+    return f"exit code {result.exit_code}" + (f" ({result.note})" if result.note else "")
+
+
+def memory_remark(reason: str, lines: Sequence[str]) -> str:
+    """What the log's end adds about memory where Slurm's state names no cause.
+
+    Slurm's memory poller (JobAcctGatherParams=OverMemoryKill) leaves FAILED, exit code 0:9; a
+    step killed by the kernel leaves slurmstepd's line about oom_kill events.
+    """
+    if reason.startswith("OUT_OF_MEMORY") or not any(map(_OVER_MEMORY.search, lines)):
+        return ""
+    return "; Slurm's line in the log says that it exceeded its memory: give it more `mem_mb`"
 
 
 def failure_message(job_id: str, reason: str, log: str, lines: list[str]) -> str:

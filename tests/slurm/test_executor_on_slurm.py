@@ -1,89 +1,22 @@
 """The executor on a real Slurm: snakemake as a user starts it, real arrays, real failures."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.slurm_fixtures import PATIENCE, Workflow, wait_for
+
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
-
-PATIENCE = 120
-
-
-class Workflow:
-    """A Snakefile in its own folder, and snakemake over it."""
-
-    def __init__(self, folder: Path, environment: dict[str, str], snakefile: str) -> None:
-        self.folder = folder
-        self.environment = environment
-        (folder / "Snakefile").write_text(snakefile, encoding="utf-8")
-
-    def command(self, *arguments: str) -> list[str]:
-        return [
-            *(sys.executable, "-m", "snakemake", "--executor", "submitit", "--jobs", "20"),
-            *("--default-resources", "runtime=5", "mem_mb=200"),
-            *("--submitit-poll-seconds", "1", *arguments),
-        ]
-
-    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            self.command(*arguments),
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE,
-            check=False,
-        )
-
-    def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
-        with (self.folder / "snakemake.out").open("ab") as out:
-            return subprocess.Popen(
-                self.command(*arguments),
-                cwd=self.folder,
-                env=self.environment,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def read(self, name: str) -> str:
-        return (self.folder / name).read_text(encoding="utf-8")
-
-    def submitted(self) -> list[dict[str, Any]]:
-        """The journals' entries of submitted jobs."""
-        journals = sorted(self.folder.glob(".snakemake/submitit/*/journal.jsonl"))
-        lines = [line for path in journals for line in path.read_text().splitlines() if line]
-        return [event for event in map(json.loads, lines) if event["event"] == "job"]
-
-    def slurm(self, *command: str) -> str:
-        return subprocess.run(
-            command, env=self.environment, capture_output=True, text=True, check=True
-        ).stdout
-
-    def live_jobs(self) -> list[str]:
-        """`id state` of every job of the cluster that has not ended."""
-        return self.slurm("squeue", "--noheader", "--array", "--format", "%i %T").splitlines()
 
 
 @pytest.fixture
 def workflow(tmp_path: Path, slurm_env: dict[str, str]) -> Callable[[str], Workflow]:
     return lambda snakefile: Workflow(tmp_path, slurm_env, snakefile)
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for: {what}"
-        time.sleep(0.2)
 
 
 def test_ready_jobs_of_equal_resources_share_one_array(
@@ -397,7 +330,7 @@ class TestConformity(TestWorkflowsLocalStorageBase):
         return "submitit"
 
     def get_executor_settings(self):
-        return ExecutorSettings(poll_seconds=1)
+        return ExecutorSettings()
 """
 
 

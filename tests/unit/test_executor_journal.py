@@ -111,7 +111,9 @@ class FakeSlurm:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, states: dict[str, JobState]) -> None:
         self.cancelled: list[str] = []
         monkeypatch.setattr(slurm, "states", lambda ids: {i: states[i] for i in ids if i in states})
-        monkeypatch.setattr(slurm, "tagged", lambda tag: {f"job of {tag}": JobState("PENDING")})
+        monkeypatch.setattr(
+            slurm, "tagged", lambda tags: {f"job of {tag}": JobState("PENDING") for tag in tags}
+        )
         monkeypatch.setattr(slurm, "cancel", self.cancelled.extend)
 
 
@@ -124,7 +126,7 @@ def write_success(path: Path) -> None:
 def test_live_and_succeeded_jobs_are_candidates_and_lost_batches_are_cancelled(
     tmp_path: Path, dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = FakeSlurm(monkeypatch, {"7_0": JobState("RUNNING")})
+    fake = FakeSlurm(monkeypatch, {"7_0": JobState("RUNNING", comment=f"{dead_run}.a")})
     write_success(tmp_path / dead_run / "results" / "token 7_1.json")
 
     found = reattach.find(journal)
@@ -139,13 +141,49 @@ def test_live_and_succeeded_jobs_are_candidates_and_lost_batches_are_cancelled(
 def test_a_run_of_which_nothing_is_left_is_closed(
     tmp_path: Path, dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    FakeSlurm(monkeypatch, {"7_0": JobState("FAILED"), "7_1": JobState("CANCELLED")})
+    tag = f"{dead_run}.a"
+    ended = {"7_0": JobState("FAILED", comment=tag), "7_1": JobState("CANCELLED", comment=tag)}
+    FakeSlurm(monkeypatch, ended)
 
     found = reattach.find(journal)
 
     assert found == {}
     assert open_runs(tmp_path) == []
     assert (tmp_path / dead_run).exists()
+
+
+@pytest.mark.parametrize("comment", ["", "lab", "20200101-000000-abcdef.a"])
+def test_a_running_job_of_the_same_id_but_another_tag_is_not_taken_over(
+    dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch, comment: str
+) -> None:
+    stranger = JobState("RUNNING", comment=comment)
+    fake = FakeSlurm(monkeypatch, {"7_0": stranger, "7_1": stranger})
+
+    found = reattach.find(journal)
+
+    assert found == {}
+    assert fake.cancelled == [f"job of {dead_run}.lost"]
+
+
+def test_an_interrupted_job_may_be_taken_over(
+    dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tag = f"{dead_run}.a"
+    FakeSlurm(monkeypatch, {"7_0": JobState("PREEMPTED", comment=tag)})
+
+    found = reattach.find(journal)
+
+    assert found["key 7_0"].live
+
+
+def test_the_folders_are_closed_to_others(tmp_path: Path) -> None:
+    base = tmp_path / "open to all"
+    base.mkdir(mode=0o777)
+
+    with closing(Journal(base)) as journal:
+        modes = [folder.stat().st_mode & 0o777 for folder in (base, journal.folder)]
+
+    assert modes == [0o700, 0o700]
 
 
 def test_an_ended_job_is_stale_when_an_input_is_newer(tmp_path: Path) -> None:
@@ -166,3 +204,39 @@ def test_a_job_with_another_command_is_stale() -> None:
     entry = Entry("key", "print", "7", "token", "tag", "run", submitted=1000.0)
 
     assert reattach.is_stale(reattach.Candidate(entry, live=True), "other", [])
+
+
+class Cancelling:
+    """Slurm that ends a cancelled job after some questions; `pauses` in seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, entry: Entry, questions: int) -> None:
+        self.cancelled: list[str] = []
+        self.pauses: list[float] = []
+        self._left = questions
+        self._entry = entry
+        monkeypatch.setattr(slurm, "states", self._states)
+        monkeypatch.setattr(slurm, "cancel", self.cancelled.extend)
+
+    def _states(self, ids: list[str]) -> dict[str, JobState]:
+        self._left -= 1
+        state = "COMPLETING" if self._left >= 0 else "CANCELLED"
+        return {i: JobState(state, comment=self._entry.tag) for i in ids}
+
+    def wait(self) -> bool:
+        return reattach.cancel_and_wait(
+            self._entry, seconds=10, sleep=self.pauses.append, clock=lambda: sum(self.pauses)
+        )
+
+
+@pytest.mark.parametrize(("questions", "ends"), [(0, True), (3, True), (99, False)])
+def test_an_outdated_job_is_cancelled_and_waited_for(
+    monkeypatch: pytest.MonkeyPatch, questions: int, ends: bool
+) -> None:
+    entry = Entry("key", "print", "7_1", "token", "tag", "run", submitted=1000.0)
+    cluster = Cancelling(monkeypatch, entry, questions)
+
+    gone = cluster.wait()
+
+    assert gone is ends
+    assert cluster.cancelled == ["7_1"]
+    assert len(cluster.pauses) == min(questions, 11)

@@ -1,6 +1,7 @@
 """What runs on the node: the command's own end leaves a result, Slurm's signal leaves none."""
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,21 +12,39 @@ import pytest
 
 from snakemake_executor_plugin_submitit.node import Result, read_result
 
+# Slurm's job has no command in its own command line either.
 RUN = """
-import sys
+import os, sys
 from snakemake_executor_plugin_submitit.node import run_command
-run_command(sys.argv[1], sys.argv[2])
+run_command(os.environ.pop("COMMAND"), sys.argv[1])
+"""
+# A Snakefile's own view of all processes, and of its config.
+LISTS_COMMAND_LINES = """
+from pathlib import Path
+
+def read(path):
+    try:
+        return path.read_text()
+    except OSError:  # it has ended
+        return ""
+
+rule all:
+    output: "seen", "told"
+    run:
+        Path(output[0]).write_text("\\n".join(map(read, Path("/proc").glob("[0-9]*/cmdline"))))
+        Path(output[1]).write_text(config["token"])
 """
 
 
-def start(command: str, result: Path) -> "subprocess.Popen[bytes]":
+def start(command: str, result: Path, *, umask: int = -1) -> "subprocess.Popen[bytes]":
     environment = {
         **os.environ,
         "SLURM_JOB_ID": "7",
         "SLURM_RESTART_COUNT": "2",
         "SNAKEMAKE_PROFILE": "other",
+        "COMMAND": command,
     }
-    return subprocess.Popen([sys.executable, "-c", RUN, command, result], env=environment)
+    return subprocess.Popen([sys.executable, "-c", RUN, result], env=environment, umask=umask)
 
 
 def wait_for_file(path: Path) -> None:
@@ -112,3 +131,60 @@ def test_half_a_result_is_none(tmp_path: Path, text: str) -> None:
 
     assert found is None
     assert read_result(tmp_path / "missing.json") is None
+
+
+def test_a_result_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    old = '{"exit_code": 1, "host": "n1", "slurm_job": "7", "restart": 0, "started": 1, "ended": 2}'
+    path.write_text(old)
+
+    found = read_result(path)
+
+    assert found is not None
+    assert found.note == ""
+
+
+def test_nothing_of_the_command_is_in_a_list_of_processes(tmp_path: Path) -> None:
+    (tmp_path / "Snakefile").write_text(LISTS_COMMAND_LINES)
+    secret = "token=hunter2 it's"
+    command = f"{sys.executable} -m snakemake --cores 1 --force-use-threads"
+    command += f" --snakefile {tmp_path}/Snakefile --directory {tmp_path}"
+    command += f" --config {shlex.quote(secret)}"
+
+    returned = start(command, tmp_path / "result.json").wait(60)
+
+    seen = (tmp_path / "seen").read_text()
+    assert returned == 0
+    assert (tmp_path / "told").read_text() == "hunter2 it's"
+    assert "child.py" in seen
+    assert "hunter2" not in seen
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "export A=hunter2 && [ $A = hunter2 ] && {list}",
+        "A='hunter2'; {list}",
+        "python -m snakemake hunter2 --version >/dev/null; {list}",
+    ],
+)
+def test_a_shell_command_is_in_no_list_of_processes(tmp_path: Path, command: str) -> None:
+    list_all = f"cat /proc/[0-9]*/cmdline > {tmp_path}/seen 2>/dev/null; true"
+
+    returned = start(command.replace("{list}", list_all), tmp_path / "result.json").wait(60)
+
+    seen = (tmp_path / "seen").read_bytes()
+    assert returned == 0
+    assert b"/bin/sh\0/dev/fd/" in seen
+    assert b"hunter2" not in seen
+
+
+def test_the_result_is_private_and_the_commands_files_are_as_the_umask_says(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "result.json"
+
+    start(f"touch {tmp_path}/output", path, umask=0o027).wait(60)
+
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "output").stat().st_mode & 0o777 == 0o640

@@ -26,9 +26,9 @@ def test_snakemake_finds_the_plugin_and_its_settings() -> None:
     ("option", "value"),
     [
         ("folder", ""),
-        ("poll_seconds", 0.0),
-        ("array_size", 0),
-        ("submit_patience", -1),
+        ("array_size", -1),
+        ("patience", -1),
+        ("requeue_limit", -1),
         ("log_lines", -1),
     ],
 )

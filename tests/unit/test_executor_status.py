@@ -9,6 +9,7 @@ from snakemake_executor_plugin_submitit.status import (
     LIVE,
     failure_message,
     judge,
+    memory_remark,
 )
 
 GOOD = Result(exit_code=0, host="n1", slurm_job="7", restart=0, started=0.0, ended=1.0)
@@ -86,3 +87,19 @@ def test_a_failures_message_has_reason_log_and_its_end() -> None:
 
 def test_a_failure_without_a_log_still_names_where_it_should_be() -> None:
     assert "log: /x/log" in failure_message("12", "FAILED", "/x/log", [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch.",
+        "slurmstepd: error: StepId=7.batch exceeded memory limit (300 > 200), being killed",
+    ],
+)
+def test_slurms_line_about_memory_explains_a_failure_without_a_cause(line: str) -> None:
+    assert "more `mem_mb`" in memory_remark("FAILED, reason ExitCode 0:9", ["x", line])
+    assert memory_remark("OUT_OF_MEMORY", [line]) == ""
+
+
+def test_a_jobs_own_words_about_memory_are_not_slurms() -> None:
+    assert memory_remark("FAILED", ["torch: exceeded my memory limit", "oom_kill"]) == ""

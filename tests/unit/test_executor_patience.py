@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from submitit.core.utils import FailedJobError
 
-from snakemake_executor_plugin_submitit.submit import SubmitError, is_transient, with_patience
+from snakemake_executor_plugin_submitit.patience import GaveUpError, is_transient, with_patience
 
 BUSY = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 WRONG = "sbatch: error: invalid partition specified: moon"
@@ -58,19 +58,21 @@ def test_a_busy_controller_is_asked_again_with_growing_pauses() -> None:
 def test_a_lasting_refusal_is_not_repeated() -> None:
     clock = Clock()
 
-    with pytest.raises(SubmitError, match="moon"):
+    with pytest.raises(GaveUpError, match="moon") as caught:
         patient(answers(WRONG, ["7"]), clock, [])
 
+    assert caught.value.lasting
     assert clock.pauses == []
 
 
 def test_patience_ends() -> None:
     clock = Clock()
 
-    with pytest.raises(SubmitError, match="Socket timed out"):
+    with pytest.raises(GaveUpError, match="Socket timed out") as caught:
         patient(answers(*[BUSY] * 50), clock, [])
 
-    assert clock.now() <= 100
+    assert not caught.value.lasting
+    assert clock.now() == 100  # the last attempt is made when it ends
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,96 @@
+"""On the node: which processes hear Slurm's warning, and the job's way back into the queue.
+
+Before a time limit Slurm warns the batch process alone (`--signal=B:USR2@SECONDS`). The warning
+goes to those processes of the command that handle it; one without a handler would die of it.
+"""
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from snakemake_executor_plugin_submitit import slurm
+from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patience
+
+
+class Process(NamedTuple):
+    """A process. `started`, in clock ticks since boot, tells it from a later one of its number."""
+
+    pid: int
+    started: int
+
+
+def descendants(root: int) -> set[Process]:
+    """The living processes below `root`, without `root`; a zombie counts as ended."""
+    parents: dict[int, list[Process]] = {}
+    for process, parent in _processes():
+        parents.setdefault(parent, []).append(process)
+    found: set[Process] = set()
+    open_pids = [root]
+    while open_pids:
+        for process in parents.get(open_pids.pop(), []):
+            found.add(process)
+            open_pids.append(process.pid)
+    return found
+
+
+def _processes() -> Iterator[tuple[Process, int]]:
+    """Every living process and its parent's pid. A zombie's children belong to another parent."""
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stream:
+                # After the program's name, which may hold anything: state, parent, ... start.
+                fields = stream.read().rpartition(")")[2].split()
+        except OSError:  # ended between the listing and the read
+            continue
+        if fields[0] not in "ZX":
+            yield Process(int(name), int(fields[19])), int(fields[1])
+
+
+def catches(pid: int, signum: int) -> bool:
+    """Whether the process has a handler for the signal; False when it has ended."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as stream:
+            caught = next(line for line in stream if line.startswith("SigCgt:"))
+    except (OSError, StopIteration):
+        return False
+    return bool(int(caught.split()[1], 16) >> (signum - 1) & 1)
+
+
+def own_job(environ: Mapping[str, str]) -> str:
+    """The id under which scontrol knows this job or array task; empty outside of Slurm."""
+    array = environ.get("SLURM_ARRAY_JOB_ID")
+    if array:
+        return f"{array}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ.get("SLURM_JOB_ID", "")
+
+
+def restarts(environ: Mapping[str, str]) -> int:
+    """How often Slurm has requeued this job; it sets the variable from the first time on."""
+    return int(environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def requeue(job: str, pause: Callable[[float], None]) -> str:
+    """Put the job back into the queue; repeated for as long as the controller is down.
+
+    Args:
+        job: id of this job or array task.
+        pause: sleeps for seconds; raises when there is no time left to go on.
+
+    Returns:
+        Empty when Slurm accepted it, else why not, in its words.
+    """
+    try:
+        with_patience(
+            lambda: slurm.run(["scontrol", "requeue", job]),
+            patience=math.inf,
+            on_retry=lambda words, seconds: print(
+                f"requeue: {words}; trying again in {seconds:g} s", flush=True
+            ),
+            sleep=pause,
+        )
+    except GaveUpError as error:
+        return str(error)
+    return ""

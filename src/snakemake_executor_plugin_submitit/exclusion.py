@@ -1,0 +1,64 @@
+"""Nodes that were lost under this run's jobs, and nodes that a file names: kept off later jobs."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from snakemake_executor_plugin_submitit.resources import Parameters, ResourceError, node_names
+from snakemake_executor_plugin_submitit.slurm import JobState
+from snakemake_executor_plugin_submitit.status import INTERRUPTED, LIVE
+
+_FILE_LIMIT = 1 << 20
+
+
+class NodeHistory:
+    """Where jobs ran when Slurm was last asked, so that an interruption has a suspect."""
+
+    def __init__(self) -> None:
+        self._ran_on: dict[str, str] = {}
+        self.lost: set[str] = set()
+
+    def suspects(self, states: Mapping[str, JobState]) -> set[str]:
+        """Node lists whose job was interrupted since the last call; `states` by job id.
+
+        A job that has left its nodes without having ended was interrupted: by a lost node, or
+        by a preemption. sinfo tells which.
+        """
+        found = set()
+        for job_id, job in states.items():
+            if job.state == "COMPLETING":  # leaves its nodes one by one; what follows tells why
+                continue
+            before = self._ran_on.pop(job_id, "")
+            moved = job.state in LIVE and job.nodes != before
+            if before and (moved or job.state in INTERRUPTED):
+                found.add(before)
+            if job.state in LIVE and not job.waits and job.nodes:
+                self._ran_on[job_id] = job.nodes
+        return found
+
+
+def with_excluded(parameters: Parameters, nodes: Iterable[str]) -> Parameters:
+    """`parameters` with `nodes` joined to its `exclude`."""
+    given = node_names(parameters.get("exclude", ""), "resource exclude")
+    names = list(dict.fromkeys([*given, *sorted(nodes)]))
+    return {**parameters, "exclude": ",".join(names)} if names else parameters
+
+
+def nodes_of_file(path: Path) -> list[str]:
+    """Node names, one a line, `#` begins a comment; none when there is no such file.
+
+    Raises:
+        ResourceError: it cannot be read, or holds something else than names.
+    """
+    try:
+        with path.open(encoding="utf-8") as stream:
+            text = stream.read(_FILE_LIMIT + 1)
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ResourceError(f"resource exclude_file={str(path)!r}: {error}") from error
+    if len(text) > _FILE_LIMIT:
+        raise ResourceError(
+            f"resource exclude_file={str(path)!r}: more than {_FILE_LIMIT} characters"
+        )
+    names = [line.partition("#")[0].strip() for line in text.splitlines()]
+    return node_names(",".join(names), f"resource exclude_file={str(path)!r}")

@@ -1,0 +1,123 @@
+"""When Slurm is asked about jobs, and what its answers or its silence mean."""
+
+import time
+from collections.abc import Callable, Collection
+
+from snakemake_executor_plugin_submitit import slurm
+from snakemake_executor_plugin_submitit.journal import Entry, name_ends
+from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
+from snakemake_executor_plugin_submitit.status import LIVE
+
+# Slurm's word by job id; None where it knows of no such job of ours.
+Answer = dict[str, JobState | None]
+
+# Asked again this soon when a failure on file waits for Slurm's word.
+_SOON = 2.0
+_LONGEST_DELAY = 60.0
+# While results keep coming, as files, Slurm is asked so much less often.
+_BUSY_FACTOR = 3.0
+
+
+class Poller:
+    """At most one squeue a poll, and one sacct for what squeue has forgotten.
+
+    Args:
+        seconds: between two polls.
+        patience: seconds of silence after which `is_given_up`.
+        say: told once when Slurm falls silent, and once when it answers again.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        patience: float,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._seconds = seconds
+        self._patience = patience
+        self._say = say
+        self._clock = clock
+        self._asked = self._progress = clock()
+        self._silent_since: float | None = None
+        self._database_silent_since: float | None = None
+        self._delay = seconds
+        self._has_accounting = True
+
+    def note_progress(self) -> None:
+        """A job was submitted or has ended: there is less reason to ask."""
+        self._progress = self._clock()
+
+    def is_due(self, *, soon: bool) -> bool:
+        """`soon`: a job's failure on file waits for Slurm's word."""
+        now = self._clock()
+        since = now - self._asked
+        if self._silent_since is not None:
+            return since >= self._delay
+        if soon:
+            return since >= min(_SOON, self._seconds)
+        quiet = min(since, now - self._progress)
+        return quiet >= self._seconds or since >= _BUSY_FACTOR * self._seconds
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether Slurm has been silent for longer than the patience."""
+        since = self._silent_since
+        return since is not None and self._clock() - since > self._patience
+
+    def ask(self, entries: Collection[Entry]) -> Answer | None:
+        """Slurm's word about `entries`; None when it does not answer."""
+        try:
+            states = slurm.states({entry.job_id for entry in entries})
+        except SlurmError as error:
+            self._note_silence(error)
+            return None
+        finally:
+            self._asked = self._clock()
+        if self._silent_since is not None:
+            self._say("Slurm answers again")
+            self._silent_since = None
+        # Job ids begin anew in a cluster that was set up again: the tag tells ours.
+        known = {e.job_id: states[e.job_id] for e in entries if is_ours(states, e)}
+        forgotten = [entry for entry in entries if entry.job_id not in known]
+        return {**dict.fromkeys(e.job_id for e in forgotten), **known, **self._look_up(forgotten)}
+
+    def _note_silence(self, error: SlurmError) -> None:
+        if self._silent_since is None:
+            self._say(f"no word from Slurm, asking on for {self._patience:g} s: {error}")
+            self._silent_since = self._clock()
+            self._delay = _SOON
+        else:
+            self._delay = min(2 * self._delay, _LONGEST_DELAY)
+
+    def _look_up(self, entries: Collection[Entry]) -> dict[str, JobState]:
+        if not entries or not self._has_accounting:
+            return {}
+        ends = tuple({name_ends(entry.run) for entry in entries})
+        try:
+            found = slurm.accounted({entry.job_id for entry in entries}, ends)
+        except NoAccountingError:
+            self._has_accounting = False
+            return {}
+        except SlurmError as error:
+            return self._without_database(entries, error)
+        self._database_silent_since = None
+        # Of a job that the controller has lost the database may say for ever that it runs.
+        return {job_id: job for job_id, job in found.items() if job.state not in LIVE}
+
+    def _without_database(
+        self, entries: Collection[Entry], error: SlurmError
+    ) -> dict[str, JobState]:
+        """Jobs that only the database knows count as unfinished while there is patience."""
+        if self._database_silent_since is None:
+            self._say(f"no word from the accounting database: {error}")
+            self._database_silent_since = self._clock()
+        if self._clock() - self._database_silent_since > self._patience:
+            return {}
+        waiting = JobState("PENDING", "the accounting database does not answer")
+        return dict.fromkeys([entry.job_id for entry in entries], waiting)
+
+
+def is_ours(states: dict[str, JobState], entry: Entry) -> bool:
+    """Whether squeue's job of this id is the one that was submitted."""
+    return entry.job_id in states and states[entry.job_id].comment == entry.tag

@@ -1,0 +1,261 @@
+"""What the outbox's thread does with ready jobs: every one is reported, whatever happens."""
+
+import errno
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from submitit.core.utils import FailedJobError
+
+from snakemake_executor_plugin_submitit import sending
+from snakemake_executor_plugin_submitit.journal import Journal, open_runs
+from snakemake_executor_plugin_submitit.outbox import StoppedError
+from snakemake_executor_plugin_submitit.work import Prepared
+from tests.unit.sender_desk import Cluster, Desk, ready
+from tests.unit.slurm_programs import Programs
+
+TOO_LARGE = "sbatch: error: Batch job submission failed: Invalid job array specification"
+BUSY = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+WRONG = "sbatch: error: invalid partition specified: moon"
+
+
+def many(count: int) -> list[Prepared]:
+    return [ready(str(number)) for number in range(count)]
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    programs = Programs(folder, monkeypatch)
+    programs.answer("squeue")
+    programs.answer("scancel")
+    return programs
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    monkeypatch.setattr(sending, "submit", cluster.submit)
+    return cluster
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with closing(Journal(tmp_path / "submitit")) as journal:
+        yield Desk(journal)
+
+
+def test_jobs_with_equal_parameters_go_out_together(desk: Desk, cluster: Cluster) -> None:
+    sender = desk.sender()
+    assert not sender.has_submitted
+
+    sender.send([ready("a"), ready("b", parameters={"mem": "2M"}), ready("c")])
+
+    assert [[command for command, _ in batch.work] for batch in cluster.batches] == [
+        ["make a", "make c"],
+        ["make b"],
+    ]
+    assert desk.reports.job_ids == {"a": "1_0", "c": "1_1", "b": "2_0"}
+    assert desk.reports.taken == set()
+    assert sender.has_submitted
+
+
+def test_a_job_with_checkpoints_shares_no_array_with_one_without(
+    desk: Desk, cluster: Cluster
+) -> None:
+    desk.sender(requeue_limit=3).send([ready("a"), ready("b", checkpoints=True)])
+
+    assert [batch.requeue_limit for batch in cluster.batches] == [0, 3]
+
+
+def test_the_journal_has_every_job_that_was_reported(desk: Desk, cluster: Cluster) -> None:
+    desk.sender().send(many(3))
+    desk.journal.close()
+
+    (run,) = open_runs(desk.journal.base)
+
+    assert {entry.key: entry.job_id for entry in run.jobs.values()} == desk.reports.job_ids
+    assert run.lost_tags == set()
+    assert {entry.tag for entry in run.jobs.values()} == {cluster.batches[0].tag}
+
+
+def test_an_array_is_no_larger_than_the_setting(desk: Desk, cluster: Cluster) -> None:
+    desk.sender(array_size=4).send(many(10))
+
+    assert cluster.tried == [4, 4, 2]
+    assert len(desk.reports.job_ids) == 10
+    assert len({batch.tag for batch in cluster.batches}) == 3
+
+
+def test_the_cluster_is_asked_for_its_limit_when_there_are_very_many(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    programs.answer("scontrol", "MaxArraySize = 1101\n")
+    sender = desk.sender()
+
+    sender.send(many(1000))
+    few = programs.called("scontrol")
+    sender.send(many(1200))
+
+    assert few == 0
+    assert cluster.tried == [1000, 1100, 100]
+    assert programs.called("scontrol") == 1
+
+
+def test_an_array_that_is_too_large_is_split(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    programs.answer("scontrol", "MaxArraySize = 5\n")
+    cluster.refuse = lambda batch: FailedJobError(TOO_LARGE) if len(batch.work) > 4 else None
+
+    desk.sender().send(many(10))
+
+    assert cluster.tried == [10, 4, 4, 2]
+    assert len(desk.reports.job_ids) == 10
+    assert desk.reports.words == {}
+
+
+def test_an_array_is_halved_where_the_clusters_limit_does_not_explain_it(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    programs.answer("scontrol", "MaxArraySize = 1001\n")
+    cluster.refuse = lambda batch: FailedJobError(TOO_LARGE) if len(batch.work) > 4 else None
+
+    desk.sender().send(many(32))
+
+    assert cluster.tried == [32, 16, 8, *[4] * 8]
+    assert len(desk.reports.job_ids) == 32
+
+
+def test_splitting_ends_though_the_cluster_refuses_every_array(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    programs.answer("scontrol", "MaxArraySize = 1001\n")
+    cluster.refuse = lambda _batch: FailedJobError(TOO_LARGE)
+
+    desk.sender().send(many(3))
+
+    assert cluster.tried == [3, 1, 1, 1]
+    assert set(desk.reports.words) == {"0", "1", "2"}
+
+
+def test_a_refusal_is_reported_for_every_job_of_the_array_and_no_other(
+    desk: Desk, cluster: Cluster
+) -> None:
+    bad = {"partition": "moon"}
+    cluster.refuse = lambda batch: FailedJobError(WRONG) if batch.parameters == bad else None
+
+    desk.sender().send([ready("a", parameters=bad), ready("b"), ready("c", parameters=bad)])
+
+    assert set(desk.reports.words) == {"a", "c"}
+    assert desk.reports.words["a"].startswith("sbatch did not accept it: ")
+    assert "moon" in desk.reports.words["c"]
+    assert set(desk.reports.job_ids) == {"b"}
+    assert desk.pauses == []
+
+
+def test_a_busy_controller_is_asked_again_after_what_came_through_is_cancelled(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    answers = iter([FailedJobError(BUSY), None])
+    cluster.refuse = lambda _batch: next(answers)
+    tag = f"{desk.journal.run}.1"
+    programs.answer("squeue", f"5_0|PENDING|None||{tag}\n6_0|PENDING|None||{tag}0\n")
+
+    desk.sender().send([ready("a")])
+
+    assert desk.pauses == [2]
+    assert [call for call in programs.calls if call.startswith("scancel")] == [
+        "scancel --quiet 5_0"
+    ]
+    assert desk.reports.job_ids == {"a": "1_0"}
+
+
+def test_no_answer_within_the_patience_is_reported_as_that(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    cluster.refuse = lambda _batch: FailedJobError(BUSY)
+
+    desk.sender(patience=0).send(many(2))
+
+    assert set(desk.reports.words) == {"0", "1"}
+    assert desk.reports.words["0"].startswith("no answer to sbatch: ")
+    assert programs.calls == []
+
+
+def test_an_unexpected_error_is_reported_for_every_job(desk: Desk, cluster: Cluster) -> None:
+    cluster.refuse = lambda _batch: KeyError("surprise")
+
+    desk.sender().send(many(2))
+
+    assert set(desk.reports.words) == {"0", "1"}
+    assert "KeyError: 'surprise'" in desk.reports.words["1"]
+
+
+def test_jobs_that_cannot_be_noted_are_cancelled_and_reported(
+    desk: Desk, cluster: Cluster, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_entries: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    programs.answer("squeue", f"1_0|RUNNING|None|n1|{desk.journal.run}.1\n")
+    monkeypatch.setattr(desk.journal, "jobs", fail)
+
+    desk.sender().send([ready("a")])
+
+    assert len(cluster.batches) == 1
+    assert programs.called("scancel") == 1
+    assert "No space left" in desk.reports.words["a"]
+    assert desk.reports.job_ids == {}
+
+
+def test_the_end_of_the_run_interrupts_the_patience(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    def stopped(_seconds: float) -> None:
+        raise StoppedError
+
+    cluster.refuse = lambda _batch: FailedJobError(BUSY)
+    sender = desk.sender()
+    sender.sleep = stopped
+
+    with pytest.raises(StoppedError):
+        sender.send(many(2))
+
+    assert desk.reports.words == {}
+    assert cluster.tried == [2]
+    assert programs.calls == []
+
+
+def test_lost_nodes_and_those_of_the_file_are_excluded_as_they_are_now(
+    desk: Desk, cluster: Cluster, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad_nodes.txt"
+    sender = desk.sender()
+
+    sender.send([ready("a", exclude_file=bad)])
+    bad.write_text("n[4-5]\n")
+    desk.nodes.lost.add("n1")
+    own = {"exclude": "n9"}
+    sender.send([ready("b", exclude_file=bad, parameters=own), ready("c")])
+
+    assert [batch.parameters.get("exclude") for batch in cluster.batches] == [
+        None,
+        "n9,n1,n[4-5]",
+        "n1",
+    ]
+
+
+def test_a_bad_file_of_nodes_fails_its_own_jobs_alone(
+    desk: Desk, cluster: Cluster, tmp_path: Path
+) -> None:
+    bad = tmp_path / "bad_nodes.txt"
+    bad.write_text("$(reboot)\n")
+
+    desk.sender().send([ready("a", exclude_file=bad), ready("b")])
+
+    assert "is not a node's name" in desk.reports.words["a"]
+    assert desk.reports.job_ids == {"b": "1_0"}
+    assert len(cluster.batches) == 1

@@ -1,0 +1,198 @@
+"""The questions to Slurm, asked of programs that answer as Slurm does."""
+
+from pathlib import Path
+
+import pytest
+
+from snakemake_executor_plugin_submitit import slurm
+from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
+from tests.unit.slurm_programs import Programs
+
+DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
+OURS = "-a1b2c3"
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return Programs(tmp_path, monkeypatch)
+
+
+def test_saccts_lines_become_states_by_job_and_array_task() -> None:
+    text = (
+        f"7_0|COMPLETED|0:0|n1|prep{OURS}\n"
+        f"7_11|CANCELLED by 1000|0:15|n[1-2]|train{OURS}\n"
+        f"8|FAILED|3:0|None assigned|a|b{OURS}\n"
+    )
+
+    assert slurm.parse_sacct(text, (OURS,)) == {
+        "7_0": JobState("COMPLETED", "", "n1"),
+        "7_11": JobState("CANCELLED", "ExitCode 0:15", "n[1-2]"),
+        "8": JobState("FAILED", "ExitCode 3:0", ""),
+    }
+
+
+@pytest.mark.parametrize("name", ["prep", "prep-ffffff", f"prep{OURS}x", ""])
+def test_a_record_of_another_name_is_another_clusters_job(name: str) -> None:
+    assert slurm.parse_sacct(f"7_0|FAILED|1:0|n1|{name}\n", (OURS,)) == {}
+
+
+def test_what_is_no_record_is_left_out() -> None:
+    text = f"sacct: warning: x\n\n7_0|FAILED\n7_1|TIMEOUT|0:0|n1|x{OURS}\n"
+
+    assert list(slurm.parse_sacct(text, (OURS,))) == ["7_1"]
+
+
+def test_array_tasks_are_asked_for_by_their_array(programs: Programs) -> None:
+    programs.answer("sacct", f"7_0|COMPLETED|0:0|n1|x{OURS}\n")
+
+    found = slurm.accounted(["7_0", "7_1", "8"], (OURS,))
+
+    assert set(found) == {"7_0"}
+    assert programs.calls[0].endswith("--jobs 7,8")
+
+
+def test_no_database_and_no_sacct_are_told_from_one_that_is_down(programs: Programs) -> None:
+    with pytest.raises(NoAccountingError, match="not installed"):
+        slurm.accounted(["7"], (OURS,))
+    programs.answer("sacct", error="Slurm accounting storage is disabled")
+    with pytest.raises(NoAccountingError, match="disabled"):
+        slurm.accounted(["7"], (OURS,))
+    programs.answer("sacct", error="sacct: error: Problem talking to the database")
+
+    with pytest.raises(SlurmError, match="Problem talking") as caught:
+        slurm.accounted(["7"], (OURS,))
+
+    assert not isinstance(caught.value, NoAccountingError)
+
+
+def test_a_single_job_that_squeue_has_forgotten_is_no_error(programs: Programs) -> None:
+    programs.answer("squeue", error="slurm_load_jobs error: Invalid job id specified")
+
+    assert slurm.states(["7_0"]) == {}
+
+
+def test_no_job_is_no_call(programs: Programs) -> None:
+    assert slurm.states([]) == {}
+    assert slurm.lost_nodes([]) == set()
+    slurm.cancel([])
+    slurm.exclude_from([], "n1")
+
+    assert programs.calls == []
+
+
+def test_very_many_jobs_are_not_named_one_by_one(programs: Programs) -> None:
+    programs.answer("squeue", "7|RUNNING|None|n1|tag\n")
+
+    slurm.states([str(number) for number in range(500)])
+    slurm.states([str(number) for number in range(501)])
+
+    few, many = programs.calls
+    assert "--jobs" in few
+    assert "--jobs" not in many
+
+
+def test_a_tag_finds_its_own_jobs_and_those_of_its_batches(programs: Programs) -> None:
+    comments = ["run.1", "run.1.2", "run.12", "run", "other", "", "xrun.1"]
+    programs.answer(
+        "squeue", "".join(f"{i}|PENDING|None||{comment}\n" for i, comment in enumerate(comments))
+    )
+
+    assert set(slurm.tagged(["run.1"])) == {"0", "1"}
+    assert set(slurm.tagged(["run"])) == {"0", "1", "2", "3"}
+
+
+@pytest.mark.parametrize("command", [["absent"], ["folder"], ["refusing"]])
+def test_a_program_that_does_not_run_is_slurms_error(
+    programs: Programs, tmp_path: Path, command: list[str]
+) -> None:
+    (tmp_path / "folder").mkdir()
+    programs.answer("refusing", error=DOWN)
+
+    with pytest.raises(SlurmError, match=command[0]):
+        slurm.run(command)
+
+
+def test_a_program_that_hangs_is_slurms_error(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(slurm, "_TIMEOUT", 0.01)
+
+    with pytest.raises(SlurmError, match=r"sleep does not answer after 0\.01 s"):
+        slurm.run(["sleep", "60"])
+
+    assert programs.calls == []
+
+
+@pytest.mark.parametrize(
+    "state", ["down", "down*", "idle*", "mixed*", "drained*", "unknown", "fail", "failing", "error"]
+)
+def test_a_node_that_is_down_or_silent_is_lost(state: str) -> None:
+    assert slurm.is_lost(state)
+
+
+@pytest.mark.parametrize(
+    "state",
+    ["idle", "mixed", "allocated", "completing", "drained", "draining", "reserved", "maint"],
+)
+def test_a_node_that_answers_is_not(state: str) -> None:
+    assert not slurm.is_lost(state)
+
+
+def test_lost_nodes_are_told_apart_by_one_sinfo(programs: Programs) -> None:
+    # A node has a line for each of its partitions.
+    programs.answer("sinfo", "n1|down*\nn1|down*\nn2|idle\nn3|allocated \n")
+
+    assert slurm.lost_nodes(["n3", "n1", "n2"]) == {"n1"}
+    assert len(programs.calls) == 1
+    assert "--nodes n1,n2,n3" in programs.calls[0]
+
+
+@pytest.mark.parametrize("words", ["", "(null)", "None assigned", "none assigned", "-"])
+def test_slurms_words_for_no_node_name_none(programs: Programs, words: str) -> None:
+    assert slurm.expand(words) == []
+    assert programs.calls == []
+
+
+def test_a_short_form_is_expanded_by_slurm_and_a_name_is_not(programs: Programs) -> None:
+    programs.answer("scontrol", "n1\nn2\n")
+
+    assert slurm.expand("n7") == ["n7"]
+    assert programs.calls == []
+    assert slurm.expand("n[1-2]") == ["n1", "n2"]
+
+
+def test_excluding_keeps_what_a_job_avoids_already(programs: Programs) -> None:
+    programs.answer("squeue", "7_0|\n7_1|n9\n7_2|\n8|(null)\n99|n9\n")
+    programs.answer("scontrol")
+
+    slurm.exclude_from(["7_0", "7_1", "7_2", "8"], "n1,n2")
+
+    assert [call for call in programs.calls if call.startswith("scontrol")] == [
+        "scontrol update JobId=7_0,7_2,8 ExcNodeList=n1,n2",
+        "scontrol update JobId=7_1 ExcNodeList=n9,n1,n2",
+    ]
+
+
+@pytest.mark.parametrize(("configured", "largest"), [(1001, 1000), (101, 100), (1, 1)])
+def test_the_largest_array_is_the_clusters(
+    programs: Programs, configured: int, largest: int
+) -> None:
+    programs.answer("scontrol", f"MaxArrayTasks = 7\nMaxArraySize            = {configured}\n")
+
+    assert slurm.largest_array() == largest
+
+
+def test_a_configuration_without_that_line_is_an_error(programs: Programs) -> None:
+    programs.answer("scontrol", "SlurmctldHost = n1\n")
+
+    with pytest.raises(SlurmError, match="MaxArraySize"):
+        slurm.largest_array()
+
+
+def test_very_many_jobs_are_cancelled_by_few_calls(programs: Programs) -> None:
+    programs.answer("scancel")
+
+    slurm.cancel([str(number) for number in range(1001)])
+
+    assert programs.called("scancel") == 3

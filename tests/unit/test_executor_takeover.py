@@ -1,0 +1,119 @@
+"""What the outbox's thread does with jobs of an earlier run that wait to be taken over."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from snakemake_executor_plugin_submitit import sending
+from snakemake_executor_plugin_submitit.journal import Entry, Journal
+from snakemake_executor_plugin_submitit.reattach import Candidate
+from tests.unit.sender_desk import Cluster, Desk, ready
+from tests.unit.slurm_programs import Programs
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    programs = Programs(folder, monkeypatch)
+    programs.answer("squeue")
+    programs.answer("scancel")
+    return programs
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    cluster = Cluster()
+    monkeypatch.setattr(sending, "submit", cluster.submit)
+    return cluster
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    with closing(Journal(tmp_path / "submitit")) as journal:
+        yield Desk(journal)
+
+
+def earlier(desk: Desk, key: str, *, live: bool, fingerprint: str = "print") -> Entry:
+    """A job that an earlier run has left, as a candidate of this one."""
+    run = "20200101-000000-ffffff"
+    (desk.journal.base / run).mkdir(exist_ok=True)
+    entry = Entry(key, fingerprint, f"90_{key}", f"token {key}", f"{run}.1", run, 1000.0)
+    desk.candidates[key] = Candidate(entry, live=live)
+    return entry
+
+
+def noted_ends(desk: Desk, entry: Entry) -> list[str]:
+    path = desk.journal.base / entry.run / "journal.jsonl"
+    return [line for line in path.read_text().splitlines() if line] if path.exists() else []
+
+
+@pytest.mark.parametrize("live", [True, False])
+def test_an_earlier_runs_job_is_taken_over_once_and_not_submitted(
+    desk: Desk, cluster: Cluster, live: bool
+) -> None:
+    earlier(desk, "a", live=live)
+    sender = desk.sender()
+
+    sender.send([ready("a"), ready("b")])
+    first = dict(desk.reports.job_ids)
+    sender.send([ready("a")])  # it failed and is tried again
+
+    assert first == {"a": "90_a", "b": "1_0"}
+    assert desk.reports.taken == {"a"}
+    assert desk.reports.job_ids["a"] == "2_0"
+    assert len(cluster.batches) == 2
+
+
+def test_an_outdated_job_is_ended_before_its_successor_is_submitted(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    entry = earlier(desk, "a", live=True, fingerprint="another")
+
+    desk.sender().send([ready("a")])
+
+    assert "scancel --quiet 90_a" in programs.calls
+    assert desk.reports.job_ids == {"a": "1_0"}
+    assert desk.reports.taken == set()
+    assert "outdated" in noted_ends(desk, entry)[-1]
+    assert len(cluster.batches) == 1
+
+
+def test_an_outdated_job_that_does_not_end_keeps_its_successor_back(
+    desk: Desk, cluster: Cluster, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "_CANCEL_PATIENCE", -1.0)
+    entry = earlier(desk, "a", live=True, fingerprint="another")
+    programs.answer("squeue", f"{entry.job_id}|COMPLETING|None|n1|{entry.tag}\n")
+
+    desk.sender().send([ready("a"), ready("b")])
+
+    assert "next: scancel 90_a" in desk.reports.words["a"]
+    assert desk.reports.job_ids == {"b": "1_0"}
+    assert noted_ends(desk, entry) == []
+    assert len(cluster.batches) == 1
+
+
+def test_an_error_at_a_takeover_is_reported_and_ends_no_other_job(
+    desk: Desk, cluster: Cluster
+) -> None:
+    entry = earlier(desk, "a", live=False, fingerprint="another")
+    (desk.journal.base / entry.run).rmdir()
+
+    desk.sender().send([ready("a"), ready("b")])
+
+    assert "FileNotFoundError" in desk.reports.words["a"]
+    assert desk.reports.job_ids == {"b": "1_0"}
+    assert len(cluster.batches) == 1
+
+
+def test_ended_jobs_that_nobody_asked_for_are_closed_and_running_ones_stay(desk: Desk) -> None:
+    ended, runs = earlier(desk, "a", live=False), earlier(desk, "b", live=True)
+
+    desk.sender().forget_unused()
+
+    (line,) = noted_ends(desk, ended)
+    assert ended.token in line
+    assert runs.token not in line
