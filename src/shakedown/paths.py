@@ -28,6 +28,11 @@ class AttemptPaths:
         return self.root / "outcome.json"
 
     @property
+    def stop(self) -> Path:
+        """Empty until somebody asks the ranks to save and stop."""
+        return self.root / "stop"
+
+    @property
     def exchange(self) -> Path:
         """Rollout batches and weights that trainer and orchestrator hand each other."""
         return self.root / "exchange"

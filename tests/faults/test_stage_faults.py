@@ -136,13 +136,35 @@ def test_sigterm_saves_and_the_next_attempt_goes_on(tmp_path: Path, train: Train
     stage = _stage(tmp_path)
     assert process.returncode == 3
     assert not stage.outcome.exists()
-    assert read_json(stage.attempt(1).outcome)["state"] == "interrupted"
+    outcome = read_json(stage.attempt(1).outcome)
+    assert outcome["state"] == "interrupted"
+    assert "stopped by SIGTERM, state saved; run the same command again" in outcome["sentence"]
     assert not processes_that_mention(str(tmp_path))
     again = train(None, steps=30)
     _finish(again)
     assert again.returncode == 0
     log = stage.attempt(2).log("trainer-rank0").read_text(encoding="utf-8")
     assert "resuming from" in log
+
+
+def test_a_rank_that_hangs_does_not_hang_the_stop(
+    tmp_path: Path, train: Train, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")  # where Slurm's KillWait bounds the time
+    process = train({"kind": "busy_rank", "rank": 1, "step": 7}, stall_timeout=300.0)
+    _wait_for_step(tmp_path, 7)
+
+    process.send_signal(signal.SIGTERM)
+    _finish(process)
+
+    stage = _stage(tmp_path)
+    outcome = read_json(stage.attempt(1).outcome)
+    assert process.returncode == 3
+    assert not stage.outcome.exists()
+    assert outcome["state"] == "interrupted"
+    assert "trainer-rank1 did not end" in outcome["sentence"]
+    assert outcome["sentence"].endswith("resume after step 5")
+    assert not processes_that_mention(str(tmp_path))
 
 
 def test_supervisor_killed_leaves_no_rank_behind(tmp_path: Path, train: Train) -> None:

@@ -71,6 +71,26 @@ def test_several_nodes_give_one_srun(tmp_path: Path) -> None:
     assert step[-4:] == ["shakedown.cluster.bootstrap", "--", "prog", "arg"]
 
 
+def test_options_of_srun_send_one_node_through_it_too_in_a_job(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    image = "--container-image=/images/rl.sqsh"
+
+    (part,) = rank_components(
+        argv=["prog"],
+        world_size=2,
+        nodes=["n1"],
+        log_dir=tmp_path,
+        env={},
+        master_port=1,
+        srun_args=[image],
+    )
+
+    assert part.name == "trainer-srun"
+    assert part.argv.index(image) < part.argv.index("prog")
+
+
 @pytest.mark.parametrize(
     ("ranks", "nodes"), [(3, ["a", "b"]), (1, ["a", "b"]), (0, ["a"]), (1, [])]
 )

@@ -84,15 +84,23 @@ def test_local_server_is_for_this_machine_alone() -> None:
 
 def test_sbatch_command_asks_for_what_was_given(tmp_path: Path) -> None:
     options = SlurmOptions(
-        "gpu", "team", gpus=2, cpus=8, time_limit="4:00:00", extra=("--mem=64G",)
+        "gpu",
+        "team",
+        gpus=2,
+        cpus=8,
+        time_limit="4:00:00",
+        exclude="n7,n9",
+        gpu_model="h200",
+        extra=("--mem=64G",),
     )
 
     command = slurm.sbatch_command(ServerFolder(tmp_path), "policy", options)
 
-    assert {"--partition=gpu", "--account=team", "--gpus-per-node=2"} <= set(command)
+    assert {"--partition=gpu", "--account=team", "--gres=gpu:h200:2"} <= set(command)
     assert {"--cpus-per-task=8", "--time=4:00:00", "--mem=64G", "--nodes=1"} <= set(command)
+    assert "--exclude=n7,n9" in command
     plain = slurm.sbatch_command(ServerFolder(tmp_path), "policy", SlurmOptions())
-    assert not [word for word in plain if word.startswith(("--partition", "--gpus", "--time"))]
+    assert not [word for word in plain if word.startswith(("--partition", "--gres", "--time"))]
 
 
 def test_job_of_the_server_is_no_part_of_the_job_around() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shakedown.cluster.supervise import Component, Exit
-from shakedown.training.endings import INTERRUPTED, interrupted, judge_exits
+from shakedown.training.endings import INTERRUPTED, interrupted, judge_exits, judge_stop
 
 
 def _exit(name: str, code: int) -> Exit:
@@ -52,10 +52,41 @@ def test_helper_that_ends_early_with_code_0_is_a_failure(name: str) -> None:
     assert (ending.state, ending.component) == ("failed", name)
 
 
-def test_interrupted_stage_says_whether_the_state_was_saved() -> None:
-    saved = interrupted([_exit("trainer-rank0", INTERRUPTED)], "stopped by SIGTERM")
-    lost = interrupted([_exit("trainer-rank0", -9)], "stopped by SIGTERM")
+def test_ranks_that_saved_without_the_supervisor_being_told_are_no_completed_stage() -> None:
+    ending = judge_exits([_exit("trainer-srun", INTERRUPTED)], ["orchestrator"])
 
-    assert saved.sentence == "stopped by SIGTERM, state saved"
-    assert "last checkpoint kept" in lost.sentence
-    assert "SIGKILL" in lost.sentence
+    assert ending is not None
+    assert ending.state == "interrupted"
+    assert "state saved" in ending.sentence
+
+
+@pytest.mark.parametrize(
+    ("exits", "running", "state", "words"),
+    [
+        ([], ["trainer-rank0"], None, ""),
+        ([("trainer-rank0", INTERRUPTED)], ["trainer-rank1"], None, ""),
+        ([("trainer-rank0", INTERRUPTED)], ["orchestrator"], "interrupted", "state saved"),
+        ([("inference", -15), ("orchestrator", 1)], ["trainer-rank0"], None, ""),
+        ([("trainer-rank0", -9)], [], "interrupted", "last checkpoint kept: trainer-rank0 killed"),
+        ([("trainer-rank0", 1)], ["trainer-rank1"], "interrupted", "trainer-rank1 did not end"),
+        ([("trainer-rank0", 0), ("trainer-rank1", 0)], [], "completed", "all steps done"),
+        ([], [], "interrupted", "last checkpoint kept"),
+    ],
+)
+def test_a_stopped_stage_waits_for_its_trainers_and_says_whether_they_saved(
+    exits: list[tuple[str, int]], running: list[str], state: str | None, words: str
+) -> None:
+    ending = judge_stop([_exit(*each) for each in exits], running, "stopped by SIGTERM")
+
+    assert (ending and ending.state) == state
+    assert words in (ending.sentence if ending else "")
+
+
+def test_a_rank_that_did_not_end_in_time_is_named() -> None:
+    saved = [_exit("trainer-rank0", INTERRUPTED)]
+
+    ending = interrupted(saved, ["trainer-rank1", "inference"], "stopped by SIGTERM")
+
+    assert ending.sentence == (
+        "stopped by SIGTERM, state of the last checkpoint kept: trainer-rank1 did not end"
+    )

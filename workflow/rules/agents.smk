@@ -17,15 +17,15 @@ rule agents:
         "../envs/shakedown.yaml"
     resources:
         **placement(),
-        exclude=bad_nodes,
+        exclude_file=str(RUN.bad_nodes),
     params:
         section=section("agents", "serve", "model", "data"),
         out=RUN.agents,
         config=RUN.config,
     shell:
-        "{{ shakedown agent ladder --config {params.config} --endpoint {input.endpoint} "
-        "--out {params.out} "
-        "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran}"
+        "{{ shakedown agent ladder --config {params.config:q} --endpoint {input.endpoint:q} "
+        "--out {params.out:q} "
+        "|| [ -s {output.verdict:q} ]; }} 2>&1 | tee {log:q}; touch {output.ran:q}"
 
 
 rule accept_agents:
@@ -40,4 +40,4 @@ rule accept_agents:
     conda:
         "../envs/shakedown.yaml"
     shell:
-        "shakedown accept {input.verdict} --ticket {input.ran} --out {output} 2>&1 | tee {log}"
+        "shakedown accept {input.verdict:q} --ticket {input.ran:q} --out {output:q} 2>&1 | tee {log:q}"

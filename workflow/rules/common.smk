@@ -7,7 +7,6 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from shakedown.cluster.nodes import read_bad_nodes
 from shakedown.commands.lint import require_sound
 from shakedown.config import dump_config, parse_config, write_resolved
 from shakedown.config.lint import trainer_world
@@ -100,16 +99,12 @@ def stage_threads(wildcards):
 
 
 def placement():
-    """Slurm partition, account and nodes to avoid; an empty string leaves it to the cluster."""
+    """Slurm partition, account and type of GPU; an empty string leaves it to the cluster."""
     return {
         "slurm_partition": CONFIG.cluster.partition,
         "slurm_account": CONFIG.cluster.account,
+        "gpu_model": CONFIG.cluster.gpu_model,
     }
-
-
-def bad_nodes(wildcards):
-    """Nodes that preflight refused, for --exclude of every later job."""
-    return ",".join(read_bad_nodes(RUN.bad_nodes))
 
 
 def stage_gpus(wildcards):

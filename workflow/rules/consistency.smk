@@ -20,15 +20,15 @@ rule consistency:
         "../envs/shakedown.yaml"
     resources:
         **placement(),
-        exclude=bad_nodes,
+        exclude_file=str(RUN.bad_nodes),
     params:
         section=section("consistency", "serve", "model", "data", "seed"),
         out=RUN.consistency,
         config=RUN.config,
     shell:
-        "{{ shakedown compare --config {params.config} --endpoint {input.endpoint} "
-        "--out {params.out} "
-        "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran} {output.page}"
+        "{{ shakedown compare --config {params.config:q} --endpoint {input.endpoint:q} "
+        "--out {params.out:q} "
+        "|| [ -s {output.verdict:q} ]; }} 2>&1 | tee {log:q}; touch {output.ran:q} {output.page:q}"
 
 
 rule accept_consistency:
@@ -43,4 +43,4 @@ rule accept_consistency:
     conda:
         "../envs/shakedown.yaml"
     shell:
-        "shakedown accept {input.verdict} --ticket {input.ran} --out {output} 2>&1 | tee {log}"
+        "shakedown accept {input.verdict:q} --ticket {input.ran:q} --out {output:q} 2>&1 | tee {log:q}"

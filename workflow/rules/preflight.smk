@@ -23,8 +23,8 @@ rule preflight:
         config=RUN.config,
     shell:
         # A verdict that is not good must survive: the gate below fails, not this job.
-        "{{ shakedown preflight --config {params.config} --out {params.out} "
-        "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}; touch {output.ran}"
+        "{{ shakedown preflight --config {params.config:q} --out {params.out:q} "
+        "|| [ -s {output.verdict:q} ]; }} 2>&1 | tee {log:q}; touch {output.ran:q}"
 
 
 rule accept_preflight:
@@ -39,4 +39,4 @@ rule accept_preflight:
     conda:
         "../envs/shakedown.yaml"
     shell:
-        "shakedown accept {input.verdict} --ticket {input.ran} --out {output} 2>&1 | tee {log}"
+        "shakedown accept {input.verdict:q} --ticket {input.ran:q} --out {output:q} 2>&1 | tee {log:q}"

@@ -11,4 +11,4 @@ rule assets:
         section=section("model", "data", "seed"),
         config=RUN.config,
     shell:
-        "shakedown assets --config {params.config} --out $(dirname {output}) 2>&1 | tee {log}"
+        'shakedown assets --config {params.config:q} --out "$(dirname {output:q})" 2>&1 | tee {log:q}'

@@ -17,4 +17,4 @@ rule report_page:
     params:
         run=RUN.root,
     shell:
-        "shakedown report {params.run} 2>&1 | tee {log}"
+        "shakedown report {params.run:q} 2>&1 | tee {log:q}"

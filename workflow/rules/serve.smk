@@ -14,9 +14,11 @@ rule serve:
         section=section("serve", "model"),
         config=RUN.config,
         out=RUN.serve(SERVER),
+        bad_nodes=RUN.bad_nodes,
     shell:
-        "shakedown serve start --config {params.config} --assets {input.assets} "
-        "--out {params.out} --launcher $SHAKEDOWN_LAUNCHER 2>&1 | tee {log}"
+        "shakedown serve start --config {params.config:q} --assets {input.assets:q} "
+        "--out {params.out:q} --launcher $SHAKEDOWN_LAUNCHER --bad-nodes {params.bad_nodes:q} "
+        "2>&1 | tee {log:q}"
 
 
 rule release_server:
@@ -34,4 +36,4 @@ rule release_server:
         out=RUN.serve(SERVER),
         keep=CONFIG.serve.keep,
     shell:
-        "if [ {params.keep} = False ]; then shakedown serve stop {params.out}; fi 2>&1 | tee {log}"
+        "if [ {params.keep:q} = False ]; then shakedown serve stop {params.out:q}; fi 2>&1 | tee {log:q}"

@@ -14,7 +14,7 @@ rule train:
     threads: stage_threads
     resources:
         **placement(),
-        exclude=bad_nodes,
+        exclude_file=str(RUN.bad_nodes),
         nodes=stage_nodes,
         gpu=stage_gpus,
     params:
@@ -23,8 +23,13 @@ rule train:
         config=RUN.config,
     shell:
         # A stage that hung or failed writes its outcome and evidence: the gate fails, not this job.
-        "{{ shakedown train {wildcards.stage} --config {params.config} --assets {input.assets} "
-        "--run-dir {params.run} || [ -s {output} ]; }} 2>&1 | tee {log}"
+        # One that was told to stop writes none: this job fails and the next one resumes. The stop's
+        # signal reaches this shell and tee too: they wait for the stage to save its state.
+        "trap : INT TERM; "
+        "{{ trap : INT TERM; "
+        "shakedown train {wildcards.stage:q} --config {params.config:q} "
+        "--assets {input.assets:q} --run-dir {params.run:q} || [ -s {output:q} ]; }} 2>&1 "
+        "| {{ trap '' INT TERM; exec tee {log:q}; }}"
 
 
 rule diagnose:
@@ -46,8 +51,8 @@ rule diagnose:
     params:
         stage=stage_root,
     shell:
-        "{{ shakedown hang diagnose --stage {params.stage} "
-        "|| [ -s {output.verdict} ]; }} 2>&1 | tee {log}"
+        "{{ shakedown hang diagnose --stage {params.stage:q} "
+        "|| [ -s {output.verdict:q} ]; }} 2>&1 | tee {log:q}"
 
 
 rule accept_stage:
@@ -62,5 +67,5 @@ rule accept_stage:
     conda:
         "../envs/shakedown.yaml"
     shell:
-        "shakedown accept {input.outcome} --diagnosis {input.diagnosis} "
-        "--ticket {input.outcome} --out {output} 2>&1 | tee {log}"
+        "shakedown accept {input.outcome:q} --diagnosis {input.diagnosis:q} "
+        "--ticket {input.outcome:q} --out {output:q} 2>&1 | tee {log:q}"

@@ -23,16 +23,19 @@ def rank_components(
     role: str = "trainer",
     master_addr: str = "127.0.0.1",
     master_port: int,
+    srun_args: Sequence[str] = (),
 ) -> list[Component]:
     """Components that run `argv` once a rank.
 
-    On one node: one component a rank, `{role}-rank{N}`. On several nodes of a Slurm job: one
-    component `{role}-srun` whose tasks write the same `{role}-rank{N}.log` files.
+    On one node: one component a rank, `{role}-rank{N}`. On several nodes of a Slurm job, or with
+    `srun_args` in one: one component `{role}-srun` whose tasks write the same
+    `{role}-rank{N}.log` files.
 
     Args:
         world_size: ranks in all; ranks fill the nodes in order, equally many a node.
         master_addr: where rank 0 listens: an address of `nodes[0]` that all nodes reach
             (`nodes.node_address`).
+        srun_args: more options of srun, such as those of its container plugin.
 
     Raises:
         UsageError: fewer ranks than nodes, or ranks that do not spread equally.
@@ -48,7 +51,7 @@ def rank_components(
         "OMP_NUM_THREADS": "1",
         **env,
     }
-    if len(nodes) > 1:
+    if len(nodes) > 1 or (srun_args and "SLURM_JOB_ID" in os.environ):
         return [
             _srun(
                 argv=argv,
@@ -57,6 +60,7 @@ def rank_components(
                 log_dir=log_dir,
                 env=shared,
                 role=role,
+                srun_args=srun_args,
             )
         ]
     return [
@@ -96,12 +100,14 @@ def _srun(
     log_dir: Path,
     env: Mapping[str, str],
     role: str,
+    srun_args: Sequence[str],
 ) -> Component:
     step = srun_argv(
         nodes=nodes,
         tasks=world_size,
         output=log_dir / f"{role}-rank%t.log",
         job_name=role,
+        more=srun_args,
     )
     rank = [sys.executable, "-P", "-m", "shakedown.cluster.bootstrap", "--", *argv]
     return Component(
@@ -114,7 +120,12 @@ def _srun(
 
 
 def srun_argv(
-    *, nodes: Sequence[str], tasks: int, job_name: str, output: Path | None = None
+    *,
+    nodes: Sequence[str],
+    tasks: int,
+    job_name: str,
+    output: Path | None = None,
+    more: Sequence[str] = (),
 ) -> list[str]:
     """An srun command line over `nodes` inside the current job, `tasks` in all, block order.
 
@@ -143,4 +154,5 @@ def srun_argv(
         "--open-mode=append",
         f"--job-name={job_name}",
         *([f"--output={output}"] if output else []),
+        *more,
     ]

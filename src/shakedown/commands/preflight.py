@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
         out=out,
         want=want,
         slurm="SLURM_JOB_ID" in os.environ,
+        srun_args=config.cluster.srun_args if config else (),
         limit=args.timeout or (config.preflight.probe_timeout if config else 20.0),
         burn=args.burn_seconds,
         ports=args.port,

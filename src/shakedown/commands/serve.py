@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shakedown.cluster.nodes import read_bad_nodes
 from shakedown.commands.arguments import whole
 from shakedown.errors import ShakedownError, UsageError
 from shakedown.verdict import Finding, Stopwatch, Verdict, finish, installed_versions
@@ -76,6 +77,8 @@ def _slurm_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, help="GPUs of that job")
     parser.add_argument("--cpus", type=int, default=1, help="processors of that job")
     parser.add_argument("--time-limit", default="", help="of that job; default: the partition's")
+    parser.add_argument("--gpu-model", help="their type, as the cluster names it")
+    parser.add_argument("--bad-nodes", type=Path, help="file of nodes for that job to avoid")
     parser.add_argument("--sbatch-args", default="", help="more arguments of sbatch, one string")
 
 
@@ -187,15 +190,27 @@ def _configured(args: argparse.Namespace) -> "ServerOrder":
         lease=serve.lease,
         ready_timeout=serve.ready_timeout,
         launcher=cluster.launcher,
-        slurm=SlurmOptions(cluster.partition, cluster.account, gpus=cluster.gpus_per_node),
+        slurm=SlurmOptions(
+            cluster.partition,
+            cluster.account,
+            gpus=cluster.gpus_per_node,
+            gpu_model=cluster.gpu_model,
+        ),
     )
 
 
 def _slurm(order: "ServerOrder", args: argparse.Namespace) -> "SlurmOptions":
-    names = ("partition", "account", "gpus")
+    names = ("partition", "account", "gpus", "gpu_model")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     extra = _words(args.sbatch_args, "sbatch_args")
-    return replace(order.slurm, **given, cpus=args.cpus, time_limit=args.time_limit, extra=extra)
+    return replace(
+        order.slurm,
+        **given,
+        cpus=args.cpus,
+        time_limit=args.time_limit,
+        exclude=",".join(read_bad_nodes(args.bad_nodes)) if args.bad_nodes else "",
+        extra=extra,
+    )
 
 
 def _started(endpoint: "Endpoint", clock: Stopwatch) -> Verdict:

@@ -48,6 +48,7 @@ def _train(config: Config, stage: str, paths: RunPaths, assets_path: Path | None
         reward=config.data.reward,
         seed=config.seed,
         paths=paths.stage(stage),
+        srun_args=config.cluster.srun_args,
     )
     outcome = run_stage(plan)
     print(f"stage {stage} {outcome.state}: {outcome.sentence}", flush=True)

@@ -38,9 +38,11 @@ class ClusterConfig(Section):
 
     nodes: Positive = 1
     gpus_per_node: NonNegative = 0
+    gpu_model: str = ""
     launcher: Literal["local", "slurm"] = "local"
     partition: str = ""
     account: str = ""
+    srun_args: list[Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[^\n]*)?$")]] = []
 
 
 class PreflightConfig(Section):

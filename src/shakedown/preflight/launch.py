@@ -32,9 +32,10 @@ class Launcher:
     """Runs `python -m MODULE --request TEXT` on nodes; its logs lie on this machine's own disk,
     as the results folder is among the things to check."""
 
-    def __init__(self, *, slurm: bool) -> None:
+    def __init__(self, *, slurm: bool, srun_args: Sequence[str] = ()) -> None:
         """`slurm`: over srun in the current job, else as processes of this machine."""
         self.slurm = slurm
+        self._srun_args = srun_args
         self._folder = tempfile.TemporaryDirectory(prefix="shakedown-preflight-")
         self._round = 0
 
@@ -101,7 +102,12 @@ class Launcher:
                 master_port=0,
             )
             return [replace(part, name=f"{nodes[0]}#{part.rank}") for part in local]
-        step = srun_argv(nodes=nodes, tasks=tasks * len(nodes), job_name="preflight")
+        step = srun_argv(
+            nodes=nodes,
+            tasks=tasks * len(nodes),
+            job_name="preflight",
+            more=self._srun_args,
+        )
         name = nodes[0] if len(nodes) == 1 else f"{nodes[0]}+{len(nodes) - 1}"
         log = folder / f"{self._round}-{name}.log"
         return [Component(name, "preflight", (*step, *argv), log, env)]

@@ -64,7 +64,7 @@ def run_preflight(settings: Settings) -> Checked:
     _prepare(settings)
     request = _request(settings)
     try:
-        with Launcher(slurm=settings.slurm) as launcher:
+        with Launcher(slurm=settings.slurm, srun_args=settings.srun_args) as launcher:
             settings.say(f"asking {len(settings.nodes)} node(s)")
             reports, silent = probe_nodes(launcher, settings, request)
             settings.say(f"{len(reports)} answered; network")

@@ -15,6 +15,7 @@ class Settings:
     out: Path
     want: Expectations
     slurm: bool = False
+    srun_args: Sequence[str] = ()
     limit: float = 20.0
     burn: float = 600.0
     ports: Sequence[int] = ()

@@ -77,7 +77,8 @@ class ServerFolder:
 class SlurmOptions:
     """What the server's own job asks of Slurm.
 
-    `time_limit` as sbatch takes it (empty: the partition's); `extra`: more arguments of sbatch.
+    `time_limit` as sbatch takes it (empty: the partition's); `exclude`: nodes to stay away from,
+    joined by commas; `extra`: more arguments of sbatch.
     """
 
     partition: str = ""
@@ -85,6 +86,8 @@ class SlurmOptions:
     gpus: int = 0
     cpus: int = 1
     time_limit: str = ""
+    exclude: str = ""
+    gpu_model: str = ""
     extra: tuple[str, ...] = ()
 
 

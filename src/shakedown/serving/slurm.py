@@ -58,10 +58,17 @@ def sbatch_command(folder: ServerFolder, name: str, options: SlurmOptions) -> li
         "--partition": options.partition,
         "--account": options.account,
         "--time": options.time_limit,
-        "--gpus-per-node": str(options.gpus or ""),
+        "--exclude": options.exclude,
+        "--gres": _gres(options),
     }
     command += [f"{key}={value}" for key, value in named.items() if value]
     return [*command, *options.extra]
+
+
+def _gres(options: SlurmOptions) -> str:
+    if not options.gpus:
+        return ""
+    return ":".join(filter(None, ("gpu", options.gpu_model, str(options.gpus))))
 
 
 def job_state(job: str) -> JobState | None:

@@ -41,7 +41,9 @@ class ServerPlan:
     served_name: str
 
 
-def trainer_components(job: StageJob, job_file: Path, nodes: Sequence[str]) -> list[Component]:
+def trainer_components(
+    job: StageJob, job_file: Path, nodes: Sequence[str], srun_args: Sequence[str] = ()
+) -> list[Component]:
     """One component a rank here, or one srun step over the nodes of a Slurm job."""
     several = len(nodes) > 1
     return rank_components(
@@ -52,6 +54,7 @@ def trainer_components(job: StageJob, job_file: Path, nodes: Sequence[str]) -> l
         env=trainer_environment(job.config.debug),
         master_addr=node_address(nodes[0]) if several else "127.0.0.1",
         master_port=free_port(),
+        srun_args=srun_args,
     )
 
 

@@ -8,17 +8,11 @@ from shakedown.training.coordination import Ranks
 from shakedown.training.engines.base import Engine
 from shakedown.training.faults import Injector
 from shakedown.training.job import StageJob
+from shakedown.training.stopping import StopFlag
 
 
 class StopRequestedError(Exception):
-    """A signal asked to stop, and this is a place where nothing is half done."""
-
-
-@dataclass
-class StopFlag:
-    """Set by a signal handler; the ranks agree on it at the end of a step."""
-
-    requested: bool = False
+    """Somebody asked to stop, and this is a place where nothing is half done."""
 
 
 @dataclass

@@ -28,7 +28,7 @@ class LogEcho:
             if len(lines) > _MAX_LINES:
                 lines = [*lines[:2], f"... {len(lines) - 4} lines, see {path}", *lines[-2:]]
             for line in lines:
-                self._print(f"[{name}] {line[:_MAX_CHARS]}")
+                self.say(f"[{name}] {line[:_MAX_CHARS]}")
 
     def _wanted(self, line: str) -> bool:
         return not self._patterns or any(word in line for word in self._patterns)
@@ -45,8 +45,8 @@ class LogEcho:
         self._offsets[name] += len(whole)
         return [line for line in whole.decode("utf-8", "replace").splitlines() if line.strip()]
 
-    def _print(self, line: str) -> None:
-        """Go on without a terminal when it went away: the run matters more than its echo."""
+    def say(self, line: str) -> None:
+        """Print a line; without a terminal that went away: the run matters more than its echo."""
         if self._closed:
             return
         try:

@@ -18,6 +18,9 @@ class Ending:
     component: str = ""
 
 
+_COMPLETED = Ending("completed", "all steps done")
+
+
 def judge_exits(exits: Sequence[Exit], running: Collection[str]) -> Ending | None:
     """The stage's ending once its components have exited like this, or None while it goes on.
 
@@ -34,9 +37,28 @@ def judge_exits(exits: Sequence[Exit], running: Collection[str]) -> Ending | Non
     for ended in early:
         if trainers_run or (ended.component.role == "inference" and orchestrator_runs):
             return Ending("failed", f"{ended} while others still needed it", ended.component.name)
+    if not trainers_run and _saved(exits):
+        return interrupted(exits, running, "stopped by a signal to its ranks")
     if not trainers_run and not orchestrator_runs:
-        return Ending("completed", "all steps done")
+        return _COMPLETED
     return None
+
+
+def judge_stop(exits: Sequence[Exit], running: Collection[str], reason: str) -> Ending | None:
+    """`judge_exits` once the stage is told to stop: only the trainers are waited for.
+
+    A trainer that failed ends the wait: its peers cannot save without it.
+    """
+    trainers = [e for e in exits if e.component.role == "trainer"]
+    if first_failure(trainers) is None and any(name.startswith("trainer") for name in running):
+        return None
+    if trainers and all(e.returncode == 0 for e in trainers):
+        return _COMPLETED
+    return interrupted(exits, running, reason)
+
+
+def _saved(exits: Sequence[Exit]) -> bool:
+    return any(e.component.role == "trainer" and e.returncode == INTERRUPTED for e in exits)
 
 
 def first_failure(exits: Sequence[Exit]) -> Exit | None:
@@ -49,10 +71,13 @@ def first_failure(exits: Sequence[Exit]) -> Exit | None:
     return next(iter(killed or bad), None)
 
 
-def interrupted(exits: Sequence[Exit], reason: str) -> Ending:
+def interrupted(exits: Sequence[Exit], running: Collection[str], reason: str) -> Ending:
     """The ending of a stage that was told to stop."""
-    saved = [e for e in exits if e.returncode == INTERRUPTED]
-    lost = [e for e in exits if e.component.role == "trainer" and e.returncode != INTERRUPTED]
-    how = "state saved" if saved and not lost else "state of the last checkpoint kept"
-    details = "; ".join(f"{e.component.name} {describe_exit(e.returncode)}" for e in lost)
-    return Ending("interrupted", f"{reason}, {how}{': ' + details if details else ''}")
+    lost = [
+        f"{e.component.name} {describe_exit(e.returncode)}"
+        for e in exits
+        if e.component.role == "trainer" and e.returncode != INTERRUPTED
+    ]
+    lost += [f"{name} did not end" for name in running if name.startswith("trainer")]
+    how = "state saved" if _saved(exits) and not lost else "state of the last checkpoint kept"
+    return Ending("interrupted", f"{reason}, {how}{': ' + '; '.join(lost) if lost else ''}")

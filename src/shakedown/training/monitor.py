@@ -1,5 +1,7 @@
 """Watch a stage's components until they end, stand still, or the stage is told to stop."""
 
+import math
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -11,21 +13,34 @@ from shakedown.cluster.supervise import Exit, Supervisor
 from shakedown.hang.heartbeat import read_heartbeats
 from shakedown.hang.watch import Health, Watch
 from shakedown.paths import AttemptPaths
+from shakedown.training import stopping
 from shakedown.training.echo import LogEcho
-from shakedown.training.endings import Ending, interrupted, judge_exits
+from shakedown.training.endings import Ending, interrupted, judge_exits, judge_stop
 
 _POLL_SECONDS = 0.2
 _WATCH_SECONDS = 1.0
 _ECHO_SECONDS = 1.0
 _SETTLE_SECONDS = 0.5  # peers of a dead rank fail within this: the kill is then told from the echo
-SAVE_SECONDS = 60.0  # for a checkpoint after a signal; Slurm's own grace time ends it sooner
+# For a checkpoint after SIGTERM or SIGINT. Slurm's KillWait is 30 s when not set: the rest is for
+# ending what hangs. SIGUSR2 sets no limit: it is followed by SIGTERM when the time is over.
+SAVE_SECONDS = 60.0
+SAVE_SECONDS_IN_SLURM = 20.0
 
 
 @dataclass
 class StopFlag:
-    """Set by a signal handler; the loop looks at it."""
+    """Set by a signal handler; the loop looks at it. `deadline` is monotonic seconds."""
 
     reason: str = ""
+    deadline: float = math.inf
+
+    def note(self, number: int) -> None:
+        """Take a signal: the first one is the reason, the first but SIGUSR2 starts the clock."""
+        self.reason = self.reason or f"stopped by {signal.Signals(number).name}"
+        if number != signal.SIGUSR2 and self.deadline == math.inf:
+            by_slurm = number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ
+            seconds = SAVE_SECONDS_IN_SLURM if by_slurm else SAVE_SECONDS
+            self.deadline = time.monotonic() + seconds
 
 
 @contextmanager
@@ -34,7 +49,7 @@ def stop_signals() -> Iterator[StopFlag]:
     flag = StopFlag()
 
     def note(number: int, _frame: FrameType | None) -> None:
-        flag.reason = f"stopped by {signal.Signals(number).name}"
+        flag.note(number)
 
     watched = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
     before = {number: signal.signal(number, note) for number in watched}
@@ -57,6 +72,7 @@ class Monitor:
     on_stall: Callable[[Health], None]
     exits: list[Exit] = field(default_factory=list)
     health: Health | None = None
+    _asked: bool = False  # the ranks to save and stop
 
     def run(self) -> Ending:
         """Return how the stage ended; components may still run then, the caller ends them."""
@@ -75,17 +91,26 @@ class Monitor:
             time.sleep(_POLL_SECONDS)
 
     def _look(self, watch_too: bool, now: float) -> Ending | None:
-        if self.stop.reason:
-            return self._stop_and_save()
-        self.exits += self.supervisor.poll()
-        ending = judge_exits(self.exits, self.supervisor.running())
-        if ending is not None and ending.state == "failed":
+        if self.stop.reason and not self._asked:
+            self._ask_to_stop()
+        ending = self._judge()
+        if ending is not None and ending.state in ("failed", "interrupted"):
             time.sleep(_SETTLE_SECONDS)
-            self.exits += self.supervisor.poll()
-            return judge_exits(self.exits, self.supervisor.running())
-        if ending is not None or not watch_too:
+            if self.stop.reason and not self._asked:
+                return None  # Slurm's signal reached the component before this process
+            return self._judge()
+        if ending is None and now >= self.stop.deadline:
+            return interrupted(self.exits, self.supervisor.running(), self.stop.reason)
+        if ending is not None or not watch_too or self.stop.deadline < math.inf:
             return ending
         return self._stall(now)
+
+    def _judge(self) -> Ending | None:
+        self.exits += self.supervisor.poll()
+        running = self.supervisor.running()
+        if self._asked:
+            return judge_stop(self.exits, running, self.stop.reason)
+        return judge_exits(self.exits, running)
 
     def _stall(self, now: float) -> Ending | None:
         self.health = self.watch.observe(read_heartbeats(self.attempt.heartbeats), now)
@@ -94,18 +119,14 @@ class Monitor:
         self.on_stall(self.health)
         return Ending("hung", self.health.sentence, self.health.still[0].name)
 
-    def _stop_and_save(self) -> Ending:
-        """Pass the signal on to the trainers, which save and exit; then everything ends."""
-        print(f"{self.stop.reason}: saving the state", flush=True)
+    def _ask_to_stop(self) -> None:
+        """By the file that all nodes see, and by a signal to the ranks that are children here."""
+        self._asked = True
+        self.echo.say(f"{self.stop.reason}: saving the state")
+        try:
+            stopping.ask(self.attempt.stop, self.stop.reason)
+        except OSError as error:  # a full disk; the signal is still worth sending
+            self.echo.say(f"cannot write {self.attempt.stop}: {error.strerror}")
         for name in self.supervisor.running():
-            if name.startswith("trainer"):
+            if name.startswith("trainer-rank"):
                 self.supervisor.signal(name, signal.SIGTERM)
-        deadline = time.monotonic() + SAVE_SECONDS
-        while time.monotonic() < deadline and self._trainers_run():
-            self.exits += self.supervisor.poll()
-            time.sleep(_POLL_SECONDS)
-        self.exits += self.supervisor.poll()
-        return interrupted(self.exits, self.stop.reason)
-
-    def _trainers_run(self) -> bool:
-        return any(name.startswith("trainer") for name in self.supervisor.running())

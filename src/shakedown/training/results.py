@@ -46,6 +46,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def resume_hint(paths: StagePaths) -> str:
+    """Where an interrupted stage goes on."""
+    again = "run the same command again to"
+    try:
+        name = (paths.checkpoints / "latest").read_text(encoding="utf-8")
+        return f"{again} resume after step {int(name.strip().removeprefix('step_'))}"
+    except (OSError, ValueError):
+        return f"{again} start it anew: no checkpoint was written"
+
+
 def _is_finite_number(value: Any) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and math.isfinite(value)

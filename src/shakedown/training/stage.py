@@ -3,6 +3,7 @@
 The attempt always ends with an outcome, and no process outlives it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shakedown.config.lint import trainer_world
 from shakedown.errors import LaunchError, UsageError
 from shakedown.hang.watch import Health, Watch
 from shakedown.paths import AttemptPaths, StagePaths
+from shakedown.training import stopping
 from shakedown.training.components import (
     orchestrator_component,
     server_plan,
@@ -24,15 +26,19 @@ from shakedown.training.evidence import collect_evidence
 from shakedown.training.job import StageJob
 from shakedown.training.monitor import Monitor, stop_signals
 from shakedown.training.outcome import Outcome
-from shakedown.training.results import stage_metrics
+from shakedown.training.results import resume_hint, stage_metrics
 from shakedown.verdict import Stopwatch
 
 _GRACE_SECONDS = 10.0
+_STOP_GRACE_SECONDS = 5.0  # the ranks had their time to save
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What to run. `model`: input checkpoint; `train`, `heldout`: data as in StageJob."""
+    """What to run. `model`: input checkpoint; `train`, `heldout`: data as in StageJob.
+
+    `srun_args`: more options of the srun that starts the ranks.
+    """
 
     name: str
     config: StageConfig
@@ -44,6 +50,7 @@ class StagePlan:
     reward: str
     seed: int
     paths: StagePaths
+    srun_args: Sequence[str] = ()
 
 
 def run_stage(plan: StagePlan) -> Outcome:
@@ -57,6 +64,7 @@ def run_stage(plan: StagePlan) -> Outcome:
     nodes = _nodes(plan.config.nodes)
     plan.paths.outcome.unlink(missing_ok=True)
     attempt = plan.paths.new_attempt()
+    stopping.prepare(attempt.stop)
     job, components = _components(plan, attempt, nodes)
     print(
         f"stage {plan.name}, attempt {attempt.root.name}: {job.world_size} trainer rank(s) on "
@@ -77,6 +85,8 @@ def run_stage(plan: StagePlan) -> Outcome:
     )
     steps, metrics = stage_metrics(plan.paths)
     outcome = replace(outcome, steps=steps, metrics=metrics)
+    if outcome.state == "interrupted":
+        outcome = replace(outcome, sentence=f"{outcome.sentence}; {resume_hint(plan.paths)}")
     outcome.write(attempt.outcome)
     if outcome.state != "interrupted":
         outcome.write(plan.paths.outcome)
@@ -128,7 +138,7 @@ def _components(
         )
         components += [server.component, orchestrator_component(job, job_file)]
     job.write(job_file)
-    return job, components + trainer_components(job, job_file.absolute(), nodes)
+    return job, components + trainer_components(job, job_file.absolute(), nodes, plan.srun_args)
 
 
 def _supervise(
@@ -153,7 +163,8 @@ def _supervise(
             ending = monitor.run()
         except LaunchError as error:
             ending = Ending("failed", str(error))
-        exits = monitor.exits + supervisor.stop_all(_GRACE_SECONDS)
+        grace = _STOP_GRACE_SECONDS if stop.reason else _GRACE_SECONDS
+        exits = monitor.exits + supervisor.stop_all(grace)
     return ending, exits, monitor.health
 
 

@@ -56,7 +56,7 @@ class Trainer:
         """Train to the last step.
 
         Returns:
-            True when all steps are done, False when a signal stopped it and the state is saved.
+            True when all steps are done, False when it was asked to stop and the state is saved.
 
         Raises:
             DivergedError: the loss is not finite.

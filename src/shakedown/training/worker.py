@@ -1,7 +1,7 @@
 """One trainer rank: `python -m shakedown.training.worker --job JOB.json`.
 
 The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Exit codes: 0 all
-steps done, 75 stopped by SIGTERM or SIGUSR2 with the state saved, 1 to 3 as every command.
+steps done, 75 stopped by a signal or the stop file with the state saved, 1 to 3 as every command.
 """
 
 import argparse
@@ -20,11 +20,12 @@ import torch.distributed as dist
 from shakedown.errors import ConfigError, ShakedownError, UsageError
 from shakedown.hang.heartbeat import Heartbeat
 from shakedown.hang.hook import install
-from shakedown.training.context import Context, StopFlag
+from shakedown.training.context import Context
 from shakedown.training.coordination import Ranks
 from shakedown.training.engines import engine_class
 from shakedown.training.faults import Injector
 from shakedown.training.job import StageJob, read_job
+from shakedown.training.stopping import StopFlag
 from shakedown.training.trainer import Trainer
 
 INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: come again, it will go on
@@ -57,7 +58,7 @@ def run(job: StageJob) -> int:
     install(rank, job.attempt.evidence)
     heartbeat = Heartbeat(job.attempt.heartbeats, rank)
     heartbeat.beat(phase="init")
-    stop = StopFlag()
+    stop = StopFlag(job.attempt.stop if rank == 0 else None)
     _stop_on_signals(stop)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(job.seed + rank)
@@ -90,7 +91,7 @@ def _stop_on_signals(stop: StopFlag) -> None:
     """SIGUSR2 is Slurm's warning before the time limit, SIGTERM its preemption."""
 
     def note(_number: int, _frame: FrameType | None) -> None:
-        stop.requested = True
+        stop.request()
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, note)
