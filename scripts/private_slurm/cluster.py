@@ -59,8 +59,20 @@ def start(
     cpus: int = 4,
     memory_mb: int = 16000,
     base_port: int = 0,
+    first_job_id: int = 0,
+    settings: Sequence[str] = (),
 ) -> Cluster:
     """Start a cluster and wait until every node is idle.
+
+    Args:
+        folder: where all of it lives; empty, new, or a stopped cluster's.
+        accounting: one of `ACCOUNTING`.
+        nodes: slurmd daemons.
+        cpus: what each node claims.
+        memory_mb: what each node claims.
+        base_port: first of 2 + nodes ports; 0 probes free ones.
+        first_job_id: 0 takes one that no earlier cluster has used.
+        settings: further lines of slurm.conf, `Name=value`.
 
     Raises:
         ClusterError: the request is wrong, a program is missing, or a daemon does not come up;
@@ -68,28 +80,34 @@ def start(
     """
     folder = folder.resolve()
     _check_request(folder, accounting, nodes, cpus, memory_mb)
+    _check_settings(first_job_id, settings)
     _check_programs(accounting)
     _clear(folder)
     version = _slurm_version()
-    controller, database, *node_ports = ports.choose(2 + nodes, base_port)
+    found = ports.choose(2 + nodes, base_port)
     folder.mkdir(parents=True, exist_ok=True)
     plan = Plan(
         folder=folder,
         hostname=socket.gethostname().partition(".")[0],
         user=getpass.getuser(),
-        controller_port=controller,
-        database_port=database,
-        node_ports=node_ports,
+        controller_port=found[0],
+        database_port=found[1],
+        node_ports=found[2:],
         accounting=accounting,
-        first_job_id=config.first_job_id(time.time()),
+        first_job_id=first_job_id or config.first_job_id(time.time()),
         slurm_version=version,
         cpus=cpus,
         memory_mb=memory_mb,
         gpu_files=_gpu_files(folder / "gpu"),
+        settings=list(settings),
     )
+    return _start(plan)
+
+
+def _start(plan: Plan) -> Cluster:
     started: list[Process] = []
     try:
-        _save(Cluster(plan, started))
+        save(Cluster(plan, started))
         _write_files(plan)
         _bring_up(plan, started)
     except BaseException:
@@ -114,6 +132,17 @@ def _check_request(folder: Path, accounting: str, nodes: int, cpus: int, memory_
         problems.append(f"{folder}: Slurm's configuration cannot hold this path's characters")
     if problems:
         raise ClusterError("\n".join(problems), exit_code=USAGE)
+
+
+def _check_settings(first_job_id: int, settings: Sequence[str]) -> None:
+    if not 0 <= first_job_id <= config.HIGHEST_JOB_ID:
+        raise ClusterError(
+            f"first job id {first_job_id}: expected 1 to {config.HIGHEST_JOB_ID}, or 0",
+            exit_code=USAGE,
+        )
+    for line in settings:
+        if not re.fullmatch(r"[A-Za-z]+=[^\s#]+", line):
+            raise ClusterError(f"setting {line!r}: expected Name=value", exit_code=USAGE)
 
 
 def _check_programs(accounting: str) -> None:
@@ -194,7 +223,7 @@ def _bring_up(plan: Plan, started: list[Process]) -> None:
     for daemon in daemons(plan):
         process = launch(plan, daemon)
         started.append(process)
-        _save(Cluster(plan, started))
+        save(Cluster(plan, started))
         if daemon.name.startswith("slurmd-"):
             nodes.append((daemon, process))
             continue
@@ -244,7 +273,8 @@ def _await_idle(plan: Plan) -> None:
         raise ClusterError(f"not every node is idle\n{seen}{log_end(plan, 'slurmctld')}")
 
 
-def _save(cluster: Cluster) -> None:
+def save(cluster: Cluster) -> None:
+    """Write the plan and the processes into the cluster's state file."""
     body = {
         "plan": asdict(cluster.plan) | {"folder": os.fspath(cluster.plan.folder)},
         "processes": [asdict(process) for process in cluster.processes],

@@ -1,4 +1,4 @@
-"""The command line: start, stop, env, status, run."""
+"""The command line: start, stop, env, status, daemon, run."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from private_slurm import cluster
+from private_slurm import cluster, control
 from private_slurm.config import ACCOUNTING
 from private_slurm.errors import BLOCKED, USAGE, ClusterError
 
@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         ("stop", _stop, "end every process of the cluster"),
         ("env", _env, "print the lines that point a shell at the cluster"),
         ("status", _status, "say which daemons live; exit 1 when one does not"),
+        ("daemon", _daemon, "end, freeze or bring back one daemon, for drills"),
         ("run", _run, "start, run the command after --, always stop; exit with its code"),
     ):
         sub = commands.add_parser(
@@ -53,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.set_defaults(run=run)
         if name in ("start", "run"):
             _add_options(sub)
+        if name == "daemon":
+            sub.add_argument("action", choices=control.ACTIONS, help="what to do to it")
+            sub.add_argument("name", help="as status prints it: slurmctld, slurmd-n2, ...")
     return parser
 
 
@@ -63,6 +67,9 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--cpus", type=int, default=4, help="CPUs that each node claims")
     add("--memory-mb", type=int, default=16000, help="memory that each node claims")
     add("--base-port", type=int, default=0, help="first of the ports; 0 probes free ones")
+    add("--first-job-id", type=int, default=0, help="0 takes one that was not used before")
+    help_line = "a further line of slurm.conf; may be repeated"
+    add("--set", dest="settings", action="append", default=[], metavar="NAME=V", help=help_line)
 
 
 def _started(arguments: argparse.Namespace) -> cluster.Cluster:
@@ -73,6 +80,8 @@ def _started(arguments: argparse.Namespace) -> cluster.Cluster:
         cpus=arguments.cpus,
         memory_mb=arguments.memory_mb,
         base_port=arguments.base_port,
+        first_job_id=arguments.first_job_id,
+        settings=arguments.settings,
     )
 
 
@@ -108,6 +117,11 @@ def _status(arguments: argparse.Namespace) -> int:
     for line in health.nodes:
         print(f"node  {line}")
     return 1 if health.dead or not health.alive else 0
+
+
+def _daemon(arguments: argparse.Namespace) -> int:
+    control.ACTIONS[arguments.action](arguments.folder, arguments.name)
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:

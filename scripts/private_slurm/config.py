@@ -6,7 +6,8 @@ from pathlib import Path
 
 ACCOUNTING = ("db", "filetxt", "none")
 
-# Slurm refuses job ids above 67,043,328 (MaxJobId's default).
+# Slurm's default of MaxJobId.
+HIGHEST_JOB_ID = 67_043_328
 _JOB_ID_RANGE = 60_000_000
 
 
@@ -15,6 +16,7 @@ class Plan:
     """One cluster. `memory_mb` and `cpus` are what each node claims to have, not what exists.
 
     `gpu_files`: device files that stand for each node's GPUs; empty means nodes without GPUs.
+    `settings`: further lines of slurm.conf; they outrank the cluster's own.
     """
 
     folder: Path
@@ -29,6 +31,7 @@ class Plan:
     cpus: int = 4
     memory_mb: int = 16000
     gpu_files: Sequence[str] = ()
+    settings: Sequence[str] = ()
 
     @property
     def nodes(self) -> list[str]:
@@ -74,6 +77,8 @@ def first_job_id(now: float) -> int:
 def render_slurm_conf(plan: Plan) -> str:
     """slurm.conf of the whole cluster."""
     lines = [*_identity(plan), *_behaviour(), *_accounting(plan), *_nodes(plan)]
+    # Slurm takes the last of two lines of one name.
+    lines += plan.settings
     return "\n".join(lines) + "\n"
 
 

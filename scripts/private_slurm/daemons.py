@@ -3,13 +3,13 @@
 import os
 import socket
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from private_slurm.config import Plan
 from private_slurm.errors import ClusterError
-from private_slurm.processes import MARKER, Process, is_alive, spawn, wait_until
+from private_slurm.processes import MARKER, NODE_MARKER, Process, is_alive, spawn, wait_until
 
 _LOG_LINES = 25
 
@@ -19,12 +19,16 @@ SEARCH_PATH = os.environ.get("PATH", os.defpath) + ":/usr/local/sbin:/usr/sbin:/
 
 @dataclass(frozen=True)
 class Daemon:
-    """A program in the foreground and the question whether it answers yet."""
+    """A program in the foreground and the question whether it answers yet.
+
+    `extra`: variables that it gets besides those of `environment`.
+    """
 
     name: str
     command: Sequence[str]
     is_up: Callable[[], bool]
     seconds: float = 20.0
+    extra: Mapping[str, str] = field(default_factory=dict)
 
 
 def environment(plan: Plan) -> dict[str, str]:
@@ -48,7 +52,8 @@ def daemons(plan: Plan) -> Iterator[Daemon]:
         yield _slurmdbd(plan)
     yield Daemon("slurmctld", ["slurmctld", "-D"], lambda: _succeeds(plan, "scontrol", "ping"))
     for name, port in zip(plan.nodes, plan.node_ports, strict=True):
-        yield Daemon(f"slurmd-{name}", ["slurmd", "-D", "-N", name], _listens(port))
+        command = ["slurmd", "-D", "-N", name]
+        yield Daemon(f"slurmd-{name}", command, _listens(port), extra={NODE_MARKER: name})
 
 
 def _munged(plan: Plan) -> Daemon:
@@ -142,8 +147,9 @@ def launch(plan: Plan, daemon: Daemon) -> Process:
         ClusterError: its program is not installed.
     """
     out = plan.log / f"{daemon.name}.out"
+    variables = {**environment(plan), **daemon.extra}
     try:
-        return spawn(daemon.name, daemon.command, environment(plan), out)
+        return spawn(daemon.name, daemon.command, variables, out)
     except FileNotFoundError as error:
         raise ClusterError(
             f"{daemon.command[0]} is not installed; run scripts/install_system.sh"

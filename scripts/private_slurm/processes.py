@@ -11,6 +11,8 @@ from pathlib import Path
 
 # In the environment of every daemon, and by inheritance of every slurmstepd.
 MARKER = "PRIVATE_SLURM_FOLDER"
+# In the environment of each slurmd and of its slurmstepds.
+NODE_MARKER = "PRIVATE_SLURM_NODE"
 
 
 @dataclass(frozen=True)
@@ -80,23 +82,24 @@ def end(processes: Iterable[Process], *, seconds: float = 10.0) -> list[Process]
     everyone = list(processes)
     rest = [process for process in everyone if is_alive(process)]
     for number, patience in ((signal.SIGTERM, seconds), (signal.SIGKILL, 5.0)):
-        _signal(rest, number)
+        send(rest, number)
         wait_until(lambda: not any(map(is_alive, rest)), patience)  # noqa: B023  (used at once)
         rest = [process for process in rest if is_alive(process)]
         if not rest:
             break
-    _reap(everyone)
+    reap(everyone)
     return rest
 
 
-def _signal(processes: Iterable[Process], number: signal.Signals) -> None:
+def send(processes: Iterable[Process], number: signal.Signals) -> None:
+    """Send a signal to those that live."""
     for process in processes:
         if is_alive(process):
             with suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
 
-def _reap(processes: Iterable[Process]) -> None:
+def reap(processes: Iterable[Process]) -> None:
     """Collect the exit codes of those that are this process's own children."""
     for process in processes:
         with suppress(ChildProcessError):
@@ -109,14 +112,25 @@ def of_cluster(folder: Path, cluster_name: str) -> list[Process]:
     A daemon carries the marker; Slurm puts the cluster's name into every job's environment.
     A user's shell with SLURM_CONF set is not one of them.
     """
-    marker = f"{MARKER}={folder}".encode()
-    in_job = f"SLURM_CLUSTER_NAME={cluster_name}".encode()
+    return _carrying({f"{MARKER}={folder}"}, {f"SLURM_CLUSTER_NAME={cluster_name}"})
+
+
+def of_node(folder: Path, cluster_name: str, node: str) -> list[Process]:
+    """The live processes of one node: its slurmd, its slurmstepds and its jobs' own, in turn."""
+    daemons = _carrying({f"{MARKER}={folder}", f"{NODE_MARKER}={node}"})
+    jobs = _carrying({f"SLURM_CLUSTER_NAME={cluster_name}", f"SLURMD_NODENAME={node}"})
+    return sorted(daemons, key=lambda process: process.name != "slurmd") + jobs
+
+
+def _carrying(*markers: set[str]) -> list[Process]:
+    """Live processes whose environment has every variable of one of the sets."""
+    wanted = [{text.encode() for text in group} for group in markers]
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        variables = _environment(entry)
-        if marker in variables or in_job in variables:
+        variables = set(_environment(entry))
+        if any(group <= variables for group in wanted):
             pid = int(entry.name)
             process = Process(_name(entry), pid, _stat(pid)[1])
             if is_alive(process):

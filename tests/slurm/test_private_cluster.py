@@ -1,6 +1,7 @@
 """The private cluster itself: start, refuse, stop, and nothing left behind."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import private_slurm
 import pytest
-from private_slurm import config, ports, processes
+from private_slurm import config, control, ports, processes
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "slurm_cluster.py"
 INSTALL = SCRIPT.with_name("install_system.sh")
@@ -145,6 +146,86 @@ class TestLifeOfACluster:
         assert run("status", folder).returncode == 1
         assert processes.of_cluster(folder, "none") == []
 
+    def test_a_daemon_is_killed_and_started_again(self, folder: Path) -> None:
+        first = private_slurm.start(folder, accounting="none", nodes=1)
+
+        killed = run("daemon", folder, "kill", "slurmctld")
+        dead = private_slurm.status(folder).dead
+        again = run("daemon", folder, "kill", "slurmctld")
+        started = run("daemon", folder, "start", "slurmctld")
+
+        assert (killed.returncode, started.returncode) == (0, 0), started.stderr
+        assert dead == ["slurmctld"]
+        assert (again.returncode, "dead already" in again.stderr) == (2, True)
+        assert private_slurm.status(folder).dead == []
+        assert private_slurm.load(folder).processes != first.processes
+
+    def test_a_frozen_daemon_lives_and_does_not_answer(self, folder: Path) -> None:
+        cluster = private_slurm.start(folder, accounting="none", nodes=1)
+        ask = ["timeout", "2", "scontrol", "ping"]
+        environment = {**os.environ, **cluster.environment}
+
+        control.pause(folder, "slurmctld")
+        frozen = subprocess.run(ask, env=environment, capture_output=True, check=False)
+        control.resume(folder, "slurmctld")
+        resumed = subprocess.run(ask, env=environment, capture_output=True, check=False)
+
+        assert (frozen.returncode, resumed.returncode) == (124, 0)
+
+    def test_a_lost_node_takes_its_own_jobs_along_and_no_other(self, folder: Path) -> None:
+        cluster = private_slurm.start(folder, accounting="none", nodes=2)
+        for node in ("n1", "n2"):
+            work = f"trap '' TERM; setsid sleep 600 & touch {node}; wait"
+            subprocess.run(
+                ["sbatch", "-w", node, "--chdir", folder, "--output=/dev/null", "--wrap", work],
+                env={**os.environ, **cluster.environment},
+                check=True,
+                capture_output=True,
+            )
+        wait_for_file(folder / "n1")
+        wait_for_file(folder / "n2")
+
+        control.lose(folder, "slurmd-n2")
+
+        assert private_slurm.status(folder).dead == ["slurmd-n2"]
+        assert processes.of_node(folder, cluster.plan.name, "n2") == []
+        others = {process.name for process in processes.of_node(folder, cluster.plan.name, "n1")}
+        assert {"slurmd", "slurmstepd", "sleep"} <= others
+
+    @pytest.mark.parametrize(
+        ("action", "name", "words"),
+        [
+            ("kill", "slurmd-n9", "there are munged, slurmctld, slurmd-n1"),
+            ("start", "slurmctld", "runs already"),
+            ("lose", "slurmctld", "expected a node's daemon"),
+        ],
+    )
+    def test_a_wrong_request_for_a_daemon_is_a_usage_error(
+        self, folder: Path, action: str, name: str, words: str
+    ) -> None:
+        private_slurm.start(folder, accounting="none", nodes=1)
+
+        done = run("daemon", folder, action, name)
+
+        assert done.returncode == 2
+        assert words in done.stderr
+        assert private_slurm.status(folder).dead == []
+
+    def test_a_given_first_job_id_and_setting_hold(self, folder: Path) -> None:
+        cluster = private_slurm.start(
+            folder, accounting="none", nodes=1, first_job_id=700, settings=["MinJobAge=7"]
+        )
+        environment = {**os.environ, **cluster.environment}
+
+        def ask(*command: str) -> str:
+            return subprocess.check_output(command, env=environment, text=True)
+
+        job_id = ask("sbatch", "--parsable", "--output=/dev/null", "--wrap=true").strip()
+        settings = ask("scontrol", "show", "config")
+
+        assert job_id == "700"
+        assert re.search(r"MinJobAge += 7 sec", settings)
+
     def test_run_gives_the_commands_exit_code_and_stops_the_cluster(self, folder: Path) -> None:
         command = "srun hostname && cp cluster.json state.copy && exit 7"
         options = ("--accounting", "none", "--nodes", "1")
@@ -217,6 +298,9 @@ def test_a_folder_with_other_things_in_it_is_not_used(tmp_path: Path) -> None:
         ("x", {"nodes": 0}, "nodes 0"),
         ("x", {"accounting": "cloud"}, "'cloud'"),
         ("x", {"cpus": 0}, "cpus 0"),
+        ("x", {"first_job_id": 70_000_000}, "first job id 70000000"),
+        ("x", {"settings": ["MinJobAge 2"]}, "'MinJobAge 2'"),
+        ("x", {"settings": ["A=1\nB=2"]}, "expected Name=value"),
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_is_written(

@@ -1,0 +1,48 @@
+"""A private Slurm cluster for the drills of this folder; each drill leaves it whole."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import private_slurm
+import pytest
+from private_slurm import control
+
+from tests.slurm_fixtures import (
+    Workflow,
+    environment,
+    install_slurm,
+    private_cluster,
+    wait_for,
+    workflows,
+)
+
+
+@pytest.fixture(scope="session")
+def slurm_programs() -> None:
+    install_slurm()
+
+
+@pytest.fixture(scope="session")
+def shared_cluster(slurm_programs: None) -> Iterator[private_slurm.Cluster]:
+    """Four nodes of two CPUs, with accounting."""
+    with private_cluster(accounting="db", nodes=4, cpus=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def slurm_cluster(shared_cluster: private_slurm.Cluster) -> Iterator[private_slurm.Cluster]:
+    """The shared cluster; daemons that a drill has ended are started again."""
+    yield shared_cluster
+    folder = shared_cluster.plan.folder
+    for name in private_slurm.status(folder).dead:
+        control.start(folder, name)
+    wait_for(lambda: all("idle" in row for row in private_slurm.status(folder).nodes), "idle nodes")
+
+
+@pytest.fixture
+def workflow(
+    tmp_path: Path, slurm_cluster: private_slurm.Cluster
+) -> Iterator[Callable[[str], Workflow]]:
+    """Makes a workflow on the shared cluster; no job and no process of it may be left."""
+    with workflows(tmp_path, environment(slurm_cluster)) as make:
+        yield make
