@@ -15,25 +15,46 @@ class NodeHistory:
 
     def __init__(self) -> None:
         self._ran_on: dict[str, str] = {}
+        self._requeued: set[str] = set()
         self.lost: set[str] = set()
+        self.unexplained: set[str] = set()
 
-    def suspects(self, states: Mapping[str, JobState]) -> set[str]:
-        """Node lists whose job was interrupted since the last call; `states` by job id.
+    def suspects(self, states: Mapping[str, JobState]) -> dict[str, str]:
+        """Jobs that were interrupted since the last call, and where they ran, empty if not seen.
 
         A job that has left its nodes without having ended was interrupted: by a lost node, or
-        by a preemption. sinfo tells which.
+        by a preemption; so was one that waits for its time, which only a requeue sets.
         """
-        found = set()
+        found = {}
         for job_id, job in states.items():
             if job.state == "COMPLETING":  # leaves its nodes one by one; what follows tells why
                 continue
             before = self._ran_on.pop(job_id, "")
             moved = job.state in LIVE and job.nodes != before
-            if before and (moved or job.state in INTERRUPTED):
-                found.add(before)
+            requeued = job.waits and job.reason == "BeginTime" and job_id not in self._requeued
+            if requeued or (before and (moved or job.state in INTERRUPTED)):
+                found[job_id] = before
+            if job.waits and job.reason == "BeginTime":
+                self._requeued.add(job_id)
+            else:
+                self._requeued.discard(job_id)
             if job.state in LIVE and not job.waits and job.nodes:
                 self._ran_on[job_id] = job.nodes
         return found
+
+    def explain(self, attempts: Mapping[str, JobState]) -> set[str]:
+        """Take how interrupted attempts ended; returns the nodes whose failure ended one.
+
+        A job of several nodes accuses none: its record does not say which of them failed.
+        """
+        explained = self.unexplained & attempts.keys()
+        self.unexplained -= explained
+        failed = (attempts[job_id] for job_id in explained)
+        return {
+            attempt.nodes
+            for attempt in failed
+            if attempt.state == "NODE_FAIL" and attempt.nodes and not set("[,") & set(attempt.nodes)
+        }
 
 
 def with_excluded(parameters: Parameters, nodes: Iterable[str]) -> Parameters:

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,13 @@ from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 
 from snakemake_executor_plugin_submitit import reattach, slurm, status
 from snakemake_executor_plugin_submitit.exclusion import NodeHistory
-from snakemake_executor_plugin_submitit.journal import Entry, Journal, JournalError, prune
+from snakemake_executor_plugin_submitit.journal import (
+    Entry,
+    Journal,
+    JournalError,
+    name_ends,
+    prune,
+)
 from snakemake_executor_plugin_submitit.logs import Follower, last_lines
 from snakemake_executor_plugin_submitit.node import Result, read_result
 from snakemake_executor_plugin_submitit.outbox import Outbox
@@ -210,17 +216,26 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         answer = self._poller.ask(entries)
         known = {job_id: job for job_id, job in (answer or {}).items() if job is not None}
         suspects = self._nodes.suspects(known)
-        if suspects:
+        if suspects or self._nodes.unexplained:
             try:
                 self._keep_off_lost(suspects, [i for i, job in known.items() if job.waits])
+            except slurm.NoAccountingError:
+                self._nodes.unexplained.clear()
             except slurm.SlurmError as error:
-                self.logger.warning(f"cannot find out about {', '.join(sorted(suspects))}: {error}")
+                jobs = ", ".join(sorted(suspects))
+                self.logger.warning(f"cannot find out what interrupted {jobs}: {error}")
         return answer
 
-    def _keep_off_lost(self, suspects: Iterable[str], waiting: Sequence[str]) -> None:
-        """Exclude those of the suspects that are lost from what waits and what comes."""
-        names = {name for nodes in suspects for name in slurm.expand(nodes)}
-        lost = slurm.lost_nodes(names) - self._nodes.lost
+    def _keep_off_lost(self, suspects: Mapping[str, str], waiting: Sequence[str]) -> None:
+        """Exclude nodes that were lost under the suspects from what waits and what comes."""
+        ran_on = {job_id: set(slurm.expand(nodes)) for job_id, nodes in suspects.items()}
+        lost = slurm.lost_nodes(set().union(*ran_on.values()))
+        self._nodes.unexplained |= {job_id for job_id, nodes in ran_on.items() if not nodes & lost}
+        if self._nodes.unexplained and self._poller.has_accounting:
+            # A node may be back already: the database knows what ended the attempt.
+            ends = name_ends(self._journal.run)
+            lost |= self._nodes.explain(slurm.last_attempts(self._nodes.unexplained, ends))
+        lost -= self._nodes.lost
         if not lost:
             return
         self._nodes.lost |= lost

@@ -42,7 +42,7 @@ class Poller:
         self._silent_since: float | None = None
         self._database_silent_since: float | None = None
         self._delay = seconds
-        self._has_accounting = True
+        self.has_accounting = True
 
     def note_progress(self) -> None:
         """A job was submitted or has ended: there is less reason to ask."""
@@ -91,13 +91,13 @@ class Poller:
             self._delay = min(2 * self._delay, _LONGEST_DELAY)
 
     def _look_up(self, entries: Collection[Entry]) -> dict[str, JobState]:
-        if not entries or not self._has_accounting:
+        if not entries or not self.has_accounting:
             return {}
         ends = tuple({name_ends(entry.run) for entry in entries})
         try:
             found = slurm.accounted({entry.job_id for entry in entries}, ends)
         except NoAccountingError:
-            self._has_accounting = False
+            self.has_accounting = False
             return {}
         except SlurmError as error:
             return self._without_database(entries, error)

@@ -13,6 +13,7 @@ _TIMEOUT = 60.0
 _SQUEUE_FORMAT = "%i|%T|%r|%N|%k"
 # The comment is in the database only where the cluster keeps it, the name always.
 _SACCT_FORMAT = "JobID,State,ExitCode,NodeList,JobName"
+_ATTEMPTS_FORMAT = "JobID,State,End,NodeList,JobName"
 _COLUMNS = 5
 # Slurm's words for "on no node".
 _NO_NODES = ("(null)", "none assigned")
@@ -105,13 +106,7 @@ def accounted(job_ids: Collection[str], name_ends: tuple[str, ...]) -> dict[str,
     """
     main_ids = sorted({job_id.partition("_")[0] for job_id in job_ids})
     command = ["sacct", "--noheader", "--parsable2", "--allocations", "--format", _SACCT_FORMAT]
-    try:
-        text = run([*command, "--jobs", ",".join(main_ids)])
-    except SlurmError as error:
-        if any(words in str(error).lower() for words in _NO_RECORDS):
-            raise NoAccountingError(str(error)) from error
-        raise
-    return parse_sacct(text, name_ends)
+    return parse_sacct(_records([*command, "--jobs", ",".join(main_ids)]), name_ends)
 
 
 def parse_sacct(text: str, name_ends: tuple[str, ...]) -> dict[str, JobState]:
@@ -125,6 +120,39 @@ def parse_sacct(text: str, name_ends: tuple[str, ...]) -> dict[str, JobState]:
             # CANCELLED by 1000
             found[job_id] = JobState(state.partition(" ")[0], code, ran_on)
     return found
+
+
+def last_attempts(job_ids: Collection[str], name_ends: str) -> dict[str, JobState]:
+    """How the last attempt of these requeued jobs ended, by one sacct; those that it knows.
+
+    Raises:
+        NoAccountingError: the cluster has no accounting database, or this host no sacct.
+        SlurmError: the database does not answer.
+    """
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"]
+    return parse_attempts(
+        _records([*command, "--format", _ATTEMPTS_FORMAT, "--jobs", ",".join(sorted(job_ids))]),
+        name_ends,
+    )
+
+
+def parse_attempts(text: str, name_ends: str) -> dict[str, JobState]:
+    """Lines of `_ATTEMPTS_FORMAT`, a job's attempts in order: the last one that has ended."""
+    rows = (line.split("|", _COLUMNS - 1) for line in text.splitlines())
+    return {
+        job_id: JobState(state.partition(" ")[0], nodes="" if nodes.lower() in _NO_NODES else nodes)
+        for job_id, state, end, nodes, name in (row for row in rows if len(row) == _COLUMNS)
+        if name.endswith(name_ends) and end != "Unknown"
+    }
+
+
+def _records(command: Sequence[str]) -> str:
+    try:
+        return run(command)
+    except SlurmError as error:
+        if any(words in str(error).lower() for words in _NO_RECORDS):
+            raise NoAccountingError(str(error)) from error
+        raise
 
 
 def lost_nodes(nodes: Collection[str]) -> set[str]:

@@ -14,9 +14,9 @@ from snakemake_executor_plugin_submitit.slurm import JobState
 
 
 def suspects(*polls: JobState) -> list[set[str]]:
-    """What each poll about one job makes suspicious."""
+    """Where the interrupted job ran, for each poll about it."""
     history = NodeHistory()
-    return [history.suspects({"7": job}) for job in polls]
+    return [set(history.suspects({"7": job}).values()) for job in polls]
 
 
 def running(nodes: str) -> JobState:
@@ -74,7 +74,30 @@ def test_a_job_that_is_not_spoken_of_is_remembered() -> None:
     history.suspects({"7": running("n1"), "8": running("n2")})
     history.suspects({"8": running("n2")})
 
-    assert history.suspects({"7": JobState("PENDING"), "8": running("n2")}) == {"n1"}
+    assert history.suspects({"7": JobState("PENDING"), "8": running("n2")}) == {"7": "n1"}
+
+
+def test_a_requeue_between_two_polls_is_noticed_by_what_the_job_waits_for() -> None:
+    requeued = JobState("PENDING", reason="BeginTime")
+
+    assert suspects(requeued, requeued, running("n2"), requeued) == [{""}, set(), set(), {"n2"}]
+
+
+def test_the_database_accuses_the_node_of_a_job_that_had_only_one() -> None:
+    history = NodeHistory()
+    history.unexplained = {"1", "2", "3", "4"}
+
+    failed = history.explain(
+        {
+            "1": JobState("NODE_FAIL", nodes="n1"),
+            "2": JobState("NODE_FAIL", nodes="n[2-3]"),
+            "3": JobState("PREEMPTED", nodes="n4"),
+            "9": JobState("NODE_FAIL", nodes="n9"),
+        }
+    )
+
+    assert failed == {"n1"}
+    assert history.unexplained == {"4"}
 
 
 def test_bad_nodes_join_those_that_a_job_avoids_already() -> None:
