@@ -35,7 +35,8 @@ _MEANING: Mapping[str, str] = {
 }
 
 _OVER_MEMORY = re.compile(
-    r"^(?:slurmstepd|slurmd|srun): .{0,200}?(?:exceeded .{0,40}?memory limit|oom.kill)", re.I
+    r"^(?:slurmstepd|slurmd|srun)\S{0,80}: .{0,200}?(?:exceeded .{0,40}?memory limit|oom.kill)",
+    re.I,
 )
 
 
