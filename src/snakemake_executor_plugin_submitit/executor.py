@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from snakemake_interface_common.exceptions import WorkflowError
@@ -109,6 +112,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
 
     def _put(self, jobs: Sequence[Any]) -> None:
         """Every job ends up reported: as submitted, or as an error."""
+        _take_sigterm()
         declared = set(self.workflow.global_resources)
         prepared = []
         for job in jobs:
@@ -334,3 +338,16 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         if not self._live:
             self._journal.close_run(self._journal.run)
         self._journal.close()
+
+
+def _take_sigterm() -> None:
+    """SIGTERM ends the run as Ctrl-C does; Snakemake's own way is to wait for running jobs.
+
+    Snakemake sets its handler after it has made the executor, so this is done at the first jobs.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

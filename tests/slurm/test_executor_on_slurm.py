@@ -105,7 +105,10 @@ rule long:
     assert "CANCELLED" in flow.read("snakemake.out")
 
 
-def test_sigint_leaves_no_job(workflow: Callable[[str], Workflow]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_ends_all_own_jobs_and_nothing_else(
+    workflow: Callable[[str], Workflow], number: signal.Signals
+) -> None:
     flow = workflow(
         """
 rule all:
@@ -119,13 +122,17 @@ rule pending:
     shell: "sleep 300; touch {output}"
 """
     )
+    foreign = flow.slurm(
+        "sbatch", "--parsable", "--output=/dev/null", "--wrap", "sleep 300"
+    ).strip()
     snakemake = flow.start()
-    wait_for(lambda: len(flow.live_jobs()) == 4, "four jobs in the queue")
+    wait_for(lambda: len(flow.live_jobs()) == 5, "four jobs in the queue")
 
-    snakemake.send_signal(signal.SIGINT)
+    snakemake.send_signal(number)
 
     assert snakemake.wait(PATIENCE) != 0
-    wait_for(lambda: flow.live_jobs() == [], "an empty queue")
+    wait_for(lambda: flow.live_jobs() == [f"{foreign} RUNNING"], "a queue without own jobs")
+    flow.slurm("scancel", foreign)
 
 
 def test_a_job_of_two_nodes_runs_once_and_may_srun_over_both(
