@@ -324,6 +324,32 @@ def test_grpo_waits_updates_on_batches_and_publishes_weights(stage: Stage) -> No
     assert stage.paths.export.is_dir()
 
 
+def test_grpo_on_one_rank_in_micro_batches_has_the_rows_of_two(assets: Path, stage: Stage) -> None:
+    settings = {
+        "loss_level": "sequence",
+        "drop_flat_groups": True,
+        "kl_coef": 0.1,
+        "entropy_coef": 0.01,
+    }
+    config = GRPO | {"grpo": GRPO["grpo"] | settings}
+    other = Stage(assets, stage.paths.root.parent / "other")
+
+    single: dict[str, Any] = {"allocation": "fsdp:d1", "micro_batch_size": 3}
+    for each, changes in ((stage, dict[str, Any]()), (other, single)):
+        job = each.start(config, **changes)
+        for step in (1, 2):
+            batch = _batch(step)
+            batch.rewards[:4] = 1.0  # a group without signal
+            Exchange(job.attempt.exchange).publish_batch(batch)
+        assert each.end() == [0] * job.world_size, each.log(0)
+
+    two, one = (_measured(each.rows()) for each in (stage, other))
+    assert two[0] == pytest.approx(one[0], rel=1e-5, abs=1e-6)
+    assert two[1] == pytest.approx(one[1], rel=5e-3, abs=1e-5)
+    assert (two[0]["dropped_share"], two[0]["kl_reference"]) == (pytest.approx(1 / 3), 0.0)
+    assert two[1]["kl_reference"] > 0
+
+
 def _waits_for_rollouts(job: StageJob) -> bool:
     beats = read_heartbeats(job.attempt.heartbeats)
     return [beat.phase for beat in beats] == ["rollout_wait", "rollout_wait"]

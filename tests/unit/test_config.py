@@ -59,6 +59,16 @@ def test_resolved_form_loads_to_the_same_config(tmp_path: Path) -> None:
         ({"seed": "0"}, "seed: Input should be a valid integer, got '0'"),
         ({"stages": {"sft": {"steps": 0}}}, "stages.sft.steps: Input should be greater than 0"),
         ({"run": "../evil"}, "run: String should match pattern"),
+        (
+            {"stages": {"grpo": {"grpo": {"tis_cap": 0.5}}}},
+            "tis_cap is 0 (no weights) or at least 1, got 0.5",
+        ),
+        ({"stages": {"grpo": {"grpo": {"kl_coef": -0.1}}}}, "greater than or equal to 0, got -0.1"),
+        ({"stages": {"grpo": {"grpo": {"kl_coef": float("inf")}}}}, "should be a finite number"),
+        (
+            {"stages": {"grpo": {"grpo": {"loss_level": "tokens"}}}},
+            "stages.grpo.grpo.loss_level: Input should be 'token' or 'sequence'",
+        ),
         ({"stages": {"sft": {"grpo": {}}}}, "if and only if its algorithm is grpo"),
     ],
 )

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
+Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 
@@ -114,11 +115,24 @@ class GrpoConfig(Section):
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     epochs: Positive = 1
+    advantage: Literal["group_std", "group_mean"] = "group_std"
+    loss_level: Literal["token", "sequence"] = "token"
+    drop_flat_groups: bool = False
+    decoupled: bool = True
+    tis_cap: Coefficient = 2.0
+    kl_coef: Coefficient = 0.0
+    entropy_coef: Coefficient = 0.0
     async_level: NonNegative = 1
     max_concurrent: Positive = 512
     agent: str = ""
     batch_timeout: Seconds = 600.0
     weight_update_timeout: Seconds = 120.0
+
+    @model_validator(mode="after")
+    def _cap_leaves_equal_tokens_alone(self) -> "GrpoConfig":
+        if 0 < self.tis_cap < 1:
+            raise ValueError(f"tis_cap is 0 (no weights) or at least 1, got {self.tis_cap}")
+        return self
 
 
 class StageConfig(Section):

@@ -35,6 +35,15 @@ class Ranks:
         dist.all_reduce(numbers)
         return dict(zip(names, numbers.tolist(), strict=True))
 
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """(collective) The largest over all ranks, element by element, on the CPU.
+
+        Ranks that each know some elements tell each other: the others are -inf.
+        """
+        shared = values.to(self._device)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+        return shared.cpu()
+
     def lead(self, key: str, decide: Callable[[], str], *, waiting: Callable[[], None]) -> str:
         """Rank 0 decides; every rank returns its decision. All ranks lead in the same order.
 

@@ -8,20 +8,20 @@ import torch
 from shakedown.config import GrpoConfig
 from shakedown.errors import BlockedError, ConfigError
 from shakedown.training.algorithms.base import StepResult
-from shakedown.training.algorithms.mismatch import mismatch_sums
 from shakedown.training.algorithms.policy_loss import (
-    clipped_loss,
+    AdvantageKind,
+    LossLevel,
+    flat_groups,
     group_advantages,
-    importance_weights,
+    token_shares,
 )
+from shakedown.training.algorithms.policy_update import PolicyUpdate
+from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.context import Context, StopRequestedError
-from shakedown.training.data.batch import TokenBatch, rank_share
-from shakedown.training.engines.base import LossFunction, LossPart, Scores
+from shakedown.training.data.batch import TokenBatch, take_rows
 from shakedown.training.rollout.batch import RolloutBatch
 from shakedown.training.rollout.exchange import Exchange
 
-# Largest weight of a token whose rollout probability differs; verl and TRL preset 2.0 and up.
-IMPORTANCE_CAP = 2.0
 WAITING_LINE_SECONDS = 10.0
 
 
@@ -34,6 +34,13 @@ class Grpo:
         self._context = context
         self._settings: GrpoConfig = context.job.config.grpo
         self._exchange = Exchange(context.job.attempt.exchange)
+        self._policy = PolicyUpdate(
+            context.engine,
+            context.ranks,
+            self._settings,
+            micro_batch_size=context.job.config.micro_batch_size,
+            reference=self._load_reference(),
+        )
 
     @property
     def max_answer_tokens(self) -> int:
@@ -48,8 +55,14 @@ class Grpo:
         began = time.monotonic()
         rollouts = self._wait(step)
         fetched = time.monotonic()
-        batch = token_batch(rollouts, pad=self._context.engine.tokenizer.pad_token_id)
-        sums, values = self._update(batch)
+        batch = token_batch(
+            rollouts,
+            pad=self._context.engine.tokenizer.pad_token_id,
+            advantage=self._settings.advantage,
+            level=self._settings.loss_level,
+            drop_flat=self._settings.drop_flat_groups,
+        )
+        sums, values = self._policy.run(batch, self._beat_training)
         values |= rollout_metrics(rollouts, batch, trained=step - 1)
         values["wait_seconds"] = fetched - began
         values["train_seconds"] = time.monotonic() - fetched
@@ -111,62 +124,34 @@ class Grpo:
     def _beat_waiting(self) -> None:
         self._context.beat("rollout_wait")
 
-    def _update(self, batch: TokenBatch) -> tuple[dict[str, float], dict[str, float]]:
-        """`epochs` updates on the whole batch; the first one's logprobs are the old ones."""
-        engine, epochs = self._context.engine, self._settings.epochs
-        parts = rank_share(
-            batch,
-            rank=engine.rank,
-            world_size=engine.world_size,
-            micro_batch_size=self._context.job.config.micro_batch_size,
-        )
+    def _beat_training(self, micro_batch: int, rows: int) -> None:
+        self._context.beat("train", micro_batch=micro_batch, batch_size=rows)
 
-        def beat(index: int) -> None:
-            rows = parts[index].tokens.shape[0]
-            self._context.beat("train", micro_batch=index, batch_size=rows)
-
-        old: list[torch.Tensor] = []
-        sums: dict[str, float] = {}
-        rate, norm = engine.learning_rate, 0.0
-        for epoch in range(epochs):
-            loss = self._loss(old, total=batch.trained_tokens, first=epoch == 0)
-            measured = engine.forward_backward(
-                parts, loss, temperature=self._settings.temperature, on_micro_batch=beat
-            )
-            norm += engine.step() / epochs
-            for name, value in measured.items():
-                share = epochs if name in ("loss", "clip_fraction") else 1
-                sums[name] = sums.get(name, 0.0) + value / share
-        return sums, {"lr": rate, "grad_norm": norm}
-
-    def _loss(self, old: list[torch.Tensor], *, total: int, first: bool) -> LossFunction:
-        """The loss over `total` tokens of all ranks; fills `old` in the first epoch."""
-        settings = self._settings
-        total = max(total, 1)
-
-        def loss(scores: Scores, batch: TokenBatch, index: int) -> LossPart:
-            engine_logprobs = batch.at_mask("logprobs")
-            sums: dict[str, torch.Tensor] = {}
-            if first:
-                old.append(scores.logprobs.detach())
-                sums |= mismatch_sums(old[index], engine_logprobs)
-                sums["entropy"] = scores.entropy.sum()
-            each, clipped = clipped_loss(
-                scores.logprobs,
-                old[index],
-                batch.at_mask("advantages"),
-                clip_low=settings.clip_low,
-                clip_high=settings.clip_high,
-            )
-            weights = importance_weights(old[index], engine_logprobs, cap=IMPORTANCE_CAP)
-            sums["clip_fraction"] = clipped.sum()
-            return LossPart((each * weights).sum() / total, {k: v / total for k, v in sums.items()})
-
-        return loss
+    def _load_reference(self) -> ReferenceModel | None:
+        if not self._settings.kl_coef:
+            return None
+        reference = ReferenceModel(self._context.job, self._context.engine.device)
+        self._context.beat("init")
+        return reference
 
 
-def token_batch(rollouts: RolloutBatch, *, pad: int) -> TokenBatch:
-    """Rollouts as a batch to train on, with `advantages` [N] and the engine's `logprobs` [N, T].
+def token_batch(
+    rollouts: RolloutBatch,
+    *,
+    pad: int,
+    advantage: AdvantageKind = "group_std",
+    level: LossLevel = "token",
+    drop_flat: bool = False,
+) -> TokenBatch:
+    """Rollouts as a batch to train on.
+
+    Its extra tensors: the engine's `logprobs` [N, T], `advantages` [N], `share` [N] (each token's
+    part in the loss), `place` [N, T] (the number of each trained token, 0 elsewhere).
+
+    Args:
+        pad: the padding's token.
+        drop_flat: leave out groups whose rewards are all equal. When all are, the whole batch
+            stays, to be measured, and no token has a share.
 
     Raises:
         BlockedError: a reward or a log-probability is no number.
@@ -181,11 +166,25 @@ def token_batch(rollouts: RolloutBatch, *, pad: int) -> TokenBatch:
             f"the batch of step {rollouts.step} holds rewards or logprobs that are no numbers"
         )
     mask[:, 0] = False
+    lengths = _lengths(tokens, mask, pad=pad)
+    advantages = group_advantages(rewards, groups, kind=advantage)
+    batch = TokenBatch(tokens, lengths, mask, {"logprobs": logprobs, "advantages": advantages})
+    counted = torch.ones_like(groups, dtype=torch.bool)
+    if drop_flat:
+        counted = ~flat_groups(rewards, groups)
+        if counted.any():
+            batch, counted = take_rows(batch, counted.nonzero()[:, 0]), counted[counted]
+    place = (batch.mask.flatten().cumsum(0).view_as(batch.mask) - 1) * batch.mask
+    share = token_shares(batch.mask, counted, level=level)
+    extra = {**batch.extra, "share": share, "place": place}
+    return TokenBatch(batch.tokens, batch.lengths, batch.mask, extra)
+
+
+def _lengths(tokens: torch.Tensor, mask: torch.Tensor, *, pad: int) -> torch.Tensor:
+    """Up to the last trained token; without one, up to the padding. At least 1."""
     places = torch.arange(1, tokens.shape[1] + 1)
     last = (places * mask).max(1).values
-    lengths = torch.where(last > 0, last, (places * (tokens != pad)).max(1).values.clamp(min=1))
-    extra = {"logprobs": logprobs, "advantages": group_advantages(rewards, groups)}
-    return TokenBatch(tokens, lengths, mask, extra)
+    return torch.where(last > 0, last, (places * (tokens != pad)).max(1).values.clamp(min=1))
 
 
 def rollout_metrics(rollouts: RolloutBatch, batch: TokenBatch, *, trained: int) -> dict[str, float]:
@@ -193,6 +192,10 @@ def rollout_metrics(rollouts: RolloutBatch, batch: TokenBatch, *, trained: int) 
 
     `staleness` of a sequence: versions between the one that wrote it and `trained`, the one it
     updates. The orchestrator's own numbers keep their names, after `rollout_`.
+
+    Args:
+        batch: what `token_batch` made of it; rewards and staleness are of all sequences, `tokens`
+            of those that are left.
     """
     staleness = trained - np.asarray(rollouts.versions, dtype=np.int64)
     rewards = np.asarray(rollouts.rewards, dtype=np.float64)
@@ -202,6 +205,7 @@ def rollout_metrics(rollouts: RolloutBatch, batch: TokenBatch, *, trained: int) 
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
         "sequences": float(len(rewards)),
+        "dropped_share": 1.0 - float((batch.extra["share"] > 0).sum()) / len(rewards),
         "tokens": float(batch.lengths.sum()),
         "trained_tokens": float(batch.trained_tokens),
     }

@@ -1,21 +1,29 @@
 """How far the trainer's log-probabilities are from those the inference engine reported. Pure."""
 
+import math
+
+import numpy as np
 import torch
 
+from shakedown.consistency.compare import METRICS, Aligned
 
-def mismatch_sums(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over M sampled tokens; divided by the number of tokens they are the means.
 
-    With r = t - g (trainer less engine, in nats): k1 = -r and k3 = e^r - r - 1 estimate
-    KL(engine || trainer) from the engine's samples (Schulman, "Approximating KL divergence").
+def mismatch(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
+    """The metrics of the consistency check, by the same names, over one training batch.
+
+    In float64; differences are cut to +-100 nats, so that every number is finite. One more name:
+    `geometric_mean_ratio` is e^mean(trainer - engine), the number that SkyRL watches.
 
     Args:
-        trainer: [M] log-probabilities before the update.
+        trainer: [M] log-probabilities of all trained tokens of all ranks, before the update.
         engine: [M] those that came with the rollouts.
+
+    Returns:
+        Nothing when there is no token.
     """
-    difference = trainer.detach().double() - engine.double()
-    return {
-        "k1": -difference.sum(),
-        "k3": (torch.expm1(difference) - difference).sum(),
-        "mean_abs_dlogp": difference.abs().sum(),
-    }
+    if not len(trainer):
+        return {}
+    places = np.zeros(len(trainer), dtype=np.int64)
+    pair = Aligned(trainer.double().numpy(), engine.double().numpy(), places, places)
+    measured = {name: metric(pair) for name, metric in METRICS.items()}
+    return measured | {"geometric_mean_ratio": math.exp(-measured["k1"])}

@@ -66,16 +66,17 @@ def rank_share(
     per_rank = -(-total // world_size)
     rows = torch.arange(rank, per_rank * world_size, world_size)
     missing = rows >= total
-    share = _take(batch, torch.where(missing, 0, rows))
+    share = take_rows(batch, torch.where(missing, 0, rows))
     share.mask[missing] = False
     size = micro_batch_size or per_rank
     return [
-        _take(share, torch.arange(start, min(start + size, per_rank)))
+        take_rows(share, torch.arange(start, min(start + size, per_rank)))
         for start in range(0, per_rank, size)
     ]
 
 
-def _take(batch: TokenBatch, rows: torch.Tensor) -> TokenBatch:
+def take_rows(batch: TokenBatch, rows: torch.Tensor) -> TokenBatch:
+    """Rows by number, int64, cut to the longest of them."""
     lengths = batch.lengths[rows]
     width = int(lengths.max())
     extra = {

@@ -17,7 +17,7 @@ class Scores:
 
     Attributes:
         logprobs: float32 [M], with gradient, of the tokens that stand there.
-        entropy: float32 [M], in nats, without gradient.
+        entropy: float32 [M], in nats; with gradient if `Engine.entropy_gradient` is set.
     """
 
     logprobs: torch.Tensor
@@ -42,19 +42,27 @@ LossFunction = Callable[[Scores, TokenBatch, int], LossPart]
 
 
 class Engine(Protocol):
-    """A model under training on this rank. Methods marked (collective) are called on all ranks."""
+    """A model under training on this rank. Methods marked (collective) are called on all ranks.
+
+    `entropy_gradient`: False until an algorithm sets it; costs float32 [M, vocabulary] a micro
+    batch.
+    """
 
     rank: int
     world_size: int
     device: torch.device
     model_config: Any
     tokenizer: Any
+    entropy_gradient: bool
 
     @classmethod
     def build(
         cls, model: Path, *, optimizer: OptimizerConfig, dtype: str, device: torch.device
     ) -> "Engine":
         """(collective) Load a Hugging Face folder and spread it over the process group.
+
+        May be called again beside another engine: a reference model is one that is never
+        updated, so the optimizer's state is to be made with the first update.
 
         Raises:
             UsageError: the folder is missing or holds no readable model.

@@ -40,6 +40,7 @@ class FsdpEngine:
         self.model_config = model.config
         self.tokenizer = huggingface.read_tokenizer(source)
         self.updates = 0
+        self.entropy_gradient = False
         self._settings = optimizer
         self._model = _shard(model, dtype=dtype, device=self.device, world_size=self.world_size)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
@@ -162,7 +163,7 @@ class FsdpEngine:
         normaliser = kept.logsumexp(-1)
         chosen = kept.gather(1, batch.tokens[:, columns][mask][:, None])[:, 0]
         logprobs = chosen - normaliser
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
             shifted = kept - normaliser[:, None]
             entropy = -(shifted.exp() * shifted).sum(-1)
         return Scores(logprobs, entropy)

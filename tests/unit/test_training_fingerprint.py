@@ -1,0 +1,73 @@
+"""Which settings of GRPO make a checkpoint another one's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shakedown.config import GrpoConfig, OptimizerConfig, StageConfig
+from shakedown.training.fingerprint import differences, fingerprint
+from shakedown.training.job import StageJob
+
+# Another value for every key that changes what is learned.
+CHANGES: dict[str, Any] = {
+    "group_size": 4,
+    "max_tokens": 9,
+    "temperature": 0.5,
+    "clip_low": 0.1,
+    "clip_high": 0.2,
+    "epochs": 2,
+    "advantage": "group_mean",
+    "loss_level": "sequence",
+    "drop_flat_groups": True,
+    "decoupled": False,
+    "tis_cap": 0.0,
+    "kl_coef": 0.1,
+    "entropy_coef": 0.1,
+    "async_level": 0,
+    "agent": "my.agent:Agent",
+}
+# And for every key that only bounds waiting.
+FREE: dict[str, Any] = {
+    "max_concurrent": 64,
+    "batch_timeout": 1.0,
+    "weight_update_timeout": 1.0,
+}
+
+
+def _fingerprint(folder: Path, grpo: GrpoConfig) -> dict[str, str]:
+    (folder / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    stage = StageConfig(
+        algorithm="grpo",
+        allocation="fsdp:d1",
+        steps=1,
+        batch_size=1,
+        optimizer=OptimizerConfig(lr=0.1),
+        grpo=grpo,
+    )
+    rows = str(folder / "rows.jsonl")
+    return fingerprint(StageJob("s", stage, str(folder), "float32", rows, rows, "r", 0, 1, "", ""))
+
+
+def test_every_setting_is_known_to_change_the_result_or_not() -> None:
+    assert CHANGES.keys() | FREE.keys() == GrpoConfig.model_fields.keys()
+    assert not CHANGES.keys() & FREE.keys()
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_setting_that_changes_the_result_makes_a_checkpoint_foreign(
+    tmp_path: Path, key: str
+) -> None:
+    ours = _fingerprint(tmp_path, GrpoConfig(**{key: CHANGES[key]}))
+    theirs = _fingerprint(tmp_path, GrpoConfig())
+
+    (found,) = differences(ours, theirs)
+
+    assert found.startswith(f"grpo.{key}: ")
+
+
+@pytest.mark.parametrize("key", FREE)
+def test_a_limit_may_change_between_attempts(tmp_path: Path, key: str) -> None:
+    changed = _fingerprint(tmp_path, GrpoConfig(**{key: FREE[key]}))
+
+    assert changed == _fingerprint(tmp_path, GrpoConfig())
