@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from shakedown.config import StageConfig
+from shakedown.config.lint import trainer_world
 from shakedown.hang.heartbeat import read_heartbeats
 from shakedown.paths import StagePaths
 from shakedown.training import huggingface
@@ -71,7 +72,7 @@ class Stage:
     ) -> StageJob:
         """Start a new attempt's ranks, each behind the command `wrapper`."""
         stage_config = StageConfig.model_validate_json(json.dumps(config | changes))
-        world_size = int(stage_config.allocation.removeprefix("fsdp:d"))
+        world_size = trainer_world(stage_config)
         attempt = self.paths.new_attempt()
         job = StageJob(
             stage="stage",
@@ -197,6 +198,23 @@ def test_one_rank_has_the_losses_of_two(uninterrupted: Stage, stage: Stage) -> N
 
     one = [row["loss"] for row in stage.rows()]
     assert one == pytest.approx([row["loss"] for row in uninterrupted.rows()][:5], rel=1e-5)
+
+
+def test_megatron_has_the_losses_of_fsdp_and_resumes_at_another_layout(
+    uninterrupted: Stage, stage: Stage
+) -> None:
+    changes = {"checkpoint_every": 3, "eval_samples": 0}
+    assert stage.run(SFT, allocation="megatron:d1t2", steps=3, **changes) == [0, 0], stage.log(0)
+    first = stage.log(0)
+
+    again = stage.run(SFT, allocation="megatron:d1", steps=5, micro_batch_size=3, **changes)
+
+    assert again == [0], stage.log(0)
+    assert "megatron: d1 t2 p1" in first
+    assert "resuming from step_000003" in stage.log(0)
+    for name in ("loss", "entropy", "grad_norm"):
+        expected = [row[name] for row in uninterrupted.rows()][:5]
+        assert [row[name] for row in stage.rows()] == pytest.approx(expected, rel=1e-4), name
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
@@ -348,6 +366,21 @@ def test_grpo_on_one_rank_in_micro_batches_has_the_rows_of_two(assets: Path, sta
     assert two[1] == pytest.approx(one[1], rel=5e-3, abs=1e-5)
     assert (two[0]["dropped_share"], two[0]["kl_reference"]) == (pytest.approx(1 / 3), 0.0)
     assert two[1]["kl_reference"] > 0
+
+
+def test_grpo_on_the_same_rollouts_is_the_same_on_three_pipeline_stages(
+    assets: Path, tmp_path: Path
+) -> None:
+    rows = {}
+    for allocation, codes in (("fsdp:d1", [0]), ("megatron:p3", [0, 0, 0])):
+        stage = Stage(assets, tmp_path / allocation.replace(":", "-"))
+        job = stage.start(GRPO, allocation=allocation, micro_batch_size=5)
+        for step in (1, 2):
+            Exchange(job.attempt.exchange).publish_batch(_batch(step))
+        assert stage.end() == codes, stage.log(0)
+        rows[allocation] = _measured(stage.rows())
+
+    assert rows["megatron:p3"] == [pytest.approx(row, rel=1e-4) for row in rows["fsdp:d1"]]
 
 
 def _waits_for_rollouts(job: StageJob) -> bool:

@@ -80,6 +80,8 @@ def test_an_allocation_names_its_engine() -> None:
     [
         ("vllm:d2", "no training engine 'vllm'"),
         ("fsdp:d2t2", r"cannot split over t.*\n.*fsdp:d4"),
+        ("megatron:d2c2", r"cannot split over c; it has d, p, t"),
+        ("megatron:(attn:d2|ffn:e2)", r"dense models, without experts"),
     ],
 )
 def test_an_allocation_that_no_engine_can_do_is_refused(allocation: str, message: str) -> None:

@@ -7,7 +7,7 @@ from shakedown.agents.rewards import REWARDS
 from shakedown.config import Config, dump_config, load_config
 from shakedown.config.lint import lint
 from shakedown.errors import ConfigError
-from shakedown.training.engines.names import ENGINE_NAMES
+from shakedown.training.engines.names import DIMENSIONS
 from shakedown.training.faults import KINDS
 from shakedown.verdict import Finding, Stopwatch, Verdict, finish, status_of
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 def findings_of(config: Config) -> list[Finding]:
     """Lint against the rewards, faults and engines that exist here."""
-    return lint(config, rewards=REWARDS, faults=KINDS, engines=ENGINE_NAMES)
+    return lint(config, rewards=REWARDS, faults=KINDS, engines=DIMENSIONS)
 
 
 def require_sound(config: Config, where: str) -> Config:

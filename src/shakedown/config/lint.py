@@ -1,9 +1,9 @@
 """What a config says that cannot work, beyond types: found before anything is started."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from shakedown.cluster.allocation import parse_allocation
+from shakedown.cluster.allocation import Part, parse_allocation
 from shakedown.config.schema import Config, StageConfig
 from shakedown.errors import UsageError, did_you_mean
 from shakedown.rows import is_hub
@@ -11,9 +11,17 @@ from shakedown.verdict import Finding
 
 
 def lint(
-    config: Config, *, rewards: Collection[str], faults: Collection[str], engines: Collection[str]
+    config: Config,
+    *,
+    rewards: Collection[str],
+    faults: Collection[str],
+    engines: Mapping[str, Collection[str]],
 ) -> list[Finding]:
-    """Judge a config against the names that exist; the result is empty when all is well."""
+    """Judge a config against the names that exist; the result is empty when all is well.
+
+    Args:
+        engines: the dimensions of an allocation that each training engine has.
+    """
     findings = [*_lint_data(config, rewards), *_lint_serve(config)]
     for name, stage in config.stages.items():
         findings += _lint_stage(f"stages.{name}", stage, faults, engines)
@@ -74,20 +82,17 @@ def _lint_serve(config: Config) -> list[Finding]:
 
 
 def _lint_stage(
-    key: str, stage: StageConfig, faults: Collection[str], engines: Collection[str]
+    key: str, stage: StageConfig, faults: Collection[str], engines: Mapping[str, Collection[str]]
 ) -> list[Finding]:
     try:
         part = parse_allocation(stage.allocation).parts[0]
     except UsageError as error:
         return [_fail("allocation", f"{key}.allocation", stage.allocation, str(error))]
-    findings = []
-    if part.backend not in engines:
-        expected = "a training engine: " + ", ".join(sorted(engines))
-        findings.append(_fail("engine", f"{key}.allocation", part.backend, expected))
+    findings = _lint_engine(key, stage, part, engines)
     if part.world % stage.nodes:
         expected = f"a divisor of {part.world} ranks"
         findings.append(_fail("nodes", f"{key}.nodes", stage.nodes, expected))
-    findings += _lint_sizes(key, stage, int(part.world))
+    findings += _lint_sizes(key, stage, part.size("d"))
     if stage.fault and stage.fault.kind not in faults:
         remedy = f"choose one{did_you_mean(stage.fault.kind, faults)}"
         expected = "one of " + ", ".join(sorted(faults))
@@ -98,10 +103,27 @@ def _lint_stage(
     return findings
 
 
-def _lint_sizes(key: str, stage: StageConfig, world: int) -> list[Finding]:
+def _lint_engine(
+    key: str, stage: StageConfig, part: Part, engines: Mapping[str, Collection[str]]
+) -> list[Finding]:
+    """Whether the engine exists, and can cut a model like that."""
+    if part.backend not in engines:
+        expected = "a training engine: " + ", ".join(sorted(engines))
+        return [_fail("engine", f"{key}.allocation", part.backend, expected)]
+    own = engines[part.backend]
+    cut = {letter for letter, size in part.dims.items() if size > 1}
+    if cut <= set(own) and not part.experts:
+        return []
+    expected = f"{part.backend} with no dimensions but {', '.join(sorted(own))}"
+    remedy = f"write {part.backend}:d{part.world}"
+    return [_fail("engine", f"{key}.allocation", stage.allocation, expected, remedy)]
+
+
+def _lint_sizes(key: str, stage: StageConfig, shares: int) -> list[Finding]:
+    """`shares`: into how many parts a batch is cut."""
     findings = []
-    if stage.batch_size % world:
-        expected = f"a multiple of {world} ranks"
+    if stage.batch_size % shares:
+        expected = f"a multiple of {shares} ranks"
         findings.append(_fail("batch", f"{key}.batch_size", stage.batch_size, expected))
     grpo = stage.grpo
     if grpo and grpo.max_concurrent < grpo.group_size:

@@ -22,7 +22,7 @@ from shakedown.hang.heartbeat import Heartbeat
 from shakedown.hang.hook import install
 from shakedown.training.context import Context
 from shakedown.training.coordination import Ranks
-from shakedown.training.engines import engine_class
+from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.faults import Injector
 from shakedown.training.job import StageJob, read_job
 from shakedown.training.stopping import StopFlag
@@ -65,9 +65,16 @@ def run(job: StageJob) -> int:
     device = _device()
     faults = Injector(job.config.fault, rank)
     build = engine_class(job.config.allocation).build
+    sizes = engine_sizes(job.config.allocation)
     _join(device, job)
     heartbeat.beat(phase="init")
-    engine = build(Path(job.model), optimizer=job.config.optimizer, dtype=job.dtype, device=device)
+    engine = build(
+        Path(job.model),
+        optimizer=job.config.optimizer,
+        dtype=job.dtype,
+        device=device,
+        sizes=sizes,
+    )
     store = dist.distributed_c10d._get_default_store()
     context = Context(job, engine, Ranks(store, device=device), heartbeat, faults, stop)
     heartbeat.beat(phase="init")

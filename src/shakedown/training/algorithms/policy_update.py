@@ -110,8 +110,8 @@ class PolicyUpdate:
         engine = self._engine
         parts = rank_share(
             batch,
-            rank=engine.rank,
-            world_size=engine.world_size,
+            rank=engine.data_rank,
+            world_size=engine.data_world_size,
             micro_batch_size=self._micro_batch_size,
         )
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from shakedown.training.data.batch import TokenBatch
-from shakedown.training.engines import engine_class
+from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.job import StageJob
 
 
@@ -24,7 +24,11 @@ class ReferenceModel:
             UsageError: the input model cannot be read.
         """
         self._engine = engine_class(job.config.allocation).build(
-            Path(job.model), optimizer=job.config.optimizer, dtype=job.dtype, device=device
+            Path(job.model),
+            optimizer=job.config.optimizer,
+            dtype=job.dtype,
+            device=device,
+            sizes=engine_sizes(job.config.allocation),
         )
 
     def logprobs(

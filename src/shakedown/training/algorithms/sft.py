@@ -51,8 +51,8 @@ class Sft:
         batch = self._batch(step)
         parts = rank_share(
             batch,
-            rank=engine.rank,
-            world_size=engine.world_size,
+            rank=engine.data_rank,
+            world_size=engine.data_world_size,
             micro_batch_size=context.job.config.micro_batch_size,
         )
         fetched = time.monotonic()

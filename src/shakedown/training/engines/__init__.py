@@ -1,6 +1,7 @@
 """Training engines by the backend name of an allocation; imports without torch."""
 
 import importlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shakedown.cluster.allocation import parse_allocation
@@ -24,6 +25,11 @@ def engine_class(allocation: str) -> "type[Engine]":
             f"allocation {allocation!r}: no training engine {part.backend!r}"
             f"{did_you_mean(part.backend, ENGINES)}; valid: {', '.join(ENGINES)}"
         )
+    if part.experts:
+        raise ConfigError(
+            f"allocation {allocation!r}: {part.backend} here trains dense models, without experts",
+            hint=f"write {part.backend}:d{part.world}",
+        )
     sizes = {name: size for name, size in part.dims.items() if size > 1}
     unknown = sorted(set(sizes) - DIMENSIONS[part.backend])
     if unknown:
@@ -35,3 +41,12 @@ def engine_class(allocation: str) -> "type[Engine]":
     module, _, name = ENGINES[part.backend].partition(":")
     found: type[Engine] = getattr(importlib.import_module(module), name)
     return found
+
+
+def engine_sizes(allocation: str) -> Mapping[str, int]:
+    """Ranks by dimension of the trainer's allocation.
+
+    Raises:
+        UsageError: the allocation is not valid.
+    """
+    return parse_allocation(allocation).parts[0].dims

@@ -10,6 +10,12 @@ import torch
 from shakedown.config import OptimizerConfig
 from shakedown.training.data.batch import TokenBatch
 
+# For a checkpoint that cannot be read.
+UNREADABLE_HINT = (
+    "if another engine wrote it, resume with that engine's allocation; "
+    "if not, remove that checkpoint: the one before it is used then"
+)
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -50,6 +56,10 @@ class Engine(Protocol):
 
     rank: int
     world_size: int
+
+    # Which share of a batch is this rank's: ranks that split one model take the same rows.
+    data_rank: int
+    data_world_size: int
     device: torch.device
     model_config: Any
     tokenizer: Any
@@ -57,12 +67,21 @@ class Engine(Protocol):
 
     @classmethod
     def build(
-        cls, model: Path, *, optimizer: OptimizerConfig, dtype: str, device: torch.device
+        cls,
+        model: Path,
+        *,
+        optimizer: OptimizerConfig,
+        dtype: str,
+        device: torch.device,
+        sizes: Mapping[str, int] | None = None,
     ) -> "Engine":
         """(collective) Load a Hugging Face folder and spread it over the process group.
 
         May be called again beside another engine: a reference model is one that is never
         updated, so the optimizer's state is to be made with the first update.
+
+        Args:
+            sizes: ranks by dimension of the allocation; None: all ranks are over the data.
 
         Raises:
             UsageError: the folder is missing or holds no readable model.

@@ -20,7 +20,8 @@ from shakedown.config import OptimizerConfig
 from shakedown.errors import StorageError
 from shakedown.training import huggingface
 from shakedown.training.data.batch import TokenBatch
-from shakedown.training.engines.base import LossFunction, Scores
+from shakedown.training.engines.base import UNREADABLE_HINT, LossFunction, Scores
+from shakedown.training.engines.schedule import learning_rate
 
 # Below this many parameters one unit is gathered at once: one collective instead of one a layer.
 ONE_UNIT_PARAMETERS = 50_000_000
@@ -34,6 +35,7 @@ class FsdpEngine:
     ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self.data_rank, self.data_world_size = self.rank, self.world_size
         self.device = torch.device(device)
         self.source = source
         self.dtype = dtype
@@ -54,7 +56,13 @@ class FsdpEngine:
 
     @classmethod
     def build(
-        cls, model: Path, *, optimizer: OptimizerConfig, dtype: str, device: torch.device
+        cls,
+        model: Path,
+        *,
+        optimizer: OptimizerConfig,
+        dtype: str,
+        device: torch.device,
+        sizes: Mapping[str, int] | None = None,  # noqa: ARG003 - has one dimension, all ranks
     ) -> "FsdpEngine":
         huggingface.quiet()
         loaded = huggingface.read_model(model)
@@ -102,11 +110,7 @@ class FsdpEngine:
 
     @property
     def learning_rate(self) -> float:
-        """Linear warm-up to `lr` over the first `warmup_steps` updates, then constant."""
-        warmup = self._settings.warmup_steps
-        share = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
-        rate: float = self._settings.lr * share
-        return rate
+        return learning_rate(self._settings, self.updates)
 
     def save(self, folder: Path) -> None:
         model, optimizer = get_state_dict(self._model, self._optimizer)
@@ -127,7 +131,7 @@ class FsdpEngine:
         except (dcp.api.CheckpointException, OSError) as error:
             raise StorageError(
                 f"cannot read checkpoint {folder}: {_first_reason(error)}",
-                hint="remove that checkpoint: the one before it is used then",
+                hint=UNREADABLE_HINT,
             ) from error
         set_state_dict(
             self._model,

@@ -3,8 +3,11 @@
 # module:class; the module is imported when a worker builds the engine, so that this stays light.
 ENGINES: dict[str, str] = {
     "fsdp": "shakedown.training.engines.fsdp:FsdpEngine",
+    "megatron": "shakedown.training.engines.megatron:MegatronEngine",
 }
-ENGINE_NAMES: tuple[str, ...] = tuple(ENGINES)
 
 # Dimensions of an allocation that an engine can spread a model over.
-DIMENSIONS: dict[str, frozenset[str]] = {"fsdp": frozenset("d")}
+DIMENSIONS: dict[str, frozenset[str]] = {
+    "fsdp": frozenset("d"),
+    "megatron": frozenset("dtp"),
+}

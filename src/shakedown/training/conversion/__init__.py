@@ -1,0 +1,20 @@
+"""Weights between Hugging Face and Megatron: dense Qwen2, Qwen3 and Llama, bit for bit."""
+
+from shakedown.training.conversion.rules import (
+    Place,
+    Rule,
+    stage_rules,
+    to_hugging_face,
+    to_megatron,
+)
+from shakedown.training.conversion.shape import ModelShape, read_shape
+
+__all__ = [
+    "ModelShape",
+    "Place",
+    "Rule",
+    "read_shape",
+    "stage_rules",
+    "to_hugging_face",
+    "to_megatron",
+]

@@ -1,0 +1,109 @@
+"""One rank of a few: takes the same steps at several layouts and writes down what came out.
+
+RANK=0 WORLD_SIZE=2 python megatron_ranks.py FOLDER, where FOLDER/plan.json is a list of jobs:
+{"name", "model" (a folder in FOLDER), "allocation", "keywords", "save": bool, "load": bool}; what
+is saved in one job is loaded in later ones. Results go to FOLDER/results.pt.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shakedown.config import OptimizerConfig
+from shakedown.training.algorithms.sft import negative_log_likelihood
+from shakedown.training.data.batch import TokenBatch, pad_rows, rank_share
+from shakedown.training.engines import engine_class, engine_sizes
+from shakedown.training.engines.base import LossPart, Scores
+
+OPTIMIZER = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5)
+CPU = torch.device("cpu")
+
+
+def batch() -> TokenBatch:
+    """Rows of several lengths, one with nothing to train; the last micro batch has one row."""
+    generator = torch.Generator().manual_seed(1)
+    lengths, trained = (9, 5, 12, 7, 3, 8, 6), (3, 2, 6, 0, 1, 7, 2)
+    rows = [torch.randint(3, 90, (n,), generator=generator).tolist() for n in lengths]
+    return pad_rows(rows, trained, pad=0)
+
+
+def build(folder: Path, allocation: str, **keywords: Any) -> Any:
+    """The engine of an allocation, on the CPU in float32."""
+    return engine_class(allocation).build(
+        folder,
+        optimizer=OPTIMIZER,
+        dtype=keywords.pop("dtype", "float32"),
+        device=CPU,
+        sizes=engine_sizes(allocation),
+        **keywords,
+    )
+
+
+def sft_step(engine: Any) -> dict[str, float]:
+    """One update on the batch, two rows a micro batch: `loss`, `entropy`, `norm` of all ranks."""
+    whole = batch()
+    parts = rank_share(
+        whole, rank=engine.data_rank, world_size=engine.data_world_size, micro_batch_size=2
+    )
+
+    def loss(scores: Scores, _batch: TokenBatch, _index: int) -> LossPart:
+        total = whole.trained_tokens
+        entropy = scores.entropy.sum() / total
+        return LossPart(negative_log_likelihood(scores.logprobs, total), {"entropy": entropy})
+
+    sums = engine.forward_backward(parts, loss)
+    values = torch.tensor([sums["loss"], sums["entropy"]], dtype=torch.float64)
+    dist.all_reduce(values)
+    return {"loss": float(values[0]), "entropy": float(values[1]), "norm": engine.step()}
+
+
+def two_steps(engine: Any, saved: Path | None = None) -> dict[str, Any]:
+    """Logprobs of the whole batch, then two updates; saves between them where `saved` is given."""
+    logprobs = engine.logprobs([batch()])[0]
+    first = sft_step(engine)
+    # On one rank FSDP hands out the weights themselves, which the second step changes.
+    weights = {name: value.detach().clone() for name, value in engine.gather().items()}
+    if saved is not None:
+        engine.save(saved)
+    return {"logprobs": logprobs, "first": first, "weights": weights, "second": sft_step(engine)}
+
+
+def continued(engine: Any, saved: Path) -> dict[str, Any]:
+    """Load what `two_steps` saved, and take its second step."""
+    engine.load(saved, updates=1)
+    return {"weights": engine.gather(), "second": sft_step(engine)}
+
+
+def run(folder: Path, plan: list[dict[str, Any]]) -> dict[str, Any]:
+    """Do each job of the plan; results by its name."""
+    results = {}
+    for job in plan:
+        engine = build(folder / job["model"], job["allocation"], **job.get("keywords", {}))
+        saved = folder / "saved" if job.get("save") or job.get("load") else None
+        if saved is not None and job.get("load"):
+            results[job["name"]] = continued(engine, saved)
+        else:
+            results[job["name"]] = two_steps(engine, saved)
+    return results
+
+
+def main(folder: Path) -> None:
+    """Join the other ranks, run the plan, write the results on rank 0."""
+    torch.set_num_threads(1)
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(str(folder / "store"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    results = run(folder, json.loads((folder / "plan.json").read_text()))
+    if rank == 0:
+        torch.save(results, folder / "results.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
