@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shakedown.commands.lint import findings_of
 from shakedown.config import dump_config, load_config, merge, parse_config
 from shakedown.errors import ConfigError, ExitCode
 
@@ -107,3 +108,39 @@ def test_stages_follow_the_order_and_not_the_overlay() -> None:
 def test_order_that_does_not_name_every_stage_once_is_refused(order: list[str]) -> None:
     with pytest.raises(ConfigError, match="must name each stage of `stages` once: sft, grpo"):
         parse_config({**_shipped(), "order": order})
+
+
+def _linted(change: dict[str, Any]) -> dict[str, str]:
+    findings = findings_of(parse_config(merge(_shipped(), {"data": change})))
+    return {finding.subject: f"{finding.expected} {finding.remedy}" for finding in findings}
+
+
+def test_own_reward_is_imported_by_lint_and_its_fault_is_told(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def reward(a, b): return 1.0", encoding="utf-8")
+
+    assert _linted({"reward": f"{tmp_path / 'own.py'}:reward"}) == {}
+    assert (
+        "no 'rewards' there (did you mean 'reward'?)"
+        in (_linted({"reward": f"{tmp_path / 'own.py'}:rewards"})["data.reward"])
+    )
+    assert "did you mean 'gsm8k'" in _linted({"reward": "gsm8"})["data.reward"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"train": "gsm8k", "heldout": "geometry3k:test"}, {}),
+        ({"train": "hub:my/copy", "heldout": "hub:my/copy:test", "format": "gsm8k"}, {}),
+        ({"train": f"{ROOT}/tests/data/datasets/gsm8k.jsonl", "format": "gsm8k"}, {}),
+        ({"train": "gsm9k"}, {"data.train": "did you mean 'gsm8k'"}),
+        ({"train": "gsm8k=no.jsonl"}, {"data.train": "an existing JSON-lines or parquet file"}),
+        ({"format": "gsm9k"}, {"data.format": "did you mean 'gsm8k'"}),
+    ],
+)
+def test_data_that_is_not_there_is_found_by_lint(
+    change: dict[str, Any], fault: dict[str, str]
+) -> None:
+    found = _linted(change)
+
+    assert found.keys() == fault.keys()
+    assert all(words in found[subject] for subject, words in fault.items())

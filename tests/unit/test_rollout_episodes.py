@@ -1,16 +1,19 @@
 """From prompts to a batch, and what the orchestrator refuses before it starts."""
 
+import asyncio
 import itertools
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from shakedown.agents.reward_pool import RewardLimits, RewardPool
 from shakedown.config import GrpoConfig, StageConfig
+from shakedown.errors import BlockedError
 from shakedown.paths import StagePaths
 from shakedown.serving.engines import Completion
 from shakedown.training.demo import write_model, write_rows
@@ -89,25 +92,113 @@ def test_draws_are_seeded_differ_by_epoch_and_go_on_where_they_stopped() -> None
     assert numbers(0, 7, 13) == whole[7:]
 
 
-async def test_reward_that_is_no_number_fails_its_group() -> None:
-    class Tokenizer:
-        def decode(self, tokens: list[int], **_: Any) -> str:
-            return str(tokens)
+REWARD = """
+def reward(completion, answer):
+    while completion == "[9]":
+        pass
+    return float("nan") if completion == "[8]" else float(completion == answer)
+"""
 
-    class Server:
-        async def generate(self, *_: Any, **__: Any) -> list[Completion]:
-            return [Completion([1], [-1.0], "x", "stop")]
 
-    episodes = Episodes(
-        Server(),  # type: ignore[arg-type]
-        Tokenizer(),
-        lambda *_: float("nan"),
-        GrpoConfig(),
-        lambda: 0,
-    )
+class Tokenizer:
+    """Writes tokens as a list of numbers."""
 
-    with pytest.raises(BadRewardError, match=r"the reward of '\[1\]' is nan"):
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return str(tokens)
+
+
+class Server:
+    """Answers with the given tokens, one completion each, once `may_answer` is set."""
+
+    def __init__(self, *tokens: int) -> None:
+        self._tokens = tokens
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def generate(self, *_: Any, **__: Any) -> list[Completion]:
+        await self.may_answer.wait()
+        return [Completion([token], [-1.0], "x", "stop") for token in self._tokens]
+
+
+@pytest.fixture
+async def pool(tmp_path: Path) -> AsyncIterator[RewardPool]:
+    (tmp_path / "own.py").write_text(REWARD, encoding="utf-8")
+    limits = RewardLimits(seconds=1.0)
+    async with RewardPool(f"{tmp_path / 'own.py'}:reward", limits, workers=1) as pool:
+        yield pool
+
+
+def episodes_of(server: Server, pool: RewardPool) -> Episodes:
+    settings = GrpoConfig(group_size=4)
+    return Episodes(server, Tokenizer(), pool, settings, lambda: 7)  # type: ignore[arg-type]
+
+
+async def test_a_reward_that_never_returns_costs_one_episode(
+    pool: RewardPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    episodes = episodes_of(Server(1, 9, 2, 8), pool)
+
+    group = await episodes.run_group(Prompt([5], "[1]"))
+
+    assert [c.tokens for c in group.completions] == [[1], [2]]
+    assert (group.rewards, group.failed, group.version) == ([1.0, 0.0], 2, 7)
+    assert group_stats([group])["failed_episodes"] == 2.0
+    assert episodes.failures == {"timeout": 1, "bad_return": 1}
+    said = capsys.readouterr().out
+    assert "an episode is left out: reward timeout: no reward within 1 s; its text: '[9]'" in said
+
+
+async def test_a_group_with_one_reward_left_has_failed(pool: RewardPool) -> None:
+    episodes = episodes_of(Server(1, 8, 8, 8), pool)
+
+    with pytest.raises(
+        BadRewardError, match="3 of 4 samples: reward bad_return: the reward is nan"
+    ):
         await episodes.run_group(Prompt([1], "x"))
+
+
+async def test_a_reward_that_never_works_is_told_from_one_that_some_texts_are_too_much_for(
+    pool: RewardPool,
+) -> None:
+    bad, mixed = episodes_of(Server(8, 8, 8, 8), pool), episodes_of(Server(8, 8, 8, 1), pool)
+
+    for _ in range(2):
+        bad.check()
+        for episodes in (bad, mixed):
+            with pytest.raises(BadRewardError):
+                await episodes.run_group(Prompt([1], "x"))
+
+    mixed.check()
+    with pytest.raises(BadRewardError, match=r"failed 8 times in a row \(8x bad_return\)"):
+        bad.check()
+
+
+async def test_a_pause_waits_for_generation_and_not_for_rewards(pool: RewardPool) -> None:
+    server = Server(9, 1, 1, 1)
+    episodes = episodes_of(server, pool)
+    rewarding = asyncio.create_task(episodes.run_group(Prompt([1], "x")))
+    await asyncio.sleep(0)
+    await episodes.pause(within=60.0)
+    later = asyncio.create_task(episodes.run_group(Prompt([1], "x")))
+    await asyncio.sleep(0)
+
+    assert not rewarding.done()
+    episodes.resume()
+    assert {(await rewarding).failed, (await later).failed} == {1}
+
+
+async def test_a_pause_tells_what_is_still_in_flight(pool: RewardPool) -> None:
+    server = Server(1, 1, 1, 1)
+    server.may_answer.clear()
+    episodes = episodes_of(server, pool)
+    running = asyncio.create_task(episodes.run_group(Prompt([1], "x")))
+    await asyncio.sleep(0)
+
+    with pytest.raises(BlockedError, match="1 generations were still in flight after 0 s"):
+        await episodes.pause(within=0.01)
+
+    server.may_answer.set()
+    await running
 
 
 def job(root: Path, grpo: dict[str, Any] | None, **more: Any) -> Path:
@@ -127,10 +218,9 @@ def job(root: Path, grpo: dict[str, Any] | None, **more: Any) -> Path:
         config=StageConfig.model_validate(config),
         model=str(root / "model"),
         dtype="float32",
-        **{"endpoint": "http://127.0.0.1:9", **more},
+        **{"endpoint": "http://127.0.0.1:9", "reward": "exact_match", **more},
         train=str(root / "train.jsonl"),
         heldout="",
-        reward="exact_match",
         seed=0,
         world_size=1,
         stage_root=str(stage.root),
@@ -172,13 +262,13 @@ def test_server_that_never_comes_is_named_in_one_sentence(
     assert "the vllm server at http://127.0.0.1:9 did not answer a generation within 2 s" in said
 
 
-def runnable(root: Path, engine: Engine) -> Path:
+def runnable(root: Path, engine: Engine, **more: Any) -> Path:
     write_model(root / "model", seed=0)
     rows = [{"messages": [{"role": "user", "content": f"{n}+1="}], "answer": "2"} for n in range(9)]
     write_rows(root / "train.jsonl", rows)
     url = f"http://127.0.0.1:{engine.server_address[1]}"
     grpo = {"group_size": 2, "max_tokens": 3, "max_concurrent": 4}
-    return job(root, grpo, endpoint=url, engine="sglang")
+    return job(root, grpo, endpoint=url, engine="sglang", **more)
 
 
 def in_background(exchange: Exchange, act: Callable[[], None]) -> threading.Thread:
@@ -242,3 +332,27 @@ def test_server_that_dies_is_named(
 def test_missing_job_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert orchestrator.main(["--job", str(tmp_path / "job.json")]) == 2
     assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_own_reward_that_never_works_ends_the_stage_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text("def reward(a, b): raise KeyError(b)", encoding="utf-8")
+    with running() as engine:
+        path = runnable(tmp_path, engine, reward=f"{tmp_path / 'own.py'}:reward")
+        code = orchestrator.main(["--job", str(path)])
+
+    assert code in (1, 3)
+    said = capsys.readouterr()
+    assert "an episode is left out: reward exception: KeyError: '2'" in said.out
+    assert "exception" in said.err.splitlines()[-2]
+
+
+def test_own_reward_that_does_not_exist_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running() as engine:
+        code = orchestrator.main(["--job", str(runnable(tmp_path, engine, reward="no_file.py:f"))])
+
+    assert code == 2
+    assert "no file no_file.py" in capsys.readouterr().err

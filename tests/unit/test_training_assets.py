@@ -158,3 +158,33 @@ def test_an_output_folder_that_cannot_be_written_blocks(
     assert _run(tmp_path) == 3
 
     assert "cannot write" in capsys.readouterr().err
+
+
+DATASETS = Path(__file__).parents[1] / "data" / "datasets"
+
+
+def test_raw_rows_of_a_known_data_set_are_read_with_a_format(tmp_path: Path, model: Path) -> None:
+    place = DATASETS / "gsm8k.jsonl"
+
+    code = _run(
+        tmp_path,
+        model__source=str(model),
+        data__train=str(place),
+        data__format="gsm8k",
+        data__reward="gsm8k",
+    )
+
+    assets = json.loads((tmp_path / "assets" / "assets.json").read_text(encoding="utf-8"))
+    assert code == 0
+    assert assets["train"] == f"gsm8k={place}"
+    assert _verdict(tmp_path)["metrics"]["train_rows"] == 3
+
+
+def test_problems_with_images_are_a_warning(tmp_path: Path, model: Path) -> None:
+    place = f"clevr_count={DATASETS / 'clevr_count.jsonl'}"
+
+    code = _run(tmp_path, model__source=str(model), data__train=place)
+
+    finding = next(f for f in _verdict(tmp_path)["findings"] if f["check"] == "images")
+    assert code == 0
+    assert (finding["status"], finding["subject"]) == ("warn", place)

@@ -212,3 +212,17 @@ def test_a_published_folder_replaces_the_old_one_whole(tmp_path: Path) -> None:
 
     assert [p.name for p in (tmp_path / "model").iterdir()] == ["new"]
     assert [p.name for p in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_place_in_the_data_is_read_back_and_older_checkpoints_have_none(tmp_path: Path) -> None:
+    folder = _checkpoint(tmp_path, 50)
+    older = read_meta(folder)
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    place = {"seed": 0, "rows": 16, "epoch": 1, "window": 2, "index": 3}
+    (folder / "meta.json").write_text(json.dumps(meta | {"data": place}), encoding="utf-8")
+
+    newer = read_meta(folder)
+
+    assert not isinstance(older, str)
+    assert not isinstance(newer, str)
+    assert (older.data, newer.data) == ({}, place)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shakedown.errors import UsageError
-from shakedown.training.data import epoch_order, load_rows, step_indices
+from shakedown.training.data import Row, RowStream, epoch_order, load_rows, step_indices
 from shakedown.training.data.batch import TokenBatch, pad_rows, rank_share
 
 GOOD = '{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}'
@@ -129,3 +129,83 @@ def test_rows_written_by_json_keep_digits_as_text(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "02+03="}], "answer": "050"}
 
     assert load_rows(_file(tmp_path, json.dumps(row)))[0].answer == "050"
+
+
+def _numbered(folder: Path, count: int) -> str:
+    return _file(folder, *(GOOD.replace('"2"', f'"{number}"') for number in range(count)))
+
+
+def _stream(source: str, *, window: int, seed: int = 0) -> RowStream[int]:
+    """Answers as numbers; multiples of 7 are left out."""
+
+    def prepare(row: Row) -> int | None:
+        return int(row.answer) if int(row.answer) % 7 else None
+
+    return RowStream(source, prepare, seed=seed, rows=window)
+
+
+def test_a_data_set_in_one_window_is_shuffled_whole_as_the_steps_say(tmp_path: Path) -> None:
+    stream = _stream(_numbered(tmp_path, 22), window=100)
+    kept = [number for number in range(22) if number % 7]
+
+    taken = [stream.take(4) for _ in range(12)]
+
+    assert taken == [
+        [kept[i] for i in step_indices(len(kept), seed=0, step=step, batch_size=4)]
+        for step in range(1, 13)
+    ]
+    assert stream.left_out == 4
+
+
+@pytest.mark.parametrize("window", [1, 5, 11, 22, 23])
+def test_every_epoch_of_windows_holds_every_row_once(tmp_path: Path, window: int) -> None:
+    stream = _stream(_numbered(tmp_path, 22), window=window)
+
+    epochs = [stream.take(18) for _ in range(3)]
+
+    assert all(sorted(epoch) == [n for n in range(22) if n % 7] for epoch in epochs)
+    assert window == 1 or epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("window", [4, 22, 100])
+def test_a_stream_goes_on_exactly_from_every_position(tmp_path: Path, window: int) -> None:
+    source = _numbered(tmp_path, 22)
+    whole = _stream(source, window=window)
+    expected = [whole.take(5) for _ in range(10)]
+
+    for done in (0, 1, 4, 9):  # in the first epoch, at its end and in the third
+        before = _stream(source, window=window)
+        before.take(5 * done)
+        saved = json.loads(json.dumps(before.position.to_json()))
+        after = _stream(source, window=window, seed=99)
+        after.seek(saved)
+
+        assert [after.take(5) for _ in range(10 - done)] == expected[done:]
+
+
+def test_streams_of_several_ranks_never_diverge_at_an_uneven_end(tmp_path: Path) -> None:
+    ranks = [_stream(_numbered(tmp_path, 22), window=8) for _ in range(3)]
+
+    batches = [[rank.take(5) for _ in range(9)] for rank in ranks]
+
+    assert batches[0] == batches[1] == batches[2]
+    assert all(len(batch) == 5 for batch in batches[0])
+
+
+@pytest.mark.parametrize(
+    "saved", [{"seed": 0}, {"seed": 0, "rows": 4, "more": 1}, {"seed": 0, "rows": 4, "window": 9}]
+)
+def test_a_position_that_is_not_in_the_data_is_refused(
+    tmp_path: Path, saved: dict[str, int]
+) -> None:
+    stream = _stream(_numbered(tmp_path, 22), window=4)
+
+    with pytest.raises(UsageError, match=r"position"):
+        stream.seek(saved)
+
+
+def test_a_stream_in_which_no_row_is_left_ends_with_a_message(tmp_path: Path) -> None:
+    source = _file(tmp_path, *[GOOD.replace('"2"', '"7"')] * 5)
+
+    with pytest.raises(UsageError, match="no row is left of 5 rows"):
+        _stream(source, window=2).take(1)

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shakedown.agents.rewards import REWARDS
 from shakedown.config import OptimizerConfig
 from shakedown.errors import StorageError, UsageError
 from shakedown.training import huggingface
@@ -237,11 +236,12 @@ def test_a_tokenizer_without_chat_template_is_refused(engine: FsdpEngine) -> Non
 
 
 def test_greedy_accuracy_counts_what_the_model_says_for_prompts_of_any_length(
-    engine: FsdpEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+    engine: FsdpEngine, folder: Path, tmp_path: Path
 ) -> None:
     tokenizer, model = engine.tokenizer, huggingface.read_model(folder).eval()
     # The evaluation lets the model write one token more than the longest answer.
-    monkeypatch.setitem(REWARDS, "begins", lambda text, answer: float(text.startswith(answer)))
+    own = tmp_path / "own.py"
+    own.write_text("def begins(text, answer): return float(text.startswith(answer))\n", "utf-8")
     rows = []
     for prompt in ("1+1=", "What is it?", "12+34=", "x"):
         ids = torch.tensor([tokenizer(prompt).input_ids])
@@ -250,7 +250,11 @@ def test_greedy_accuracy_counts_what_the_model_says_for_prompts_of_any_length(
         rows.append(Row(({"role": "user", "content": prompt},), text))
     rows[-1] = Row(rows[-1].messages, "never this")
     evaluator = Evaluator(
-        rows, tokenizer=tokenizer, config=engine.model_config, reward="begins", device=CPU
+        rows,
+        tokenizer=tokenizer,
+        config=engine.model_config,
+        reward=f"{own}:begins",
+        device=CPU,
     )
     calls: list[int] = []
 
@@ -259,4 +263,5 @@ def test_greedy_accuracy_counts_what_the_model_says_for_prompts_of_any_length(
     )
 
     assert (scores["greedy_accuracy"], scores["samples"]) == (0.75, 4.0)
-    assert calls == [1, 1]
+    batches, rewards = 2, 8
+    assert len(calls) == batches + rewards

@@ -4,14 +4,14 @@ Writes OUT/assets.json (`model`, `train`, `heldout`: what later stages are given
 """
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shakedown.config import Config, load_config
 from shakedown.errors import UsageError
 from shakedown.files import write_json
-from shakedown.rows import is_hub
+from shakedown.rows import parse_source
 from shakedown.verdict import Finding, Stopwatch, Verdict, finish, installed_versions, status_of
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ DEMO = "demo"
 
 @dataclass(frozen=True)
 class Assets:
-    """Resolved places: a model folder, and two JSON-lines files or hub names."""
+    """Resolved: a model folder, and two sources of rows as `shakedown.rows` names them."""
 
     model: str
     train: str
@@ -110,14 +110,22 @@ def _data(config: Config, out: Path) -> tuple[str, str]:
             if source == DEMO:
                 write_rows(place, part)
     train, heldout = (
-        str(place) if source == DEMO else _resolved(source)
-        for source, place in zip(given, places, strict=True)
+        str(place) if source == DEMO else resolved_source(config, source, heldout=number == 1)
+        for number, (source, place) in enumerate(zip(given, places, strict=True))
     )
     return train, heldout
 
 
-def _resolved(source: str) -> str:
-    return source if is_hub(source) else str(Path(source).expanduser().absolute())
+def resolved_source(config: Config, source: str, *, heldout: bool) -> str:
+    """A source with its format, split and whole path, readable from any folder.
+
+    Raises:
+        UsageError: `data.format` is not known.
+    """
+    parsed = parse_source(source, form=config.data.format, heldout=heldout)
+    if parsed.hub:
+        return str(parsed)
+    return str(replace(parsed, place=str(Path(parsed.place).expanduser().absolute())))
 
 
 def _check(assets: Assets) -> tuple[list[Finding], dict[str, float]]:
@@ -139,9 +147,28 @@ def _check(assets: Assets) -> tuple[list[Finding], dict[str, float]]:
         Finding("data", "pass", "config", assets.train, measured=len(train), unit="rows"),
         Finding("data", "pass", "config", assets.heldout, measured=len(heldout), unit="rows"),
         _disjoint(train, heldout, assets.heldout),
+        *_without_images(assets),
     ]
     metrics = {"train_rows": len(train), "heldout_rows": len(heldout), "longest_prompt": longest}
     return findings, {name: float(value) for name, value in metrics.items()}
+
+
+def _without_images(assets: Assets) -> list[Finding]:
+    """Questions about an image that the model is not shown can only be guessed."""
+    return [
+        Finding(
+            "images",
+            "warn",
+            "config",
+            source,
+            measured="text only",
+            expected="the problems' images, which stages do not read",
+            blame="user",
+            remedy="choose a data set without images",
+        )
+        for source in dict.fromkeys((assets.train, assets.heldout))
+        if (known := parse_source(source).format) and known.images
+    ]
 
 
 def _disjoint(train: "list[Row]", heldout: "list[Row]", subject: str) -> Finding:

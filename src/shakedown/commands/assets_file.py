@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shakedown.commands.assets import DEMO, SCHEMA, Assets
+from shakedown.commands.assets import DEMO, SCHEMA, Assets, resolved_source
 from shakedown.config import Config
 from shakedown.errors import UsageError
 from shakedown.files import read_object
@@ -30,6 +30,6 @@ def heldout_source(config: Config) -> str:
         UsageError: the demo's rows were not written yet.
     """
     if config.data.heldout != DEMO:
-        return config.data.heldout
+        return resolved_source(config, config.data.heldout, heldout=True)
     folder = RunPaths(Path(config.results) / config.run).assets
     return read_assets(folder / "assets.json").heldout

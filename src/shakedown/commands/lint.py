@@ -1,9 +1,11 @@
 """`shakedown lint CONFIG...`: say what is wrong with a config before anything is started."""
 
 import argparse
+import asyncio
 from pathlib import Path
 
-from shakedown.agents.rewards import REWARDS
+from shakedown.agents.reward_pool import RewardLimits, reward_fault
+from shakedown.agents.rewards import REWARDS, is_own
 from shakedown.config import Config, dump_config, load_config
 from shakedown.config.lint import lint
 from shakedown.errors import ConfigError
@@ -40,8 +42,29 @@ def run(args: argparse.Namespace) -> int:
 
 
 def findings_of(config: Config) -> list[Finding]:
-    """Lint against the rewards, faults and engines that exist here."""
-    return lint(config, rewards=REWARDS, faults=KINDS, engines=DIMENSIONS)
+    """Lint against the rewards, faults and engines that exist here.
+
+    A user's own reward is imported, in a process of its own: its code may do anything.
+    """
+    reward, own = config.data.reward, is_own(config.data.reward)
+    rewards = [*REWARDS, reward] if own else list(REWARDS)
+    findings = lint(config, rewards=rewards, faults=KINDS, engines=DIMENSIONS)
+    limits = RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb)
+    fault = asyncio.run(reward_fault(reward, limits)) if own else ""
+    return [*findings, _reward_finding(reward, fault)] if fault else findings
+
+
+def _reward_finding(reward: str, fault: str) -> Finding:
+    return Finding(
+        check="reward",
+        status="fail",
+        scope="config",
+        subject="data.reward",
+        measured=reward,
+        expected="a function (completion, answer) -> float",
+        blame="user",
+        remedy=fault,
+    )
 
 
 def require_sound(config: Config, where: str) -> Config:

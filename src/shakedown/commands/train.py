@@ -7,6 +7,7 @@ stage hung or failed (its evidence is collected), 3 that it was interrupted and 
 import argparse
 from pathlib import Path
 
+from shakedown.agents.reward_pool import RewardLimits
 from shakedown.commands.assets_file import read_assets
 from shakedown.commands.lint import require_sound
 from shakedown.config import Config, load_config
@@ -46,6 +47,7 @@ def _train(config: Config, stage: str, paths: RunPaths, assets_path: Path | None
         train=assets.train,
         heldout=assets.heldout,
         reward=config.data.reward,
+        reward_limits=RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb),
         seed=config.seed,
         paths=paths.stage(stage),
         srun_args=config.cluster.srun_args,

@@ -6,7 +6,7 @@ from pathlib import Path
 from shakedown.cluster.allocation import Part, parse_allocation
 from shakedown.config.schema import Config, StageConfig
 from shakedown.errors import UsageError, did_you_mean
-from shakedown.rows import is_hub
+from shakedown.rows import FORMATS, parse_source
 from shakedown.verdict import Finding
 
 
@@ -56,16 +56,25 @@ def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
         remedy = f"choose one{did_you_mean(config.data.reward, rewards)}"
         expected = "one of " + ", ".join(sorted(rewards))
         findings.append(_fail("reward", "data.reward", config.data.reward, expected, remedy))
+    form = config.data.format
+    if form and form not in FORMATS:
+        remedy = f"choose one{did_you_mean(form, FORMATS)}"
+        expected = "one of " + ", ".join(FORMATS)
+        return [*findings, _fail("data", "data.format", form, expected, remedy)]
     for key, value in (("train", config.data.train), ("heldout", config.data.heldout)):
-        local = value != "demo" and not is_hub(value)
-        if local and not Path(value).is_file():
-            expected = "`demo`, an existing JSON-lines file, or hub:NAME[:SPLIT]"
-            findings.append(_fail("data", f"data.{key}", value, expected))
-    source = config.model.source
-    looks_local = source.startswith((".", "/", "~")) or source.count("/") > 1
-    if looks_local and not (Path(source).expanduser() / "config.json").is_file():
+        source = parse_source(value, form=form)
+        if value != "demo" and not source.hub and not Path(source.place).expanduser().is_file():
+            expected = (
+                f"`demo`, an existing JSON-lines or parquet file, hub:NAME[:SPLIT], "
+                f"or one of {', '.join(FORMATS)}"
+            )
+            remedy = did_you_mean(value, FORMATS).strip(" ()")
+            findings.append(_fail("data", f"data.{key}", value, expected, remedy))
+    model = config.model.source
+    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    if looks_local and not (Path(model).expanduser() / "config.json").is_file():
         expected = "`demo`, a Hugging Face folder with config.json, or a hub name"
-        findings.append(_fail("model", "model.source", source, expected))
+        findings.append(_fail("model", "model.source", model, expected))
     return findings
 
 

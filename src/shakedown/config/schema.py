@@ -25,11 +25,14 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """`train` and `heldout`: `demo`, a JSON-lines file, or `hub:NAME[:SPLIT]`."""
+    """`train` and `heldout`: `demo`, a file, `hub:NAME[:SPLIT]`, or a known data set's name."""
 
     train: str
     heldout: str
+    format: str = ""
     reward: str = "exact_match"
+    reward_timeout: Seconds = 10.0
+    reward_memory_gb: Annotated[float, Field(gt=0)] = 4.0
     train_size: Positive = 8000
     heldout_size: Positive = 400
 

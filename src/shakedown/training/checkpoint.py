@@ -12,7 +12,7 @@ import io
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,17 @@ _META = "meta.json"
 
 @dataclass(frozen=True)
 class Meta:
-    """What a checkpoint says of itself. `files`: size in bytes by relative name."""
+    """What a checkpoint says of itself.
+
+    `files`: size in bytes by relative name. `data`: the place in the data; empty: the step says it.
+    """
 
     step: int
     updates: int
     world_size: int
     fingerprint: Mapping[str, str]
     files: Mapping[str, int]
+    data: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -87,6 +91,8 @@ class Checkpoints:
     Args:
         root: the stage's `checkpoints` folder.
         keep: how many of the newest stay.
+
+    `data`: the place in the data of the checkpoint that was resumed from.
     """
 
     def __init__(
@@ -97,6 +103,7 @@ class Checkpoints:
         self._ranks = ranks
         self._fingerprint = fingerprint
         self._keep = keep
+        self.data: dict[str, int] = {}
 
     def resume(self) -> int:
         """Load the newest checkpoint that fits; returns its step, 0 for a fresh start.
@@ -115,10 +122,14 @@ class Checkpoints:
             raise StorageError(f"checkpoint {folder} as rank {self._ranks.rank} sees it: {meta}")
         self._engine.load(folder / "engine", updates=meta.updates)
         _load_random(folder, meta, self._ranks)
+        self.data = dict(meta.data)
         return meta.step
 
-    def save(self, step: int) -> None:
+    def save(self, step: int, *, data: Mapping[str, int] | None = None) -> None:
         """Write the state after `step`; the folder appears when it is complete.
+
+        Args:
+            data: the place in the data, for the one who resumes.
 
         Raises:
             StorageError: the file system is full or cannot be written; older ones stay.
@@ -129,7 +140,9 @@ class Checkpoints:
         with storage_errors("write", staged):
             (staged / _random_name(self._ranks.rank)).write_bytes(_random_state())
         self._ranks.sum({"saved": 1.0})  # every rank's files are there before the rename
-        self._ranks.lead(f"saved-{step}", lambda: self._publish(staged, step), waiting=_nothing)
+        self._ranks.lead(
+            f"saved-{step}", lambda: self._publish(staged, step, data or {}), waiting=_nothing
+        )
 
     def _choose(self) -> str:
         found = find(self._root, self._fingerprint)
@@ -163,12 +176,14 @@ class Checkpoints:
             staged.mkdir(parents=True)
         return "staged"
 
-    def _publish(self, staged: Path, step: int) -> str:
+    def _publish(self, staged: Path, step: int, data: Mapping[str, int]) -> str:
         target = self._root / f"{_PREFIX}{step:06d}"
         with storage_errors("write", staged):
             paths = [path for path in staged.rglob("*") if path.is_file()]
             files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
-        meta = Meta(step, self._engine.updates, self._ranks.world_size, self._fingerprint, files)
+        meta = Meta(
+            step, self._engine.updates, self._ranks.world_size, self._fingerprint, files, data
+        )
         write_json(staged / _META, asdict(meta))
         publish_folder(staged, target)
         write_text(self._root / "latest", target.name + "\n")

@@ -17,7 +17,11 @@ class StopRequestedError(Exception):
 
 @dataclass
 class Context:
-    """One rank of one attempt. `step` is the step in work, counted from 1."""
+    """One rank of one attempt.
+
+    `step` is the step in work, counted from 1. `data` is the algorithm's place in its data, saved
+    with a checkpoint and given back before `begin`; empty without one.
+    """
 
     job: StageJob
     engine: Engine
@@ -26,6 +30,7 @@ class Context:
     faults: Injector
     stop: StopFlag = field(default_factory=StopFlag)
     step: int = 0
+    data: dict[str, int] = field(default_factory=dict)
 
     def beat(self, phase: Phase, *, micro_batch: int = 0, batch_size: int = 0) -> None:
         """Tell the watcher where this rank is."""

@@ -1,11 +1,12 @@
 """Held-out accuracy by real generation: sampled at temperature 1, and greedy."""
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from shakedown.agents.rewards import get_reward
+from shakedown.agents.reward_pool import RewardFailure, RewardLimits, score_rows
 from shakedown.training import huggingface
 from shakedown.training.data import Row
 from shakedown.training.data.encode import encode_answer, encode_prompt
@@ -17,14 +18,21 @@ class Evaluator:
     """Scores a plain copy of the model, on one process. The held-out rows are encoded once."""
 
     def __init__(
-        self, rows: Sequence[Row], *, tokenizer: Any, config: Any, reward: str, device: torch.device
+        self,
+        rows: Sequence[Row],
+        *,
+        tokenizer: Any,
+        config: Any,
+        reward: str,
+        device: torch.device,
+        limits: RewardLimits | None = None,
     ) -> None:
         self._answers = [row.answer for row in rows]
         self._prompts = [encode_prompt(tokenizer, row.messages) for row in rows]
         self._longest = max(len(encode_answer(tokenizer, row.answer)) for row in rows)
         self._tokenizer = tokenizer
         self._config = config
-        self._reward = get_reward(reward)
+        self._reward, self._limits = reward, limits or RewardLimits()
         self._device = device
 
     def measure(
@@ -35,30 +43,49 @@ class Evaluator:
         seed: int,
         progress: Callable[[], None],
     ) -> dict[str, float]:
-        """Mean rewards over the held-out rows.
+        """Mean rewards over the held-out rows; a reward that fails counts as 0 and is told.
 
         Args:
             weights: the whole model's.
             max_tokens: the longest answer; raised to the longest held-out answer.
             seed: of the sampling.
-            progress: called after every batch of generations.
+            progress: called after every batch of generations and every reward.
 
         Returns:
             `sampled_accuracy` and `greedy_accuracy`, 0..1 for rewards of that range, `samples`.
+
+        Raises:
+            UsageError: the reward cannot be used.
         """
         model = huggingface.empty_model(self._config)
         # Tied weights may be listed once: what is not given stays tied.
         model.load_state_dict(weights, strict=False)
         model.to(self._device).eval()
         budget = max(max_tokens, self._longest)
-        scores = {}
-        for name, sample in (("sampled_accuracy", True), ("greedy_accuracy", False)):
+        texts: list[str] = []
+        for sample in (True, False):
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
-                texts = self._generate(model, sample, budget, progress)
-            pairs = zip(texts, self._answers, strict=True)
-            scores[name] = sum(self._reward(t, a) for t, a in pairs) / len(texts)
-        return {**scores, "samples": float(len(self._answers))}
+                texts += self._generate(model, sample, budget, progress)
+        rewards, count = self._rewards(texts, progress), len(self._answers)
+        return {
+            "sampled_accuracy": sum(rewards[:count]) / count,
+            "greedy_accuracy": sum(rewards[count:]) / count,
+            "samples": float(count),
+        }
+
+    def _rewards(self, texts: Sequence[str], progress: Callable[[], None]) -> list[float]:
+        """In a process of its own: code that never returns must not stop the trainer."""
+        rows = list(zip(texts, [*self._answers, *self._answers], strict=True))
+        results = asyncio.run(score_rows(self._reward, rows, self._limits, progress=progress))
+        failures = [result for result in results if isinstance(result, RewardFailure)]
+        if failures:
+            print(
+                f"held-out: {len(failures)} of {len(results)} rewards failed and count as 0; "
+                f"the first: {failures[0]}",
+                flush=True,
+            )
+        return [0.0 if isinstance(result, RewardFailure) else result for result in results]
 
     def _generate(
         self, model: Any, sample: bool, budget: int, progress: Callable[[], None]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shakedown.rows import is_hub
+from shakedown.rows import parse_source
 from shakedown.training.folders import storage_errors
 from shakedown.training.job import StageJob
 
@@ -60,10 +60,12 @@ def _folder_digest(folder: Path) -> str:
 
 
 def _data_digest(source: str) -> str:
-    if is_hub(source):
+    parsed = parse_source(source)
+    if parsed.hub:
         return source
-    with storage_errors("read", Path(source)):
-        return _digest([Path(source)])
+    with storage_errors("read", Path(parsed.place)):
+        digest = _digest([Path(parsed.place)])
+    return f"{parsed.form}={digest}" if parsed.form else digest
 
 
 def _digest(files: list[Path]) -> str:

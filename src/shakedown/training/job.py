@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shakedown.agents.reward_pool import RewardLimits
 from shakedown.config import StageConfig
 from shakedown.errors import UsageError
 from shakedown.files import read_object, write_json
@@ -17,7 +18,8 @@ class StageJob:
     `model` is the input checkpoint (a Hugging Face folder); `train` and `heldout` are JSON-lines
     files or hub names; `world_size` counts trainer ranks; `endpoint` is the base URL of the
     stage's own inference server without `/v1` (GRPO only),
-    `served_model` its model name and `engine` its kind.
+    `served_model` its model name and `engine` its kind. `reward_timeout` (s) and
+    `reward_memory_gb` (GiB) bound one call of the reward function.
     """
 
     stage: str
@@ -34,6 +36,8 @@ class StageJob:
     endpoint: str = ""
     served_model: str = "policy"
     engine: str = "vllm"
+    reward_timeout: float = RewardLimits.seconds
+    reward_memory_gb: float = RewardLimits.memory_gb
 
     @property
     def paths(self) -> StagePaths:
@@ -42,6 +46,10 @@ class StageJob:
     @property
     def attempt(self) -> AttemptPaths:
         return AttemptPaths(Path(self.attempt_root))
+
+    @property
+    def reward_limits(self) -> RewardLimits:
+        return RewardLimits(self.reward_timeout, self.reward_memory_gb)
 
     def write(self, path: Path) -> None:
         """Write the job atomically as JSON."""

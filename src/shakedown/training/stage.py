@@ -4,9 +4,10 @@ The attempt always ends with an outcome, and no process outlives it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from shakedown.agents.reward_pool import RewardLimits
 from shakedown.cluster.nodes import allocation_nodes, node_name
 from shakedown.cluster.supervise import Component, Exit, Supervisor
 from shakedown.config import ServeConfig, StageConfig
@@ -37,7 +38,7 @@ _STOP_GRACE_SECONDS = 5.0  # the ranks had their time to save
 class StagePlan:
     """What to run. `model`: input checkpoint; `train`, `heldout`: data as in StageJob.
 
-    `srun_args`: more options of the srun that starts the ranks.
+    `srun_args`: more options of the srun that starts the ranks. `reward_limits`: of one call.
     """
 
     name: str
@@ -51,6 +52,7 @@ class StagePlan:
     seed: int
     paths: StagePaths
     srun_args: Sequence[str] = ()
+    reward_limits: RewardLimits = field(default_factory=RewardLimits)
 
 
 def run_stage(plan: StagePlan) -> Outcome:
@@ -121,6 +123,8 @@ def _components(
         train=plan.train,
         heldout=plan.heldout,
         reward=plan.reward,
+        reward_timeout=plan.reward_limits.seconds,
+        reward_memory_gb=plan.reward_limits.memory_gb,
         seed=plan.seed,
         world_size=trainer_world(plan.config),
         stage_root=str(plan.paths.root.absolute()),

@@ -74,6 +74,7 @@ class Trainer:
         context.beat("checkpoint")
         done = self._checkpoints.resume()
         context.step = self._saved = done
+        context.data = self._checkpoints.data
         if self._leads:
             self._metrics.keep_until(done)
         self._algorithm.begin(done)
@@ -126,7 +127,7 @@ class Trainer:
         if step == self._saved:
             return
         self._context.beat("checkpoint")
-        self._checkpoints.save(step)
+        self._checkpoints.save(step, data=self._context.data)
         self._saved = step
 
     def _evaluate(self, step: int) -> dict[str, float]:
@@ -165,6 +166,7 @@ class Trainer:
             tokenizer=engine.tokenizer,
             config=engine.model_config,
             reward=job.reward,
+            limits=job.reward_limits,
             device=engine.device,
         )
 

@@ -7,9 +7,9 @@ import torch
 from shakedown.errors import UsageError
 from shakedown.training.algorithms.base import StepResult
 from shakedown.training.context import Context
-from shakedown.training.data import load_rows, step_indices
+from shakedown.training.data import RowStream
 from shakedown.training.data.batch import TokenBatch, pad_rows, rank_share
-from shakedown.training.data.encode import encode_rows
+from shakedown.training.data.encode import encode_row
 from shakedown.training.engines.base import LossPart, Scores
 
 
@@ -29,26 +29,38 @@ class Sft:
         self._context = context
         job, engine = context.job, context.engine
         longest = getattr(engine.model_config, "max_position_embeddings", 1 << 20)
-        rows = load_rows(job.train)
-        self._rows, left_out = encode_rows(engine.tokenizer, rows, longest=longest)
-        if not self._rows:
-            raise UsageError(f"{job.train}: every row is longer than the model's {longest} tokens")
+        self._rows = RowStream(
+            job.train,
+            lambda row: encode_row(engine.tokenizer, row, longest=longest),
+            seed=job.seed,
+        )
+        left_out = self._rows.left_out
+        if not self._rows.window:
+            raise UsageError(
+                f"{job.train}: each of the first {left_out} rows is longer than the model's "
+                f"{longest} tokens"
+            )
         if left_out and engine.rank == 0:
             print(f"{left_out} rows longer than {longest} tokens are left out", flush=True)
 
     @property
     def max_answer_tokens(self) -> int:
-        return max(count for _, count in self._rows) + 1
+        return max(count for _, count in self._rows.window) + 1
 
     def begin(self, done: int) -> None:
-        """The position in the data is the step."""
+        """Go on where the checkpoint's data ended."""
+        if self._context.data:
+            self._rows.seek(self._context.data)
+        else:
+            self._rows.take(done * self._context.job.config.batch_size)
+        self._context.data = self._rows.position.to_json()
 
     def step(self, step: int) -> StepResult:
         context, engine = self._context, self._context.engine
         began = time.monotonic()
         context.beat("data")
         context.faults.at("data", step)
-        batch = self._batch(step)
+        batch = self._batch()
         parts = rank_share(
             batch,
             rank=engine.data_rank,
@@ -84,11 +96,8 @@ class Sft:
     def finish(self) -> None:
         """Nothing is open."""
 
-    def _batch(self, step: int) -> TokenBatch:
-        job = self._context.job
-        chosen = step_indices(
-            len(self._rows), seed=job.seed, step=step, batch_size=job.config.batch_size
-        )
-        rows = [self._rows[index] for index in chosen]
+    def _batch(self) -> TokenBatch:
+        rows = self._rows.take(self._context.job.config.batch_size)
+        self._context.data = self._rows.position.to_json()
         pad = self._context.engine.tokenizer.pad_token_id
         return pad_rows([tokens for tokens, _ in rows], [count for _, count in rows], pad=pad)

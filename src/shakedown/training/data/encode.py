@@ -33,6 +33,13 @@ def encode_answer(tokenizer: Any, answer: str) -> list[int]:
     return [*ids, tokenizer.eos_token_id]
 
 
+def encode_row(tokenizer: Any, row: Row, *, longest: int) -> tuple[list[int], int] | None:
+    """Token ids and the number of trained tokens at their end; None above `longest` tokens."""
+    answer = encode_answer(tokenizer, row.answer)
+    tokens = encode_prompt(tokenizer, row.messages) + answer
+    return (tokens, len(answer)) if len(tokens) <= longest else None
+
+
 def encode_rows(
     tokenizer: Any, rows: Iterable[Row], *, longest: int
 ) -> tuple[list[tuple[list[int], int]], int]:
@@ -41,12 +48,6 @@ def encode_rows(
     Returns:
         The encoded rows, and how many rows had more than `longest` tokens and are left out.
     """
-    encoded, left_out = [], 0
-    for row in rows:
-        answer = encode_answer(tokenizer, row.answer)
-        tokens = encode_prompt(tokenizer, row.messages) + answer
-        if len(tokens) <= longest:
-            encoded.append((tokens, len(answer)))
-        else:
-            left_out += 1
-    return encoded, left_out
+    encoded = [encode_row(tokenizer, row, longest=longest) for row in rows]
+    fitting = [each for each in encoded if each is not None]
+    return fitting, len(encoded) - len(fitting)

@@ -23,7 +23,7 @@ def load_rows(source: str, *, limit: int | None = None) -> list[Row]:
     """Read a data set.
 
     Args:
-        source: a JSON-lines file or `hub:NAME[:SPLIT]` (split `train` when left out).
+        source: as `shakedown.rows` names it: a file, `hub:NAME[:SPLIT]`, a known data set.
         limit: read at most this many rows.
 
     Raises:
@@ -31,8 +31,13 @@ def load_rows(source: str, *, limit: int | None = None) -> list[Row]:
             names the file and the line.
         BlockedError: the hub's data set cannot be had.
     """
-    rows = placed_rows(source, limit=limit, lines=_dataset_lines)
-    return [_checked(body, place) for place, body in rows]
+    return list(iter_rows(source, limit=limit))
+
+
+def iter_rows(source: str, *, limit: int | None = None) -> Iterator[Row]:
+    """The rows of `load_rows`, one at a time as they are read."""
+    for place, body in placed_rows(source, limit=limit, lines=_dataset_lines):
+        yield _checked(body, place)
 
 
 def _dataset_lines(path: Path) -> Iterator[str]:

@@ -1,16 +1,17 @@
 """From a prompt to a rewarded group of samples, and from groups to a training batch."""
 
-import math
+import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from shakedown.agents.rewards import RewardFunction
+from shakedown.agents.reward_pool import RewardFailure
 from shakedown.config import GrpoConfig
-from shakedown.errors import ExitCode, ShakedownError
+from shakedown.errors import BlockedError, ExitCode, ShakedownError
 from shakedown.serving.client import Client
 from shakedown.serving.engines import Completion
 from shakedown.training.data import Row, epoch_order
@@ -28,19 +29,32 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Group:
-    """All samples of one prompt, written by weights of one version. `seconds`: generation."""
+    """Rewarded samples of one prompt, written by weights of one version.
+
+    `seconds`: generation. `failed`: samples that got no reward and are left out.
+    """
 
     prompt: Prompt
     completions: Sequence[Completion]
     rewards: Sequence[float]
     version: int
     seconds: float
+    failed: int = 0
 
 
 class BadRewardError(ShakedownError):
-    """A reward function returned something that is no finite number."""
+    """The reward function gave fewer than two samples of a group a finite number."""
 
     exit_code = ExitCode.FAIL
+
+
+class Scorer(Protocol):
+    """Gives rewards off the event loop; `RewardPool` is one."""
+
+    async def score(
+        self, completions: Sequence[str], answer: str
+    ) -> Sequence[float | RewardFailure]:
+        """A finite reward for each text, or why there is none."""
 
 
 def encode_prompts(rows: Sequence[Row], tokenizer: Any) -> list[Prompt]:
@@ -58,43 +72,111 @@ def draw(prompts: Sequence[Prompt], *, seed: int, start: int) -> Iterator[Prompt
 
 
 class Episodes:
-    """Generates and rewards one group at a time; many may run at once."""
+    """Generates and rewards one group at a time; many may run at once.
+
+    `failures` counts episodes without a reward by their cause.
+    """
+
+    # So many groups' worth of failures in a row and no reward: the function, not the texts.
+    _HOPELESS_GROUPS = 2
 
     def __init__(
         self,
         client: Client,
         tokenizer: Any,
-        reward: RewardFunction,
+        scorer: Scorer,
         settings: GrpoConfig,
         version: Callable[[], int],
     ) -> None:
-        self._client, self._tokenizer, self._reward = client, tokenizer, reward
+        self._client, self._tokenizer, self._scorer = client, tokenizer, scorer
         self._settings, self._version = settings, version
+        self.failures: Counter[str] = Counter()
+        self._failed_in_row = 0
+        self._generating = 0
+        self._open, self._idle = asyncio.Event(), asyncio.Event()
+        self._open.set()
+
+    def check(self) -> None:
+        """Tell a reward function that never works from one that some texts are too much for.
+
+        Raises:
+            BadRewardError: no reward but failures for the samples of two groups in a row.
+        """
+        if self._failed_in_row >= self._HOPELESS_GROUPS * self._settings.group_size:
+            causes = ", ".join(f"{count}x {cause}" for cause, count in self.failures.most_common())
+            raise BadRewardError(
+                f"the reward function failed {self._failed_in_row} times in a row ({causes})",
+                hint="the first failure of each cause stands above in this log",
+            )
+
+    async def pause(self, within: float) -> None:
+        """Start no generation, and wait for those in flight; rewards may still be computed.
+
+        Raises:
+            BlockedError: some were still in flight after `within` seconds.
+        """
+        self._open.clear()
+        try:
+            async with asyncio.timeout(within):
+                while self._generating:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            raise BlockedError(
+                f"{self._generating} generations were still in flight after {within:.0f} s"
+            ) from None
+
+    def resume(self) -> None:
+        """Let generations start again."""
+        self._open.set()
 
     async def run_group(self, prompt: Prompt) -> Group:
         """All samples of a prompt in one request: they share its prefill.
 
         Raises:
             ServerError: the server did not answer.
-            BadRewardError: the reward is no finite number.
+            BadRewardError: fewer than two samples have a reward, so that nothing can be compared.
         """
-        began, version = time.monotonic(), self._version()
-        completions = await self._client.generate(
-            prompt.tokens,
-            max_tokens=self._settings.max_tokens,
-            temperature=self._settings.temperature,
-            samples=self._settings.group_size,
-        )
-        seconds = time.monotonic() - began
-        rewards = [self._rewarded(each, prompt.answer) for each in completions]
-        return Group(prompt, completions, rewards, version, seconds)
+        completions, version, seconds = await self._generated(prompt)
+        texts = [self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
+        results = await self._scorer.score(texts, prompt.answer)
+        good: list[tuple[Completion, float]] = []
+        faults: list[RewardFailure] = []
+        for completion, text, result in zip(completions, texts, results, strict=True):
+            if isinstance(result, RewardFailure):
+                self._note(result, text)
+                faults.append(result)
+            else:
+                self._failed_in_row = 0
+                good.append((completion, result))
+        if len(good) < 2:
+            raise BadRewardError(f"{len(faults)} of {len(results)} samples: {faults[0]}")
+        kept, rewards = [each for each, _ in good], [reward for _, reward in good]
+        return Group(prompt, kept, rewards, version, seconds, len(faults))
 
-    def _rewarded(self, completion: Completion, answer: str) -> float:
-        text = self._tokenizer.decode(completion.tokens, skip_special_tokens=True)
-        value = float(self._reward(text, answer))
-        if not math.isfinite(value):
-            raise BadRewardError(f"the reward of {text!r:.100} is {value}")
-        return value
+    async def _generated(self, prompt: Prompt) -> tuple[Sequence[Completion], int, float]:
+        """Samples, the version of the weights that wrote them, and the seconds it took."""
+        await self._open.wait()
+        self._generating += 1
+        began, version = time.monotonic(), self._version()
+        try:
+            completions = await self._client.generate(
+                prompt.tokens,
+                max_tokens=self._settings.max_tokens,
+                temperature=self._settings.temperature,
+                samples=self._settings.group_size,
+            )
+        finally:
+            self._generating -= 1
+            self._idle.set()
+        return completions, version, time.monotonic() - began
+
+    def _note(self, failure: RewardFailure, text: str) -> None:
+        """Say each cause once: the text shows what the reward could not bear."""
+        if failure.cause not in self.failures:
+            print(f"an episode is left out: {failure}; its text: {text[-200:]!r}", flush=True)
+        self.failures[failure.cause] += 1
+        self._failed_in_row += 1
 
 
 def to_batch(
@@ -130,14 +212,15 @@ def to_batch(
 def group_stats(groups: Sequence[Group]) -> dict[str, float]:
     """What the groups look like: lengths in tokens, shares 0..1, seconds."""
     completions = [c for group in groups for c in group.completions]
-    solved = [sum(g.rewards) for g in groups]
+    solved = [sum(g.rewards) / max(1, len(g.rewards)) for g in groups]
     flat = [len(set(g.rewards)) == 1 for g in groups]
     return {
         "completion_tokens_mean": sum(len(c.tokens) for c in completions) / len(completions),
         "truncated_share": sum(c.finish == "length" for c in completions) / len(completions),
         # Groups in which all samples got the same reward teach nothing.
         "flat_group_share": sum(flat) / len(groups),
-        "group_reward_max": max(solved) / max(1, len(groups[0].rewards)),
+        "group_reward_max": max(solved),
+        "failed_episodes": float(sum(g.failed for g in groups)),
         "group_seconds_mean": sum(g.seconds for g in groups) / len(groups),
         "group_seconds_max": max(g.seconds for g in groups),
     }

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from shakedown.agents.controller import RolloutController
-from shakedown.agents.rewards import get_reward
+from shakedown.agents.reward_pool import RewardPool
 from shakedown.agents.staleness import Staleness, explain
 from shakedown.config import GrpoConfig
 from shakedown.errors import ConfigError, ServerError, ShakedownError
@@ -176,11 +176,13 @@ class Orchestrator:
         self._version, self._syncing = 0, False
         self._step, self._said = self._start + 1, 0.0
         self._sync_seconds = 0.0
-        reward = get_reward(job.reward)
-        episodes = Episodes(self._client, tokenizer, reward, self._settings, lambda: self._version)
+        self._rewards = RewardPool(job.reward, job.reward_limits)
+        self._episodes = Episodes(
+            self._client, tokenizer, self._rewards, self._settings, lambda: self._version
+        )
         rule, groups = _rule(job, self._settings), job.config.batch_size
         self._controller: RolloutController[Prompt, Group] = RolloutController(
-            episodes.run_group,
+            self._episodes.run_group,
             max_concurrent=rule.max_concurrent,
             max_head_offpolicyness=rule.max_head_offpolicyness,
             batch_size=groups,
@@ -189,9 +191,13 @@ class Orchestrator:
         )
 
     async def run(self) -> None:
-        """Until the trainer has finished and its processes are gone."""
-        await self._resume()
-        async with self._controller:
+        """Until the trainer has finished and its processes are gone.
+
+        Raises:
+            UsageError: the reward function cannot be used.
+        """
+        async with self._rewards, self._controller:
+            await self._resume()
             await _first_to_end(
                 self._batches(), self._weights(), self._health(), self._beats(), self._finish()
             )
@@ -243,12 +249,12 @@ class Orchestrator:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _load_newest(self) -> None:
-        """Nothing is in flight meanwhile: every sample is of one version."""
+        """No generation is in flight meanwhile: every sample is of one version."""
         limit = self._settings.weight_update_timeout
         self._controller.pause()
         self._syncing = True
         try:
-            await self._controller.drain(limit)
+            await self._episodes.pause(limit)
             self._heartbeat.beat(phase="weight_sync", step=self._step)
             weights = self._exchange.latest_weights()
             if weights is not None:
@@ -258,17 +264,20 @@ class Orchestrator:
                 self._controller.set_version(weights.version - self._start)
         finally:
             self._syncing = False
+        self._episodes.resume()
         self._controller.resume()
 
     async def _health(self) -> None:
-        """End the stage when the server is not healthy for too long.
+        """End the stage when the server is not healthy for too long, or no reward comes.
 
         Raises:
             ServerError: names the server and what it answered last.
+            BadRewardError: the reward function never works.
         """
         patience = max(10.0, self._job.config.stall_timeout / 2)
         healthy = time.monotonic()
         while True:
+            self._episodes.check()
             fault = await self._client.health()
             now = time.monotonic()
             if not fault or self._syncing:
@@ -282,17 +291,17 @@ class Orchestrator:
             await asyncio.sleep(_HEALTH_SECONDS)
 
     async def _beats(self) -> None:
-        """A beat is progress only when a group ended: a server that hangs must be noticed."""
-        before = -1
+        """A beat only when a group ended or a reward came: a server that hangs must be noticed."""
+        before = (-1, -1)
         while True:
-            done = self._controller.accepted
+            done = (self._controller.accepted, self._rewards.done)
             if self._controller.running == 0 and not self._syncing:
                 self._heartbeat.beat(phase="rollout_wait", step=self._step)
             elif done != before and not self._syncing:
                 self._heartbeat.beat(
                     phase="data",
                     step=self._step,
-                    micro_batch=done % self._job.config.batch_size,
+                    micro_batch=done[0] % self._job.config.batch_size,
                     batch_size=self._settings.group_size,
                 )
             before = done

@@ -1,4 +1,4 @@
-"""Data rows: a JSON-lines file, or `hub:NAME[:SPLIT]` streamed through `datasets`."""
+"""Reading rows: a JSON-lines file line by line, parquet and the hub streamed by `datasets`."""
 
 import itertools
 import json
@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.errors import BlockedError, UsageError, did_you_mean
-
-HUB_PREFIX = "hub:"
-DEFAULT_SPLIT = "train"
+from shakedown.rows.source import DEFAULT_SPLIT, HUB_PREFIX, Source, parse_source
 
 Body = dict[str, Any]
 # How a file's lines are read; a reader raises OSError or UnicodeDecodeError.
@@ -20,11 +18,6 @@ def plain_lines(path: Path) -> Iterator[str]:
     """The file's lines, without a byte order mark."""
     with path.open(encoding="utf-8-sig") as stream:
         yield from stream
-
-
-def is_hub(source: str) -> bool:
-    """Whether `source` names a data set on the hub."""
-    return source.startswith(HUB_PREFIX)
 
 
 def read_rows(source: str, *, limit: int | None = None) -> list[Body]:
@@ -41,14 +34,23 @@ def placed_rows(
 ) -> Iterator[tuple[str, Body]]:
     """Rows with the places where they stand: `FILE, line N` or `hub:NAME, row N`.
 
+    Rows of a known data set come as `messages` and `answer`; see `shakedown.rows`.
+
     Raises:
-        UsageError: no such file, a line that is no JSON object, no rows; names file and line.
+        UsageError: no such file, a line that is no JSON object, no rows, a row that is not of the
+            source's format; names file and line.
         BlockedError: the hub's data set cannot be had.
     """
-    rows = _hub_rows(source) if is_hub(source) else _file_rows(Path(source), lines)
+    parsed = parse_source(source)
+    if parsed.hub:
+        rows = _hub_rows(parsed)
+    elif parsed.place.endswith(".parquet"):
+        rows = _parquet_rows(parsed)
+    else:
+        rows = _file_rows(Path(parsed.place), lines)
     place = ""
     for place, body in itertools.islice(rows, limit):
-        yield place, body
+        yield place, parsed.format.row(body, place) if parsed.format else body
     if not place:
         raise UsageError(f"data set {source} holds no rows", hint="write one JSON object a line")
 
@@ -88,17 +90,46 @@ def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
     )
 
 
-def _hub_rows(source: str) -> Iterator[tuple[str, Body]]:
+def _hub_rows(source: Source) -> Iterator[tuple[str, Body]]:
     """Streamed, so that nothing is copied into a cache folder that ranks would race for."""
-    name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
+    name, _, split = source.place.removeprefix(HUB_PREFIX).partition(":")
+    config = source.format.hub_config if source.format else ""
     try:
         from datasets import load_dataset
 
-        table = load_dataset(name, split=split or DEFAULT_SPLIT, streaming=True)
-        for number, row in enumerate(table, start=1):
-            yield f"{source}, row {number}", dict(row)
+        table = load_dataset(name, config or None, split=split or DEFAULT_SPLIT, streaming=True)
+        yield from _table_rows(table, source)
     except Exception as error:  # the library raises many kinds: network, parsing
         raise BlockedError(
-            f"cannot read {source}: {type(error).__name__}: {str(error)[:300]}",
+            f"cannot read {source.place}: {type(error).__name__}: {str(error)[:300]}",
             hint="check the name and the network, or write the rows to a JSON-lines file",
         ) from error
+
+
+def _parquet_rows(source: Source) -> Iterator[tuple[str, Body]]:
+    path = Path(source.place)
+    try:
+        path.open("rb").close()  # the plain words of the system for a file that cannot be read
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        from datasets import load_dataset
+
+        table = load_dataset(
+            "parquet", data_files={"train": str(path)}, split="train", streaming=True
+        )
+        yield from _table_rows(table, source)
+    except Exception as error:  # as above
+        raise UsageError(
+            f"cannot read data set {path}: {type(error).__name__}: {str(error)[:300]}",
+            hint="give a parquet or JSON-lines file, or hub:NAME[:SPLIT]",
+        ) from error
+
+
+def _table_rows(table: Any, source: Source) -> Iterator[tuple[str, Body]]:
+    """Columns that the format does not read are dropped before anything decodes their images."""
+    if source.format and table.column_names:
+        kept = source.format.columns
+        table = table.remove_columns([name for name in table.column_names if name not in kept])
+    for number, row in enumerate(table, start=1):
+        yield f"{source.place}, row {number}", dict(row)

@@ -1,0 +1,106 @@
+"""Import a user's code by `package.module:name` or `path/to/file.py:name`, with readable faults."""
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from shakedown.errors import UsageError, did_you_mean
+
+
+def load_target(target: str, *, what: str, name: str) -> tuple[ModuleType, str]:
+    """Import what stands before the colon.
+
+    Args:
+        target: `package.module:name`, searched from the current folder, or `path/to/file.py:name`.
+        what: for messages, such as `agent target`.
+        name: for messages, what stands after the colon, such as `Class`.
+
+    Returns:
+        The module, and the name after the colon; whether the module has it is not checked.
+
+    Raises:
+        UsageError: not of this form, no such module or file, or an import that fails.
+    """
+    place, separator, attribute = target.rpartition(":")
+    if not separator or not place or not attribute:
+        raise UsageError(
+            f"{what} {target!r}: expected package.module:{name} or path/to/file.py:{name}",
+            hint=_colon_hint(target),
+        )
+    return (_load_file(Path(place)) if place.endswith(".py") else _load_module(place)), attribute
+
+
+def last_frame(error: BaseException, inside: str = "") -> str:
+    """`file:line in function: code` of the innermost frame of the user's own code.
+
+    Args:
+        error: an exception with its traceback.
+        inside: prefer frames of this file.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    package = str(Path(__file__).parents[1])
+    own = [
+        f
+        for f in frames
+        if not f.filename.startswith((package, "<frozen")) and "site-packages" not in f.filename
+    ]
+    chosen = [f for f in frames if inside and f.filename == inside] or own or list(frames)
+    if not chosen:
+        return ""
+    frame = chosen[-1]
+    return f"{frame.filename}:{frame.lineno} in {frame.name}: {(frame.line or '').strip()}"
+
+
+def _load_module(name: str) -> ModuleType:
+    _prepend_path(Path.cwd())
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            raise UsageError(
+                f"no module {error.name!r} (from the target {name!r})",
+                hint="run from the folder that holds it, or give path/to/file.py:NAME",
+            ) from error
+        raise _import_failed(name, error) from error
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        raise _import_failed(name, error) from error
+
+
+def _load_file(path: Path) -> ModuleType:
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise UsageError(f"no file {path}{did_you_mean(path.name, siblings)}")
+    path = path.resolve()
+    _prepend_path(path.parent)
+    name = f"shakedown_agent_{path.stem}"  # a user's `types.py` must not replace Python's
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"{path} cannot be imported as Python")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # the user's module may raise anything
+        del sys.modules[name]
+        raise _import_failed(str(path), error) from error
+    return module
+
+
+def _import_failed(name: str, error: BaseException) -> UsageError:
+    return UsageError(
+        f"importing {name} failed: {type(error).__name__}: {error} ({last_frame(error)})",
+        hint="keep what runs it under `if __name__ == '__main__':`",
+    )
+
+
+def _prepend_path(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _colon_hint(target: str) -> str:
+    module, _, name = target.rpartition(".")
+    return f"did you mean {module}:{name} ?" if module and name[:1].isupper() else ""

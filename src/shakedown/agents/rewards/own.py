@@ -1,0 +1,43 @@
+"""A user's own reward: `package.module:function` or `path/to/file.py:function`."""
+
+import inspect
+from typing import cast
+
+from shakedown.agents.imports import load_target
+from shakedown.agents.rewards.kind import RewardFunction
+from shakedown.errors import UsageError, did_you_mean
+
+_FORM = "def NAME(completion: str, answer: str) -> float"
+
+
+def is_own(name: str) -> bool:
+    """Whether `name` is a place in a user's code, not a name of the registry."""
+    return ":" in name
+
+
+def load_reward(target: str) -> RewardFunction:
+    """Import a user's reward and check its form, without calling it.
+
+    Raises:
+        UsageError: no such module, file or function; an import that fails; a function that is
+            async or cannot be called with two texts.
+    """
+    module, name = load_target(target, what="reward", name="function")
+    reward = getattr(module, name, None)
+    if reward is None:
+        functions = [key for key, item in vars(module).items() if inspect.isfunction(item)]
+        raise UsageError(
+            f"{target}: no {name!r} there{did_you_mean(name, functions)}; "
+            f"functions: {', '.join(functions) or 'none'}"
+        )
+    if not callable(reward) or inspect.isclass(reward):
+        raise UsageError(f"{target} is a {type(reward).__name__}, expected a function", hint=_FORM)
+    if inspect.iscoroutinefunction(reward) or inspect.isasyncgenfunction(reward):
+        raise UsageError(f"{target} is async; rewards run in processes of their own", hint=_FORM)
+    try:
+        inspect.signature(reward).bind("completion", "answer")
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{target} cannot be called with a completion and an answer: {error}", hint=_FORM
+        ) from error
+    return cast(RewardFunction, reward)
