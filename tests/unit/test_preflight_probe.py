@@ -9,6 +9,7 @@ import pytest
 
 from shakedown.errors import UsageError
 from shakedown.preflight.checks import CHECKS
+from shakedown.preflight.checks.environment import local_environment
 from shakedown.preflight.model import (
     Facts,
     Fault,
@@ -141,3 +142,18 @@ def test_requests_survive_the_command_line(tmp_path: Path) -> None:
     again = NetworkRequest.from_text(network.to_text())
     assert again.to_text() == network.to_text()
     assert (again.members[0].node, again.faults[0].kind) == ("n1", "gloo_dead")
+
+
+def test_copies_that_setuptools_brings_along_are_no_installed_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vendored = tmp_path / "setuptools" / "_vendor"
+    (vendored / "six-0.1.dist-info").mkdir(parents=True)
+    (vendored / "six-0.1.dist-info" / "METADATA").write_text("Name: made-up-copy\nVersion: 0.1\n")
+    before = local_environment()
+
+    monkeypatch.syspath_prepend(str(vendored))
+    after = local_environment()
+
+    assert "made-up-copy" not in after["packages"]
+    assert after["digest"] == before["digest"]

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
 from types import MappingProxyType
 
 import shakedown
@@ -27,11 +28,10 @@ def environment(request: ProbeRequest, node: str) -> Facts:
 
 def local_environment(replaced: Mapping[str, str] = MappingProxyType({})) -> Facts:
     """This process's environment; secrets are never read into it. `replaced`: other versions."""
-    packages = {
-        _normal(dist.metadata["Name"]): dist.version
-        for dist in metadata.distributions()
-        if dist.metadata["Name"]
-    }
+    packages: dict[str, str] = {}
+    for dist in metadata.distributions(path=_import_path()):
+        if dist.metadata["Name"]:
+            packages.setdefault(_normal(dist.metadata["Name"]), dist.version)  # as import has it
     return {
         "python": platform.python_version(),
         "executable": sys.executable,
@@ -44,6 +44,11 @@ def local_environment(replaced: Mapping[str, str] = MappingProxyType({})) -> Fac
             if _COMPARED.fullmatch(name) and not _SECRET.search(name)
         },
     }
+
+
+def _import_path() -> list[str]:
+    """Without setuptools' own copies: they join the path of a process that imports setuptools."""
+    return [entry for entry in sys.path if Path(entry).parts[-2:] != ("setuptools", "_vendor")]
 
 
 def digest(packages: Mapping[str, str]) -> str:
