@@ -27,9 +27,8 @@ def rank_components(
 ) -> list[Component]:
     """Components that run `argv` once a rank.
 
-    On one node: one component a rank, `{role}-rank{N}`. On several nodes of a Slurm job, or with
-    `srun_args` in one: one component `{role}-srun` whose tasks write the same
-    `{role}-rank{N}.log` files.
+    On one node: a component a rank, `{role}-rank{N}`. On several nodes of a Slurm job, or with
+    `srun_args` in one: `{role}-srun`, whose tasks write the same `{role}-rank{N}.log` files.
 
     Args:
         world_size: ranks in all; ranks fill the nodes in order, equally many a node.
