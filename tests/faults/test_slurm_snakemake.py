@@ -38,7 +38,7 @@ def killed(flow: Workflow) -> None:
     assert flow.run("--unlock").returncode == 0
 
 
-def taken_over(flow: Workflow, *options: str) -> None:
+def assert_taken_over(flow: Workflow, *options: str) -> None:
     """Snakemake is started again and ends well; every job has run once."""
     again = flow.start(*options)
     wait_for(lambda: flow.says("it still runs") or again.poll() is not None, "the take-over")
@@ -60,7 +60,7 @@ def test_jobs_of_a_killed_snakemake_are_taken_over_and_run_once(workflow: Make) 
     flow = workflow(two_jobs_and_a_last(UNTIL_GO))
     killed(flow)
 
-    taken_over(flow)
+    assert_taken_over(flow)
 
 
 def test_a_running_jobs_half_written_output_needs_rerun_incomplete(workflow: Make) -> None:
@@ -72,7 +72,7 @@ def test_a_running_jobs_half_written_output_needs_rerun_incomplete(workflow: Mak
     assert refused.returncode == 1
     assert "--rerun-incomplete" in refused.stdout
     assert len(flow.live_jobs()) == 1
-    taken_over(flow, "--rerun-incomplete")
+    assert_taken_over(flow, "--rerun-incomplete")
 
 
 def test_a_second_snakemake_on_the_folder_is_refused_and_harms_nothing(workflow: Make) -> None:
