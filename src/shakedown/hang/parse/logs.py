@@ -4,6 +4,7 @@ A row of `PATTERNS` is one kind of line; a test holds a real example of each.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from shakedown.hang.parse.source import Source
@@ -31,11 +32,13 @@ def _groups(match: re.Match[str]) -> _Detail:
     return detail
 
 
-_Row = tuple[LogKind, re.Pattern[str]]
+# Kind, lower-case words of which a line that matches has at least one, pattern.
+_Row = tuple[LogKind, tuple[str, ...], re.Pattern[str]]
 PATTERNS: list[_Row] = [
     # gloo: a message of another size than the receiver posted; the process aborts
     (
         "size_mismatch",
+        ("op.preamble.length",),
         re.compile(
             r"op\.preamble\.length <= op\.nbytes\. (?P<received>\d{1,15}) vs (?P<expected>\d{1,15})"
         ),
@@ -43,6 +46,7 @@ PATTERNS: list[_Row] = [
     # TORCH_DISTRIBUTED_DEBUG=DETAIL
     (
         "collective_mismatch",
+        ("detected mismatch between collectives",),
         re.compile(
             r"Detected mismatch between collectives on ranks\. Rank (?P<rank_a>\d{1,7}) is running"
             r" collective: (?P<call_a>.{1,700}?),? but Rank (?P<rank_b>\d{1,7}) is running"
@@ -51,6 +55,7 @@ PATTERNS: list[_Row] = [
     ),
     (
         "timeout",
+        ("watchdog caught collective",),
         re.compile(
             r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d{1,15}),"
             r" OpType=(?P<op>\w{1,40}), NumelIn=(?P<numel_in>\d{1,18}),"
@@ -59,6 +64,7 @@ PATTERNS: list[_Row] = [
     ),
     (
         "timeout",
+        ("ast enqueued",),
         re.compile(
             r"\[PG (?:ID )?(?P<pg>\d{1,6})(?: PG GUID (?P<guid>[^() \]]{1,80}))?"
             r" ?(?:\((?P<desc>[^)]{0,80})\))? Rank (?P<group_rank>\d{1,7})\].{0,200}?"
@@ -69,27 +75,40 @@ PATTERNS: list[_Row] = [
     # TORCH_NCCL_DESYNC_DEBUG=1
     (
         "missing_ranks",
+        ("finished collective",),
         re.compile(r"- \[(?P<ranks>[\d, ]{1,400})\] finished collective #\d+,.*but didn't join"),
     ),
     (
         "missing_ranks",
+        ("finish collective",),
         re.compile(r"- \[(?P<ranks>[\d, ]{1,400})\] joined but didn't finish collective"),
     ),
     (
         "missing_ranks",
+        ("lagging ranks",),
         re.compile(r"ranks \[(?P<ranks>[\d, ]{1,400})\] are the lagging ranks that caused"),
     ),
     # monitored_barrier(wait_all_ranks=True) and its one-rank form
     (
         "missing_ranks",
+        ("failed to pass monitoredbarrier",),
         re.compile(r"Ranks? (?P<ranks>\d[\d, ]{0,400}) failed to pass monitoredBarrier"),
     ),
     (
         "missing_ranks",
+        ("clients joined",),
         re.compile(r"(?P<joined>\d{1,6})/(?P<world>\d{1,6}) clients joined"),
     ),
     (
         "peer_closed",
+        (
+            "closed by peer",
+            "reset by peer",
+            "socket closed",
+            "broken pipe",
+            "remote process",
+            "ncclremote",
+        ),
         re.compile(
             r"Connection closed by peer|Connection reset by peer|Socket closed|Broken pipe"
             r"|remote process (?:has )?(?:exited|died)|ncclRemoteError"
@@ -97,16 +116,19 @@ PATTERNS: list[_Row] = [
     ),
     (
         "abort",
+        ("terminate called",),
         re.compile(r"^terminate called after throwing an instance of '(?P<type>[^']{1,100})'"),
     ),
-    ("abort", re.compile(r"^Fatal Python error: (?P<type>.{1,100})")),
+    ("abort", ("fatal python error",), re.compile(r"^Fatal Python error: (?P<type>.{1,100})")),
     (
         "oom",
+        ("out of memory", "outofmemoryerror", "oom-kill", "oom_kill"),
         re.compile(r"CUDA out of memory|torch\.OutOfMemoryError|oom[-_]kill|Out of memory: Killed"),
     ),
     # torchrun, srun, Slurm
     (
         "exit",
+        ("failed (exitcode",),
         re.compile(
             r"failed \(exitcode: (?P<code>-?\d{1,4})\) local_rank: (?P<local_rank>\d{1,4})"
             r" \(pid: (?P<pid>\d{1,8})\)"
@@ -114,6 +136,7 @@ PATTERNS: list[_Row] = [
     ),
     (
         "exit",
+        ("srun: error",),
         re.compile(
             r"^srun: error: (?P<node>\S{1,80}): task (?P<task>\d{1,6}): "
             r"(?P<how>Killed|Exited with exit code \d+|Aborted|Segmentation fault)"
@@ -121,6 +144,7 @@ PATTERNS: list[_Row] = [
     ),
     (
         "node",
+        ("node failure", "node_fail", "error: node"),
         re.compile(
             r"NODE FAILURE|NODE_FAIL|Node failure on (?P<node>[^\s,]{1,80})"
             r"|error: Node (?P<node_b>\S{1,80}) (?:has failed|not responding)"
@@ -128,6 +152,7 @@ PATTERNS: list[_Row] = [
     ),
     (
         "storage",
+        ("stale file", "input/output", "transport endpoint", "no space left", "quota exceeded"),
         re.compile(
             r"Stale file handle|Input/output error|Transport endpoint is not connected"
             r"|No space left on device|Disk quota exceeded"
@@ -135,6 +160,7 @@ PATTERNS: list[_Row] = [
     ),
     (
         "nccl_error",
+        ("ncclinternal", "ncclsystem", "unhandled system error", "nccl warn"),
         re.compile(
             r"ncclInternalError|ncclSystemError|unhandled system error"
             r"|NCCL WARN .{0,80}(?:Got completion|ibv_|IB |Net |timed out)"
@@ -142,6 +168,7 @@ PATTERNS: list[_Row] = [
     ),
     (
         "starving",
+        ("waiting for",),
         re.compile(
             r"[Ww]aiting for (?:the )?(?:training|next|rollout) batch(?:es)?(?: to arrive)?"
             r"|[Ww]aiting for rollouts?\b"
@@ -149,10 +176,12 @@ PATTERNS: list[_Row] = [
     ),
     (
         "waiting_weights",
+        ("waiting for",),
         re.compile(r"[Ww]aiting for (?:policy |new |updated )?(?:weights?|checkpoint)\b.{0,80}"),
     ),
     (
         "staleness",
+        ("staleness", "off-policy", "off policy", "capacity"),
         re.compile(
             r"(?:staleness|off[- ]policy).{0,60}(?:capacity|limit|exceeded|paus|block)"
             r"|no (?:rollout )?capacity",
@@ -161,6 +190,16 @@ PATTERNS: list[_Row] = [
     ),
     (
         "server_unhealthy",
+        (
+            "enginedead",
+            "enginecore",
+            "health",
+            "server",
+            "connecterror",
+            "connectionerror",
+            "connecttimeout",
+            "connection refused",
+        ),
         re.compile(
             r"EngineDeadError|EngineCore .{0,60}(?:died|failed)"
             r"|health ?check .{0,40}(?:failed|timed out)"
@@ -181,6 +220,8 @@ def parse(source: Source) -> list[Record]:
     """Events in file order; a log without any still says that it was silent and where it ends."""
     events: list[Record] = []
     named = source.who()
+    lowered = source.text.lower()
+    rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
     tracebacks, launcher = _Tracebacks(source), _Launcher(source)
     for number, raw in enumerate(source.lines, start=1):
         line, who = _strip(raw, named)
@@ -189,7 +230,7 @@ def parse(source: Source) -> list[Record]:
             events.append(ended)
         if tracebacks.inside:
             continue
-        events += [*_line_events(source, number, line, who), *launcher.feed(number, line)]
+        events += [*_line_events(source, rows, number, line, who), *launcher.feed(number, line)]
     last = tracebacks.finish()
     if last is not None:
         events.append(last)
@@ -208,10 +249,13 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity]:
     return raw[match.end() :].rstrip("\r"), Identity(int(match[1]), None, named.host, named.role)
 
 
-def _line_events(source: Source, number: int, line: str, who: Identity) -> list[Record]:
+def _line_events(
+    source: Source, rows: Sequence[_Row], number: int, line: str, who: Identity
+) -> list[Record]:
     found: list[Record] = []
-    for kind, pattern in PATTERNS:
-        match = pattern.search(line)
+    lowered = line.lower()  # finding a word costs a fraction of a pattern: logs are long
+    for kind, words, pattern in rows:
+        match = any(word in lowered for word in words) and pattern.search(line)
         if match:
             found.append(
                 LogEvent(
