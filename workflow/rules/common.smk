@@ -9,7 +9,7 @@ from snakemake.exceptions import WorkflowError
 
 from shakedown.commands.lint import require_sound
 from shakedown.config import dump_config, parse_config, write_resolved
-from shakedown.config.lint import trainer_world
+from shakedown.config.places import ranks_a_node
 from shakedown.errors import ShakedownError
 from shakedown.paths import RunPaths
 
@@ -95,7 +95,7 @@ def stage_nodes(wildcards):
 def stage_threads(wildcards):
     """Cores on each node: one a rank."""
     stage = CONFIG.stages[wildcards.stage]
-    return max(1, trainer_world(stage) // stage.nodes)
+    return ranks_a_node(stage, CONFIG.serve, CONFIG.cluster.gpus_per_node)
 
 
 def placement():

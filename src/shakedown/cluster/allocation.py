@@ -25,6 +25,8 @@ INFERENCE = ("sglang", "vllm")
 TRAINING = ("fsdp", "megatron", "archon")
 _LETTERS: dict[str, str] = dict.fromkeys(INFERENCE, "dtp") | dict.fromkeys(TRAINING, "dtpce")
 _HYBRID = ("megatron", "archon")
+_PRINTED = "dtpce"  # order of the dimensions in the printed form
+_SHOWN = 60  # characters of the text around a fault, on each side
 _EXAMPLE = "shakedown allocation 'sglang:d4t2+fsdp:d8'"
 
 
@@ -45,6 +47,14 @@ class Part:
     def size(self, letter: str) -> int:
         """Size of one dimension; 1 when it was not given."""
         return self.dims.get(letter, 1)
+
+    def __str__(self) -> str:
+        """The canonical form, `fsdp[a]:d4t2`; parsing it gives an equal part."""
+        name = f"[{self.name}]" if self.name else ""
+        dims = _printed(self.dims)
+        if self.experts:
+            dims = f"(attn:{dims}|ffn:{_printed(self.experts)})"
+        return f"{self.backend}{name}:{dims}"
 
     def to_json(self) -> dict[str, Any]:
         """`backend`, `name`, `dims`, `world`; hybrid dims are {`attn`: {}, `ffn`: {}}."""
@@ -69,6 +79,10 @@ class Allocation:
         """GPUs (or, on a machine without any, processes) in all."""
         return sum(group[0].world for group in self.groups)
 
+    def __str__(self) -> str:
+        """The canonical form; parsing it gives an equal allocation."""
+        return "+".join("|".join(map(str, group)) for group in self.groups)
+
     def to_json(self) -> dict[str, Any]:
         return {"parts": [part.to_json() for part in self.parts], "gpus": self.gpus}
 
@@ -77,9 +91,9 @@ class AllocationError(UsageError):
     """A string that is no allocation; the message points at the character."""
 
     def __init__(self, text: str, position: int, message: str) -> None:
-        line = "".join(char if char.isprintable() else " " for char in text)
+        line, caret = _excerpt(text, position)
         super().__init__(
-            f"allocation: {message} (character {position + 1})\n  {line}\n  {' ' * position}^",
+            f"allocation: {message} (character {position + 1})\n  {line}\n  {' ' * caret}^",
             hint=_EXAMPLE,
         )
         self.position = position
@@ -106,9 +120,6 @@ class _Parser:
         groups = [self._group()]
         while self._take(r"\+"):
             groups.append(self._group())
-        self._skip_space()
-        if self.at < len(self.text):
-            raise self._error("expected `+`, `|` or the end")
         self._check_names([part for group in groups for part in group], chain=len(groups) > 1)
         return Allocation(tuple(groups))
 
@@ -141,6 +152,7 @@ class _Parser:
         if self._peek(r"\(|attn"):
             return self._hybrid(backend, name, begin)
         dims = self._dims(_LETTERS[backend], backend)
+        self._check_end()
         if backend == "fsdp":
             self._check_fsdp(dims)
         return Part(backend, name, _sizes(dims), _world(_sizes(dims)))
@@ -150,9 +162,11 @@ class _Parser:
         word = self._need("[A-Za-z_][A-Za-z_]*", f"a backend: {', '.join(_LETTERS)}")
         if word not in _LETTERS:
             bare = re.match(r"\s*\d", self.text[self.at :]) and set(word) <= set("dtpce")
-            what = "dimensions need a backend before them" if bare else f"unknown backend {word!r}"
+            what = (
+                "dimensions need a backend before them" if bare else f"unknown backend {word!r:.40}"
+            )
             raise self._error(
-                f"{what}{did_you_mean(word, _LETTERS)}; valid: {', '.join(_LETTERS)}",
+                f"{what}{did_you_mean(word[:40], _LETTERS)}; valid: {', '.join(_LETTERS)}",
                 self.starts[-1],
             )
         return word
@@ -167,7 +181,9 @@ class _Parser:
                 valid = ", ".join(letters)
                 raise self._error(f"{owner} has no dimension {letter!r}; valid: {valid}", begin)
             if letter in dims:
-                raise self._error(f"dimension {letter!r} is given twice", begin)
+                raise self._error(
+                    f"dimension {letter!r} is given twice; valid: each once at most", begin
+                )
             size = self._need("[1-9][0-9]{0,8}(?![0-9])", f"a size of {letter!r}: 1 to 999999999")
             dims[letter] = (int(size), begin)
         return dims
@@ -194,6 +210,7 @@ class _Parser:
         ffn = _sizes(self._dims("detp", "ffn"))
         if bracket:
             self._need(r"\)", "`)`")
+        self._check_end()
         experts = self._experts(attn, ffn, ffn_at)
         return Part(backend, name, attn, _world(attn), experts)
 
@@ -222,9 +239,16 @@ class _Parser:
                     f"three or more parts must all be named: {part.backend}[NAME]:...", begin
                 )
             if part.name in seen:
-                raise self._error(f"the name {part.name!r} is used twice", begin)
+                raise self._error(
+                    f"the name {part.name!r:.40} is used twice; names are unique", begin
+                )
             if part.name is not None:
                 seen.add(part.name)
+
+    def _check_end(self) -> None:
+        """A part has ended: judge its sizes only after what stands behind them is known."""
+        if self._next() < len(self.text) and self.text[self.at] not in "+|":
+            raise self._error(f"expected `+`, `|` or the end, found {self.text[self.at]!r}")
 
     def _skip_space(self) -> None:
         while self.at < len(self.text) and self.text[self.at].isspace():
@@ -254,6 +278,21 @@ class _Parser:
 
     def _error(self, message: str, position: int | None = None) -> AllocationError:
         return AllocationError(self.text, self.at if position is None else position, message)
+
+
+def _printed(dims: Mapping[str, int]) -> str:
+    return "".join(f"{letter}{dims[letter]}" for letter in _PRINTED if letter in dims)
+
+
+def _excerpt(text: str, position: int) -> tuple[str, int]:
+    """One printable line of the text around a character, and where that stands in the line."""
+    begin, end = max(0, position - _SHOWN), position + _SHOWN
+    line = "".join(char if char.isprintable() else " " for char in text[begin:end])
+    if begin:
+        line = f"...{line}"
+    if end < len(text):
+        line += "..."
+    return line, position - begin + (3 if begin else 0)
 
 
 def _sizes(dims: Mapping[str, tuple[int, int]]) -> dict[str, int]:

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 
+from shakedown.cluster.gpus import visible_gpus
 from shakedown.errors import LaunchError, UsageError
 
 
@@ -57,6 +58,7 @@ def main(argv: Sequence[str]) -> None:
     if not command:
         raise UsageError("no command after `--`")
     environment = {**os.environ, **rank_environment(os.environ)}
+    environment |= visible_gpus(os.environ, os.environ)
     try:
         os.execvpe(command[0], command, environment)  # noqa: S606
     except OSError as error:

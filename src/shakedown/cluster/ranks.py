@@ -5,6 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shakedown.cluster.gpus import visible_gpus
 from shakedown.cluster.supervise import Component
 from shakedown.errors import UsageError
 
@@ -24,17 +25,21 @@ def rank_components(
     master_addr: str = "127.0.0.1",
     master_port: int,
     srun_args: Sequence[str] = (),
+    elsewhere: bool = False,
 ) -> list[Component]:
     """Components that run `argv` once a rank.
 
     On one node: a component a rank, `{role}-rank{N}`. On several nodes of a Slurm job, or with
-    `srun_args` in one: `{role}-srun`, whose tasks write the same `{role}-rank{N}.log` files.
+    `srun_args` or `elsewhere` on one: `{role}-srun`, whose tasks write the same
+    `{role}-rank{N}.log` files.
 
     Args:
         world_size: ranks in all; ranks fill the nodes in order, equally many a node.
         master_addr: where rank 0 listens: an address of `nodes[0]` that all nodes reach
             (`nodes.node_address`).
+        env: laid over this process's; SHAKEDOWN_GPUS in it says which GPUs of a node are theirs.
         srun_args: more options of srun, such as those of its container plugin.
+        elsewhere: the one node of `nodes` is not this one.
 
     Raises:
         UsageError: fewer ranks than nodes, or ranks that do not spread equally.
@@ -50,7 +55,7 @@ def rank_components(
         "OMP_NUM_THREADS": "1",
         **env,
     }
-    if len(nodes) > 1 or (srun_args and "SLURM_JOB_ID" in os.environ):
+    if len(nodes) > 1 or elsewhere or (srun_args and "SLURM_JOB_ID" in os.environ):
         return [
             _srun(
                 argv=argv,
@@ -68,7 +73,12 @@ def rank_components(
             role=role,
             argv=tuple(argv),
             log=log_dir / f"{role}-rank{rank}.log",
-            env={**_loopback(), **shared, **_local_rank(rank, world_size)},
+            env={
+                **_loopback(),
+                **shared,
+                **visible_gpus(shared, os.environ),
+                **_local_rank(rank, world_size),
+            },
             rank=rank,
         )
         for rank in range(world_size)

@@ -1,28 +1,59 @@
-"""`shakedown allocation STRING`: parse an allocation string and print its parts."""
+"""`shakedown allocation STRING`: parse an allocation string, and lay it over nodes.
+
+With --nodes and --gpus-per-node it also says where each rank stands: node, GPU, place in the mesh.
+"""
 
 import argparse
 import json
+import sys
+from collections.abc import Mapping, Sequence
 
 from shakedown.cluster.allocation import Allocation, Part, parse_allocation
+from shakedown.cluster.placement import PartPlace, Placement, RankPlace, place
+from shakedown.commands.arguments import whole
+
+_NAMES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("text", metavar="STRING", help="for example 'sglang:d4t2+fsdp:d8'")
+    parser.add_argument(
+        "--nodes",
+        type=whole(1, 65536),
+        metavar="N",
+        help="lay it over N nodes (1, if one is given)",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=whole(0, 1024),
+        metavar="N",
+        help="0: processes on CPUs (the default)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the parts.
+    """Print the parts, and where they stand.
 
     Raises:
         AllocationError: exit code 2; the message points at the character.
+        PlacementError: exit code 2; the message says what does not fit.
     """
     allocation = parse_allocation(args.text)
+    if args.nodes is None and args.gpus_per_node is None:
+        print(json.dumps(allocation.to_json()) if args.json else _table(allocation))
+        return 0
+    nodes, gpus = args.nodes or 1, args.gpus_per_node or 0
+    placement = place(allocation, nodes=nodes, gpus_per_node=gpus)
     if args.json:
-        print(json.dumps(allocation.to_json()))
-    else:
-        print(_table(allocation))
+        body = {"nodes": nodes, "gpus_per_node": gpus, "warnings": list(placement.warnings)}
+        placed = {"parts": [part.to_json() for part in placement.parts]}
+        print(json.dumps({**allocation.to_json(), **body, **placed}))
+        return 0
+    print("\n".join([_table(allocation), "", *_placed(placement, nodes, gpus)]))
+    for warning in placement.warnings:
+        print(f"WARN {warning}", file=sys.stderr)
     return 0
 
 
@@ -35,7 +66,58 @@ def _table(allocation: Allocation) -> str:
 
 
 def _describe(part: Part) -> str:
-    name = f" {part.name}" if part.name else ""
     dims = " ".join(f"{letter}={size}" for letter, size in part.dims.items())
     experts = " ".join(f"{letter}={size}" for letter, size in part.experts.items())
-    return f"{part.backend}{name}: {dims}" + (f"; experts {experts}" if experts else "")
+    return f"{_title(part)}: {dims}" + (f"; experts {experts}" if experts else "")
+
+
+def _title(part: Part) -> str:
+    return f"{part.backend} {part.name}" if part.name else part.backend
+
+
+def _placed(placement: Placement, nodes: int, gpus: int) -> list[str]:
+    """One block a part: its mesh, a line a rank, and its groups by dimension."""
+    lines = [f"on {nodes} node(s) of {gpus} GPUs" if gpus else f"on {nodes} node(s), without GPUs"]
+    for part in placement.parts:
+        mesh = " x ".join(f"{_NAMES[n]} {part.part.size(n)}" for n in _split(part)) or "one rank"
+        lines += ["", f"{_title(part.part)}: {mesh}, last fastest"]
+        lines += _rows(part, gpus)
+        lines += _groups("", part.groups) + _groups("expert mesh, ", part.expert_groups)
+    return lines
+
+
+def _split(part: PartPlace) -> list[str]:
+    return [letter for letter in part.order if part.part.size(letter) > 1]
+
+
+def _rows(part: PartPlace, gpus: int) -> list[str]:
+    heads = ["rank", "node", *(["GPU"] if gpus else []), *_split(part)]
+    rows = [heads, *(_cells(place, _split(part)) for place in part.ranks)]
+    widths = [max(len(row[at]) for row in rows) for at in range(len(heads))]
+    return [
+        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+
+
+def _cells(place: RankPlace, letters: Sequence[str]) -> list[str]:
+    gpu = [] if place.gpu is None else [str(place.gpu)]
+    return [
+        str(place.rank),
+        str(place.node),
+        *gpu,
+        *(str(place.coordinates[letter]) for letter in letters),
+    ]
+
+
+def _groups(mesh: str, groups: Mapping[str, Sequence[Sequence[int]]]) -> list[str]:
+    return [
+        f"  {mesh}{_NAMES[letter]} groups: {', '.join(map(_short, ranks))}"
+        for letter, ranks in groups.items()
+    ]
+
+
+def _short(ranks: Sequence[int]) -> str:
+    """`0-7`, or `0-12/4` with its stride."""
+    stride = ranks[1] - ranks[0]
+    return f"{ranks[0]}-{ranks[-1]}" + (f"/{stride}" if stride > 1 else "")

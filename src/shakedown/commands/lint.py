@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     if args.resolved:
         print(dump_config(config))
     where = " + ".join(map(str, args.config))
-    summary = f"{where} is sound" if not findings else f"{where}: {len(findings)} fault(s)"
+    faults = len(_faults(findings))
+    summary = f"{where}: {faults} fault(s)" if faults else f"{where} is sound"
     verdict = Verdict(
         stage="lint",
         status=status,
@@ -54,6 +55,11 @@ def findings_of(config: Config) -> list[Finding]:
     return [*findings, _reward_finding(reward, fault)] if fault else findings
 
 
+def _faults(findings: list[Finding]) -> list[Finding]:
+    """What stops a run; the others are advice."""
+    return [finding for finding in findings if finding.status != "warn"]
+
+
 def _reward_finding(reward: str, fault: str) -> Finding:
     return Finding(
         check="reward",
@@ -73,7 +79,7 @@ def require_sound(config: Config, where: str) -> Config:
     Raises:
         ConfigError: lint has something against it.
     """
-    findings = findings_of(config)
+    findings = _faults(findings_of(config))
     if not findings:
         return config
     rows = [f"{f.subject}: got {f.measured!r}, expected {f.expected}. {f.remedy}" for f in findings]

@@ -51,6 +51,7 @@ def _train(config: Config, stage: str, paths: RunPaths, assets_path: Path | None
         seed=config.seed,
         paths=paths.stage(stage),
         srun_args=config.cluster.srun_args,
+        gpus_per_node=config.cluster.gpus_per_node,
     )
     outcome = run_stage(plan)
     print(f"stage {stage} {outcome.state}: {outcome.sentence}", flush=True)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from shakedown.cluster.allocation import Part, parse_allocation
+from shakedown.config.places import lint_places
 from shakedown.config.schema import Config, StageConfig
 from shakedown.errors import UsageError, did_you_mean
 from shakedown.rows import FORMATS, parse_source
@@ -25,7 +26,7 @@ def lint(
     findings = [*_lint_data(config, rewards), *_lint_serve(config)]
     for name, stage in config.stages.items():
         findings += _lint_stage(f"stages.{name}", stage, faults, engines)
-    return findings
+    return [*findings, *lint_places(config)]
 
 
 def trainer_world(stage: StageConfig) -> int:
@@ -72,6 +73,7 @@ def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
             findings.append(_fail("data", f"data.{key}", value, expected, remedy))
     model = config.model.source
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    looks_local = looks_local or (model != "demo" and Path(model).is_dir())
     if looks_local and not (Path(model).expanduser() / "config.json").is_file():
         expected = "`demo`, a Hugging Face folder with config.json, or a hub name"
         findings.append(_fail("model", "model.source", model, expected))
@@ -98,10 +100,8 @@ def _lint_stage(
     except UsageError as error:
         return [_fail("allocation", f"{key}.allocation", stage.allocation, str(error))]
     findings = _lint_engine(key, stage, part, engines)
-    if part.world % stage.nodes:
-        expected = f"a divisor of {part.world} ranks"
-        findings.append(_fail("nodes", f"{key}.nodes", stage.nodes, expected))
     findings += _lint_sizes(key, stage, part.size("d"))
+    findings += _lint_agent(f"{key}.grpo", stage.grpo.agent) if stage.grpo else []
     if stage.fault and stage.fault.kind not in faults:
         remedy = f"choose one{did_you_mean(stage.fault.kind, faults)}"
         expected = "one of " + ", ".join(sorted(faults))
@@ -126,6 +126,16 @@ def _lint_engine(
     expected = f"{part.backend} with no dimensions but {', '.join(sorted(own))}"
     remedy = f"write {part.backend}:d{part.world}"
     return [_fail("engine", f"{key}.allocation", stage.allocation, expected, remedy)]
+
+
+def _lint_agent(key: str, target: str) -> list[Finding]:
+    """An own agent class is where it is said to be; it is imported where it runs."""
+    place, colon, name = target.rpartition(":")
+    found = not place.endswith(".py") or Path(place).expanduser().is_file()
+    if not target or (colon and name.isidentifier() and place and found):
+        return []
+    expected = "`path/to/file.py:Class` of an existing file, or `package.module:Class`"
+    return [_fail("agent", f"{key}.agent", target, expected)]
 
 
 def _lint_sizes(key: str, stage: StageConfig, shares: int) -> list[Finding]:

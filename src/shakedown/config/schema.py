@@ -63,6 +63,7 @@ class ServeConfig(Section):
 
     engine: Literal["vllm", "sglang", "transformers"] = "vllm"
     allocation: str = "vllm:d1"
+    share_gpus: bool = False
     max_model_len: Positive = 256
     kv_cache_gb: Annotated[float, Field(gt=0)] = 1.0
     ready_timeout: Seconds = 300.0

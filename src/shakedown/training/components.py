@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shakedown.cluster.nodes import free_port, node_address
+from shakedown.cluster.nodes import free_port, node_address, node_name
 from shakedown.cluster.ranks import rank_components
 from shakedown.cluster.supervise import Component
 from shakedown.config import ServeConfig
@@ -42,19 +42,28 @@ class ServerPlan:
 
 
 def trainer_components(
-    job: StageJob, job_file: Path, nodes: Sequence[str], srun_args: Sequence[str] = ()
+    job: StageJob,
+    job_file: Path,
+    nodes: Sequence[str],
+    srun_args: Sequence[str] = (),
+    gpus: Mapping[str, str] | None = None,
 ) -> list[Component]:
-    """One component a rank here, or one srun step over the nodes of a Slurm job."""
-    several = len(nodes) > 1
+    """One component a rank here, or one srun step over the nodes of a Slurm job.
+
+    `gpus`: the variables of `cluster.gpus.wanted_gpus`.
+    """
+    elsewhere = nodes[0] != node_name()
+    remote = len(nodes) > 1 or elsewhere
     return rank_components(
         argv=[sys.executable, "-m", "shakedown.training.worker", "--job", str(job_file)],
         world_size=job.world_size,
         nodes=nodes,
         log_dir=job.attempt.logs,
-        env=trainer_environment(job.config.debug),
-        master_addr=node_address(nodes[0]) if several else "127.0.0.1",
+        env={**trainer_environment(job.config.debug), **(gpus or {})},
+        master_addr=node_address(nodes[0]) if remote else "127.0.0.1",
         master_port=free_port(),
         srun_args=srun_args,
+        elsewhere=elsewhere,
     )
 
 
@@ -64,9 +73,18 @@ def trainer_environment(debug: str) -> Mapping[str, str]:
 
 
 def server_plan(
-    serve: ServeConfig, model: str, dtype: str, attempt: AttemptPaths, seed: int
+    serve: ServeConfig,
+    model: str,
+    dtype: str,
+    attempt: AttemptPaths,
+    seed: int,
+    *,
+    gpus: Mapping[str, str] | None = None,
 ) -> ServerPlan:
-    """The inference server that the stage owns and whose weights it updates."""
+    """The inference server that the stage owns and whose weights it updates.
+
+    `gpus`: variables that leave it some of the GPUs here; None: it sees all.
+    """
     engine = get_engine(serve.engine)
     port = free_port()
     spec = LaunchSpec(
@@ -87,7 +105,7 @@ def server_plan(
         role="inference",
         argv=command.argv,
         log=attempt.log("inference"),
-        env=command.env,
+        env={**command.env, **(gpus or {})},
     )
     return ServerPlan(component, f"http://127.0.0.1:{port}", spec.served_name)
 

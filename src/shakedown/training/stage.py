@@ -21,6 +21,7 @@ from shakedown.training.components import (
     server_plan,
     trainer_components,
 )
+from shakedown.training.devices import StageDevices, stage_devices
 from shakedown.training.echo import LogEcho
 from shakedown.training.endings import Ending
 from shakedown.training.evidence import collect_evidence
@@ -39,6 +40,7 @@ class StagePlan:
     """What to run. `model`: input checkpoint; `train`, `heldout`: data as in StageJob.
 
     `srun_args`: more options of the srun that starts the ranks. `reward_limits`: of one call.
+    `gpus_per_node`: 0 leaves the GPUs to whoever takes them first.
     """
 
     name: str
@@ -53,6 +55,7 @@ class StagePlan:
     paths: StagePaths
     srun_args: Sequence[str] = ()
     reward_limits: RewardLimits = field(default_factory=RewardLimits)
+    gpus_per_node: int = 0
 
 
 def run_stage(plan: StagePlan) -> Outcome:
@@ -61,16 +64,18 @@ def run_stage(plan: StagePlan) -> Outcome:
     Raises:
         StorageError: the results folder cannot be written.
         LaunchError: a component could not be started.
+        UsageError: the stage wants more nodes or GPUs than there are.
     """
     clock = Stopwatch()
     nodes = _nodes(plan.config.nodes)
+    devices = stage_devices(plan.config, plan.serve, nodes, plan.gpus_per_node)
     plan.paths.outcome.unlink(missing_ok=True)
     attempt = plan.paths.new_attempt()
     stopping.prepare(attempt.stop)
-    job, components = _components(plan, attempt, nodes)
+    job, components = _components(plan, attempt, devices)
     print(
         f"stage {plan.name}, attempt {attempt.root.name}: {job.world_size} trainer rank(s) on "
-        f"{', '.join(nodes)}; logs in {attempt.logs}",
+        f"{', '.join(devices.trainer_nodes)}; logs in {attempt.logs}",
         flush=True,
     )
     ending, exits, health = _supervise(plan.config, job, components, nodes)
@@ -113,7 +118,7 @@ def _nodes(wanted: int) -> list[str]:
 
 
 def _components(
-    plan: StagePlan, attempt: AttemptPaths, nodes: list[str]
+    plan: StagePlan, attempt: AttemptPaths, devices: StageDevices
 ) -> tuple[StageJob, list[Component]]:
     job = StageJob(
         stage=plan.name,
@@ -133,7 +138,9 @@ def _components(
     job_file = attempt.root / "job.json"
     components: list[Component] = []
     if plan.config.algorithm == "grpo":
-        server = server_plan(plan.serve, plan.model, plan.dtype, attempt, plan.seed)
+        server = server_plan(
+            plan.serve, plan.model, plan.dtype, attempt, plan.seed, gpus=devices.server
+        )
         job = replace(
             job,
             endpoint=server.base_url,
@@ -142,7 +149,10 @@ def _components(
         )
         components += [server.component, orchestrator_component(job, job_file)]
     job.write(job_file)
-    return job, components + trainer_components(job, job_file.absolute(), nodes, plan.srun_args)
+    trainers = trainer_components(
+        job, job_file.absolute(), devices.trainer_nodes, plan.srun_args, devices.trainer
+    )
+    return job, components + trainers
 
 
 def _supervise(

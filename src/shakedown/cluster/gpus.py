@@ -1,0 +1,40 @@
+"""Which GPUs a process sees: some of those that its node's job has."""
+
+from collections.abc import Mapping, Sequence
+
+from shakedown.errors import UsageError
+
+# GPUs of a rank's node, from 0, as `4,5`; the launcher's word to the ranks. On another node it is
+# applied there: Slurm sets CUDA_VISIBLE_DEVICES anew for each step.
+GPUS = "SHAKEDOWN_GPUS"
+_HIDDEN = ("", "-1", "NoDevFiles")
+
+
+def wanted_gpus(gpus: Sequence[int]) -> dict[str, str]:
+    """The variable that says which GPUs a rank's node gives to the ranks; empty without GPUs."""
+    return {GPUS: ",".join(map(str, gpus))} if gpus else {}
+
+
+def visible_gpus(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for `wanted[SHAKEDOWN_GPUS]`, out of those that `environ` shows.
+
+    Empty when nothing is wanted, or GPUs are hidden on purpose.
+
+    Raises:
+        UsageError: the job shows fewer.
+    """
+    if not wanted.get(GPUS):
+        return {}
+    shown = environ.get("CUDA_VISIBLE_DEVICES")
+    if shown in _HIDDEN:
+        return {}
+    numbers = [int(number) for number in wanted[GPUS].split(",")]
+    if shown is None:
+        return {"CUDA_VISIBLE_DEVICES": wanted[GPUS]}
+    names = [name.strip() for name in shown.split(",")]
+    if max(numbers) >= len(names):
+        raise UsageError(
+            f"GPUs {wanted[GPUS]} are wanted, but CUDA_VISIBLE_DEVICES={shown} shows {len(names)}",
+            hint="make cluster.gpus_per_node what the job has: scontrol show job $SLURM_JOB_ID",
+        )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}

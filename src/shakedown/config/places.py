@@ -1,0 +1,164 @@
+"""Whether what runs at the same time fits into the cluster that the config names."""
+
+from shakedown.cluster.allocation import Part, parse_allocation
+from shakedown.cluster.placement import Placement, PlacementError, place_stage
+from shakedown.config.schema import Config, ServeConfig, StageConfig
+from shakedown.errors import UsageError
+from shakedown.verdict import Finding
+
+# What bounds an engine's share of a GPU's memory; without it, it takes almost all.
+_MEMORY_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
+
+
+def server_part(serve: ServeConfig) -> Part:
+    """The server's part of `serve.allocation`; `transformers` is one process.
+
+    Raises:
+        UsageError: not an allocation, or none of the engine.
+    """
+    if serve.engine == "transformers":
+        return Part("transformers", None, {"d": 1}, 1)
+    for part in parse_allocation(serve.allocation).parts:
+        if part.backend == serve.engine:
+            return part
+    raise UsageError(f"serve.allocation {serve.allocation!r} is not for {serve.engine}")
+
+
+def stage_placement(stage: StageConfig, serve: ServeConfig, gpus_per_node: int) -> Placement:
+    """The trainer of a stage, and for GRPO its own server, on the stage's nodes.
+
+    Raises:
+        UsageError: an allocation is not valid.
+        PlacementError: they do not fit.
+    """
+    return place_stage(
+        parse_allocation(stage.allocation).parts[0],
+        server_part(serve) if stage.grpo else None,
+        nodes=stage.nodes,
+        gpus_per_node=gpus_per_node,
+        share=serve.share_gpus,
+    )
+
+
+def ranks_a_node(stage: StageConfig, serve: ServeConfig, gpus_per_node: int) -> int:
+    """Most trainer ranks on one node.
+
+    Raises:
+        UsageError: as `stage_placement`.
+    """
+    if not gpus_per_node:
+        return max(1, parse_allocation(stage.allocation).parts[0].world // stage.nodes)
+    trainer = stage_placement(stage, serve, gpus_per_node).parts[0]
+    return max(sum(place.node == node for place in trainer.ranks) for node in trainer.nodes)
+
+
+def lint_places(config: Config) -> list[Finding]:
+    """Findings about nodes and GPUs; allocations that do not parse are judged elsewhere."""
+    findings = []
+    if config.cluster.gpus_per_node:
+        findings += [*_lint_server(config), *_lint_memory(config)]
+    for name, stage in config.stages.items():
+        findings += _lint_stage(config, f"stages.{name}", stage)
+    return findings
+
+
+def _lint_server(config: Config) -> list[Finding]:
+    """The persistent server has one node; a kept one stays there."""
+    gpus = config.cluster.gpus_per_node
+    try:
+        part = server_part(config.serve)
+    except UsageError:
+        return []
+    if part.world > gpus:
+        expected = f"at most the {gpus} GPUs of one node (cluster.gpus_per_node)"
+        measured = config.serve.allocation
+        return [_finding("gpus", "serve.allocation", measured, expected, remedy=_smaller(part))]
+    if config.serve.keep and config.cluster.launcher == "local":
+        expected = "false, or cluster.launcher: slurm"
+        remedy = "here a server that is kept holds its GPUs while the stages run"
+        return [_finding("gpus", "serve.keep", True, expected, remedy=remedy, warn=True)]
+    return []
+
+
+def _lint_stage(config: Config, key: str, stage: StageConfig) -> list[Finding]:
+    if stage.nodes > config.cluster.nodes:
+        expected = f"at most cluster.nodes: {config.cluster.nodes}"
+        return [_finding("nodes", f"{key}.nodes", stage.nodes, expected)]
+    try:
+        trainer = parse_allocation(stage.allocation).parts[0]
+        server = server_part(config.serve)
+    except UsageError:
+        return []
+    gpus = config.cluster.gpus_per_node
+    if not gpus:
+        expected = f"a divisor of {trainer.world} ranks"
+        found = [_finding("nodes", f"{key}.nodes", stage.nodes, expected)]
+        return found if trainer.world % stage.nodes else []
+    if stage.grpo and server.world > gpus:
+        return []  # said of serve.allocation
+    try:
+        placement = stage_placement(stage, config.serve, gpus)
+    except PlacementError as error:
+        return [_does_not_fit(config, key, stage, trainer, error)]
+    measured = stage.allocation
+    return [
+        _finding("gpus", f"{key}.allocation", measured, "groups inside a node", remedy=w, warn=True)
+        for w in placement.warnings
+    ]
+
+
+def _does_not_fit(
+    config: Config, key: str, stage: StageConfig, trainer: Part, error: PlacementError
+) -> Finding:
+    gpus = config.cluster.gpus_per_node
+    expected = f"{stage.nodes} x {gpus} GPUs at most ({key}.nodes, cluster.gpus_per_node)"
+    try:
+        place_stage(trainer, None, nodes=stage.nodes, gpus_per_node=gpus)
+    except PlacementError as alone:
+        return _finding("gpus", f"{key}.allocation", stage.allocation, expected, remedy=str(alone))
+    measured = f"{stage.allocation} beside the stage's server, {config.serve.allocation}"
+    remedy = (
+        f"{error}; take fewer ranks, a smaller serve.allocation or more nodes, "
+        "or set serve.share_gpus: true"
+    )
+    return _finding("gpus", f"{key}.allocation", measured, expected, remedy=remedy)
+
+
+def _lint_memory(config: Config) -> list[Finding]:
+    """On a GPU that is shared the engine must leave memory to the trainer."""
+    serve = config.serve
+    option = _MEMORY_OPTIONS.get(serve.engine)
+    shared = serve.share_gpus and any(stage.grpo for stage in config.stages.values())
+    given = any(word.split("=")[0] == option for word in serve.extra_args)
+    if not shared or given or option is None:
+        return []
+    remedy = f"{serve.engine} takes almost all of a GPU's memory by itself"
+    expected = f"{option} beside serve.share_gpus"
+    measured = list(serve.extra_args)
+    return [_finding("gpus", "serve.extra_args", measured, expected, remedy=remedy, warn=True)]
+
+
+def _smaller(part: Part) -> str:
+    sizes = ", ".join(letter for letter, size in part.dims.items() if size > 1)
+    return f"take a smaller {sizes}: a server runs on one node"
+
+
+def _finding(
+    check: str,
+    subject: str,
+    measured: object,
+    expected: str,
+    *,
+    remedy: str = "",
+    warn: bool = False,
+) -> Finding:
+    return Finding(
+        check=check,
+        status="warn" if warn else "fail",
+        scope="config",
+        subject=subject,
+        measured=measured,
+        expected=expected,
+        blame="user",
+        remedy=remedy,
+    )
