@@ -31,6 +31,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "allocation": ("shakedown.commands.allocation", "parse an allocation string"),
     "report": ("shakedown.commands.report", "write one HTML page over all results of a run"),
     "status": ("shakedown.commands.status", "say what a run is doing now"),
+    "logs": ("shakedown.commands.logs", "show all logs of an attempt as one, by time"),
     "verdict": ("shakedown.commands.verdict", "print a verdict file for a person"),
 }
 

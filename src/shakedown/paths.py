@@ -42,6 +42,11 @@ class AttemptPaths:
         """Held-out accuracies, one JSON row for each evaluation."""
         return self.root / "evals.jsonl"
 
+    @property
+    def log_times(self) -> Path:
+        """How long each log was at which time: what `shakedown logs` merges them by."""
+        return self.root / "log_times.jsonl"
+
     def log(self, component: str) -> Path:
         """`component` is `trainer-rank0`, `orchestrator`, `inference` ..."""
         return self.logs / f"{component}.log"
@@ -74,6 +79,16 @@ class StagePaths:
     @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files, with `sinks: [tensorboard]`."""
+        return self.root / "tensorboard"
+
+    @property
+    def wandb(self) -> Path:
+        """The id of the stage's run, with `sinks: [wandb]`."""
+        return self.root / "wandb.json"
 
     @property
     def outcome(self) -> Path:

@@ -23,12 +23,13 @@ from shakedown.training.demo import addition_rows, write_model, write_rows
 from shakedown.training.job import StageJob
 from shakedown.training.rollout.batch import RolloutBatch
 from shakedown.training.rollout.exchange import Exchange
+from tests.event_files import points
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 INTERRUPTED = 75
 # Measured times differ between runs; everything else must not.
-_TIMES = ("wait_seconds", "train_seconds", "sync_seconds", "step_seconds")
+_MEASURED = ("_seconds", "_per_second", "memory_gb", "memory_max_gb", "idle_share")
 SFT: dict[str, Any] = {
     "algorithm": "sft",
     "allocation": "fsdp:d2",
@@ -162,13 +163,21 @@ def stage(assets: Path, tmp_path: Path) -> Iterator[Stage]:
 @pytest.fixture(scope="module")
 def uninterrupted(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     stage = Stage(assets, tmp_path_factory.mktemp("uninterrupted") / "stage")
-    assert stage.run(SFT) == [0, 0], stage.log(0)
+    assert stage.run(SFT, sinks=["tensorboard"]) == [0, 0], stage.log(0)
     yield stage
     stage.kill_rest()
 
 
 def _measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if k not in _TIMES} for row in rows]
+    return [{k: v for k, v in row.items() if not k.endswith(_MEASURED)} for row in rows]
+
+
+def _assert_drawn(stage: Stage) -> None:
+    """TensorBoard shows every row's loss once."""
+    drawn = points(stage.paths.tensorboard, "train/loss")
+    assert [step for step, _ in drawn] == [row["step"] for row in stage.rows()]
+    losses = [row["loss"] for row in stage.rows()]
+    assert [value for _, value in drawn] == pytest.approx(losses, rel=1e-6)
 
 
 def test_a_stage_writes_rows_evaluations_and_a_model(uninterrupted: Stage) -> None:
@@ -185,6 +194,31 @@ def test_a_stage_writes_rows_evaluations_and_a_model(uninterrupted: Stage) -> No
         (0, "finished", 9),
         (1, "finished", 9),
     ]
+
+
+def test_the_seconds_of_all_phases_add_up_to_each_step(uninterrupted: Stage) -> None:
+    parts = ("wait", "score", "forward_backward", "optimizer", "sync", "checkpoint", "eval")
+    for row in uninterrupted.rows():
+        added = sum(row[f"{part}_seconds"] for part in (*parts, "other"))
+        assert added == pytest.approx(row["step_seconds"], abs=1e-6)
+        assert min(row["forward_backward_seconds"], row["optimizer_seconds"]) > 0
+        assert 0 < row["memory_gb"] <= row["memory_max_gb"] < 16
+        assert row["tokens_per_second"] > 0
+    saved = [row["step"] for row in uninterrupted.rows() if row["checkpoint_seconds"] > 0]
+    assert saved == [4, 7], "a checkpoint counts to the step after it"
+    evaluated = [row["step"] for row in uninterrupted.rows() if row["eval_seconds"] > 0]
+    assert evaluated == [9]
+
+
+def test_rank_0_tells_its_progress_and_tensorboard_draws_it(uninterrupted: Stage) -> None:
+    log = uninterrupted.log(0)
+
+    assert "\nstep 1/9 " in log
+    assert "\nstep 9/9 " in log
+    assert "\nstep " not in uninterrupted.log(1)
+    _assert_drawn(uninterrupted)
+    accuracies = points(uninterrupted.paths.tensorboard, "train/sampled_accuracy")
+    assert [step for step, _ in accuracies] == [0, 9]
 
 
 def test_only_the_newest_checkpoints_stay(uninterrupted: Stage) -> None:
@@ -221,16 +255,17 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     uninterrupted: Stage, stage: Stage
 ) -> None:
     fault = {"kind": "kill_rank", "rank": 1, "step": 6}
-    first = stage.run(SFT, fault=fault)
+    first = stage.run(SFT, fault=fault, sinks=["tensorboard"])
     lost = [row["step"] for row in stage.rows()]
 
-    assert stage.run(SFT) == [0, 0], stage.log(0)
+    assert stage.run(SFT, sinks=["tensorboard"]) == [0, 0], stage.log(0)
 
     assert first[1] == -signal.SIGKILL
     assert first[0] not in (0, INTERRUPTED)
     assert lost[-1] > 3, "the rows past the checkpoint have to be there to be dropped"
     assert "resuming from step_000003" in stage.log(0)
     assert _measured(stage.rows()) == _measured(uninterrupted.rows())
+    _assert_drawn(stage)
 
 
 def test_sigterm_saves_the_step_in_work_and_another_number_of_ranks_goes_on(

@@ -14,7 +14,7 @@ from shakedown.training.algorithms import ALGORITHMS, algorithm_class
 from shakedown.training.algorithms.grpo import rollout_metrics, token_batch
 from shakedown.training.coordination import Ranks
 from shakedown.training.rollout.batch import RolloutBatch
-from shakedown.training.trainer import DivergedError, finite, progress_line
+from shakedown.training.trainer import DivergedError, finite
 
 
 def test_a_loss_that_is_no_number_is_named_with_its_step() -> None:
@@ -24,12 +24,6 @@ def test_a_loss_that_is_no_number_is_named_with_its_step() -> None:
 
 def test_finite_numbers_pass_with_nine_digits() -> None:
     assert finite(1, {"loss": 1 / 3}) == {"loss": 0.333333333}
-
-
-def test_progress_line_says_step_loss_reward_and_speed() -> None:
-    row = {"step": 12, "loss": 0.43, "reward_mean": 0.5, "tokens": 5000.0, "step_seconds": 2.0}
-
-    assert progress_line(row, 150) == "step 12/150 loss 0.43 reward 0.500 tok/s 2500"
 
 
 def test_every_algorithm_of_the_registry_exists() -> None:

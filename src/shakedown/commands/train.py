@@ -5,6 +5,9 @@ stage hung or failed (its evidence is collected), 3 that it was interrupted and 
 """
 
 import argparse
+import os
+import shutil
+import sys
 from pathlib import Path
 
 from shakedown.agents.reward_pool import RewardLimits
@@ -13,6 +16,7 @@ from shakedown.commands.lint import require_sound
 from shakedown.config import Config, load_config
 from shakedown.errors import ConfigError, ExitCode, UsageError, did_you_mean
 from shakedown.paths import RunPaths
+from shakedown.training.observe.sinks import require_sinks
 from shakedown.training.outcome import Outcome, State, read_outcome
 
 
@@ -30,8 +34,16 @@ def run(args: argparse.Namespace) -> int:
         known = ", ".join(config.stages)
         guess = did_you_mean(args.stage, config.stages)
         raise UsageError(f"{where} has no stage {args.stage!r}{guess}; it has: {known}")
+    require_sinks(config.stages[args.stage].sinks)
+    _tell_width()
     root = args.run_dir or Path(config.results) / config.run
     return _train(config, args.stage, RunPaths(root), args.assets)
+
+
+def _tell_width() -> None:
+    """The ranks write into files: here they learn how wide their lines may be on this terminal."""
+    if sys.stdout.isatty():
+        os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
 
 
 def _train(config: Config, stage: str, paths: RunPaths, assets_path: Path | None) -> int:

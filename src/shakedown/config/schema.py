@@ -152,6 +152,7 @@ class StageConfig(Section):
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
     eval_samples: NonNegative = 400
+    sinks: list[Literal["tensorboard", "wandb"]] = []
     stall_timeout: Seconds = 60.0
     start_timeout: Seconds = 300.0
     debug: Literal["off", "info", "detail", "blocking"] = "off"

@@ -8,6 +8,7 @@ from shakedown.training.coordination import Ranks
 from shakedown.training.engines.base import Engine
 from shakedown.training.faults import Injector
 from shakedown.training.job import StageJob
+from shakedown.training.observe.phases import Phases
 from shakedown.training.stopping import StopFlag
 
 
@@ -31,6 +32,7 @@ class Context:
     stop: StopFlag = field(default_factory=StopFlag)
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)
+    phases: Phases = field(default_factory=Phases)
 
     def beat(self, phase: Phase, *, micro_batch: int = 0, batch_size: int = 0) -> None:
         """Tell the watcher where this rank is."""

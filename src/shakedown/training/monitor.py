@@ -16,6 +16,7 @@ from shakedown.paths import AttemptPaths
 from shakedown.training import stopping
 from shakedown.training.echo import LogEcho
 from shakedown.training.endings import Ending, interrupted, judge_exits, judge_stop
+from shakedown.training.observe.log_times import LogTimes
 
 _POLL_SECONDS = 0.2
 _WATCH_SECONDS = 1.0
@@ -77,16 +78,19 @@ class Monitor:
     def run(self) -> Ending:
         """Return how the stage ended; components may still run then, the caller ends them."""
         next_watch = next_echo = 0.0
+        times = LogTimes(self.attempt)
         while True:
             now = time.monotonic()
             if now >= next_echo:
                 self.echo.show_new()
+                times.note(now)
                 next_echo = now + _ECHO_SECONDS
             ending = self._look(now >= next_watch, now)
             if now >= next_watch:
                 next_watch = now + _WATCH_SECONDS
             if ending is not None:
                 self.echo.show_new()
+                times.close()
                 return ending
             time.sleep(_POLL_SECONDS)
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from collections.abc import Mapping
 
 import torch.distributed as dist
@@ -18,8 +17,8 @@ from shakedown.training.faults import SwallowedError
 from shakedown.training.fingerprint import fingerprint
 from shakedown.training.folders import staged_folder
 from shakedown.training.metrics import MetricsLog
-
-SAY_SECONDS = 2.0  # between progress lines
+from shakedown.training.observe.meter import StepMeter
+from shakedown.training.observe.record import Record
 
 
 class DivergedError(ShakedownError):
@@ -35,7 +34,8 @@ class Trainer:
         job = context.job
         self._context = context
         self._algorithm: Algorithm = algorithm_class(job.config.algorithm)(context)
-        self._metrics = MetricsLog(job.paths.metrics)
+        self._record = Record(job) if self._leads else None
+        self._meter = StepMeter(context)
         self._evals = MetricsLog(job.attempt.evals)
         self._checkpoints = Checkpoints(
             job.paths.checkpoints,
@@ -45,7 +45,6 @@ class Trainer:
             keep=job.config.keep_checkpoints,
         )
         self._evaluator = self._build_evaluator()
-        self._said = 0.0
         self._saved = 0
 
     @property
@@ -66,6 +65,9 @@ class Trainer:
             completed = self._run()
         except SwallowedError:  # the drill of an exception that one rank's code hides
             completed = True
+        finally:
+            if self._record is not None:
+                self._record.close()
         finish_together(self._context)
         return completed
 
@@ -75,11 +77,14 @@ class Trainer:
         done = self._checkpoints.resume()
         context.step = self._saved = done
         context.data = self._checkpoints.data
-        if self._leads:
-            self._metrics.keep_until(done)
+        if self._record is not None:
+            self._record.begin(done)
         self._algorithm.begin(done)
         if done == 0:
-            self._evaluate(0)
+            scores = self._evaluate(0)
+            if self._record is not None and scores:
+                self._record.plot({"step": 0, **scores})
+        self._meter.begin()
         while done < steps:
             try:
                 stopping = self._step(done + 1)
@@ -96,17 +101,18 @@ class Trainer:
     def _step(self, step: int) -> bool:
         """Do one step; returns whether the ranks agreed to stop after it."""
         context, config = self._context, self._context.job.config
-        context.step, began = step, time.monotonic()
+        context.step = step
         context.faults.at("step", step)
         result = self._algorithm.step(step)
         values = dict(result.values)
-        values["sync_seconds"] = self._algorithm.synchronise(step)
+        with context.phases("sync"):
+            self._algorithm.synchronise(step)
         sums = context.ranks.sum({**result.sums, "_stop": float(context.stop.requested)})
         stopping = sums.pop("_stop") > 0
-        values["step_seconds"] = time.monotonic() - began
         row = {"step": step, **finite(step, sums | values)}
         if step == config.steps:
             row |= self._evaluate(step)
+        row |= self._meter.columns(row)
         self.log_metrics(step, row)
         if stopping or step == config.steps or step % config.checkpoint_every == 0:
             self._save(step)
@@ -115,26 +121,26 @@ class Trainer:
     def log_metrics(self, step: int, row: Mapping[str, float]) -> None:
         """One row in metrics.jsonl; now and then a line for people."""
         self._context.faults.at("metrics", step)
-        if not self._leads:
-            return
-        self._metrics.append(row)
-        now, steps = time.monotonic(), self._context.job.config.steps
-        if now - self._said >= SAY_SECONDS or step in (1, steps):
-            self._said = now
-            print(progress_line(row, steps), flush=True)
+        if self._record is not None:
+            self._record.append(row)
 
     def _save(self, step: int) -> None:
         if step == self._saved:
             return
         self._context.beat("checkpoint")
-        self._checkpoints.save(step, data=self._context.data)
+        with self._context.phases("checkpoint"):
+            self._checkpoints.save(step, data=self._context.data)
         self._saved = step
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        """Held-out accuracy, measured by rank 0 on a plain copy; the others wait and beat."""
-        context, evaluator = self._context, self._evaluator
-        if evaluator is None:
+        if self._evaluator is None:
             return {}
+        with self._context.phases("eval"):
+            return self._measure(step, self._evaluator)
+
+    def _measure(self, step: int, evaluator: Evaluator) -> dict[str, float]:
+        """Held-out accuracy, measured by rank 0 on a plain copy; the others wait and beat."""
+        context = self._context
         context.beat("eval")
         weights = context.engine.gather()
 
@@ -196,15 +202,6 @@ def cleanup() -> None:
     """The last collective of every rank."""
     dist.barrier()
     dist.destroy_process_group()
-
-
-def progress_line(row: Mapping[str, float], steps: int) -> str:
-    """`step 12/150 loss 0.43 reward 0.51 tok/s 5123`."""
-    words = [f"step {row['step']}/{steps}", f"loss {row['loss']:.4g}"]
-    if "reward_mean" in row:
-        words.append(f"reward {row['reward_mean']:.3f}")
-    words.append(f"tok/s {row['tokens'] / max(row['step_seconds'], 1e-9):.0f}")
-    return " ".join(words)
 
 
 def finite(step: int, values: Mapping[str, float]) -> dict[str, float]:

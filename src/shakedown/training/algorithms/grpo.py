@@ -131,6 +131,7 @@ class Grpo:
         if not self._settings.kl_coef:
             return None
         reference = ReferenceModel(self._context.job, self._context.engine.device)
+        self._context.phases.follow(reference, logprobs="score")
         self._context.beat("init")
         return reference
 
