@@ -47,6 +47,10 @@ class AttemptPaths:
         """How long each log was at which time: what `shakedown logs` merges them by."""
         return self.root / "log_times.jsonl"
 
+    def diverged(self, rank: int) -> Path:
+        """What a rank was training on when its loss stopped being a number."""
+        return self.root / "diverged" / f"rank{rank}.npz"
+
     def log(self, component: str) -> Path:
         """`component` is `trainer-rank0`, `orchestrator`, `inference` ..."""
         return self.logs / f"{component}.log"
@@ -89,6 +93,11 @@ class StagePaths:
     def wandb(self) -> Path:
         """The id of the stage's run, with `sinks: [wandb]`."""
         return self.root / "wandb.json"
+
+    @property
+    def rollouts(self) -> Path:
+        """Recorded rollout batches, one file a step; see `grpo.record`."""
+        return self.root / "rollouts"
 
     @property
     def outcome(self) -> Path:

@@ -1,12 +1,14 @@
 """Batches and weights on disk: whole or not there."""
 
 import dataclasses
+import io
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 from shakedown.errors import BlockedError, StorageError, UsageError
-from shakedown.training.rollout.batch import RolloutBatch, read_batch, write_batch
+from shakedown.training.rollout.batch import RolloutBatch, _digest, read_batch, write_batch
 from shakedown.training.rollout.exchange import Exchange
 from shakedown.training.rollout.reference import reference_logprobs, same_weights
 from shakedown.training.rollout.weights import EXPECTED, probe_tokens, read_expected
@@ -65,6 +67,9 @@ def test_batch_survives_its_file(tmp_path: Path) -> None:
         {"logprobs": np.full((4, 6), np.nan, dtype=np.float32)},
         {"stats": {"seconds": float("inf")}},
         {"tokens": np.zeros(6, dtype=np.int64)},
+        {"token_versions": np.zeros((4, 5), dtype=np.int64)},
+        {"token_versions": np.zeros((4, 6), dtype=np.int32)},
+        {"token_versions": np.full((4, 6), 7, dtype=np.int64)},
     ],
 )
 def test_batch_that_does_not_fit_together_is_not_written(
@@ -93,6 +98,66 @@ def test_damaged_batch_is_a_storage_error_and_runs_nothing(tmp_path: Path, damag
 
     with pytest.raises(StorageError, match=r"b\.npz"):
         read_batch(path)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change the arrays of a batch's file and make its checksum right again."""
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files if name != "sha256"}
+    change(arrays)
+    arrays["sha256"] = np.frombuffer(_digest(arrays), dtype=np.uint8)
+    np.savez(path, **arrays)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda arrays: arrays.pop("rewards"),
+        lambda arrays: arrays.update(more=np.zeros(3)),
+        lambda arrays: arrays.update(step=np.array([1, 2])),
+        lambda arrays: arrays.update(stats=np.frombuffer(b"[1]", dtype=np.uint8)),
+        lambda arrays: arrays.update(stats=np.frombuffer(b'{"a": "b"}', dtype=np.uint8)),
+        lambda arrays: arrays.update(tokens=arrays["tokens"].astype(np.float64)),
+        lambda arrays: arrays.update(groups=np.array(["a"] * 4)),
+        lambda arrays: arrays.update(token_versions=arrays["tokens"]),
+    ],
+    ids=["missing", "more", "two steps", "list", "text", "floats", "words", "versions"],
+)
+def test_batch_of_wrong_arrays_is_a_storage_error(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    path = tmp_path / "b.npz"
+    write_batch(batch(), path)
+    rewrite(path, change)
+
+    with pytest.raises(StorageError, match=r"b\.npz cannot be used"):
+        read_batch(path)
+
+
+def test_batch_whose_header_claims_more_than_there_is_is_a_storage_error(tmp_path: Path) -> None:
+    header = io.BytesIO()
+    claim = {"descr": "<i8", "fortran_order": False, "shape": (1 << 50,)}
+    np.lib.format.write_array_header_1_0(header, claim)  # type: ignore[no-untyped-call]
+    with zipfile.ZipFile(tmp_path / "b.npz", "w") as archive:
+        archive.writestr("tokens.npy", header.getvalue())
+
+    with pytest.raises(StorageError, match=r"b\.npz cannot be used"):
+        read_batch(tmp_path / "b.npz")
+
+
+def test_versions_of_tokens_survive_the_file_and_old_files_have_none(tmp_path: Path) -> None:
+    old = batch()
+    tokens = np.where(old.loss_mask, 3, -1).astype(np.int64)
+    tokens[:, 3] = 0
+    new = dataclasses.replace(old, token_versions=tokens)
+
+    write_batch(old, tmp_path / "old.npz")
+    write_batch(new, tmp_path / "new.npz")
+    found = read_batch(tmp_path / "new.npz").token_versions
+
+    assert read_batch(tmp_path / "old.npz").token_versions is None
+    assert found is not None
+    assert found.tolist() == tokens.tolist()
 
 
 def test_batch_with_another_batchs_array_is_noticed(tmp_path: Path) -> None:

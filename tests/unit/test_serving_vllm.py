@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shakedown.config import StageConfig
+from shakedown.config import GrpoConfig, StageConfig
 from shakedown.errors import ServerError
 from shakedown.hang.heartbeat import read_heartbeats
 from shakedown.paths import StagePaths
@@ -24,6 +24,7 @@ from shakedown.serving.server import ensure, start, status, stop
 from shakedown.training.demo import addition_rows, write_model, write_rows
 from shakedown.training.job import StageJob
 from shakedown.training.rollout.exchange import Exchange, Weights
+from shakedown.training.rollout.generation import Generation, PiecedCompletion
 from shakedown.training.rollout.weights import WeightSync, WeightUpdateError, probe_tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -119,6 +120,37 @@ async def test_weight_update_is_verified_and_the_server_scores_with_the_new_weig
     found = await client.score(PROMPTS[0], [10, 4, 3, 2])
     expected = reference_logprobs(models[1], [*PROMPTS[0], 10, 4, 3, 2])
     assert found == pytest.approx(expected[len(PROMPTS[0]) - 1 :], abs=TOLERANCE)
+
+
+async def test_interrupted_answers_go_on_with_the_new_weights(
+    client: Client, models: list[Path]
+) -> None:
+    """Each token has the log-probability of the weights that its version names."""
+    settings = GrpoConfig(group_size=8, max_tokens=200, partial_rollouts=True)
+    mixed: list[PiecedCompletion] = []
+    version = [0]
+    generation = Generation(client, settings, lambda: version[0], newest=lambda: 1)
+    for delay in (0.2, 0.1, 0.05, 0.4, 0.8):  # until it meets answers in the middle
+        version[0] = 0
+        await client.update_weights(str(models[0]))
+        running = asyncio.create_task(generation.answers(PROMPTS[0]))
+        await asyncio.sleep(delay)
+        await generation.pause(within=60.0)
+        await client.update_weights(str(models[1]))
+        version[0] = 1
+        generation.resume()
+        found = (await running).completions
+        mixed = [c for c in found if isinstance(c, PiecedCompletion) and len(set(c.versions)) == 2]
+        if mixed:
+            break
+
+    assert mixed
+    for each in mixed:
+        whole = [*PROMPTS[0], *each.tokens]
+        by = [reference_logprobs(model, whole)[len(PROMPTS[0]) - 1 :] for model in models]
+        expected = [by[written][place] for place, written in enumerate(each.versions)]
+        assert each.versions == sorted(each.versions)
+        assert each.logprobs == pytest.approx(expected, abs=TOLERANCE)
 
 
 async def test_update_that_changes_nothing_is_refused_when_the_content_should_differ(

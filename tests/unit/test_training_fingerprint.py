@@ -26,12 +26,14 @@ CHANGES: dict[str, Any] = {
     "entropy_coef": 0.1,
     "async_level": 0,
     "agent": "my.agent:Agent",
+    "partial_rollouts": True,
 }
-# And for every key that only bounds waiting.
+# And for every key that changes nothing in what is learned.
 FREE: dict[str, Any] = {
     "max_concurrent": 64,
     "batch_timeout": 1.0,
     "weight_update_timeout": 1.0,
+    "record": True,
 }
 
 

@@ -13,8 +13,8 @@ from shakedown.errors import BlockedError
 from shakedown.training.algorithms import ALGORITHMS, algorithm_class
 from shakedown.training.algorithms.grpo import rollout_metrics, token_batch
 from shakedown.training.coordination import Ranks
+from shakedown.training.postmortem import DivergedError, finite
 from shakedown.training.rollout.batch import RolloutBatch
-from shakedown.training.trainer import DivergedError, finite
 
 
 def test_a_loss_that_is_no_number_is_named_with_its_step() -> None:

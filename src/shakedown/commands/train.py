@@ -25,6 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", nargs="+", type=Path, required=True, help="YAML files")
     parser.add_argument("--assets", type=Path, help="assets.json of `shakedown assets`")
     parser.add_argument("--run-dir", type=Path, help="results folder; default from the config")
+    parser.add_argument(
+        "--replay", type=Path, metavar="DIR", help="train on rollouts that grpo.record kept"
+    )
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="input model; default: the stage before's"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -37,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     require_sinks(config.stages[args.stage].sinks)
     _tell_width()
     root = args.run_dir or Path(config.results) / config.run
-    return _train(config, args.stage, RunPaths(root), args.assets)
+    return _train(config, args, RunPaths(root))
 
 
 def _tell_width() -> None:
@@ -46,15 +52,16 @@ def _tell_width() -> None:
         os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
 
 
-def _train(config: Config, stage: str, paths: RunPaths, assets_path: Path | None) -> int:
+def _train(config: Config, args: argparse.Namespace, paths: RunPaths) -> int:
     from shakedown.training.stage import StagePlan, run_stage
 
-    assets = read_assets(assets_path or paths.assets / "assets.json")
+    stage: str = args.stage
+    assets = read_assets(args.assets or paths.assets / "assets.json")
     plan = StagePlan(
         name=stage,
         config=config.stages[stage],
         serve=config.serve,
-        model=_input_model(config, stage, paths, assets.model),
+        model=_given_model(args.model) or _input_model(config, stage, paths, assets.model),
         dtype=config.model.dtype,
         train=assets.train,
         heldout=assets.heldout,
@@ -64,6 +71,7 @@ def _train(config: Config, stage: str, paths: RunPaths, assets_path: Path | None
         paths=paths.stage(stage),
         srun_args=config.cluster.srun_args,
         gpus_per_node=config.cluster.gpus_per_node,
+        replay=args.replay,
     )
     outcome = run_stage(plan)
     print(f"stage {stage} {outcome.state}: {outcome.sentence}", flush=True)
@@ -79,6 +87,19 @@ def _exit_code(outcome: Outcome) -> ExitCode:
         "interrupted": ExitCode.BLOCKED,
     }
     return codes[outcome.state]
+
+
+def _given_model(folder: Path | None) -> str:
+    """The folder of `--model`, or nothing where it was not given.
+
+    Raises:
+        UsageError: it is no Hugging Face folder.
+    """
+    if folder is None:
+        return ""
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"--model {folder} is no Hugging Face folder: it has no config.json")
+    return str(folder.absolute())
 
 
 def _input_model(config: Config, stage: str, paths: RunPaths, first: str) -> str:

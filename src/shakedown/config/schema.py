@@ -131,11 +131,19 @@ class GrpoConfig(Section):
     agent: str = ""
     batch_timeout: Seconds = 600.0
     weight_update_timeout: Seconds = 120.0
+    record: bool = False
+    partial_rollouts: bool = False
 
     @model_validator(mode="after")
     def _cap_leaves_equal_tokens_alone(self) -> "GrpoConfig":
         if 0 < self.tis_cap < 1:
             raise ValueError(f"tis_cap is 0 (no weights) or at least 1, got {self.tis_cap}")
+        return self
+
+    @model_validator(mode="after")
+    def _agents_are_not_interrupted(self) -> "GrpoConfig":
+        if self.agent and self.partial_rollouts:
+            raise ValueError("partial_rollouts would cut the requests of an own agent: set one")
         return self
 
 

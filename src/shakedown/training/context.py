@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from shakedown.hang.heartbeat import Heartbeat, Phase
 from shakedown.training.coordination import Ranks
+from shakedown.training.data.batch import TokenBatch
 from shakedown.training.engines.base import Engine
 from shakedown.training.faults import Injector
 from shakedown.training.job import StageJob
@@ -21,7 +22,8 @@ class Context:
     """One rank of one attempt.
 
     `step` is the step in work, counted from 1. `data` is the algorithm's place in its data, saved
-    with a checkpoint and given back before `begin`; empty without one.
+    with a checkpoint and given back before `begin`; empty without one. `batch` is the global
+    batch of the step in work, kept for a post-mortem.
     """
 
     job: StageJob
@@ -33,6 +35,7 @@ class Context:
     step: int = 0
     data: dict[str, int] = field(default_factory=dict)
     phases: Phases = field(default_factory=Phases)
+    batch: TokenBatch | None = None
 
     def beat(self, phase: Phase, *, micro_batch: int = 0, batch_size: int = 0) -> None:
         """Tell the watcher where this rank is."""

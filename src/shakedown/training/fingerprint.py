@@ -13,8 +13,8 @@ from shakedown.training.job import StageJob
 # Of a large file only the beginning and the end are read: a header, and what changed last.
 _SAMPLE = 1 << 20
 
-# Keys of grpo that may change between attempts: they bound waiting, not what is learned.
-_FREE = frozenset({"batch_timeout", "weight_update_timeout", "max_concurrent"})
+# Keys of grpo that may change between attempts: they do not change what is learned.
+_FREE = frozenset({"batch_timeout", "weight_update_timeout", "max_concurrent", "record"})
 
 
 def fingerprint(job: StageJob) -> dict[str, str]:
@@ -37,6 +37,9 @@ def fingerprint(job: StageJob) -> dict[str, str]:
     if config.grpo is not None:
         grpo = config.grpo.model_dump(mode="json")
         parts |= {f"grpo.{k}": v for k, v in grpo.items() if k not in _FREE}
+    if job.replay:
+        with storage_errors("read", Path(job.replay)):
+            parts["replay"] = _digest(sorted(Path(job.replay).glob("step_*.npz")))
     return {
         name: value if isinstance(value, str) else json.dumps(value)
         for name, value in parts.items()

@@ -19,7 +19,8 @@ class StageJob:
     files or hub names; `world_size` counts trainer ranks; `endpoint` is the base URL of the
     stage's own inference server without `/v1` (GRPO only),
     `served_model` its model name and `engine` its kind. `reward_timeout` (s) and
-    `reward_memory_gb` (GiB) bound one call of the reward function.
+    `reward_memory_gb` (GiB) bound one call of the reward function. `replay`: a folder of recorded
+    rollouts to train on instead of generating; empty: none.
     """
 
     stage: str
@@ -38,6 +39,12 @@ class StageJob:
     engine: str = "vllm"
     reward_timeout: float = RewardLimits.seconds
     reward_memory_gb: float = RewardLimits.memory_gb
+    replay: str = ""
+
+    @property
+    def generates(self) -> bool:
+        """Whether the stage has an inference server and an orchestrator of its own."""
+        return self.config.algorithm == "grpo" and not self.replay
 
     @property
     def paths(self) -> StagePaths:

@@ -29,6 +29,7 @@ from shakedown.training.job import StageJob
 from shakedown.training.monitor import Monitor, stop_signals
 from shakedown.training.outcome import Outcome
 from shakedown.training.results import resume_hint, stage_metrics
+from shakedown.training.rollout.recording import check_recording
 from shakedown.verdict import Stopwatch
 
 _GRACE_SECONDS = 10.0
@@ -41,6 +42,7 @@ class StagePlan:
 
     `srun_args`: more options of the srun that starts the ranks. `reward_limits`: of one call.
     `gpus_per_node`: 0 leaves the GPUs to whoever takes them first.
+    `replay`: recorded rollouts to train on; no server and no orchestrator are started.
     """
 
     name: str
@@ -56,6 +58,7 @@ class StagePlan:
     srun_args: Sequence[str] = ()
     reward_limits: RewardLimits = field(default_factory=RewardLimits)
     gpus_per_node: int = 0
+    replay: Path | None = None
 
 
 def run_stage(plan: StagePlan) -> Outcome:
@@ -64,8 +67,11 @@ def run_stage(plan: StagePlan) -> Outcome:
     Raises:
         StorageError: the results folder cannot be written.
         LaunchError: a component could not be started.
-        UsageError: the stage wants more nodes or GPUs than there are.
+        UsageError: the stage wants more nodes or GPUs than there are; the recorded rollouts are
+            not all there, or cannot be replayed here.
     """
+    if plan.replay is not None:
+        _check_replay(plan, plan.replay)
     clock = Stopwatch()
     nodes = _nodes(plan.config.nodes)
     devices = stage_devices(plan.config, plan.serve, nodes, plan.gpus_per_node)
@@ -98,6 +104,18 @@ def run_stage(plan: StagePlan) -> Outcome:
     if outcome.state != "interrupted":
         outcome.write(plan.paths.outcome)
     return outcome
+
+
+def _check_replay(plan: StagePlan, folder: Path) -> None:
+    if plan.config.algorithm != "grpo":
+        raise UsageError(f"stage {plan.name} is {plan.config.algorithm}: only grpo has rollouts")
+    if folder.resolve().is_relative_to(plan.paths.root.resolve()):
+        raise UsageError(
+            f"{folder} was recorded by this very stage: a replay would set its checkpoints, "
+            "metrics and model aside",
+            hint="give the replay a results folder of its own: --run-dir DIR",
+        )
+    check_recording(folder, plan.config.steps)
 
 
 def _nodes(wanted: int) -> list[str]:
@@ -134,10 +152,11 @@ def _components(
         world_size=trainer_world(plan.config),
         stage_root=str(plan.paths.root.absolute()),
         attempt_root=str(attempt.root.absolute()),
+        replay=str(plan.replay.absolute()) if plan.replay else "",
     )
     job_file = attempt.root / "job.json"
     components: list[Component] = []
-    if plan.config.algorithm == "grpo":
+    if job.generates:
         server = server_plan(
             plan.serve, plan.model, plan.dtype, attempt, plan.seed, gpus=devices.server
         )
@@ -160,14 +179,14 @@ def _supervise(
 ) -> tuple[Ending, list[Exit], Health | None]:
     attempt = job.attempt
     expected = [("trainer", rank) for rank in range(job.world_size)]
-    if config.algorithm == "grpo":
+    if job.generates:
         expected.append(("orchestrator", 0))
     with stop_signals() as stop, Supervisor(grace=_GRACE_SECONDS) as supervisor:
         monitor = Monitor(
             supervisor=supervisor,
             attempt=attempt,
             watch=Watch(config.stall_timeout, config.start_timeout, expected),
-            echo=LogEcho(_echoed(attempt, config.algorithm)),
+            echo=LogEcho(_echoed(job)),
             stop=stop,
             on_stall=lambda health: collect_evidence(attempt, supervisor.running(), health, nodes),
         )
@@ -182,10 +201,10 @@ def _supervise(
     return ending, exits, monitor.health
 
 
-def _echoed(attempt: AttemptPaths, algorithm: str) -> dict[str, Path]:
+def _echoed(job: StageJob) -> dict[str, Path]:
     """Rank 0 and the orchestrator tell the progress; the other logs are for when it fails."""
-    names = ["trainer-rank0"] + (["orchestrator"] if algorithm == "grpo" else [])
-    return {name: attempt.log(name) for name in names}
+    names = ["trainer-rank0"] + (["orchestrator"] if job.generates else [])
+    return {name: job.attempt.log(name) for name in names}
 
 
 def _stalled(health: Health | None) -> dict[str, object]:

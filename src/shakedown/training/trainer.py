@@ -1,12 +1,10 @@
 """The loop of a training stage on one rank: steps, metrics, checkpoints, evaluation, export."""
 
 import json
-import math
 from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from shakedown.errors import ExitCode, ShakedownError
 from shakedown.training.algorithms import algorithm_class
 from shakedown.training.algorithms.base import Algorithm
 from shakedown.training.checkpoint import Checkpoints
@@ -19,12 +17,7 @@ from shakedown.training.folders import staged_folder
 from shakedown.training.metrics import MetricsLog
 from shakedown.training.observe.meter import StepMeter
 from shakedown.training.observe.record import Record
-
-
-class DivergedError(ShakedownError):
-    """The loss or its gradient is no number any more: training on would be in vain."""
-
-    exit_code = ExitCode.FAIL
+from shakedown.training.postmortem import checked
 
 
 class Trainer:
@@ -58,7 +51,7 @@ class Trainer:
             True when all steps are done, False when it was asked to stop and the state is saved.
 
         Raises:
-            DivergedError: the loss is not finite.
+            DivergedError: the loss is not finite; each rank's batch is saved.
             StorageError: a file system is full or failed.
         """
         try:
@@ -109,7 +102,7 @@ class Trainer:
             self._algorithm.synchronise(step)
         sums = context.ranks.sum({**result.sums, "_stop": float(context.stop.requested)})
         stopping = sums.pop("_stop") > 0
-        row = {"step": step, **finite(step, sums | values)}
+        row = {"step": step, **checked(context, sums | values)}
         if step == config.steps:
             row |= self._evaluate(step)
         row |= self._meter.columns(row)
@@ -202,19 +195,3 @@ def cleanup() -> None:
     """The last collective of every rank."""
     dist.barrier()
     dist.destroy_process_group()
-
-
-def finite(step: int, values: Mapping[str, float]) -> dict[str, float]:
-    """Rounded for reading: nine digits are more than float32 has.
-
-    Raises:
-        DivergedError: a number is NaN or infinite.
-    """
-    broken = [name for name, value in values.items() if not math.isfinite(value)]
-    if broken:
-        raise DivergedError(
-            f"step {step}: {', '.join(broken)} is not a finite number",
-            hint="lower optimizer.lr or raise optimizer.warmup_steps; "
-            "the last checkpoint is from before this step",
-        )
-    return {name: float(f"{value:.9g}") for name, value in values.items()}

@@ -120,8 +120,8 @@ class Completion:
     """One continuation.
 
     `logprobs` are natural logarithms, one a token; the end-of-sequence token counts as sampled.
-    `finish` is `stop` or `length`; `cached_tokens` says how many prompt tokens came from the
-    prefix cache (None: the engine does not tell).
+    `finish` is `stop` or `length`, or `abort` when it was interrupted; `cached_tokens` says how
+    many prompt tokens came from the prefix cache (None: the engine does not tell).
     """
 
     tokens: list[int]
@@ -174,6 +174,13 @@ class TokenEngine(Engine):
     @abstractmethod
     def update_weights(self, folder: str) -> list[Request]:
         """Requests, in order, that load a Hugging Face folder and forget cached prefixes."""
+
+    @abstractmethod
+    def interrupt(self) -> list[Request]:
+        """Requests, in order, that end what is being generated; new requests are served again.
+
+        The requests that are ended answer with the tokens so far and `finish` `abort`.
+        """
 
     @abstractmethod
     def update_fault(self, request: Request, reply: Any) -> str:

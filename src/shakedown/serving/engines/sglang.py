@@ -80,14 +80,16 @@ class SglangEngine(TokenEngine):
 
     def _completion(self, row: Any) -> Completion:
         meta = row["meta_info"]
-        places = meta["output_token_logprobs"]
         finish = meta.get("finish_reason")
+        kind = str(finish["type"] if isinstance(finish, dict) else finish)
+        # Aborted before its first token, a sample may have no log-probabilities at all.
+        places = meta.get("output_token_logprobs", [] if kind == "abort" else None)
         cached = meta.get("cached_tokens")
         return Completion(
             tokens=[int(place[1]) for place in places],
             logprobs=[float(place[0]) for place in places],
             text=row["text"],
-            finish=str(finish["type"] if isinstance(finish, dict) else finish),
+            finish=kind,
             cached_tokens=None if cached is None else int(cached),
         )
 
@@ -111,6 +113,9 @@ class SglangEngine(TokenEngine):
 
     def update_weights(self, folder: str) -> list[Request]:
         return [Request(_UPDATE, {"model_path": folder, "flush_cache": True})]
+
+    def interrupt(self) -> list[Request]:
+        return [Request("/abort_request", {"rid": "", "abort_all": True})]
 
     def update_fault(self, request: Request, reply: Any) -> str:  # noqa: ARG002
         if isinstance(reply, dict) and reply.get("success") is True:

@@ -86,7 +86,7 @@ class VllmEngine(TokenEngine):
             return [
                 Completion(
                     tokens=[int(token) for token in row["token_ids"]],
-                    logprobs=[float(value) for value in row["logprobs"]["token_logprobs"]],
+                    logprobs=[float(value) for value in _sampled_logprobs(row)],
                     text=row["text"],
                     finish=str(row["finish_reason"]),
                     cached_tokens=cached,
@@ -124,6 +124,10 @@ class VllmEngine(TokenEngine):
             Request(_RESET),
         ]
 
+    def interrupt(self) -> list[Request]:
+        # The pause waits until nothing runs, so that no block of the cache is held afterwards.
+        return [Request("/pause?mode=abort"), Request("/resume")]
+
     def update_fault(self, request: Request, reply: Any) -> str:
         if request.path == _RESET:
             done = isinstance(reply, dict) and reply.get("success")
@@ -132,6 +136,14 @@ class VllmEngine(TokenEngine):
         if not results or not all(isinstance(each, dict) for each in results):
             return f"the workers did not say what they loaded: {str(reply)[:200]}"
         return "; ".join(str(each["error"]) for each in results if "error" in each)
+
+
+def _sampled_logprobs(row: Any) -> list[Any]:
+    """A choice that was aborted before its first token has no log-probabilities at all."""
+    if row["logprobs"] is None and not row["token_ids"]:
+        return []
+    found: list[Any] = row["logprobs"]["token_logprobs"]
+    return found
 
 
 def _small_machine(cores: int) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """GRPO: rollout batches in, clipped policy updates, new weights out."""
 
 import time
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,12 +22,16 @@ from shakedown.training.context import Context, StopRequestedError
 from shakedown.training.data.batch import TokenBatch, take_rows
 from shakedown.training.rollout.batch import RolloutBatch
 from shakedown.training.rollout.exchange import Exchange
+from shakedown.training.rollout.recording import Recorder, read_step
 
 WAITING_LINE_SECONDS = 10.0
 
 
 class Grpo:
-    """Takes the batch of each step from the exchange and publishes the weights after it."""
+    """Takes the batch of each step from the exchange and publishes the weights after it.
+
+    In a replay it takes recorded batches, and nobody wants the weights.
+    """
 
     def __init__(self, context: Context) -> None:
         if context.job.config.grpo is None:
@@ -34,6 +39,9 @@ class Grpo:
         self._context = context
         self._settings: GrpoConfig = context.job.config.grpo
         self._exchange = Exchange(context.job.attempt.exchange)
+        self._replay = Path(context.job.replay) if context.job.replay else None
+        records = self._settings.record and self._replay is None and context.engine.rank == 0
+        self._recorder = Recorder(context.job.paths.rollouts) if records else None
         self._policy = PolicyUpdate(
             context.engine,
             context.ranks,
@@ -48,14 +56,17 @@ class Grpo:
 
     def begin(self, done: int) -> None:
         """The server starts with the input model: after a resume it needs the newer weights."""
+        if self._recorder:
+            self._recorder.keep_until(done)
         if done:
             self.synchronise(done)
 
     def step(self, step: int) -> StepResult:
         began = time.monotonic()
         rollouts = self._wait(step)
+        check_vocabulary(rollouts, self._context.engine.model_config)
         fetched = time.monotonic()
-        batch = token_batch(
+        batch = self._context.batch = token_batch(
             rollouts,
             pad=self._context.engine.tokenizer.pad_token_id,
             advantage=self._settings.advantage,
@@ -70,6 +81,8 @@ class Grpo:
 
     def synchronise(self, step: int, /) -> float:
         context, began = self._context, time.monotonic()
+        if self._replay is not None:
+            return 0.0
         context.beat("weight_sync")
         weights = context.engine.gather()
         if context.engine.rank == 0:
@@ -79,18 +92,23 @@ class Grpo:
         return time.monotonic() - began
 
     def finish(self) -> None:
-        if self._context.engine.rank == 0:
+        if self._context.engine.rank == 0 and self._replay is None:
             self._exchange.finish_trainer()
 
     def _wait(self, step: int) -> RolloutBatch:
         """The step's batch; rank 0 waits and says so, the others follow its decision."""
         self._context.faults.at("data", step)
+        if self._replay is not None:
+            self._context.beat("data")
+            return read_step(self._replay, step)
         received: list[RolloutBatch] = []
         decision = self._context.lead(
             f"batch-{step}", lambda: self._await(step, received), phase="rollout_wait"
         )
         if decision == "stop":
             raise StopRequestedError
+        if self._recorder:
+            self._recorder.keep(self._exchange.batch_path(step), step)
         if received:
             return received[0]
         # A network file system may show the file to this rank a little later.
@@ -179,6 +197,21 @@ def token_batch(
     share = token_shares(batch.mask, counted, level=level)
     extra = {**batch.extra, "share": share, "place": place}
     return TokenBatch(batch.tokens, batch.lengths, batch.mask, extra)
+
+
+def check_vocabulary(rollouts: RolloutBatch, config: object) -> None:
+    """Refuse tokens that the model has no embedding for, with a sentence and not a crash.
+
+    Raises:
+        BlockedError: the batch holds such tokens.
+    """
+    size = getattr(config, "vocab_size", None)
+    if size is not None and not ((rollouts.tokens >= 0) & (rollouts.tokens < size)).all():
+        raise BlockedError(
+            f"the batch of step {rollouts.step} holds tokens outside of the model's vocabulary "
+            f"of {size}",
+            hint="another model wrote it: compare the trainer's model and the server's",
+        )
 
 
 def _lengths(tokens: torch.Tensor, mask: torch.Tensor, *, pad: int) -> torch.Tensor:

@@ -60,7 +60,7 @@ class Sft:
         began = time.monotonic()
         context.beat("data")
         context.faults.at("data", step)
-        batch = self._batch()
+        batch = context.batch = self._batch()
         parts = rank_share(
             batch,
             rank=engine.data_rank,

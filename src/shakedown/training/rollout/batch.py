@@ -27,17 +27,36 @@ _ARRAYS: dict[str, tuple[type[np.generic], int]] = {
 }
 
 
-_DAMAGED = (OSError, EOFError, KeyError, TypeError, ValueError, UsageError, BadZipFile, zlib.error)
+# What reading a file of any content may raise; MemoryError: a header may claim any size.
+_DAMAGED = (
+    OSError,
+    EOFError,
+    LookupError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    ArithmeticError,
+    MemoryError,
+    NotImplementedError,
+    RuntimeError,
+    UsageError,
+    BadZipFile,
+    zlib.error,
+)
+_TOKEN_VERSIONS = "token_versions"
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
     """N sequences of at most T tokens, for training step `step` (from 1).
 
-    `versions` [N]: the weights that wrote the sequence. `tokens` [N, T]: prompt and completion,
-    padded on the right. `loss_mask` [N, T]: True on sampled tokens, the end of sequence included.
+    `versions` [N]: the weights that wrote the sequence, of several the oldest. `tokens` [N, T]:
+    prompt and completion, padded on the right. `loss_mask` [N, T]: True on sampled tokens, the end
+    of sequence included.
     `logprobs` [N, T]: the engine's natural logarithms of sampled tokens, else 0. `rewards` [N].
     `groups` [N]: samples of one prompt share a number. `stats`: finite numbers about the making.
+    `token_versions` [N, T]: the weights that wrote each sampled token, else -1; None: `versions`
+    holds for all tokens of a sequence.
     """
 
     step: int
@@ -48,6 +67,7 @@ class RolloutBatch:
     rewards: NDArray[np.float32]
     groups: NDArray[np.int64]
     stats: Mapping[str, float] = field(default_factory=dict)
+    token_versions: NDArray[np.int64] | None = None
 
     def check(self) -> None:
         """Raise UsageError where shapes, kinds or numbers do not fit together."""
@@ -62,11 +82,26 @@ class RolloutBatch:
                 )
         if not rows:
             raise UsageError(f"batch {self.step} has no sequences")
+        self._check_token_versions()
         numbers = [self.rewards, self.logprobs, np.array(list(self.stats.values()), dtype=float)]
         if not all(np.isfinite(each).all() for each in numbers):
             raise UsageError(
                 f"batch {self.step} holds rewards, logprobs or stats that are no numbers"
             )
+
+    def _check_token_versions(self) -> None:
+        """The oldest token of every sequence is what `versions` says."""
+        found = self.token_versions
+        if found is None:
+            return
+        if found.dtype != np.int64 or found.shape != self.tokens.shape:
+            raise UsageError(
+                f"batch {self.step}: token_versions is {found.dtype}{list(found.shape)}, "
+                f"expected int64{list(self.tokens.shape)}"
+            )
+        oldest = np.where(self.loss_mask, found, np.iinfo(np.int64).max).min(1)
+        if ((oldest != self.versions) & self.loss_mask.any(1)).any():
+            raise UsageError(f"batch {self.step}: versions are not the oldest of token_versions")
 
 
 def write_batch(batch: RolloutBatch, path: Path) -> None:
@@ -78,6 +113,8 @@ def write_batch(batch: RolloutBatch, path: Path) -> None:
     """
     batch.check()
     arrays = {name: getattr(batch, name) for name in _ARRAYS}
+    if batch.token_versions is not None:
+        arrays[_TOKEN_VERSIONS] = batch.token_versions
     arrays["step"] = np.array(batch.step, dtype=np.int64)
     stats = json.dumps(dict(batch.stats), allow_nan=False).encode()
     arrays["stats"] = np.frombuffer(stats, dtype=np.uint8)

@@ -1,7 +1,5 @@
 """From a prompt to a rewarded group of samples, and from groups to a training batch."""
 
-import asyncio
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +9,13 @@ import numpy as np
 
 from shakedown.agents.reward_pool import RewardFailure
 from shakedown.config import GrpoConfig
-from shakedown.errors import BlockedError, ExitCode, ShakedownError
+from shakedown.errors import ExitCode, ShakedownError
 from shakedown.serving.client import Client
 from shakedown.serving.engines import Completion
 from shakedown.training.data import Row, epoch_order
 from shakedown.training.data.encode import encode_prompt
 from shakedown.training.rollout.batch import RolloutBatch, finite
+from shakedown.training.rollout.generation import Generation, PiecedCompletion, token_versions
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Group:
-    """Rewarded samples of one prompt, written by weights of one version.
+    """Rewarded samples of one prompt; `version` wrote them, or the oldest of their tokens.
 
     `seconds`: generation. `failed`: samples that got no reward and are left out.
     """
@@ -87,14 +86,16 @@ class Episodes:
         scorer: Scorer,
         settings: GrpoConfig,
         version: Callable[[], int],
+        *,
+        newest: Callable[[], int] | None = None,
+        vocabulary: int | None = None,
     ) -> None:
-        self._client, self._tokenizer, self._scorer = client, tokenizer, scorer
-        self._settings, self._version = settings, version
+        self._tokenizer, self._scorer, self._settings = tokenizer, scorer, settings
+        self._generation = Generation(
+            client, settings, version, newest=newest, vocabulary=vocabulary
+        )
         self.failures: Counter[str] = Counter()
         self._failed_in_row = 0
-        self._generating = 0
-        self._open, self._idle = asyncio.Event(), asyncio.Event()
-        self._open.set()
 
     def check(self) -> None:
         """Tell a reward function that never works from one that some texts are too much for.
@@ -110,34 +111,27 @@ class Episodes:
             )
 
     async def pause(self, within: float) -> None:
-        """Start no generation, and wait for those in flight; rewards may still be computed.
+        """Start no generation, and let none be in flight; rewards may still be computed.
 
         Raises:
             BlockedError: some were still in flight after `within` seconds.
+            ServerError: the server cannot be interrupted.
         """
-        self._open.clear()
-        try:
-            async with asyncio.timeout(within):
-                while self._generating:
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            raise BlockedError(
-                f"{self._generating} generations were still in flight after {within:.0f} s"
-            ) from None
+        await self._generation.pause(within)
 
     def resume(self) -> None:
         """Let generations start again."""
-        self._open.set()
+        self._generation.resume()
 
     async def run_group(self, prompt: Prompt) -> Group:
         """All samples of a prompt in one request: they share its prefill.
 
         Raises:
-            ServerError: the server did not answer.
+            ServerError: the server did not answer, or with what cannot be trained on.
             BadRewardError: fewer than two samples have a reward, so that nothing can be compared.
         """
-        completions, version, seconds = await self._generated(prompt)
+        answers = await self._generation.answers(prompt.tokens)
+        completions = answers.completions
         texts = [self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
         results = await self._scorer.score(texts, prompt.answer)
         good: list[tuple[Completion, float]] = []
@@ -152,24 +146,7 @@ class Episodes:
         if len(good) < 2:
             raise BadRewardError(f"{len(faults)} of {len(results)} samples: {faults[0]}")
         kept, rewards = [each for each, _ in good], [reward for _, reward in good]
-        return Group(prompt, kept, rewards, version, seconds, len(faults))
-
-    async def _generated(self, prompt: Prompt) -> tuple[Sequence[Completion], int, float]:
-        """Samples, the version of the weights that wrote them, and the seconds it took."""
-        await self._open.wait()
-        self._generating += 1
-        began, version = time.monotonic(), self._version()
-        try:
-            completions = await self._client.generate(
-                prompt.tokens,
-                max_tokens=self._settings.max_tokens,
-                temperature=self._settings.temperature,
-                samples=self._settings.group_size,
-            )
-        finally:
-            self._generating -= 1
-            self._idle.set()
-        return completions, version, time.monotonic() - began
+        return Group(prompt, kept, rewards, answers.version, answers.seconds, len(faults))
 
     def _note(self, failure: RewardFailure, text: str) -> None:
         """Say each cause once: the text shows what the reward could not bear."""
@@ -184,11 +161,13 @@ def to_batch(
 ) -> RolloutBatch:
     """Groups as arrays, padded on the right; sequences of one group stand together."""
     rows = [(number, group, c) for number, group in enumerate(groups) for c in group.completions]
+    pieced = any(isinstance(c, PiecedCompletion) for _, _, c in rows)
     longest = max(len(group.prompt.tokens) + len(c.tokens) for _, group, c in rows)
     shape = (len(rows), longest)
     tokens = np.full(shape, pad, dtype=np.int64)
     mask = np.zeros(shape, dtype=np.bool_)
     logprobs = np.zeros(shape, dtype=np.float32)
+    versions = np.full(shape, -1, dtype=np.int64)
     for row, (_, group, completion) in enumerate(rows):
         begin = len(group.prompt.tokens)
         end = begin + len(completion.tokens)
@@ -196,16 +175,21 @@ def to_batch(
         tokens[row, begin:end] = completion.tokens
         mask[row, begin:end] = True
         logprobs[row, begin:end] = completion.logprobs
+        versions[row, begin:end] = token_versions(completion, group.version)
     rewards = [reward for group in groups for reward in group.rewards]
     return RolloutBatch(
         step=step,
-        versions=np.array([group.version for _, group, _ in rows], dtype=np.int64),
+        versions=np.array(
+            [min(token_versions(c, group.version), default=group.version) for _, group, c in rows],
+            dtype=np.int64,
+        ),
         tokens=tokens,
         loss_mask=mask,
         logprobs=logprobs,
         rewards=np.array(rewards, dtype=np.float32),
         groups=np.array([number for number, _, _ in rows], dtype=np.int64),
         stats=finite({**group_stats(groups), **stats}),
+        token_versions=versions if pieced else None,
     )
 
 
@@ -221,6 +205,11 @@ def group_stats(groups: Sequence[Group]) -> dict[str, float]:
         "flat_group_share": sum(flat) / len(groups),
         "group_reward_max": max(solved),
         "failed_episodes": float(sum(g.failed for g in groups)),
+        # Samples that a weight update interrupted, so that several versions wrote them.
+        "mixed_version_share": sum(
+            isinstance(c, PiecedCompletion) and len(set(c.versions)) > 1 for c in completions
+        )
+        / len(completions),
         "group_seconds_mean": sum(g.seconds for g in groups) / len(groups),
         "group_seconds_max": max(g.seconds for g in groups),
     }

@@ -32,7 +32,7 @@ from shakedown.training.checkpoint import find
 from shakedown.training.data import load_rows
 from shakedown.training.endings import INTERRUPTED
 from shakedown.training.fingerprint import fingerprint
-from shakedown.training.huggingface import read_tokenizer
+from shakedown.training.huggingface import read_config, read_tokenizer
 from shakedown.training.job import StageJob, read_job
 from shakedown.training.rollout.episodes import (
     Episodes,
@@ -93,6 +93,7 @@ async def orchestrate(job: StageJob) -> None:
     heartbeat.beat(phase="init")
     engine = get_token_engine(job.engine)
     tokenizer = read_tokenizer(Path(job.model))
+    vocabulary = getattr(read_config(Path(job.model)), "vocab_size", None)
     prompts = encode_prompts(load_rows(job.train), tokenizer)
     wait = Wait(
         job.config.start_timeout,
@@ -110,7 +111,7 @@ async def orchestrate(job: StageJob) -> None:
         sync = WeightSync(client, probe, dtype=job.dtype, initial=Path(job.model))
         await sync.begin()
         orchestrator = Orchestrator(
-            Parts(job, settings, client, sync, heartbeat, prompts, tokenizer)
+            Parts(job, settings, client, sync, heartbeat, prompts, tokenizer, vocabulary)
         )
         await orchestrator.run()
 
@@ -161,6 +162,7 @@ class Parts:
     heartbeat: Heartbeat
     prompts: Sequence[Prompt]
     tokenizer: Any
+    vocabulary: int | None
 
 
 class Orchestrator:
@@ -178,7 +180,13 @@ class Orchestrator:
         self._sync_seconds = 0.0
         self._rewards = RewardPool(job.reward, job.reward_limits)
         self._episodes = Episodes(
-            self._client, tokenizer, self._rewards, self._settings, lambda: self._version
+            self._client,
+            tokenizer,
+            self._rewards,
+            self._settings,
+            lambda: self._version,
+            newest=self._exchange.latest_version,
+            vocabulary=parts.vocabulary,
         )
         rule, groups = _rule(job, self._settings), job.config.batch_size
         self._controller: RolloutController[Prompt, Group] = RolloutController(
@@ -249,7 +257,7 @@ class Orchestrator:
             await asyncio.sleep(_POLL_SECONDS)
 
     async def _load_newest(self) -> None:
-        """No generation is in flight meanwhile: every sample is of one version."""
+        """No generation is in flight meanwhile: every token is of one version."""
         limit = self._settings.weight_update_timeout
         self._controller.pause()
         self._syncing = True
