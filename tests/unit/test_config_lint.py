@@ -49,7 +49,13 @@ def test_every_engine_has_a_row_of_dimensions() -> None:
 
 @pytest.mark.parametrize(
     ("allocation", "world"),
-    [("megatron:d2p1t8", 16), ("megatron:d2t1p1", 2), ("fsdp:d4", 4), ("fsdp:d4t1p1", 4)],
+    [
+        ("megatron:d2p1t8", 16),
+        ("megatron:d2t1p1", 2),
+        ("fsdp:d4", 4),
+        ("fsdp:d2t2", 4),
+        ("fsdp:d4t1p1", 4),
+    ],
 )
 def test_an_allocation_that_an_engine_can_do_is_sound(
     tmp_path: Path, allocation: str, world: int

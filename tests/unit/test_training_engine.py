@@ -1,5 +1,6 @@
-"""The FSDP engine on one rank against plain transformers."""
+"""The FSDP engine on one rank against plain transformers; its options and refusals."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,18 +8,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
+from transformers import GPT2Config, LlamaConfig, Qwen3ForCausalLM
 
-from shakedown.config import OptimizerConfig
-from shakedown.errors import StorageError, UsageError
-from shakedown.training import huggingface
+from shakedown.config import OptimizerConfig, StageConfig
+from shakedown.errors import ConfigError, StorageError, UsageError
+from shakedown.training import huggingface, worker
 from shakedown.training.algorithms.sft import negative_log_likelihood
 from shakedown.training.data import Row
 from shakedown.training.data.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.data.encode import encode_prompt, encode_rows
 from shakedown.training.demo import write_model
-from shakedown.training.engines.base import LossPart, Scores
+from shakedown.training.engines import tensor_parallel
+from shakedown.training.engines.base import EngineOptions, LossPart, Scores
 from shakedown.training.engines.fsdp import FsdpEngine
+from shakedown.training.engines.fsdp_model import decoder_layers
 from shakedown.training.evaluate import Evaluator
+from shakedown.training.job import StageJob
 
 OPTIMIZER = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5)
 CPU = torch.device("cpu")
@@ -218,6 +224,150 @@ def test_a_model_folder_that_cannot_be_used_is_named(tmp_path: Path, damage: str
 
     with pytest.raises(UsageError, match=str(folder)):
         FsdpEngine.build(folder, optimizer=OPTIMIZER, dtype="float32", device=CPU)
+
+
+SETTINGS: dict[str, Any] = {"optimizer": OPTIMIZER, "dtype": "float32", "device": CPU}
+
+
+def _layer_passes(engine: FsdpEngine) -> int:
+    """Forward passes of the first layer in one forward_backward."""
+    passes: list[int] = []
+    layer = engine._model.model.layers[0].input_layernorm
+    handle = layer.register_forward_hook(lambda *_: passes.append(1))
+    engine.forward_backward([_batch()], _loss(11))
+    handle.remove()
+    return len(passes)
+
+
+def test_activation_checkpointing_computes_layers_twice_and_the_same(folder: Path) -> None:
+    found = []
+    for on in (False, True):
+        options = EngineOptions(activation_checkpointing=on)
+        engine = FsdpEngine.build(folder, **SETTINGS, options=options)
+        found.append((_layer_passes(engine), engine.step()))
+
+    assert [passes for passes, _ in found] == [1, 2]
+    assert found[0][1] == found[1][1]
+
+
+def test_activation_checkpointing_of_a_model_without_it_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Qwen3ForCausalLM, "supports_gradient_checkpointing", False)
+
+    with pytest.raises(ConfigError, match="activation_checkpointing: model type 'qwen3' has none"):
+        FsdpEngine.build(folder, **SETTINGS, options=EngineOptions(activation_checkpointing=True))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch.compile's own
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+def test_compiled_layers_take_the_same_steps(folder: Path) -> None:
+    compiled = FsdpEngine.build(folder, **SETTINGS, options=EngineOptions(compile=True))
+    plain = FsdpEngine.build(folder, **SETTINGS)
+    before = dict(counters["stats"])
+
+    found = [_two_losses(engine) for engine in (compiled, plain)]
+
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == before.get("unique_graphs", 0) + 1
+    assert compiled.gather().keys() == plain.gather().keys()
+
+
+def _two_losses(engine: FsdpEngine) -> list[float]:
+    """Before and after an update, on batches of different widths."""
+    narrow = pad_rows([[n, 5, 6, 7] for n in range(4, 8)], [3, 3, 3, 2], pad=0)
+    losses = []
+    for batch in (_batch(), narrow):
+        losses.append(engine.forward_backward([batch], _loss(11))["loss"])
+        engine.step()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("named", "told"), [("", r"g\+\+ is not found"), ("no-compiler", "no-compiler is not found")]
+)
+def test_compile_without_a_compiler_is_refused_before_the_first_step(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, told: str
+) -> None:
+    monkeypatch.setenv("CXX", named)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(ConfigError, match=f"compile: .*{told}"):
+        FsdpEngine.build(folder, **SETTINGS, options=EngineOptions(compile=True))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"d": 2}, "d2t1 has 2 ranks, but 1 run"),
+        ({"t": 2}, "d1t2 has 2 ranks, but 1 run"),
+        ({"d": 1, "t": 4}, "t4 does not divide the model's 2 key-value heads"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(folder: Path, sizes: dict[str, int], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        FsdpEngine.build(folder, **SETTINGS, sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    ("config", "t", "told"),
+    [
+        (GPT2Config(), 2, "cannot split model type 'gpt2'.*llama, qwen2, qwen3"),
+        (LlamaConfig(), 3, "32 key-value heads\n.*one of 1, 2"),
+        (
+            LlamaConfig(hidden_size=96, num_attention_heads=6, num_key_value_heads=2),
+            4,
+            "2 key-value",
+        ),
+        (LlamaConfig(intermediate_size=33), 2, "t2 does not divide the model's 33 MLP columns"),
+    ],
+)
+def test_a_cut_that_no_plan_fits_is_refused(config: Any, t: int, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        tensor_parallel.check(config, t)
+
+
+def test_compile_is_refused_with_tensor_ranks(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="compile: not together with t2"):
+        FsdpEngine.build(folder, **SETTINGS, sizes={"t": 2}, options=EngineOptions(compile=True))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=11),
+        LlamaConfig(num_hidden_layers=3, hidden_size=8, num_attention_heads=2, intermediate_size=8),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_decoder_layers_are_found_under_any_name(config: Any) -> None:
+    layers = decoder_layers(huggingface.empty_model(config))
+
+    assert len(layers) == 3
+    assert not any(isinstance(layer, torch.nn.Embedding) for layer in layers)
+
+
+def test_one_tensor_rank_fits_every_model() -> None:
+    tensor_parallel.check(GPT2Config(), 1)
+
+
+def test_the_options_of_a_stage_reach_its_engine(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a worker up to its engine, without what it does to this process."""
+    stage = StageConfig(
+        algorithm="sft", allocation="fsdp:d1", steps=1, batch_size=1, optimizer=OPTIMIZER
+    ).model_copy(update={"compile": True})
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    for name, value in {**rank, "MASTER_ADDR": "", "MASTER_PORT": "", "CXX": "no-compiler"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("install", "_stop_on_signals", "_join"):
+        monkeypatch.setattr(worker, name, lambda *_: None)
+    root = str(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"compile: .*no-compiler is not found"):
+        worker.run(StageJob("sft", stage, str(folder), "float32", "", "", "", 0, 1, root, root))
 
 
 def test_rows_longer_than_the_model_are_left_out(engine: FsdpEngine) -> None:

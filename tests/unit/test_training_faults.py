@@ -79,7 +79,7 @@ def test_an_allocation_names_its_engine() -> None:
     ("allocation", "message"),
     [
         ("vllm:d2", "no training engine 'vllm'"),
-        ("fsdp:d2t2", r"cannot split over t.*\n.*fsdp:d4"),
+        ("fsdp:d2c2", r"cannot split over c.*\n.*fsdp:d4"),
         ("megatron:d2c2", r"cannot split over c; it has d, p, t"),
         ("megatron:(attn:d2|ffn:e2)", r"dense models, without experts"),
     ],

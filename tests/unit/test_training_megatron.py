@@ -18,7 +18,7 @@ from shakedown.errors import ConfigError, StorageError
 from shakedown.training import huggingface
 from shakedown.training.conversion import read_shape
 from shakedown.training.demo import write_model
-from shakedown.training.engines.base import LossPart
+from shakedown.training.engines.base import EngineOptions, LossPart
 from shakedown.training.engines.megatron_cpu import calls
 from shakedown.training.engines.megatron_model import build_model, join_groups
 from shakedown.training.engines.vocabulary import score_logits
@@ -308,6 +308,13 @@ def test_an_allocation_that_does_not_fit_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=told):
         build(folders["qwen3"], allocation)
+
+
+def test_options_that_megatron_does_not_have_are_refused(folders: dict[str, Path]) -> None:
+    options = EngineOptions(activation_checkpointing=True, compile=True)
+
+    with pytest.raises(ConfigError, match="activation_checkpointing, compile: the megatron engine"):
+        build(folders["qwen3"], "megatron:d1", options=options)
 
 
 def test_torch_is_as_it_was_after_a_call_that_failed() -> None:

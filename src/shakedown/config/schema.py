@@ -157,6 +157,8 @@ class StageConfig(Section):
     optimizer: OptimizerConfig
     nodes: Positive = 1
     micro_batch_size: Positive | None = None
+    activation_checkpointing: bool = False
+    compile: bool = False
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
     eval_samples: NonNegative = 400

@@ -23,6 +23,7 @@ from shakedown.hang.hook import install
 from shakedown.training.context import Context
 from shakedown.training.coordination import Ranks
 from shakedown.training.engines import engine_class, engine_sizes
+from shakedown.training.engines.base import EngineOptions
 from shakedown.training.faults import Injector
 from shakedown.training.job import StageJob, read_job
 from shakedown.training.stopping import StopFlag
@@ -74,6 +75,7 @@ def run(job: StageJob) -> int:
         dtype=job.dtype,
         device=device,
         sizes=sizes,
+        options=EngineOptions(job.config.activation_checkpointing, job.config.compile),
     )
     store = dist.distributed_c10d._get_default_store()
     context = Context(job, engine, Ranks(store, device=device), heartbeat, faults, stop)

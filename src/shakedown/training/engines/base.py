@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from shakedown.config import OptimizerConfig
+from shakedown.errors import ConfigError
 from shakedown.training.data.batch import TokenBatch
 
 # For a checkpoint that cannot be read.
@@ -43,6 +44,36 @@ class LossPart:
     sums: Mapping[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a stage wants its model computed, beside its numbers.
+
+    Attributes:
+        activation_checkpointing: keep only each layer's input, compute the rest again backward.
+        compile: run each layer through torch.compile.
+    """
+
+    activation_checkpointing: bool = False
+    compile: bool = False
+
+
+NO_OPTIONS = EngineOptions()
+
+
+def refuse_options(engine: str, options: EngineOptions) -> None:
+    """For an engine that has none of them.
+
+    Raises:
+        ConfigError: one is set.
+    """
+    wanted = sorted(name for name, value in vars(options).items() if value)
+    if wanted:
+        raise ConfigError(
+            f"{', '.join(wanted)}: the {engine} engine does not have it",
+            hint=f"set {' and '.join(wanted)} to false, or use an fsdp allocation",
+        )
+
+
 # (scores, micro batch, index of the micro batch on this rank) -> its part of the loss
 LossFunction = Callable[[Scores, TokenBatch, int], LossPart]
 
@@ -74,6 +105,7 @@ class Engine(Protocol):
         dtype: str,
         device: torch.device,
         sizes: Mapping[str, int] | None = None,
+        options: EngineOptions = NO_OPTIONS,
     ) -> "Engine":
         """(collective) Load a Hugging Face folder and spread it over the process group.
 
@@ -84,7 +116,8 @@ class Engine(Protocol):
             sizes: ranks by dimension of the allocation; None: all ranks are over the data.
 
         Raises:
-            UsageError: the folder is missing or holds no readable model.
+            UsageError: the folder is missing or holds no readable model; or the engine cannot
+                cut it like that, or lacks one of the options.
         """
 
     def forward_backward(

@@ -1,4 +1,7 @@
-"""FSDP2 (`fully_shard`): parameters, gradients and optimizer state spread over all ranks."""
+"""FSDP2 (`fully_shard`): parameters, gradients and optimizer state spread over all ranks.
+
+Over `t` ranks each layer is cut by tensor parallelism beforehand, over `d` FSDP shards the rest.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,30 +16,49 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from shakedown.config import OptimizerConfig
 from shakedown.errors import StorageError
 from shakedown.training import huggingface
 from shakedown.training.data.batch import TokenBatch
-from shakedown.training.engines.base import UNREADABLE_HINT, LossFunction, Scores
+from shakedown.training.engines.base import (
+    NO_OPTIONS,
+    UNREADABLE_HINT,
+    EngineOptions,
+    LossFunction,
+    Scores,
+)
+from shakedown.training.engines.fsdp_model import (
+    check_plan,
+    join_mesh,
+    local_part,
+    spread,
+    whole_over_tensor_ranks,
+)
 from shakedown.training.engines.schedule import learning_rate
-
-# Below this many parameters one unit is gathered at once: one collective instead of one a layer.
-ONE_UNIT_PARAMETERS = 50_000_000
 
 
 class FsdpEngine:
-    """A causal language model under FSDP2 with AdamW; world size 1 takes the same path."""
+    """A causal language model under FSDP2 with AdamW."""
 
     def __init__(
-        self, model: Any, *, source: Path, optimizer: OptimizerConfig, dtype: str, device: Any
+        self,
+        model: Any,
+        *,
+        source: Path,
+        optimizer: OptimizerConfig,
+        dtype: str,
+        device: Any,
+        sizes: Mapping[str, int] | None,
+        options: EngineOptions,
     ) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.data_rank, self.data_world_size = self.rank, self.world_size
         self.device = torch.device(device)
+        mesh = join_mesh(self.device, sizes)
+        self.data_rank, self.data_world_size = mesh.get_local_rank("d"), mesh["d"].size()
+        self._leads_data_rank = mesh.get_local_rank("t") == 0
         self.source = source
         self.dtype = dtype
         self.model_config = model.config
@@ -44,7 +66,7 @@ class FsdpEngine:
         self.updates = 0
         self.entropy_gradient = False
         self._settings = optimizer
-        self._model = _shard(model, dtype=dtype, device=self.device, world_size=self.world_size)
+        self._model = spread(model, mesh, dtype=dtype, device=self.device, options=options)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -62,11 +84,22 @@ class FsdpEngine:
         optimizer: OptimizerConfig,
         dtype: str,
         device: torch.device,
-        sizes: Mapping[str, int] | None = None,  # noqa: ARG003 - has one dimension, all ranks
+        sizes: Mapping[str, int] | None = None,
+        options: EngineOptions = NO_OPTIONS,
     ) -> "FsdpEngine":
         huggingface.quiet()
+        config, t = huggingface.read_config(model), (sizes or {}).get("t", 1)
+        check_plan(config, t, device, options)
         loaded = huggingface.read_model(model)
-        return cls(loaded, source=model, optimizer=optimizer, dtype=dtype, device=device)
+        return cls(
+            loaded,
+            source=model,
+            optimizer=optimizer,
+            dtype=dtype,
+            device=device,
+            sizes=sizes,
+            options=options,
+        )
 
     def forward_backward(
         self,
@@ -81,16 +114,15 @@ class FsdpEngine:
         for index, batch in enumerate(batches):
             if on_micro_batch is not None:
                 on_micro_batch(index)
-            last = index == len(batches) - 1
-            self._model.set_requires_gradient_sync(last)
-            self._model.set_is_last_backward(last)
+            self._expect(last=index == len(batches) - 1)
             here = batch.to(self.device)
             part = loss(self._score(here, temperature), here, index)
-            # FSDP averages gradients over ranks; the parts are meant to be added.
-            (part.loss * self.world_size).backward()
+            # FSDP averages gradients over data ranks; the parts are meant to be added.
+            (part.loss * self.data_world_size).backward()
             for name, value in {"loss": part.loss.detach(), **part.sums}.items():
                 totals[name] = totals[name] + value if name in totals else value
-        return {name: float(value) for name, value in totals.items()}
+        # Ranks that split one model found the same: one of them counts.
+        return {name: float(v) if self._leads_data_rank else 0.0 for name, v in totals.items()}
 
     def step(self) -> float:
         norm = self._clip()
@@ -163,19 +195,32 @@ class FsdpEngine:
             use_cache=False,
         ).logits
         mask = batch.mask[:, columns]
-        kept = logits[mask].float() / temperature
-        normaliser = kept.logsumexp(-1)
-        chosen = kept.gather(1, batch.tokens[:, columns][mask][:, None])[:, 0]
-        logprobs = chosen - normaliser
+        kept = logits[mask].float()
+        if temperature != 1.0:
+            kept = kept / temperature
+        each = kept.log_softmax(-1)
+        logprobs = each.gather(1, batch.tokens[:, columns][mask][:, None])[:, 0]
         with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
-            shifted = kept - normaliser[:, None]
-            entropy = -(shifted.exp() * shifted).sum(-1)
+            entropy = -(each.exp() * each).sum(-1)
         return Scores(logprobs, entropy)
+
+    def _expect(self, *, last: bool) -> None:
+        """Whether the next backward pass is the last of this step: only that one communicates."""
+        if not isinstance(self._model, FSDPModule):
+            return
+        self._model.set_requires_gradient_sync(last)
+        self._model.set_is_last_backward(last)
+        # Only for the root: layers of a large model give their memory back at once.
+        self._model.set_reshard_after_backward(last, recurse=False)
 
     def _clip(self) -> float:
         """Clip by the global norm with one collective, as each rank holds a slice of every one."""
-        slices = [p.grad.to_local() for p in self._parameters if p.grad is not None]
-        squares = torch.nn.utils.get_total_norm(slices).float() ** 2
+        found = [p for p in self._parameters if p.grad is not None]
+        slices = [local_part(p.grad) for p in found]
+        cut = [s for p, s in zip(found, slices, strict=True) if not whole_over_tensor_ranks(p)]
+        whole = [local_part(p.grad) for p in found if whole_over_tensor_ranks(p)]
+        copies = self.world_size // self.data_world_size
+        squares = _squares(cut) + _squares(whole) / copies
         dist.all_reduce(squares)
         norm = float(squares.sqrt())
         scale = self._settings.max_grad_norm / (norm + 1e-6)
@@ -184,15 +229,9 @@ class FsdpEngine:
         return norm
 
 
-def _shard(model: Any, *, dtype: str, device: torch.device, world_size: int) -> Any:
-    mesh = init_device_mesh(device.type, (world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
-    parameters = sum(p.numel() for p in model.parameters())
-    if parameters >= ONE_UNIT_PARAMETERS:
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    return model
+def _squares(slices: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum of squares, float32."""
+    return torch.nn.utils.get_total_norm(slices).float() ** 2
 
 
 def _first_reason(error: BaseException) -> str:

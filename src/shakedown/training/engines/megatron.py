@@ -17,7 +17,12 @@ from shakedown.training.conversion import read_shape, to_megatron
 from shakedown.training.conversion.rules import with_tied
 from shakedown.training.data.batch import TokenBatch
 from shakedown.training.engines import megatron_cpu as core
-from shakedown.training.engines.base import LossFunction
+from shakedown.training.engines.base import (
+    NO_OPTIONS,
+    EngineOptions,
+    LossFunction,
+    refuse_options,
+)
 from shakedown.training.engines.megatron_model import Forward, build_model, join_groups
 from shakedown.training.engines.megatron_state import (
     WEIGHT,
@@ -75,6 +80,7 @@ class MegatronEngine:
         dtype: str,
         device: torch.device,
         sizes: Mapping[str, int] | None = None,
+        options: EngineOptions = NO_OPTIONS,
         distributed_optimizer: bool | None = None,
     ) -> "MegatronEngine":
         """As `Engine.build`.
@@ -83,8 +89,9 @@ class MegatronEngine:
             distributed_optimizer: None: on GPUs only.
 
         Raises:
-            ConfigError: a kind of model, or a cut of it, that this engine cannot train.
+            ConfigError: a kind of model, a cut of it, or an option that this engine cannot train.
         """
+        refuse_options("megatron", options)
         huggingface.quiet()
         config = huggingface.read_config(model)
         read_shape(config)

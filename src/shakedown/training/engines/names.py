@@ -8,6 +8,6 @@ ENGINES: dict[str, str] = {
 
 # Dimensions of an allocation that an engine can spread a model over.
 DIMENSIONS: dict[str, frozenset[str]] = {
-    "fsdp": frozenset("d"),
+    "fsdp": frozenset("dt"),
     "megatron": frozenset("dtp"),
 }

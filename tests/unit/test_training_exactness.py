@@ -1,0 +1,43 @@
+"""Fifty SFT steps in float32, spread over ranks, against plain transformers and AdamW."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.exactness import assert_exact, engine_losses, plain_losses, write_model
+
+# Each way to spread a model once; `python -m tests.exactness ALLOCATION...` measures others.
+ALLOCATIONS = ["fsdp:d1", "fsdp:d2", "fsdp:d2t2", "megatron:t2"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("exactness") / "model")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[float]:
+    return plain_losses(model)
+
+
+@pytest.fixture(scope="module")
+def found(model: Path) -> dict[str, list[float]]:
+    return engine_losses(model, ALLOCATIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+def test_losses_are_those_of_plain_torch(
+    found: dict[str, list[float]], expected: list[float], allocation: str
+) -> None:
+    assert_exact(found[allocation], expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [0, -1])
+def test_a_loss_that_is_apart_is_told(expected: list[float], step: int) -> None:
+    wrong = list(expected)
+    wrong[step] *= 1.002
+
+    with pytest.raises(AssertionError, match="apart"):
+        assert_exact(wrong, expected)

@@ -1,0 +1,172 @@
+"""FSDP and tensor parallelism on four gloo ranks against one rank."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+from shakedown.training import huggingface
+from shakedown.training.demo import write_model
+from tests.megatron_ranks import build, continued, two_steps
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "vocab_size": 101,  # odd, as the MLP's columns are on each of two ranks
+    "hidden_size": 32,
+    "intermediate_size": 50,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {
+    "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=False),
+    "llama": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+}
+STEPS: list[dict[str, Any]] = [
+    {"name": "qwen3 d2t2", "model": "qwen3", "allocation": "fsdp:d2t2", "save": "d2t2"},
+    {"name": "qwen2 d2t2", "model": "qwen2", "allocation": "fsdp:d2t2"},
+    {"name": "llama d2t2", "model": "llama", "allocation": "fsdp:t2d2"},
+    {"name": "qwen3 d4", "model": "qwen3", "allocation": "fsdp:d4", "save": "d4"},
+    {
+        "name": "qwen3 d2t2 recomputed",
+        "model": "qwen3",
+        "allocation": "fsdp:d2t2",
+        "options": {"activation_checkpointing": True},
+    },
+]
+LOADS: list[dict[str, Any]] = [
+    {"name": "d2t2 on d4", "model": "qwen3", "allocation": "fsdp:d4", "load": "d2t2"},
+    {"name": "d4 on d2t2", "model": "qwen3", "allocation": "fsdp:d2t2", "load": "d4"},
+]
+
+
+def _write(folder: Path, config: Any) -> Path:
+    """A model whose biases and norms are no zeros and ones, with the demo's tokenizer."""
+    write_model(folder, seed=0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for value in model.parameters():
+        if value.dim() == 1:
+            torch.nn.init.normal_(value, mean=1.0, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name, config in CONFIGS.items():
+        _write(root / name, config)
+    return root
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def one_rank(root: Path) -> dict[str, Any]:
+    """Two steps of every model on one rank."""
+    return {name: two_steps(build(root / name, "fsdp:d1")) for name in CONFIGS}
+
+
+@pytest.fixture(scope="module")
+def four_ranks(root: Path) -> dict[str, Any]:
+    """What four processes found, by job, and `counts`."""
+    (root / "plan.json").write_text(json.dumps([*STEPS, *LOADS]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fsdp_ranks", str(root)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = torch.load(root / "results.pt")
+    return found
+
+
+def _assert_same_update(
+    found: Mapping[str, Any], expected: Mapping[str, Any], before: Mapping[str, Any]
+) -> None:
+    """Adam divides by the gradient's size: what is near zero there may turn about.
+
+    So single weights may differ by a tenth of the learning rate of 0.01, and the whole update by
+    a thousandth of its length.
+    """
+    assert found.keys() == expected.keys()
+    apart = torch.cat([(found[k] - expected[k]).detach().flatten() for k in expected])
+    moved = torch.cat([(expected[k] - before[k]).detach().flatten() for k in expected])
+    assert float(apart.abs().max()) < 1e-3
+    assert float(apart.norm() / moved.norm()) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", STEPS, ids=lambda job: job["name"])
+def test_four_ranks_do_the_steps_of_one(
+    root: Path, one_rank: dict[str, Any], four_ranks: dict[str, Any], job: dict[str, Any]
+) -> None:
+    found, expected = four_ranks[job["name"]], one_rank[job["model"]]
+
+    torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=0, atol=1e-5)
+    for step in ("first", "second"):
+        assert found[step] == pytest.approx(expected[step], rel=1e-5)
+    before = huggingface.read_model(root / job["model"]).state_dict()
+    _assert_same_update(found["weights"], expected["weights"], before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", LOADS, ids=lambda job: job["name"])
+def test_a_checkpoint_goes_on_at_another_layout(
+    four_ranks: dict[str, Any], job: dict[str, Any]
+) -> None:
+    found, expected = four_ranks[job["name"]], four_ranks[f"qwen3 {job['load']}"]
+
+    assert all(torch.equal(found["weights"][k], expected["weights"][k]) for k in found["weights"])
+    assert found["second"] == pytest.approx(expected["second"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_two_tensor_ranks_goes_on_on_one(
+    root: Path, four_ranks: dict[str, Any]
+) -> None:
+    engine = build(root / "qwen3", "fsdp:d1")
+
+    found = continued(engine, root / "d2t2")
+
+    assert found["second"] == pytest.approx(four_ranks["qwen3 d2t2"]["second"], rel=1e-5)
+    assert engine.updates == 2
+
+
+@pytest.mark.slow
+def test_micro_batches_before_the_last_add_no_communication(four_ranks: dict[str, Any]) -> None:
+    counts = four_ranks["counts"]
+
+    assert counts["one unit 1"] == {"_allgather_base_": 1, "_reduce_scatter_base_": 1}
+    assert counts["one unit 3"] == counts["one unit 1"]
+    # Layers give their memory back after each use, forward and backward; the rest is gathered once.
+    layers, units = SMALL["num_hidden_layers"], SMALL["num_hidden_layers"] + 1
+    for micro_batches in (1, 3):
+        found = counts[f"layers {micro_batches}"]
+        assert found["_reduce_scatter_base_"] == units
+        assert found["_allgather_base_"] == 1 + micro_batches * 2 * layers
