@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -24,12 +25,11 @@ from shakedown.training.job import StageJob
 from shakedown.training.rollout.batch import RolloutBatch
 from shakedown.training.rollout.exchange import Exchange
 from tests.event_files import points
+from tests.measured import without_measured
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 INTERRUPTED = 75
-# Measured times differ between runs; everything else must not.
-_MEASURED = ("_seconds", "_per_second", "memory_gb", "memory_max_gb", "idle_share")
 SFT: dict[str, Any] = {
     "algorithm": "sft",
     "allocation": "fsdp:d2",
@@ -168,10 +168,6 @@ def uninterrupted(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     stage.kill_rest()
 
 
-def _measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in row.items() if not k.endswith(_MEASURED)} for row in rows]
-
-
 def _assert_drawn(stage: Stage) -> None:
     """TensorBoard shows every row's loss once."""
     drawn = points(stage.paths.tensorboard, "train/loss")
@@ -205,7 +201,7 @@ def test_the_seconds_of_all_phases_add_up_to_each_step(uninterrupted: Stage) -> 
         assert 0 < row["memory_gb"] <= row["memory_max_gb"] < 16
         assert row["tokens_per_second"] > 0
     saved = [row["step"] for row in uninterrupted.rows() if row["checkpoint_seconds"] > 0]
-    assert saved == [4, 7], "a checkpoint counts to the step after it"
+    assert saved == [3, 6, 9]
     evaluated = [row["step"] for row in uninterrupted.rows() if row["eval_seconds"] > 0]
     assert evaluated == [9]
 
@@ -254,18 +250,70 @@ def test_megatron_has_the_losses_of_fsdp_and_resumes_at_another_layout(
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     uninterrupted: Stage, stage: Stage
 ) -> None:
-    fault = {"kind": "kill_rank", "rank": 1, "step": 6}
-    first = stage.run(SFT, fault=fault, sinks=["tensorboard"])
+    seed = time.time_ns() % 1000
+    # Not the first after a checkpoint: rows past it have to be there to be dropped.
+    step = random.Random(seed).choice([5, 6, 8, 9])
+    print(f"killed at step {step}, seed {seed}")
+    first = stage.run(
+        SFT, fault={"kind": "kill_rank", "rank": 1, "step": step}, sinks=["tensorboard"]
+    )
     lost = [row["step"] for row in stage.rows()]
 
     assert stage.run(SFT, sinks=["tensorboard"]) == [0, 0], stage.log(0)
 
     assert first[1] == -signal.SIGKILL
     assert first[0] not in (0, INTERRUPTED)
-    assert lost[-1] > 3, "the rows past the checkpoint have to be there to be dropped"
-    assert "resuming from step_000003" in stage.log(0)
-    assert _measured(stage.rows()) == _measured(uninterrupted.rows())
+    saved = 3 if step < 7 else 6
+    assert lost[-1] > saved
+    assert f"resuming from step_{saved:06d}" in stage.log(0)
+    assert without_measured(stage.rows()) == without_measured(uninterrupted.rows())
     _assert_drawn(stage)
+
+
+# A disk that never answers while the checkpoint of step 6 is flushed to it.
+_STUCK_DISK = """
+import os, time
+
+flush = os.fsync
+
+def fsync(descriptor):
+    if ".writing-step_000006" in os.readlink(f"/proc/self/fd/{descriptor}"):
+        time.sleep(3600)
+    flush(descriptor)
+
+os.fsync = fsync
+"""
+# Blocks of 1 kB; a rank's part of the checkpoint is larger, all else is smaller.
+_FULL_ON_RANK_1 = '[ "$RANK" = 0 ] || ulimit -f 1000; exec "$@"'
+
+
+def test_killed_and_full_disks_during_the_write_beside_the_training_lose_nothing(
+    uninterrupted: Stage, stage: Stage, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_STUCK_DISK, encoding="utf-8")
+    modules = f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    stage.start(SFT, wrapper=("env", modules))
+    stage.wait_until(lambda: stage.paths.metrics.exists() and len(stage.rows()) >= 8)
+    stage.kill_rest()
+    killed = sorted(path.name for path in stage.paths.checkpoints.iterdir())
+
+    stage.start(SFT, wrapper=("bash", "-c", _FULL_ON_RANK_1, "bash"))
+    full = stage.end()
+    said = stage.log(0)
+    kept = sorted(path.name for path in stage.paths.checkpoints.glob("step_*"))
+    last = stage.run(SFT)
+
+    # Training went on for two steps and then waited, to write one checkpoint at a time.
+    assert killed == [".writing-step_000006", "latest", "step_000003"]
+    assert ".writing-step_000006 was cut off before it was whole: removed" in said
+    assert full == [3, 3], said
+    assert "the checkpoint was not written: rank 1: cannot write" in said
+    assert kept == ["step_000003"]
+    assert last == [0, 0], stage.log(0)
+    assert "resuming from step_000003" in stage.log(0)
+    assert without_measured(stage.rows()) == without_measured(uninterrupted.rows())
+    saved = [row["step"] for row in stage.rows() if row["checkpoint_seconds"] > 0]
+    assert saved == [3, 6, 9]
 
 
 def test_sigterm_saves_the_step_in_work_and_another_number_of_ranks_goes_on(
@@ -396,7 +444,7 @@ def test_grpo_on_one_rank_in_micro_batches_has_the_rows_of_two(assets: Path, sta
             Exchange(job.attempt.exchange).publish_batch(batch)
         assert each.end() == [0] * job.world_size, each.log(0)
 
-    two, one = (_measured(each.rows()) for each in (stage, other))
+    two, one = (without_measured(each.rows()) for each in (stage, other))
     assert two[0] == pytest.approx(one[0], rel=1e-5, abs=1e-6)
     assert two[1] == pytest.approx(one[1], rel=5e-3, abs=1e-5)
     assert (two[0]["dropped_share"], two[0]["kl_reference"]) == (pytest.approx(1 / 3), 0.0)
@@ -413,7 +461,7 @@ def test_grpo_on_the_same_rollouts_is_the_same_on_three_pipeline_stages(
         for step in (1, 2):
             Exchange(job.attempt.exchange).publish_batch(_batch(step))
         assert stage.end() == codes, stage.log(0)
-        rows[allocation] = _measured(stage.rows())
+        rows[allocation] = without_measured(stage.rows())
 
     assert rows["megatron:p3"] == [pytest.approx(row, rel=1e-4) for row in rows["fsdp:d1"]]
 

@@ -25,11 +25,11 @@ from shakedown.training.fingerprint import fingerprint
 from shakedown.training.job import StageJob
 from shakedown.training.rollout.batch import RolloutBatch, write_batch
 from shakedown.training.rollout.recording import Recorder, ranges, recorded_steps, step_file
+from tests.measured import without_measured
 from tests.workflow.helpers import ROOT
 
 STEPS, GROUPS, SAMPLES, LENGTH = 2, 4, 4, 5
 # Measured times differ between runs; everything else must not.
-TIMES = ("wait_seconds", "train_seconds", "sync_seconds", "step_seconds")
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_the_same_recorded_rollouts_give_the_same_updates_on_two_engines(
         subprocess.run([sys.executable, "-m", "shakedown.cli", *arguments], check=True)
         stage = StagePaths(root / "replay" / "stages" / "grpo")
         lines = map(json.loads, stage.metrics.read_text(encoding="utf-8").splitlines())
-        rows[allocation] = [{k: v for k, v in row.items() if k not in TIMES} for row in lines]
+        rows[allocation] = without_measured(list(lines))
         models[allocation] = load_file(stage.export / "model.safetensors")
         assert sorted(p.stem for p in stage.latest.joinpath("logs").iterdir()) == [
             f"trainer-rank{rank}" for rank in range(1 if allocation == "fsdp:d1" else 2)

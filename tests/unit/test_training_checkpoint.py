@@ -1,13 +1,25 @@
-"""Which checkpoint is taken, what must match, and the metrics file after a resume. No ranks."""
+"""Which checkpoint is taken, how one is written, what must match, the metrics after a resume."""
 
 import json
+import random
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 
 from shakedown.config import FaultConfig, OptimizerConfig, StageConfig
 from shakedown.errors import StorageError
-from shakedown.training.checkpoint import Found, find, read_meta
+from shakedown.training.checkpoint import Checkpoints, Found, find, read_meta
+from shakedown.training.checkpoint_random import load_random, random_state
+from shakedown.training.checkpoint_writing import Saving
+from shakedown.training.coordination import Ranks
+from shakedown.training.demo import write_model
+from shakedown.training.engines.fsdp import FsdpEngine
 from shakedown.training.fingerprint import differences, fingerprint
 from shakedown.training.folders import publish_folder
 from shakedown.training.job import StageJob
@@ -133,6 +145,7 @@ def _job(folder: Path, **changes: object) -> StageJob:
         {"fault": FaultConfig(kind="kill_rank")},
         {"debug": "detail"},
         {"allocation": "fsdp:d1"},
+        {"allocation": "fsdp[trainer]:d2t1"},
         {"checkpoint_every": 7},
         {"micro_batch_size": 2},
         {"stall_timeout": 5.0},
@@ -146,7 +159,9 @@ def test_what_does_not_change_the_training_may_change(
 
 
 @pytest.mark.parametrize(
-    "change", [{"batch_size": 16}, {"optimizer": OptimizerConfig(lr=0.1)}], ids=str
+    "change",
+    [{"batch_size": 16}, {"optimizer": OptimizerConfig(lr=0.1)}, {"allocation": "megatron:d2"}],
+    ids=str,
 )
 def test_what_changes_the_training_must_match(tmp_path: Path, change: dict[str, object]) -> None:
     assert differences(fingerprint(_job(tmp_path)), fingerprint(_job(tmp_path, **change)))
@@ -226,3 +241,229 @@ def test_the_place_in_the_data_is_read_back_and_older_checkpoints_have_none(tmp_
     assert not isinstance(older, str)
     assert not isinstance(newer, str)
     assert (older.data, newer.data) == ({}, place)
+
+
+def test_another_engine_is_named_and_a_checkpoint_that_says_none_stays_usable(
+    tmp_path: Path,
+) -> None:
+    ours = fingerprint(_job(tmp_path))
+    theirs = fingerprint(_job(tmp_path, allocation="megatron:d2"))
+    older = {name: value for name, value in theirs.items() if name != "engine"}
+
+    assert differences(ours, theirs) == ["engine: megatron there, fsdp here"]
+    assert differences(ours, older) == []
+
+
+class Paper:
+    """An engine whose state is one text; it writes when it is let, and fails when it is told."""
+
+    def __init__(self) -> None:
+        self.text, self.updates, self.fault = "first", 0, ""
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def snapshot(self) -> "Sheet":
+        return Sheet(self, self.text)
+
+
+class Sheet:
+    def __init__(self, paper: Paper, text: str) -> None:
+        self._paper, self._text = paper, text
+
+    def write(self, folder: Path) -> Sequence[Path]:
+        self._paper.may_write.wait(30)
+        if self._paper.fault == "disk":
+            raise StorageError("No space left on device")
+        if self._paper.fault:
+            raise KeyError(self._paper.fault)
+        folder.mkdir()
+        (folder / "text").write_text(self._text, encoding="utf-8")
+        return [folder / "text"]
+
+    def complete(self, folder: Path) -> None:
+        (folder / "completed").write_text("", encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Ranks]:
+    """A process group of one rank."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Ranks(store, device=torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def paper() -> Iterator[Paper]:
+    paper = Paper()
+    yield paper
+    paper.may_write.set()
+
+
+def _checkpoints(root: Path, paper: Any, ranks: Ranks, *, keep: int = 2) -> Checkpoints:
+    return Checkpoints(root, engine=paper, ranks=ranks, fingerprint=OURS, keep=keep)
+
+
+def _names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_checkpoint_appears_at_the_first_step_after_it_is_written_with_the_state_of_its_own(
+    tmp_path: Path, paper: Paper, alone: Ranks
+) -> None:
+    checkpoints = _checkpoints(tmp_path, paper, alone)
+    paper.may_write.clear()
+
+    checkpoints.begin(4, data={"row": 7}, attach=lambda folder: (folder / "more").mkdir())
+    paper.text = "second"
+    sums = checkpoints.flags() | {"loss": 1.0}
+    checkpoints.agree(sums)
+    during = _names(tmp_path)
+    paper.may_write.set()
+    checkpoints.wait()
+
+    assert sums == {"loss": 1.0}
+    assert during == [".writing-step_000004"]
+    assert _names(tmp_path) == ["latest", "step_000004"]
+    found = find(tmp_path, OURS)
+    assert found.meta is not None
+    assert set(found.meta.files) == {"engine/text", "engine/completed", "rng-rank0.pt"}
+    assert (found.meta.step, found.meta.data) == (4, {"row": 7})
+    assert (tmp_path / "step_000004/engine/text").read_text() == "first"
+
+
+def test_a_new_checkpoint_waits_for_the_one_before_and_the_newest_stay(
+    tmp_path: Path, paper: Paper, alone: Ranks
+) -> None:
+    checkpoints = _checkpoints(tmp_path, paper, alone, keep=2)
+
+    for step in (1, 2, 3):
+        checkpoints.begin(step)
+    before = _names(tmp_path)
+    checkpoints.wait()
+
+    assert before == [".writing-step_000003", "latest", "step_000001", "step_000002"]
+    assert _names(tmp_path) == ["latest", "step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"), [("disk", "rank 0: No space left"), ("a bug", "rank 0: KeyError: 'a bug'")]
+)
+def test_a_write_that_fails_in_its_thread_ends_the_step_and_older_checkpoints_stay(
+    tmp_path: Path, paper: Paper, alone: Ranks, fault: str, words: str
+) -> None:
+    checkpoints = _checkpoints(tmp_path, paper, alone)
+    checkpoints.begin(1)
+    checkpoints.wait()
+    paper.fault = fault
+    checkpoints.begin(2)
+
+    with pytest.raises(StorageError, match=words):
+        checkpoints.wait()
+
+    assert _taken(find(tmp_path, OURS)) == "step_000001"
+    assert checkpoints.flags() == {"_writing": 0.0, "_unwritten": 0.0}
+    assert not [t for t in threading.enumerate() if t.name == "checkpoint"]
+
+
+def test_what_was_cut_off_while_it_was_written_is_removed_with_a_message(
+    tmp_path: Path, paper: Paper, alone: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / ".writing-step_000009/engine").mkdir(parents=True)
+    (tmp_path / ".writing").mkdir()
+
+    assert _checkpoints(tmp_path, paper, alone).resume() == 0
+
+    assert (
+        ".writing-step_000009 was cut off before it was whole: removed" in capsys.readouterr().out
+    )
+    assert _names(tmp_path) == []
+
+
+def test_a_rank_that_fails_elsewhere_leaves_a_whole_checkpoint_or_none(
+    tmp_path: Path, paper: Paper, alone: Ranks
+) -> None:
+    checkpoints = _checkpoints(tmp_path, paper, alone)
+    checkpoints.begin(1)
+    checkpoints.leave(1)
+    checkpoints.begin(2)
+    checkpoints.leave(1)  # its row of metrics is not there
+    paper.fault = "disk"
+    checkpoints.begin(3)
+    checkpoints.leave(3)
+    checkpoints.leave(3)  # nothing is left to do
+
+    assert _taken(find(tmp_path, OURS)) == "step_000001"
+    assert {".writing-step_000002", ".writing-step_000003"} <= set(_names(tmp_path))
+
+
+def test_a_rank_that_has_not_written_is_waited_for_and_a_part_that_changed_is_refused(
+    tmp_path: Path, paper: Paper
+) -> None:
+    sheet = paper.snapshot()
+    (tmp_path / "two").mkdir()
+    (tmp_path / "one").mkdir()
+    of_two = Saving(tmp_path / "two", sheet, rank=0, world_size=2)
+    alone = Saving(tmp_path / "one", sheet, rank=0, world_size=1)
+    for saving in (of_two, alone):
+        saving.join(30)
+
+    (tmp_path / "one/engine/text").write_text("cut", encoding="utf-8")
+
+    assert not of_two.all_written(0.1)
+    assert alone.all_written(0.1)
+    with pytest.raises(StorageError, match="text has 3 bytes, its rank wrote 5"):
+        alone.complete()
+    with pytest.raises(StorageError, match="not to be seen"):
+        of_two.complete()
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_copy_of_a_model_does_not_follow_the_training(tmp_path: Path) -> None:
+    write_model(tmp_path / "model", seed=0)
+    settings = OptimizerConfig(lr=0.1)
+    device = torch.device("cpu")
+    model = tmp_path / "model"
+    engine = FsdpEngine.build(model, optimizer=settings, dtype="float32", device=device)
+    before = {name: tensor.clone() for name, tensor in engine.gather().items()}
+    first = engine.snapshot()
+    first.write(tmp_path / "first")
+    first.complete(tmp_path / "first")
+    for parameter in engine._parameters:
+        parameter.data.add_(1.0)
+
+    engine.save(tmp_path / "second")
+
+    for name, shift in (("first", 0.0), ("second", 1.0)):
+        engine.load(tmp_path / name, updates=0)
+        found = engine.gather()
+        assert all(torch.equal(found[key], before[key] + shift) for key in before), name
+    assert sorted(p.name for p in (tmp_path / "first").iterdir()) == [".metadata", "__0_0.distcp"]
+
+
+def test_random_draws_go_on_in_torch_numpy_and_python(tmp_path: Path) -> None:
+    def draw() -> list[float]:
+        return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+    draw()
+    (tmp_path / "rng.pt").write_bytes(random_state())
+    expected = draw()
+    draw()
+
+    load_random(tmp_path / "rng.pt")
+
+    assert draw() == expected
+
+
+def test_random_states_of_an_older_checkpoint_and_damaged_ones(tmp_path: Path) -> None:
+    torch.save({"cpu": torch.get_rng_state()}, tmp_path / "older.pt")
+    expected = float(torch.rand(()))
+    (tmp_path / "damaged.pt").write_bytes(random_state()[:-200])
+
+    load_random(tmp_path / "older.pt")
+
+    assert float(torch.rand(())) == expected
+    with pytest.raises(StorageError, match="cannot read the random states"):
+        load_random(tmp_path / "damaged.pt")
+    with pytest.raises(StorageError, match="cannot read the random states"):
+        load_random(tmp_path / "none.pt")

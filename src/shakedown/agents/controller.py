@@ -29,6 +29,7 @@ class RolloutController(Generic[Data, Group]):
         batch_size: groups that `next_batch` returns and one update consumes.
         source: drawn from when nothing submitted is left; endless or not.
         total: groups wanted in all; failed ones are replaced from the source.
+        accepted: of those, groups that were made and handed out before: they count as accepted.
 
     Raises:
         ConfigError: with these settings not even one batch could ever be complete.
@@ -43,6 +44,7 @@ class RolloutController(Generic[Data, Group]):
         batch_size: int,
         source: Iterator[Data] | None = None,
         total: int | None = None,
+        accepted: int = 0,
     ) -> None:
         self._rule = Staleness(max_concurrent, max_head_offpolicyness, batch_size)
         trap = explain(self._rule, needed=batch_size)
@@ -53,7 +55,7 @@ class RolloutController(Generic[Data, Group]):
         self._running: set[asyncio.Task[None]] = set()
         self._ready: deque[Group] = deque()
         self._changed = asyncio.Event()
-        self._version = self._accepted = 0
+        self._version, self._accepted = 0, accepted
         self._paused = self._closed = False
         # A dead server fails every group at once: a source must not be emptied into it.
         self._failed_in_row, self._hopeless = 0, max_concurrent + batch_size

@@ -1,33 +1,41 @@
 """Checkpoints of a stage: whole or not there, the newest that fits is taken.
 
 checkpoints/step_000050/            renamed into place when complete
-    engine/                         model and optimizer (torch.distributed.checkpoint)
+    engine/                         model and optimizer, in the engine's own format
     rng-rank0.pt ...                random states
+    rollouts/                       GRPO: batches that wait for the trainer (rollout/queue.py)
     meta.json                       step, updates, world size, fingerprint, file sizes
 checkpoints/latest                  the name of the newest; for people, not needed to resume
 checkpoints/foreign-step_000050     set aside: it belongs to another configuration
+checkpoints/.writing-step_000100    being written (checkpoint_writing.py), or cut off in that
+
+The learning rate's schedule is a function of the number of updates and needs no state of its own.
 """
 
-import io
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from shakedown.errors import StorageError
+from shakedown.errors import ShakedownError, StorageError
 from shakedown.files import write_json, write_text
+from shakedown.training.checkpoint_random import load_random, random_name
+from shakedown.training.checkpoint_writing import ENGINE, STAGED, Saving
 from shakedown.training.coordination import Ranks
 from shakedown.training.engines.base import Engine
+from shakedown.training.engines.snapshot import raise_together
 from shakedown.training.fingerprint import differences
 from shakedown.training.folders import publish_folder, storage_errors
 
 _PREFIX = "step_"
-_STAGED = ".writing"
 _META = "meta.json"
+_ROUND_SECONDS = 0.1  # of waiting for a thread, before the ranks ask each other again
+# What a rank waits for its thread at the end; the supervisor gives ten seconds.
+LAST_SECONDS = 8.0
+
+# Names in the ranks' sum of a step: ranks whose thread still writes, and those that failed.
+_WRITING, _FAILED = "_writing", "_unwritten"
 
 
 @dataclass(frozen=True)
@@ -85,8 +93,20 @@ def read_meta(folder: Path) -> Meta | str:
     return meta
 
 
+@dataclass(frozen=True)
+class _InFlight:
+    """The checkpoint being written: this rank's part, and what meta.json will say."""
+
+    saving: Saving
+    step: int
+    updates: int
+    data: Mapping[str, int]
+
+
 class Checkpoints:
-    """Saves and resumes the checkpoints of one stage. All methods are collective.
+    """Saves and resumes the checkpoints of one stage, one at a time, beside the training.
+
+    All methods but `leave` are collective.
 
     Args:
         root: the stage's `checkpoints` folder.
@@ -103,6 +123,7 @@ class Checkpoints:
         self._ranks = ranks
         self._fingerprint = fingerprint
         self._keep = keep
+        self._in_flight: _InFlight | None = None
         self.data: dict[str, int] = {}
 
     def resume(self) -> int:
@@ -120,29 +141,99 @@ class Checkpoints:
         meta = read_meta(folder)
         if isinstance(meta, str):
             raise StorageError(f"checkpoint {folder} as rank {self._ranks.rank} sees it: {meta}")
-        self._engine.load(folder / "engine", updates=meta.updates)
-        _load_random(folder, meta, self._ranks)
+        self._engine.load(folder / ENGINE, updates=meta.updates)
+        if meta.world_size == self._ranks.world_size:  # on another number the seed's draws go on
+            load_random(folder / random_name(self._ranks.rank))
         self.data = dict(meta.data)
         return meta.step
 
-    def save(self, step: int, *, data: Mapping[str, int] | None = None) -> None:
-        """Write the state after `step`; the folder appears when it is complete.
+    def begin(
+        self,
+        step: int,
+        *,
+        data: Mapping[str, int] | None = None,
+        attach: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Copy the state after `step`; threads write it, `agree` or `wait` publishes it.
+
+        A checkpoint that is still being written is waited for first.
 
         Args:
             data: the place in the data, for the one who resumes.
+            attach: called on rank 0 with the folder, to put more files into it.
 
         Raises:
             StorageError: the file system is full or cannot be written; older ones stay.
         """
-        staged = self._root / _STAGED
-        self._ranks.lead(f"save-{step}", lambda: self._stage(staged), waiting=_nothing)
-        self._engine.save(staged / "engine")
-        with storage_errors("write", staged):
-            (staged / _random_name(self._ranks.rank)).write_bytes(_random_state())
-        self._ranks.sum({"saved": 1.0})  # every rank's files are there before the rename
-        self._ranks.lead(
-            f"saved-{step}", lambda: self._publish(staged, step, data or {}), waiting=_nothing
-        )
+        self.wait()
+        staged = self._root / f"{STAGED}{_PREFIX}{step:06d}"
+
+        def stage() -> str:
+            with storage_errors("write", staged):
+                staged.mkdir(parents=True)
+                if attach is not None:
+                    attach(staged)
+            return "staged"
+
+        self._ranks.lead(f"save-{step}", stage, waiting=_nothing)
+        snapshot = self._engine.snapshot()
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        saving = Saving(staged, snapshot, rank=rank, world_size=world_size)
+        self._in_flight = _InFlight(saving, step, self._engine.updates, data or {})
+
+    def flags(self) -> dict[str, float]:
+        """This rank's say about the checkpoint being written, for a sum over the ranks."""
+        if self._in_flight is None:
+            return {_WRITING: 0.0, _FAILED: 0.0}
+        saving = self._in_flight.saving
+        writing = saving.writing  # before the failure, which comes with its end
+        return {_WRITING: float(writing), _FAILED: float(bool(saving.failure))}
+
+    def agree(self, sums: dict[str, float]) -> None:
+        """Take the flags' sums out of `sums`; publish what all ranks have written.
+
+        Raises:
+            StorageError: on every rank, when one of them could not write its part.
+        """
+        writing, failed = sums.pop(_WRITING), sums.pop(_FAILED)
+        now = self._in_flight
+        if now is None or (writing and not failed):
+            return
+        self._in_flight = None
+        if failed:
+            now.saving.join(LAST_SECONDS)
+            raise_together(now.saving.failure)
+        self._ranks.lead(f"saved-{now.step}", lambda: self._publish(now), waiting=_nothing)
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written, if any, is published.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        while self._in_flight is not None:
+            self._in_flight.saving.join(_ROUND_SECONDS)
+            self.agree(self._ranks.sum(self.flags()))
+
+    def leave(self, logged: int, *, within: float = LAST_SECONDS) -> None:
+        """(this rank alone) End the thread after an error; rank 0 publishes what all have written.
+
+        The others cannot be asked any more, but their marks on disk can.
+
+        Args:
+            logged: the last step with a row of metrics; a later checkpoint would leave a gap.
+        """
+        now, self._in_flight = self._in_flight, None
+        if now is None:
+            return
+        now.saving.join(within)
+        if self._ranks.rank or now.saving.failure or now.step > logged:
+            return
+        if now.saving.all_written(within):
+            try:
+                print(f"{self._publish(now)} was still written", flush=True)
+            except ShakedownError as error:  # the one that ended the stage says why it ended
+                print(f"the checkpoint of step {now.step} is lost: {error}", flush=True)
 
     def _choose(self) -> str:
         found = find(self._root, self._fingerprint)
@@ -158,6 +249,7 @@ class Checkpoints:
     def _set_aside(self) -> None:
         """Foreign and broken checkpoints must not be taken for this run's later ones."""
         with storage_errors("tidy", self._root):
+            self._sweep()
             for folder in _folders(self._root):
                 meta = read_meta(folder)
                 if isinstance(meta, str):
@@ -168,22 +260,16 @@ class Checkpoints:
                         shutil.rmtree(aside)
                     folder.rename(aside)
 
-    def _stage(self, staged: Path) -> str:
-        with storage_errors("write", staged):
-            if staged.exists():
-                print("a checkpoint that was cut off is removed", flush=True)
-                shutil.rmtree(staged)
-            staged.mkdir(parents=True)
-        return "staged"
+    def _sweep(self) -> None:
+        """Remove what was cut off while it was being written."""
+        for staged in sorted(self._root.glob(f"{STAGED.removesuffix('-')}*")):
+            print(f"{staged.name} was cut off before it was whole: removed", flush=True)
+            shutil.rmtree(staged)
 
-    def _publish(self, staged: Path, step: int, data: Mapping[str, int]) -> str:
-        target = self._root / f"{_PREFIX}{step:06d}"
-        with storage_errors("write", staged):
-            paths = [path for path in staged.rglob("*") if path.is_file()]
-            files = {str(path.relative_to(staged)): path.stat().st_size for path in paths}
-        meta = Meta(
-            step, self._engine.updates, self._ranks.world_size, self._fingerprint, files, data
-        )
+    def _publish(self, now: _InFlight) -> str:
+        staged, target = now.saving.staged, self._root / f"{_PREFIX}{now.step:06d}"
+        files, ranks = now.saving.complete(), self._ranks.world_size
+        meta = Meta(now.step, now.updates, ranks, self._fingerprint, files, now.data)
         write_json(staged / _META, asdict(meta))
         publish_folder(staged, target)
         write_text(self._root / "latest", target.name + "\n")
@@ -202,29 +288,6 @@ def _folders(root: Path) -> list[Path]:
         (p for p in named if p.name.startswith(_PREFIX)),
         key=lambda p: int(p.name.removeprefix(_PREFIX)),
     )
-
-
-def _random_name(rank: int) -> str:
-    return f"rng-rank{rank}.pt"
-
-
-def _random_state() -> bytes:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    buffer = io.BytesIO()  # torch.save hides what a file system says
-    torch.save(state, buffer)
-    return buffer.getvalue()
-
-
-def _load_random(folder: Path, meta: Meta, ranks: Ranks) -> None:
-    """Go on drawing where this rank stopped; on another number of ranks the seed's draws go on."""
-    if meta.world_size != ranks.world_size:
-        return
-    state: dict[str, Any] = torch.load(folder / _random_name(ranks.rank), weights_only=True)
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _nothing() -> None:

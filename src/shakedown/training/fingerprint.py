@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shakedown.cluster.allocation import parse_allocation
 from shakedown.rows import parse_source
 from shakedown.training.folders import storage_errors
 from shakedown.training.job import StageJob
@@ -16,6 +17,9 @@ _SAMPLE = 1 << 20
 # Keys of grpo that may change between attempts: they do not change what is learned.
 _FREE = frozenset({"batch_timeout", "weight_update_timeout", "max_concurrent", "record"})
 
+# Names that came later: a checkpoint that has none of it stays usable.
+_LATER = frozenset({"engine"})
+
 
 def fingerprint(job: StageJob) -> dict[str, str]:
     """Digests and values by name. The number of steps, ranks, faults and limits may differ.
@@ -25,6 +29,7 @@ def fingerprint(job: StageJob) -> dict[str, str]:
     """
     config = job.config
     parts: dict[str, Any] = {
+        "engine": parse_allocation(config.allocation).parts[0].backend,
         "model": _folder_digest(Path(job.model)),
         "dtype": job.dtype,
         "data": _data_digest(job.train),
@@ -52,7 +57,7 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]
     return [
         f"{name}: {theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} here"
         for name in names
-        if ours.get(name) != theirs.get(name)
+        if ours.get(name) != theirs.get(name) and not (name in _LATER and name not in theirs)
     ]
 
 

@@ -61,17 +61,18 @@ def publish_folder(staged: Path, target: Path) -> None:
             target.rename(aside / "old")
             staged.rename(target)
             shutil.rmtree(aside)
-        _sync(target.parent)
+        sync_file(target.parent)
 
 
 def sync_tree(folder: Path) -> None:
     """Flush every file below `folder` to disk, so that the rename never outruns the data."""
     for path in folder.rglob("*"):
         if path.is_file():
-            _sync(path)
+            sync_file(path)
 
 
-def _sync(path: Path) -> None:
+def sync_file(path: Path) -> None:
+    """Flush one file, or the names in one folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

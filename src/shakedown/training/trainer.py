@@ -38,7 +38,7 @@ class Trainer:
             keep=job.config.keep_checkpoints,
         )
         self._evaluator = self._build_evaluator()
-        self._saved = 0
+        self._saved = self._logged = 0
 
     @property
     def _leads(self) -> bool:
@@ -58,6 +58,9 @@ class Trainer:
             completed = self._run()
         except SwallowedError:  # the drill of an exception that one rank's code hides
             completed = True
+        except Exception:
+            self._checkpoints.leave(self._logged)
+            raise
         finally:
             if self._record is not None:
                 self._record.close()
@@ -68,7 +71,7 @@ class Trainer:
         context, steps = self._context, self._context.job.config.steps
         context.beat("checkpoint")
         done = self._checkpoints.resume()
-        context.step = self._saved = done
+        context.step = self._saved = self._logged = done
         context.data = self._checkpoints.data
         if self._record is not None:
             self._record.begin(done)
@@ -83,12 +86,15 @@ class Trainer:
                 stopping = self._step(done + 1)
             except StopRequestedError:
                 self._save(done)
+                self._checkpoints.wait()
                 return False
             done += 1
             if stopping and done < steps:
+                self._checkpoints.wait()
                 return False
         self._algorithm.finish()
         self._export()
+        self._checkpoints.wait()
         return True
 
     def _step(self, step: int) -> bool:
@@ -100,15 +106,18 @@ class Trainer:
         values = dict(result.values)
         with context.phases("sync"):
             self._algorithm.synchronise(step)
-        sums = context.ranks.sum({**result.sums, "_stop": float(context.stop.requested)})
+        flags = {"_stop": float(context.stop.requested), **self._checkpoints.flags()}
+        sums = context.ranks.sum({**result.sums, **flags})
         stopping = sums.pop("_stop") > 0
+        self._checkpoints.agree(sums)
         row = {"step": step, **checked(context, sums | values)}
         if step == config.steps:
             row |= self._evaluate(step)
-        row |= self._meter.columns(row)
-        self.log_metrics(step, row)
         if stopping or step == config.steps or step % config.checkpoint_every == 0:
             self._save(step)
+        row |= self._meter.columns(row)
+        self.log_metrics(step, row)
+        self._logged = step
         return stopping
 
     def log_metrics(self, step: int, row: Mapping[str, float]) -> None:
@@ -118,11 +127,16 @@ class Trainer:
             self._record.append(row)
 
     def _save(self, step: int) -> None:
+        """Begin a checkpoint; it is written beside the training."""
         if step == self._saved:
             return
         self._context.beat("checkpoint")
         with self._context.phases("checkpoint"):
-            self._checkpoints.save(step, data=self._context.data)
+            self._checkpoints.begin(
+                step,
+                data=dict(self._context.data),
+                attach=lambda folder: self._algorithm.attach(folder, step),
+            )
         self._saved = step
 
     def _evaluate(self, step: int) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from shakedown.training.context import Context
@@ -46,6 +47,13 @@ class Algorithm(Protocol):
 
     def synchronise(self, step: int, /) -> float:
         """Hand the updated weights on, where anyone needs them; returns seconds."""
+
+    def attach(self, folder: Path, step: int) -> None:
+        """(rank 0 alone) Put what an attempt that goes on after `step` needs into a checkpoint.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
 
     def finish(self) -> None:
         """Called once, after the last step."""

@@ -22,6 +22,7 @@ from shakedown.training.context import Context, StopRequestedError
 from shakedown.training.data.batch import TokenBatch, take_rows
 from shakedown.training.rollout.batch import RolloutBatch
 from shakedown.training.rollout.exchange import Exchange
+from shakedown.training.rollout.queue import keep_queue
 from shakedown.training.rollout.recording import Recorder, read_step
 
 WAITING_LINE_SECONDS = 10.0
@@ -90,6 +91,10 @@ class Grpo:
                 version=step, write=lambda folder: context.engine.export(folder, weights)
             )
         return time.monotonic() - began
+
+    def attach(self, folder: Path, step: int) -> None:
+        """The batches that wait for the trainer, and where the drawing of prompts stood."""
+        keep_queue(self._exchange, step, folder)
 
     def finish(self) -> None:
         if self._context.engine.rank == 0 and self._replay is None:

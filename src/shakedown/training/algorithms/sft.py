@@ -1,6 +1,7 @@
 """Supervised fine-tuning: the negative log-likelihood of the answers' tokens."""
 
 import time
+from pathlib import Path
 
 import torch
 
@@ -92,6 +93,9 @@ class Sft:
     def synchronise(self, _step: int, /) -> float:
         """Nobody else uses the weights of an SFT stage."""
         return 0.0
+
+    def attach(self, _folder: Path, _step: int, /) -> None:
+        """The place in the data says it all."""
 
     def finish(self) -> None:
         """Nothing is open."""

@@ -10,6 +10,7 @@ import torch
 from shakedown.config import OptimizerConfig
 from shakedown.errors import ConfigError
 from shakedown.training.data.batch import TokenBatch
+from shakedown.training.engines.snapshot import Snapshot
 
 # For a checkpoint that cannot be read.
 UNREADABLE_HINT = (
@@ -149,15 +150,22 @@ class Engine(Protocol):
     def learning_rate(self) -> float:
         """The learning rate of the next update."""
 
+    def snapshot(self) -> Snapshot:
+        """(collective) Copy model and optimizer to the CPU, to be written while training goes on.
+
+        What is written can be loaded on another number of ranks. The copy before is overwritten:
+        it has to be on disk.
+        """
+
     def save(self, folder: Path) -> None:
-        """(collective) Write model and optimizer, re-loadable on another number of ranks.
+        """(collective) Take a snapshot and write it at once: `save_now`.
 
         Raises:
             StorageError: the folder cannot be written.
         """
 
     def load(self, folder: Path, *, updates: int) -> None:
-        """(collective) Read what `save` wrote.
+        """(collective) Read what a snapshot wrote.
 
         Raises:
             StorageError: the folder cannot be read or is not complete.

@@ -9,26 +9,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 
 from shakedown.config import OptimizerConfig
-from shakedown.errors import StorageError
 from shakedown.training import huggingface
 from shakedown.training.data.batch import TokenBatch
 from shakedown.training.engines.base import (
     NO_OPTIONS,
-    UNREADABLE_HINT,
     EngineOptions,
     LossFunction,
     Scores,
 )
+from shakedown.training.engines.dcp_store import DcpStore
 from shakedown.training.engines.fsdp_model import (
     check_plan,
     join_mesh,
@@ -37,6 +30,7 @@ from shakedown.training.engines.fsdp_model import (
     whole_over_tensor_ranks,
 )
 from shakedown.training.engines.schedule import learning_rate
+from shakedown.training.engines.snapshot import Snapshot, save_now
 
 
 class FsdpEngine:
@@ -75,6 +69,7 @@ class FsdpEngine:
             weight_decay=optimizer.weight_decay,
             fused=True,  # one call instead of one for each sharded parameter
         )
+        self._store = DcpStore(self._model, self._optimizer)
 
     @classmethod
     def build(
@@ -144,33 +139,14 @@ class FsdpEngine:
     def learning_rate(self) -> float:
         return learning_rate(self._settings, self.updates)
 
+    def snapshot(self) -> Snapshot:
+        return self._store.snapshot()
+
     def save(self, folder: Path) -> None:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-        try:
-            dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer)
-        except (dcp.api.CheckpointException, OSError) as error:
-            raise StorageError(
-                f"cannot write checkpoint {folder}: {_first_reason(error)}",
-                hint="free space on that file system; the checkpoint before it is kept",
-            ) from error
+        save_now(self.snapshot(), folder)
 
     def load(self, folder: Path, *, updates: int) -> None:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        state = {"model": model, "optimizer": optimizer}
-        try:
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
-        except (dcp.api.CheckpointException, OSError) as error:
-            raise StorageError(
-                f"cannot read checkpoint {folder}: {_first_reason(error)}",
-                hint=UNREADABLE_HINT,
-            ) from error
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        self._store.load(folder)
         self.updates = updates
 
     def gather(self) -> dict[str, torch.Tensor]:
@@ -232,20 +208,3 @@ class FsdpEngine:
 def _squares(slices: Sequence[torch.Tensor]) -> torch.Tensor:
     """Sum of squares, float32."""
     return torch.nn.utils.get_total_norm(slices).float() ** 2
-
-
-def _first_reason(error: BaseException) -> str:
-    """The cause that one rank met, out of a checkpoint error of all ranks."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        rank, wrapped = next(iter(failures.items()))
-        return f"rank {rank}: {_plain_reason(wrapped[0])}"
-    return _plain_reason(error)
-
-
-def _plain_reason(error: BaseException) -> str:
-    """torch.save answers a write that was cut short with an internal error of its own."""
-    text = str(error).strip() or type(error).__name__
-    if any(mark in text for mark in ("unexpected pos", "PytorchStreamWriter")):
-        return "a write was cut short: the file system is full, or a quota or limit is reached"
-    return text.splitlines()[0]

@@ -28,9 +28,10 @@ from shakedown.training.engines.megatron_state import (
     WEIGHT,
     MegatronState,
     load_stage,
-    save_stage,
+    snapshot_stage,
 )
 from shakedown.training.engines.schedule import learning_rate
+from shakedown.training.engines.snapshot import Snapshot, save_now
 
 
 class MegatronEngine:
@@ -164,8 +165,11 @@ class MegatronEngine:
     def learning_rate(self) -> float:
         return learning_rate(self._settings, self.updates)
 
+    def snapshot(self) -> Snapshot:
+        return snapshot_stage(self._state, updates=self.updates)
+
     def save(self, folder: Path) -> None:
-        save_stage(self._state, folder, updates=self.updates)
+        save_now(self.snapshot(), folder)
 
     def load(self, folder: Path, *, updates: int) -> None:
         load_stage(self._state, folder, shape=self._shape, place=self._place, updates=updates)

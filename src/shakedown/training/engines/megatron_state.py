@@ -8,7 +8,8 @@ layer-00000.safetensors ...
 head.safetensors
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from shakedown.training.engines.megatron_cpu import (
     DistributedOptimizer,
     parallel_state,
 )
-from shakedown.training.folders import storage_errors
+from shakedown.training.folders import storage_errors, sync_file
 
 FORMAT = "shakedown/megatron/1"
 WEIGHT = "weight"
@@ -132,30 +133,44 @@ class MegatronState:
         return found.start, found.end, main
 
 
-def save_stage(state: MegatronState, folder: Path, *, updates: int) -> None:
-    """(collective) Write this stage's files; rank 0 writes the manifest.
+@dataclass(frozen=True)
+class StageSnapshot:
+    """A pipeline stage's whole tensors by file name, on its leader; nothing on other ranks."""
 
-    Raises:
-        StorageError: on every rank, when one of them could not write.
-    """
-    failure = ""
+    parts: Mapping[str, Mapping[str, torch.Tensor]]
+    updates: int
+
+    def write(self, folder: Path) -> Sequence[Path]:
+        paths = [folder / name for name in self.parts]
+        for path, tensors in zip(paths, self.parts.values(), strict=True):
+            with storage_errors("write", path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                save_file(dict(tensors), path)
+                sync_file(path)
+        return paths
+
+    def complete(self, folder: Path) -> None:
+        write_json(folder / _MANIFEST, {"format": FORMAT, "updates": self.updates})
+
+
+def snapshot_stage(state: MegatronState, *, updates: int) -> StageSnapshot:
+    """(collective) Copy this stage to its leader's CPU memory, whole and in float32."""
+    parts: dict[str, dict[str, torch.Tensor]] = {}
     for part, found in groupby(state.stage(KINDS), key=lambda item: item[0].part):
         tensors = {
             f"{kind}.{name}": tensor.contiguous()
             for rule, kind, whole in found
             for name, tensor in zip(rule.theirs, whole, strict=False)
         }
-        if state.leads and not failure:
-            failure = _written(tensors, folder / f"{part}.safetensors")
-    if dist.get_rank() == 0 and not failure:
-        failure = _manifest_written(folder, updates)
-    _agree(failure)
+        if state.leads:
+            parts[f"{part}.safetensors"] = tensors
+    return StageSnapshot(parts, updates)
 
 
 def load_stage(
     state: MegatronState, folder: Path, *, shape: ModelShape, place: Place, updates: int
 ) -> None:
-    """Read what `save_stage` wrote, at any layout.
+    """Read what a snapshot wrote, at any layout.
 
     Raises:
         StorageError: missing, incomplete, or written by another engine or for another model.
@@ -176,34 +191,6 @@ def load_stage(
             hint=UNREADABLE_HINT,
         ) from error
     state.set_updates(updates)
-
-
-def _written(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
-    """Write one file; returns what went wrong, for all ranks to hear of."""
-    try:
-        with storage_errors("write", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(dict(tensors), path)
-    except StorageError as error:
-        return f"rank {dist.get_rank()}: {error}"
-    return ""
-
-
-def _manifest_written(folder: Path, updates: int) -> str:
-    try:
-        write_json(folder / _MANIFEST, {"format": FORMAT, "updates": updates})
-    except StorageError as error:
-        return str(error)
-    return ""
-
-
-def _agree(failure: str) -> None:
-    """(collective) Raise on all ranks what one of them met."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, failure)
-    first = next(filter(None, told), "")
-    if first:
-        raise StorageError(f"the checkpoint was not written: {first}")
 
 
 def _check_manifest(folder: Path) -> None:

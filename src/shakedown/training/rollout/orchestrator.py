@@ -38,11 +38,11 @@ from shakedown.training.rollout.episodes import (
     Episodes,
     Group,
     Prompt,
-    draw,
     encode_prompts,
     to_batch,
 )
 from shakedown.training.rollout.exchange import Exchange
+from shakedown.training.rollout.queue import Done, Drawn, Kept, RolloutQueue, find_queue
 from shakedown.training.rollout.weights import WeightSync, probe_tokens
 
 _POLL_SECONDS = 0.05
@@ -174,9 +174,9 @@ class Orchestrator:
         self._heartbeat = parts.heartbeat
         self._pad = int(tokenizer.pad_token_id)
         self._exchange = Exchange(job.attempt.exchange)
-        self._start = _resumed_step(job)
+        self._start, kept = _resumed(job, self._settings)
         self._version, self._syncing = 0, False
-        self._step, self._said = self._start + 1, 0.0
+        self._step, self._said = self._start + len(kept.batches) + 1, 0.0
         self._sync_seconds = 0.0
         self._rewards = RewardPool(job.reward, job.reward_limits)
         self._episodes = Episodes(
@@ -188,14 +188,18 @@ class Orchestrator:
             newest=self._exchange.latest_version,
             vocabulary=parts.vocabulary,
         )
+        self._queue = RolloutQueue(
+            self._exchange, parts.prompts, self._episodes.run_group, seed=job.seed, kept=kept
+        )
         rule, groups = _rule(job, self._settings), job.config.batch_size
-        self._controller: RolloutController[Prompt, Group] = RolloutController(
-            self._episodes.run_group,
+        self._controller: RolloutController[Drawn, Done] = RolloutController(
+            self._queue.run,
             max_concurrent=rule.max_concurrent,
             max_head_offpolicyness=rule.max_head_offpolicyness,
             batch_size=groups,
-            source=draw(parts.prompts, seed=job.seed, start=self._start * groups),
+            source=self._queue.draws(),
             total=(job.config.steps - self._start) * groups,
+            accepted=len(kept.batches) * groups,
         )
 
     async def run(self) -> None:
@@ -215,6 +219,7 @@ class Orchestrator:
         """A resumed trainer publishes its weights first; batches of older ones would be in vain."""
         if not self._start:
             return
+        self._queue.hand_out()
         print(f"waiting for the weights of step {self._start} to go on from", flush=True)
         while self._exchange.latest_version() < self._start:
             self._heartbeat.beat(phase="init", step=self._start)
@@ -225,7 +230,7 @@ class Orchestrator:
         """Publish the batch of each step; then wait for the others to end."""
         while self._step <= self._job.config.steps:
             began = time.monotonic()
-            groups = await self._controller.next_batch()
+            groups = self._queue.take(self._step, await self._controller.next_batch())
             self._publish(groups, time.monotonic() - began)
             self._step += 1
         await asyncio.Event().wait()
@@ -327,10 +332,12 @@ class Orchestrator:
         await asyncio.sleep(_SETTLE_SECONDS if self._job.config.nodes > 1 else 0.0)
 
 
-def _resumed_step(job: StageJob) -> int:
-    """The step that the trainer goes on from: its own rule, over the same files."""
+def _resumed(job: StageJob, settings: GrpoConfig) -> tuple[int, Kept]:
+    """The step that the trainer goes on from, by its own rule over the same files; the queue."""
     found = find(job.paths.checkpoints, fingerprint(job))
-    return 0 if found.meta is None else found.meta.step
+    step = 0 if found.meta is None else found.meta.step
+    groups, level = job.config.batch_size, settings.async_level
+    return step, find_queue(found.folder, step, batch_size=groups, async_level=level)
 
 
 def _trainers_live(job: StageJob) -> bool:

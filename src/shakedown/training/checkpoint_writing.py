@@ -1,0 +1,123 @@
+"""One checkpoint on its way to disk, written by a thread of each rank while training goes on.
+
+checkpoints/.writing-step_000050/   not yet a checkpoint, whatever happens
+    engine/ rng-rank0.pt rollouts/  as in the checkpoint
+    written-rank0.json              sizes of a rank's files; its last: all before are on disk
+"""
+
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+from shakedown.errors import ShakedownError, StorageError, UsageError
+from shakedown.files import read_object, write_json
+from shakedown.training.checkpoint_random import random_name, random_state
+from shakedown.training.engines.snapshot import Snapshot
+from shakedown.training.folders import storage_errors, sync_file
+
+STAGED = ".writing-"
+ENGINE = "engine"
+_LOOK_SECONDS = 0.05
+
+
+class Saving:
+    """This rank's part of a checkpoint in the making; its thread writes from the first moment.
+
+    Args:
+        staged: the folder of all ranks; there.
+        snapshot: what the engine copied.
+    """
+
+    def __init__(self, staged: Path, snapshot: Snapshot, *, rank: int, world_size: int) -> None:
+        self.staged = staged
+        self.snapshot = snapshot
+        self.world_size = world_size
+        self._rank = rank
+        self._random = random_state()
+        self._failure = ""
+        # A daemon: a file system that never answers must not hold the process at its end.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def writing(self) -> bool:
+        """Whether the thread is still at work."""
+        return self._thread.is_alive()
+
+    @property
+    def failure(self) -> str:
+        """Why this rank could not write; empty: it could, or still writes."""
+        return self._failure
+
+    def join(self, within: float) -> None:
+        """Wait for the thread, at most `within` seconds."""
+        self._thread.join(within)
+
+    def all_written(self, within: float) -> bool:
+        """Whether every rank's part is on disk; looks for at most `within` seconds."""
+        marks = [self.staged / _mark(rank) for rank in range(self.world_size)]
+        deadline = time.monotonic() + within
+        while not all(mark.is_file() for mark in marks):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_LOOK_SECONDS)
+        return True
+
+    def complete(self) -> dict[str, int]:
+        """(rank 0, when all have written) Complete the folder; size of every file by its name.
+
+        Raises:
+            StorageError: a rank's file is not there as the rank wrote it.
+        """
+        marks = [self.staged / _mark(rank) for rank in range(self.world_size)]
+        try:
+            told = {
+                name: size for mark in marks for name, size in read_object(mark, "mark").items()
+            }
+        except UsageError as error:
+            raise StorageError(
+                f"a rank's part of the checkpoint is not to be seen: {error}"
+            ) from error
+        self.snapshot.complete(self.staged / ENGINE)
+        with storage_errors("write", self.staged):
+            for mark in marks:
+                mark.unlink()
+            found = _sizes(self.staged, told)
+        lost = [name for name, size in told.items() if found[name] != size]
+        if lost:
+            raise StorageError(
+                f"checkpoint {self.staged}: {lost[0]} has {found[lost[0]]} bytes, "
+                f"its rank wrote {told[lost[0]]}",
+                hint="the results folder has to be one file system for all nodes",
+            )
+        return found
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except ShakedownError as error:
+            self._failure = str(error)
+        except BaseException as error:  # noqa: BLE001 - the main threads of all ranks are told
+            traceback.print_exc()
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def _write(self) -> None:
+        paths = list(self.snapshot.write(self.staged / ENGINE))
+        with storage_errors("write", self.staged):
+            random = self.staged / random_name(self._rank)
+            random.write_bytes(self._random)
+            sync_file(random)
+            sizes = {str(p.relative_to(self.staged)): p.stat().st_size for p in [*paths, random]}
+        write_json(self.staged / _mark(self._rank), sizes)
+
+
+def _sizes(folder: Path, told: Mapping[str, int]) -> dict[str, int]:
+    """By name: other nodes' files are asked for, as a listing may not have them yet."""
+    found = {path for path in folder.rglob("*") if path.is_file()} | {folder / n for n in told}
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(found)}
+
+
+def _mark(rank: int) -> str:
+    return f"written-rank{rank}.json"
