@@ -1,5 +1,6 @@
 """A real vLLM server: the ladder's 512 episodes at once, and tokens compared with transformers."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,12 +11,15 @@ import pytest
 import yaml
 
 from shakedown.cli import main
-from shakedown.config import load_config
+from shakedown.config import GrpoConfig, load_config
 from shakedown.serving.engines import LaunchSpec
 from shakedown.serving.folder import Endpoint, ServerOrder
 from shakedown.serving.server import start, stop
 from shakedown.training.demo import addition_rows, write_model, write_rows
+from shakedown.training.rollout.agent_episodes import AgentEpisodes, AgentGroup, AgentPrompt
+from shakedown.training.rollout.reference import reference_logprobs
 from shakedown.verdict import read_verdict
+from tests.unit.test_training_agents import TARGET, job
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -117,3 +121,28 @@ def test_another_checkpoint_than_the_served_one_fails(served: Served, tmp_path: 
     assert main([*argv, "--out", str(tmp_path / "out")]) == 1
     verdict = read_verdict(tmp_path / "out" / "verdict.json")
     assert "other weights" in verdict.summary
+
+
+def test_what_agents_did_has_the_tokens_and_logprobs_of_transformers(
+    served: Served, tmp_path: Path
+) -> None:
+    kinds = ("two_turns", "streams", "rewrites")
+
+    async def run() -> list[AgentGroup]:
+        url = served.endpoint.base_url.removesuffix("/v1")
+        settings = GrpoConfig(agent=TARGET, group_size=2, max_tokens=16, temperature=1.0)
+        async with AgentEpisodes(job(tmp_path, url), settings, lambda: 0) as episodes:
+            prompts = [AgentPrompt([1], "", json.dumps({"kind": kind})) for kind in kinds]
+            groups = await asyncio.gather(*(episodes.run_group(prompt) for prompt in prompts))
+        return [group for group in groups if isinstance(group, AgentGroup)]
+
+    groups = asyncio.run(run())
+
+    samples = [sample for group in groups for each in group.samples for sample in each]
+    assert len(samples) >= 8
+    for sample in samples:
+        expected = reference_logprobs(served.model, sample.tokens)
+        assert expected is not None
+        assert 0 < sum(sample.mask) <= 32
+        pairs = zip(sample.mask[1:], sample.logprobs[1:], expected, strict=True)
+        assert max(abs(ours - theirs) for on, ours, theirs in pairs if on) < 1e-4

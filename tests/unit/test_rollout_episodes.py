@@ -235,7 +235,6 @@ def job(root: Path, grpo: dict[str, Any] | None, **more: Any) -> Path:
     [
         (None, "needs no orchestrator"),
         ({"group_size": 16, "max_concurrent": 8}, "nothing can ever start"),
-        ({"agent": "my.agent:Agent"}, "shakedown agent run"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_before_anything_starts(

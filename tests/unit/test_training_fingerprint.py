@@ -31,6 +31,7 @@ CHANGES: dict[str, Any] = {
 # And for every key that changes nothing in what is learned.
 FREE: dict[str, Any] = {
     "max_concurrent": 64,
+    "agent_timeout": 1.0,
     "batch_timeout": 1.0,
     "weight_update_timeout": 1.0,
     "record": True,

@@ -116,7 +116,7 @@ class AgentRunner:
     async def opened(self) -> AsyncIterator["AgentRunner"]:
         """Environment, shared client, wire and loop monitor for as long as episodes run."""
         with environment(self.endpoint), self.wire.open(share_tls=self.settings.share_tls):
-            client = _shared_client(self.settings.concurrency)
+            client = shared_client(self.settings.concurrency)
             self._kwargs = {
                 "base_url": self.endpoint.base_url or None,
                 "api_key": self.endpoint.api_key or None,
@@ -245,7 +245,7 @@ def environment(endpoint: Endpoint) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _shared_client(concurrency: int) -> Any:
+def shared_client(concurrency: int) -> Any:
     """One client for agents that reuse it, with room for every episode and time to connect."""
     import openai
 

@@ -129,6 +129,7 @@ class GrpoConfig(Section):
     async_level: NonNegative = 1
     max_concurrent: Positive = 512
     agent: str = ""
+    agent_timeout: Seconds = 120.0
     batch_timeout: Seconds = 600.0
     weight_update_timeout: Seconds = 120.0
     record: bool = False

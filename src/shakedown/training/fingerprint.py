@@ -15,7 +15,9 @@ from shakedown.training.job import StageJob
 _SAMPLE = 1 << 20
 
 # Keys of grpo that may change between attempts: they do not change what is learned.
-_FREE = frozenset({"batch_timeout", "weight_update_timeout", "max_concurrent", "record"})
+_FREE = frozenset(
+    {"batch_timeout", "weight_update_timeout", "agent_timeout", "max_concurrent", "record"}
+)
 
 # Names that came later: a checkpoint that has none of it stays usable.
 _LATER = frozenset({"engine"})

@@ -191,7 +191,8 @@ def token_batch(
         )
     mask[:, 0] = False
     lengths = _lengths(tokens, mask, pad=pad)
-    advantages = group_advantages(rewards, groups, kind=advantage)
+    first, episode = first_rows(rollouts)
+    advantages = group_advantages(rewards[first], groups[first], kind=advantage)[episode]
     batch = TokenBatch(tokens, lengths, mask, {"logprobs": logprobs, "advantages": advantages})
     counted = torch.ones_like(groups, dtype=torch.bool)
     if drop_flat:
@@ -226,6 +227,18 @@ def _lengths(tokens: torch.Tensor, mask: torch.Tensor, *, pad: int) -> torch.Ten
     return torch.where(last > 0, last, (places * (tokens != pad)).max(1).values.clamp(min=1))
 
 
+def first_rows(rollouts: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first sequence of each episode [E], and for each sequence its episode [N], 0 to E - 1.
+
+    Rewards are compared between episodes: one with many sequences does not count more often.
+    """
+    numbers = rollouts.episodes
+    if numbers is None:
+        numbers = np.arange(len(rollouts.rewards))
+    _, first, episode = np.unique(numbers, return_index=True, return_inverse=True)
+    return torch.as_tensor(first), torch.as_tensor(episode)
+
+
 def rollout_metrics(rollouts: RolloutBatch, batch: TokenBatch, *, trained: int) -> dict[str, float]:
     """What a batch says of itself.
 
@@ -233,14 +246,14 @@ def rollout_metrics(rollouts: RolloutBatch, batch: TokenBatch, *, trained: int) 
     updates. The orchestrator's own numbers keep their names, after `rollout_`.
 
     Args:
-        batch: what `token_batch` made of it; rewards and staleness are of all sequences, `tokens`
-            of those that are left.
+        batch: what `token_batch` made of it; rewards are of all episodes, staleness is of all
+            sequences, `tokens` of those that are left.
     """
     staleness = trained - np.asarray(rollouts.versions, dtype=np.int64)
     rewards = np.asarray(rollouts.rewards, dtype=np.float64)
     own = {f"rollout_{name}": float(value) for name, value in rollouts.stats.items()}
     return own | {
-        "reward_mean": float(rewards.mean()),
+        "reward_mean": float(rewards[first_rows(rollouts)[0].numpy()].mean()),
         "staleness_mean": float(staleness.mean()),
         "staleness_max": float(staleness.max()),
         "sequences": float(len(rewards)),

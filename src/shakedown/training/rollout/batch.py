@@ -5,7 +5,7 @@ import io
 import json
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,8 @@ class RolloutBatch:
     `groups` [N]: samples of one prompt share a number. `stats`: finite numbers about the making.
     `token_versions` [N, T]: the weights that wrote each sampled token, else -1; None: `versions`
     holds for all tokens of a sequence.
+    `episodes` [N]: sequences of one episode share a number, a group and a reward; None: every
+    sequence is an episode of its own.
     """
 
     step: int
@@ -68,11 +70,12 @@ class RolloutBatch:
     groups: NDArray[np.int64]
     stats: Mapping[str, float] = field(default_factory=dict)
     token_versions: NDArray[np.int64] | None = None
+    episodes: NDArray[np.int64] | None = None
 
     def check(self) -> None:
         """Raise UsageError where shapes, kinds or numbers do not fit together."""
         rows, columns = self.tokens.shape if self.tokens.ndim == 2 else (0, 0)
-        for name, (kind, dimensions) in _ARRAYS.items():
+        for name, (kind, dimensions) in self._arrays():
             array = getattr(self, name)
             expected = (rows, columns)[:dimensions]
             if array.dtype != kind or array.shape != expected:
@@ -103,6 +106,11 @@ class RolloutBatch:
         if ((oldest != self.versions) & self.loss_mask.any(1)).any():
             raise UsageError(f"batch {self.step}: versions are not the oldest of token_versions")
 
+    def _arrays(self) -> Iterator[tuple[str, tuple[type[np.generic], int]]]:
+        yield from _ARRAYS.items()
+        if self.episodes is not None:
+            yield "episodes", _ARRAYS["groups"]
+
 
 def write_batch(batch: RolloutBatch, path: Path) -> None:
     """Write atomically as .npz without pickle, with a checksum of its own.
@@ -112,7 +120,7 @@ def write_batch(batch: RolloutBatch, path: Path) -> None:
         StorageError: the file system is full or failed.
     """
     batch.check()
-    arrays = {name: getattr(batch, name) for name in _ARRAYS}
+    arrays = {name: getattr(batch, name) for name, _ in batch._arrays()}
     if batch.token_versions is not None:
         arrays[_TOKEN_VERSIONS] = batch.token_versions
     arrays["step"] = np.array(batch.step, dtype=np.int64)

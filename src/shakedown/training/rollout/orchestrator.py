@@ -34,6 +34,8 @@ from shakedown.training.endings import INTERRUPTED
 from shakedown.training.fingerprint import fingerprint
 from shakedown.training.huggingface import read_config, read_tokenizer
 from shakedown.training.job import StageJob, read_job
+from shakedown.training.rollout.agent_batch import agent_batch
+from shakedown.training.rollout.agent_episodes import AgentEpisodes, agent_prompts, check_engine
 from shakedown.training.rollout.episodes import (
     Episodes,
     Group,
@@ -94,7 +96,11 @@ async def orchestrate(job: StageJob) -> None:
     engine = get_token_engine(job.engine)
     tokenizer = read_tokenizer(Path(job.model))
     vocabulary = getattr(read_config(Path(job.model)), "vocab_size", None)
-    prompts = encode_prompts(load_rows(job.train), tokenizer)
+    prompts = (
+        agent_prompts(job.train, tokenizer)
+        if settings.agent
+        else encode_prompts(load_rows(job.train), tokenizer)
+    )
     wait = Wait(
         job.config.start_timeout,
         say=lambda line: print(line, flush=True),
@@ -122,11 +128,7 @@ def _checked(job: StageJob) -> GrpoConfig:
     if settings is None:
         raise ConfigError(f"stage {job.stage} has no `grpo:` section: it needs no orchestrator")
     if settings.agent:
-        raise ConfigError(
-            f"stages.{job.stage}.grpo.agent is {settings.agent!r}: rollouts are one chat turn, "
-            "judged by data.reward; an own class is run by `shakedown agent run`",
-            hint=f'set stages.{job.stage}.grpo.agent to ""',
-        )
+        check_engine(job.stage, job.engine)
     trap = explain(_rule(job, settings), needed=job.config.batch_size)
     if trap:
         raise ConfigError(
@@ -178,16 +180,23 @@ class Orchestrator:
         self._version, self._syncing = 0, False
         self._step, self._said = self._start + len(kept.batches) + 1, 0.0
         self._sync_seconds = 0.0
-        self._rewards = RewardPool(job.reward, job.reward_limits)
-        self._episodes = Episodes(
-            self._client,
-            tokenizer,
-            self._rewards,
-            self._settings,
-            lambda: self._version,
-            newest=self._exchange.latest_version,
-            vocabulary=parts.vocabulary,
-        )
+        self._rewards: RewardPool | AgentEpisodes
+        self._episodes: Episodes | AgentEpisodes
+        self._to_batch = agent_batch if self._settings.agent else to_batch
+        if self._settings.agent:
+            agents = AgentEpisodes(job, self._settings, lambda: self._version)
+            self._rewards = self._episodes = agents
+        else:
+            self._rewards = pool = RewardPool(job.reward, job.reward_limits)
+            self._episodes = Episodes(
+                self._client,
+                tokenizer,
+                pool,
+                self._settings,
+                lambda: self._version,
+                newest=self._exchange.latest_version,
+                vocabulary=parts.vocabulary,
+            )
         self._queue = RolloutQueue(
             self._exchange, parts.prompts, self._episodes.run_group, seed=job.seed, kept=kept
         )
@@ -243,7 +252,7 @@ class Orchestrator:
             "failed_groups": float(sum(self._controller.failures.values())),
             "groups_ready": float(self._controller.ready),
         }
-        batch = to_batch(self._step, groups, pad=self._pad, stats=stats)
+        batch = self._to_batch(self._step, groups, pad=self._pad, stats=stats)
         self._exchange.publish_batch(batch)
         now = time.monotonic()
         if now - self._said >= _SAY_SECONDS or self._step == self._job.config.steps:

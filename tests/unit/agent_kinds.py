@@ -1,0 +1,133 @@
+"""An agent that is good or bad as its row says; the tests of training with agents run it."""
+
+import asyncio
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import openai
+
+
+class Kinds:
+    """`data["kind"]` names the method."""
+
+    async def run(self, data: dict[str, Any], **extra: Any) -> Any:
+        self.data, self.extra, self.model = data, extra, extra["model"]
+        self.client = openai.AsyncOpenAI(
+            base_url=extra["base_url"],
+            api_key=extra["api_key"],
+            http_client=extra["http_client"],
+        )
+        return await getattr(self, data["kind"])()
+
+    async def ask(self, *contents: str, **more: Any) -> Any:
+        """Messages by turns of user and assistant."""
+        roles = ("user", "assistant")
+        messages: Any = [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
+        return await self.client.chat.completions.create(
+            model=self.model, messages=messages, **more
+        )
+
+    async def single(self) -> Any:
+        reply = await self.ask("12+34=")
+        return float(len(reply.choices[0].message.content))
+
+    async def two_turns(self) -> Any:
+        first = (await self.ask("one")).choices[0].message.content
+        second = (await self.ask("one", first, "and?")).choices[0].message.content
+        return {"a": float(len(second)), "b": 0.0}
+
+    async def rewrites(self) -> Any:
+        await self.ask("one")
+        await self.ask("one", "something else", "and?")
+        return 1.0
+
+    async def choices(self) -> Any:
+        reply = await self.ask("pick", n=2)
+        await self.ask("pick", reply.choices[1].message.content, "more")
+        return 0.5
+
+    async def streams(self) -> Any:
+        text = ""
+        async for chunk in await self.ask("12+34=", stream=True):
+            text += chunk.choices[0].delta.content or ""
+            assert "token_ids" not in (chunk.choices[0].model_extra or {})
+            assert chunk.usage is None
+        return float(len(text))
+
+    async def narrows(self) -> Any:
+        reply = await self.ask("12+34=", temperature=0, top_p=0.5, seed=1, max_tokens=64)
+        assert "prompt_token_ids" not in (reply.model_extra or {})
+        return float(reply.choices[0].logprobs is None)
+
+    async def environment(self) -> Any:
+        self.client = openai.AsyncOpenAI()
+        await self.ask("12+34=")
+        return 1.0
+
+    async def synchronous(self) -> Any:
+        client = openai.OpenAI()
+        messages: Any = [{"role": "user", "content": "12+34="}]
+        client.chat.completions.create(model=self.model, messages=messages)
+        return 1.0
+
+    async def busy(self) -> Any:
+        await self.ask(f"busy {self.extra['api_key']}")
+        return 1.0
+
+    async def once(self) -> Any:
+        await self.ask("12+34=")
+        try:
+            Path(self.data["flag"]).touch(exist_ok=False)  # noqa: ASYNC240
+        except FileExistsError:
+            return 1.0
+        raise ValueError("my own fault")
+
+    async def waits(self) -> Any:
+        await self.ask("12+34=")
+        while not Path(self.data["flag"]).exists():  # noqa: ASYNC110, ASYNC240
+            await asyncio.sleep(0.02)
+        return 1.0
+
+    async def raises(self) -> Any:
+        raise ValueError("never works")
+
+    async def blocks(self) -> Any:
+        await self.ask("12+34=")
+        while True:
+            time.sleep(0.01)  # noqa: ASYNC251 - that is the fault
+
+    async def endless(self) -> Any:
+        while True:
+            try:
+                await self.ask("12+34=")
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                pass
+
+    async def silent(self) -> Any:
+        return 1.0
+
+    async def nothing(self) -> Any:
+        await self.ask("12+34=")
+
+    async def leaves(self) -> Any:
+        sys.exit(3)
+
+    async def dies(self) -> Any:
+        os._exit(3)
+
+    async def asks(self) -> Any:
+        """Whatever the row says."""
+        self.client = self.client.with_options(max_retries=0)
+        reply = await self.ask(self.data["content"], **self.data.get("more", {}))
+        if self.data.get("more", {}).get("stream"):
+            async for _ in reply:
+                pass
+        return 1.0
+
+    async def elsewhere(self) -> Any:
+        await self.client.completions.create(model=self.model, prompt="1")
+        return 1.0

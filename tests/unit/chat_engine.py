@@ -1,0 +1,177 @@
+"""A local stand-in that speaks what vLLM documents: chat with token ids, plain and streamed.
+
+A token is a character's code; 1 begins a prompt, 2 ends a reply and stays in the history. The
+same prompt always gets the same reply. The last message may ask for a fault: `busy` (503 once a
+prompt), `too long` (400), `no ids`, `miscounted`, `broken off`, `odd error`.
+"""
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tests.faults import fake_engine
+
+BEGIN, END = 1, 2
+
+
+def prompt_ids(messages: Sequence[dict[str, str]]) -> list[int]:
+    """The chat template."""
+    ids = [BEGIN]
+    for message in messages:
+        ids += [ord(letter) for letter in message["content"]]
+        ids += [END] if message["role"] == "assistant" else []
+    return ids
+
+
+def reply_ids(prompt: Sequence[int], most: int) -> list[int]:
+    """At most `most` tokens; the last one is END when they are enough."""
+    return [ord(letter) for letter in f"<{len(prompt)}>"][:most] + [END] * (
+        most > len(str(len(prompt))) + 2
+    )
+
+
+def logprob(token: int) -> float:
+    return -token / 100
+
+
+class Handler(fake_engine.Handler):
+    """Chat, completions by token ids, and the models."""
+
+    server: "ChatEngine"
+
+    def do_GET(self) -> None:  # noqa: N802
+        self._answer(200, {"data": [{"id": "policy", "max_model_len": 200}]})
+
+    def do_POST(self) -> None:  # noqa: N802
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.seen.append((self.path, body))
+        if self.path == "/v1/chat/completions":
+            self._chat(body)
+        elif isinstance(body["prompt"], str):
+            self._answer(200, {"choices": [{"text": "1"}]})
+        else:
+            self._answer(200, completions(body))
+
+    def _chat(self, body: dict[str, Any]) -> None:
+        self.server.may_answer.wait()
+        prompt, asked = prompt_ids(body["messages"]), body["messages"][-1]["content"]
+        if "busy" in asked and tuple(prompt) not in self.server.refused:
+            self.server.refused.add(tuple(prompt))
+            self._answer(503, {"error": {"message": "overloaded", "code": 503}})
+        elif "too long" in asked:
+            self._answer(400, {"error": {"message": "maximum context length", "code": 400}})
+        elif "odd error" in asked:
+            self._answer(500, "Internal Server Error")
+        elif body.get("stream"):
+            self._stream(body, prompt, asked)
+        else:
+            reply = chat(body, prompt)
+            if "no ids" in asked:
+                del reply["prompt_token_ids"], reply["choices"][0]["token_ids"]
+            if "miscounted" in asked:
+                reply["usage"]["completion_tokens"] += 1
+            self._answer(200, reply)
+
+    def _stream(self, body: dict[str, Any], prompt: list[int], asked: str) -> None:
+        events = [*chunks(body, prompt)]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        for event in events[:2] if "broken off" in asked else [*events, "[DONE]"]:
+            text = event if isinstance(event, str) else json.dumps(event)
+            self.wfile.write(f"data: {text}\n\n".encode())
+        self.close_connection = True
+
+
+class ChatEngine(fake_engine.Engine):
+    """`seen`: (path, body) of every POST. Chats wait for `may_answer`."""
+
+    def __init__(self) -> None:
+        super().__init__("127.0.0.1", 0)
+        self.RequestHandlerClass = Handler
+        self.refused = set[tuple[int, ...]]()
+        self.may_answer = threading.Event()
+        self.may_answer.set()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+def completions(body: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM answers to /v1/completions with token ids."""
+    ids = reply_ids(body["prompt"], body["max_tokens"])
+    choice: dict[str, Any] = {
+        "text": text_of(ids),
+        "token_ids": ids,
+        "logprobs": {"token_logprobs": [logprob(token) for token in ids]},
+        "finish_reason": "stop" if END in ids else "length",
+    }
+    if "prompt_logprobs" in body:
+        known = [{str(token): {"logprob": logprob(token)}} for token in body["prompt"][1:]]
+        choice["prompt_logprobs"] = [None, *known]
+    count = body.get("n", 1)
+    return {"choices": [{**choice, "index": index} for index in range(count)], "usage": {}}
+
+
+def chat(body: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
+    """What vLLM answers to /v1/chat/completions with `logprobs` and `return_token_ids`."""
+    ids = reply_ids(prompt, body["max_tokens"])
+    choice = {
+        "message": {"role": "assistant", "content": text_of(ids)},
+        "finish_reason": "stop" if END in ids else "length",
+        **_details(ids),
+    }
+    count = body.get("n") or 1
+    return {
+        "id": f"chatcmpl-{len(prompt)}",
+        "object": "chat.completion",
+        "created": 1,
+        "model": body["model"],
+        "choices": [{**choice, "index": index} for index in range(count)],
+        "usage": {"prompt_tokens": len(prompt), "completion_tokens": count * len(ids)},
+        "prompt_token_ids": prompt,
+    }
+
+
+def chunks(body: dict[str, Any], prompt: list[int]) -> Iterator[dict[str, Any]]:
+    """The same reply, streamed by token: the prompt's ids come first, the usage last."""
+    head = {"id": "chatcmpl-s", "object": "chat.completion.chunk", "created": 1, "model": "policy"}
+    ids = reply_ids(prompt, body["max_tokens"])
+    first = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+    yield {**head, "choices": [first], "prompt_token_ids": prompt}
+    for place, token in enumerate(ids):
+        last = place == len(ids) - 1
+        finish = ("stop" if END in ids else "length") if last else None
+        delta = {"content": text_of([token])}
+        choice = {"index": 0, "delta": delta, "finish_reason": finish, **_details([token])}
+        yield {**head, "choices": [choice]}
+    if (body.get("stream_options") or {}).get("include_usage"):
+        yield {**head, "choices": [], "usage": {"completion_tokens": len(ids)}}
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return "".join(chr(token) for token in ids if token > END)
+
+
+def _details(ids: Sequence[int]) -> dict[str, Any]:
+    content = [{"token": text_of([token]), "logprob": logprob(token)} for token in ids]
+    return {"token_ids": list(ids), "logprobs": {"content": content}}
+
+
+@contextlib.contextmanager
+def chatting() -> Iterator[ChatEngine]:
+    """Run one for as long as a test needs it."""
+    engine = ChatEngine()
+    thread = threading.Thread(target=engine.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield engine
+    finally:
+        engine.may_answer.set()
+        engine.shutdown()
+        engine.server_close()
+        thread.join()
