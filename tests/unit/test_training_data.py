@@ -125,6 +125,18 @@ def test_ranks_share_all_trained_tokens_in_equally_many_micro_batches(
         assert part.at_mask("weight").shape == part.tokens[part.mask].shape
 
 
+def test_micro_batches_hold_rows_of_like_length_the_longest_first() -> None:
+    batch = _batch([3, 9, 4, 8, 2, 7, 5])
+
+    shares = [rank_share(batch, rank=r, world_size=2, micro_batch_size=2) for r in (0, 1)]
+
+    widths = [[part.tokens.shape[1] for part in share] for share in shares]
+    assert widths == [[9, 4], [8, 3]]
+    assert [part.lengths.tolist() for part in shares[0]] == [[9, 7], [4, 2]]
+    assert [part.lengths.tolist() for part in shares[1]] == [[8, 5], [3, 2]]
+    assert shares[1][1].mask.any(1).tolist() == [True, False]  # the repeated row is not trained
+
+
 def test_rows_written_by_json_keep_digits_as_text(tmp_path: Path) -> None:
     row = {"messages": [{"role": "user", "content": "02+03="}], "answer": "050"}
 

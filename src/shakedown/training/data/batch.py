@@ -57,16 +57,19 @@ def pad_rows(rows: Sequence[Sequence[int]], trained: Sequence[int], *, pad: int)
 def rank_share(
     batch: TokenBatch, *, rank: int, world_size: int, micro_batch_size: int | None
 ) -> list[TokenBatch]:
-    """This rank's micro batches: every `world_size`-th row, cut to its own longest row.
+    """This rank's micro batches, each of rows of like length and cut to its longest row.
 
-    Every rank gets equally many micro batches (collectives must match): a rank that is short
-    of rows repeats its batch's first row with nothing to train.
+    The rows are dealt out by falling length: little of a micro batch is padding, ranks have
+    equally much to do, and what needs most memory comes first. Every rank gets equally many micro
+    batches (collectives must match): a rank that is short of rows repeats the batch's shortest
+    row with nothing to train.
     """
     total = batch.tokens.shape[0]
     per_rank = -(-total // world_size)
-    rows = torch.arange(rank, per_rank * world_size, world_size)
-    missing = rows >= total
-    share = take_rows(batch, torch.where(missing, 0, rows))
+    places = torch.arange(rank, per_rank * world_size, world_size)
+    missing = places >= total
+    by_length = batch.lengths.argsort(descending=True, stable=True)
+    share = take_rows(batch, by_length[places.clamp(max=total - 1)])
     share.mask[missing] = False
     size = micro_batch_size or per_rank
     return [

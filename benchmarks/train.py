@@ -1,0 +1,179 @@
+"""Our training runtime against TRL's SFTTrainer, on the same rows, turn by turn in one run.
+
+    python benchmarks/train.py [--ranks 1 2] [--repeats 3] [--out FILE]      about 3 minutes
+    python benchmarks/train.py --grpo [--levels 0 1 2] [--curves FILE.svg]   2 to 5 minutes a level
+    python benchmarks/train.py --gpu                                         one CUDA device
+
+Without options: tokens a second of SFT on CPU ranks (a Qwen3 of 1.25M random parameters, float32,
+one torch thread a rank); both sides must show the same losses. `--grpo`: where the time of a GRPO
+step goes with a real vLLM server, and what is learned, at each async level. `--gpu`: tokens a
+second and MFU of a model of Qwen3-0.6B's shape in bfloat16, against plain transformers.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from training import curves, gpu, grpo, sft
+from training.workload import Workload
+
+PEER = "trl==1.16.0"
+INSTALL = f"python -m pip install --no-deps {PEER}"
+
+
+def main() -> int:
+    arguments = _parser().parse_args()
+    fault = _fault(arguments)
+    if fault:
+        print(fault, file=sys.stderr)
+        return 2
+    # Unwind on SIGTERM too: no rank must outlive this program.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
+    folder = Path(tempfile.mkdtemp(prefix="bench-"))
+    if arguments.gpu:
+        code, figures = _gpu(arguments)
+    elif arguments.grpo:
+        code, figures = _grpo(arguments, folder)
+    else:
+        code, figures = _sft(arguments, folder)
+    out = arguments.out or folder.with_suffix(".json")
+    out.write_text(json.dumps({**surroundings(), **figures}, indent=2) + "\n", encoding="utf-8")
+    print(f"written: {out}")
+    if code:
+        print(f"left for a look: {folder}", file=sys.stderr)
+    else:
+        shutil.rmtree(folder)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--ranks", nargs="+", type=int, default=[1, 2], metavar="N", help="numbers of ranks (1 2)")
+    add("--repeats", type=int, default=3, help="runs of each side, turn by turn (3)")
+    add("--steps", type=int, help="optimizer steps of a run (SFT 15, GRPO 40, GPU 10)")
+    add("--micro-batch-size", type=int, default=8, help="rows of a forward pass, both sides (8)")
+    add("--grpo", action="store_true", help="GRPO with a vLLM server instead")
+    add("--levels", nargs="+", type=int, default=[0, 1, 2], metavar="K", help="async levels")
+    add("--curves", type=Path, metavar="FILE", help="with --grpo: the reward curves as SVG")
+    add("--gpu", action="store_true", help="one CUDA device instead")
+    add("--tiny", action="store_true", help="with --gpu: a tiny shape, on a CPU too")
+    add("--out", type=Path, metavar="FILE", help="JSON of all figures")
+    return parser
+
+
+def _fault(arguments: argparse.Namespace) -> str:
+    """What is wrong with the arguments; empty when nothing is."""
+    load = Workload()
+    size, micro = load.batch_size, arguments.micro_batch_size
+    bad = [n for n in arguments.ranks if n < 1 or micro < 1 or size % (n * micro)]
+    if bad and not (arguments.grpo or arguments.gpu):
+        return f"--ranks {bad}: ranks x --micro-batch-size {micro} must divide {size} rows"
+    least = grpo.WARMUP + 1 if arguments.grpo else load.warmup + 1
+    if arguments.repeats < 1 or (arguments.steps is not None and arguments.steps < least):
+        return f"expected --repeats of at least 1 and --steps of at least {least}"
+    if min(arguments.levels) < 0 or len(arguments.levels) > len(curves.COLOURS):
+        return f"--levels {arguments.levels}: expected up to {len(curves.COLOURS)}, from 0 on"
+    if arguments.gpu and not arguments.tiny and not _has_cuda():
+        return "--gpu: torch sees no CUDA device; --gpu --tiny runs the same code on a CPU"
+    return ""
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def _sft(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mapping[str, object]]:
+    load = Workload(
+        steps=arguments.steps or Workload.steps, micro_batch_size=arguments.micro_batch_size
+    )
+    try:
+        peer = find_peer(folder / "peer")
+    except subprocess.CalledProcessError:
+        print(f"TRL could not be installed; by hand: {INSTALL}", file=sys.stderr)
+        return 3, {}
+    runs, parameters = sft.measure(
+        folder, load, ranks=arguments.ranks, repeats=arguments.repeats, peer=peer
+    )
+    faults = [run.fault for run in runs if run.fault] or sft.differences(runs)
+    print(f"{parameters / 1e6:.2f}M parameters, {asdict(load)}", sft.table(runs), sep="\n")
+    print(*sft.ratios(runs), *faults, sep="\n")
+    figures = {"peer": peer_version(peer), "parameters": parameters, "workload": asdict(load)}
+    return int(bool(faults)), {**figures, "faults": faults, "runs": [asdict(run) for run in runs]}
+
+
+def _grpo(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mapping[str, object]]:
+    try:
+        levels = grpo.measure(folder, levels=arguments.levels, steps=arguments.steps or 40)
+    except grpo.StageFailedError as error:
+        print(error, file=sys.stderr)
+        return 1, {}
+    print(grpo.table(levels))
+    if arguments.curves:
+        rewards = {f"async level {level.async_level}": level.rewards for level in levels}
+        arguments.curves.write_text(
+            curves.picture(rewards, x="GRPO step", y="mean reward"), encoding="utf-8"
+        )
+    return 0, {"levels": [asdict(level) for level in levels]}
+
+
+def _gpu(arguments: argparse.Namespace) -> tuple[int, Mapping[str, object]]:
+    shape = gpu.Shape(gpu.TINY, 2, 16) if arguments.tiny else gpu.Shape(gpu.QWEN3_06B, 2, 4096)
+    steps = arguments.steps or 10
+    speeds = gpu.measure(shape, steps=steps, repeats=arguments.repeats)
+    print(gpu.table(speeds))
+    return 0, {"shape": asdict(shape), "speeds": [asdict(speed) for speed in speeds]}
+
+
+def find_peer(folder: Path) -> Path | None:
+    """None where TRL is installed; else it is installed into `folder`, which only its runs see.
+
+    Raises:
+        subprocess.CalledProcessError: pip could not.
+    """
+    if importlib.util.find_spec("trl") is not None:
+        return None
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--target", os.fspath(folder), PEER], check=True)
+    return folder
+
+
+def peer_version(folder: Path | None) -> str:
+    """TRL's own word on its version."""
+    places = sys.path if folder is None else [os.fspath(folder)]
+    found = list(importlib.metadata.distributions(name="trl", path=places))
+    return found[0].version if found else "unknown"
+
+
+def surroundings() -> dict[str, object]:
+    """What the figures depend on."""
+    packages = ["torch", "transformers", "accelerate"]
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "load": [round(value, 2) for value in os.getloadavg()],
+        "versions": {
+            "python": platform.python_version(),
+            **{name: importlib.metadata.version(name) for name in packages},
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
