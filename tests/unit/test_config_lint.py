@@ -55,6 +55,7 @@ def test_every_engine_has_a_row_of_dimensions() -> None:
         ("fsdp:d4", 4),
         ("fsdp:d2t2", 4),
         ("fsdp:d4t1p1", 4),
+        ("archon:d2t1p2", 4),
     ],
 )
 def test_an_allocation_that_an_engine_can_do_is_sound(

@@ -7,7 +7,7 @@ import pytest
 from tests.exactness import assert_exact, engine_losses, plain_losses, write_model
 
 # Each way to spread a model once; `python -m tests.exactness ALLOCATION...` measures others.
-ALLOCATIONS = ["fsdp:d1", "fsdp:d2", "fsdp:d2t2", "megatron:t2"]
+ALLOCATIONS = ["fsdp:d2", "fsdp:d2t2", "megatron:t2"]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ writer are torch's own public classes, so `dcp.load` reads the folder on any num
 
 import io
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,22 +30,21 @@ _FULL_HINT = "free space on that file system; the checkpoint before it is kept"
 
 
 class DcpStore:
-    """Copies and loads one model with its optimizer; every rank has one.
+    """Copies a state of tensors, whole or DTensors; every rank has one.
 
     Args:
-        model: its parameters are whole or DTensors of one mesh; the names are the model's own.
-        optimizer: over the model's parameters.
+        state: what this rank holds; names and shapes must not change between calls.
     """
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
+    def __init__(self, state: Callable[[], Mapping[str, Any]]) -> None:
+        self._state = state
         self._planned: tuple[SavePlan, Metadata | None] | None = None
         self._buffers: dict[MetadataIndex, torch.Tensor] = {}
 
     def snapshot(self) -> "DcpSnapshot":
         """(collective) Copy to the CPU what this rank is to write: no tensor is written twice."""
         planner = DefaultSavePlanner()
-        planner.set_up_planner(self._state(), is_coordinator=dist.get_rank() == 0)
+        planner.set_up_planner(dict(self._state()), is_coordinator=dist.get_rank() == 0)
         if self._planned is None:
             self._planned = _plan_together(planner)
         plan, metadata = self._planned
@@ -53,31 +52,6 @@ class DcpStore:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # copies into pinned memory are still on their way
         return DcpSnapshot(plan, metadata, held, dist.get_rank(), dist.get_world_size())
-
-    def load(self, folder: Path) -> None:
-        """(collective) Read what was written, on this number of ranks or another.
-
-        Raises:
-            StorageError: it cannot be read or is not complete.
-        """
-        state = self._state()
-        try:
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
-        except (dcp.api.CheckpointException, OSError) as error:
-            raise StorageError(
-                f"cannot read checkpoint {folder}: {_first_reason(error)}",
-                hint=UNREADABLE_HINT,
-            ) from error
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
-
-    def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        return {"model": model, "optimizer": optimizer}
 
     def _copy(self, item: WriteItem, found: torch.Tensor | io.BytesIO) -> torch.Tensor | io.BytesIO:
         """Into the memory of the snapshot before: pinned memory is dear to get."""
@@ -89,6 +63,43 @@ class DcpStore:
             buffer = torch.empty(found.shape, dtype=found.dtype, pin_memory=pinned)
             self._buffers[item.index] = buffer
         return buffer.copy_(found.detach(), non_blocking=True)
+
+
+def read_state(state: dict[str, Any], folder: Path) -> None:
+    """(collective) Fill `state` with what was written, on this number of ranks or another.
+
+    Raises:
+        StorageError: it cannot be read or is not complete.
+    """
+    try:
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    except (dcp.api.CheckpointException, OSError) as error:
+        raise StorageError(
+            f"cannot read checkpoint {folder}: {_first_reason(error)}",
+            hint=UNREADABLE_HINT,
+        ) from error
+
+
+def model_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Model and optimizer under the model's own names."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
+
+
+def load_model(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    """(collective) Read what a snapshot of `model_state` wrote into a model and its optimizer.
+
+    Raises:
+        StorageError: it cannot be read or is not complete.
+    """
+    state = model_state(model, optimizer)
+    read_state(state, folder)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from shakedown.training.engines.base import (
     LossFunction,
     Scores,
 )
-from shakedown.training.engines.dcp_store import DcpStore
+from shakedown.training.engines.dcp_store import DcpStore, load_model, model_state
 from shakedown.training.engines.fsdp_model import (
     check_plan,
     join_mesh,
@@ -30,6 +30,7 @@ from shakedown.training.engines.fsdp_model import (
     whole_over_tensor_ranks,
 )
 from shakedown.training.engines.schedule import learning_rate
+from shakedown.training.engines.scoring import kept_columns, score
 from shakedown.training.engines.snapshot import Snapshot, save_now
 
 
@@ -69,7 +70,7 @@ class FsdpEngine:
             weight_decay=optimizer.weight_decay,
             fused=True,  # one call instead of one for each sharded parameter
         )
-        self._store = DcpStore(self._model, self._optimizer)
+        self._store = DcpStore(lambda: model_state(self._model, self._optimizer))
 
     @classmethod
     def build(
@@ -146,7 +147,7 @@ class FsdpEngine:
         save_now(self.snapshot(), folder)
 
     def load(self, folder: Path, *, updates: int) -> None:
-        self._store.load(folder)
+        load_model(self._model, self._optimizer, folder)
         self.updates = updates
 
     def gather(self) -> dict[str, torch.Tensor]:
@@ -161,24 +162,13 @@ class FsdpEngine:
 
     def _score(self, batch: TokenBatch, temperature: float) -> Scores:
         """Run the model and keep only the positions before trained tokens."""
-        columns = batch.mask.any(0).nonzero()[:, 0]
-        if columns.numel() == 0:  # nothing to train here; the collectives still have to match
-            columns = torch.ones(1, dtype=torch.int64, device=self.device)
         # No attention mask: padding stands after every token that counts, and attention is causal.
         logits = self._model(
             input_ids=batch.tokens[:, :-1],
-            logits_to_keep=columns - 1,
+            logits_to_keep=kept_columns(batch) - 1,
             use_cache=False,
         ).logits
-        mask = batch.mask[:, columns]
-        kept = logits[mask].float()
-        if temperature != 1.0:
-            kept = kept / temperature
-        each = kept.log_softmax(-1)
-        logprobs = each.gather(1, batch.tokens[:, columns][mask][:, None])[:, 0]
-        with torch.set_grad_enabled(self.entropy_gradient and torch.is_grad_enabled()):
-            entropy = -(each.exp() * each).sum(-1)
-        return Scores(logprobs, entropy)
+        return score(logits, batch, temperature=temperature, entropy_gradient=self.entropy_gradient)
 
     def _expect(self, *, last: bool) -> None:
         """Whether the next backward pass is the last of this step: only that one communicates."""
