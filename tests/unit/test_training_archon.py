@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import (
-    AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
     Qwen2Config,
@@ -22,26 +20,13 @@ from transformers import (
 from shakedown.errors import ConfigError, StorageError
 from shakedown.training import huggingface
 from shakedown.training.data.batch import pad_rows
-from shakedown.training.demo import write_model
 from shakedown.training.engines.archon_model import check_model, stack_tokens
 from shakedown.training.engines.base import EngineOptions, LossPart
 from tests import exactness
 from tests.megatron_ranks import batch, build, continued, sft_step, two_steps
+from tests.tiny_models import SMALL, group_of_one, write_tiny
 
 ROOT = Path(__file__).parents[2]
-SMALL = {
-    "vocab_size": 101,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 CONFIGS = {
     "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True),
@@ -107,33 +92,19 @@ def _plan() -> list[list[Any]]:
     return [[1, one], [4, four], [2, two + _do("continue", loads, 2)]]
 
 
-def _write(folder: Path, config: Any) -> Path:
-    """A model whose biases and norms are no zeros and ones, with the demo's tokenizer."""
-    write_model(folder, seed=0)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for value in model.parameters():
-        if value.dim() == 1:
-            torch.nn.init.normal_(value, mean=1.0, std=0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     for name, config in CONFIGS.items():
-        _write(root / name, config)
+        write_tiny(root / name, config)
     exactness.write_model(root / "exact")
     return root
 
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one(tmp_path_factory.mktemp("group")):
+        yield
 
 
 @pytest.fixture(scope="module")

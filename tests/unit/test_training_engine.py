@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch._dynamo.utils import counters
 from transformers import GPT2Config, LlamaConfig, Qwen3ForCausalLM
 
@@ -25,6 +24,7 @@ from shakedown.training.engines.fsdp import FsdpEngine
 from shakedown.training.engines.fsdp_model import decoder_layers
 from shakedown.training.evaluate import Evaluator
 from shakedown.training.job import StageJob
+from tests.tiny_models import group_of_one
 
 OPTIMIZER = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5)
 CPU = torch.device("cpu")
@@ -39,10 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one(tmp_path_factory.mktemp("group")):
+        yield
 
 
 @pytest.fixture

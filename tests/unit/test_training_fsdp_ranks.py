@@ -10,31 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from shakedown.training import huggingface
-from shakedown.training.demo import write_model
 from tests.megatron_ranks import build, continued, two_steps
+from tests.tiny_models import SMALL, group_of_one, write_tiny
 
 ROOT = Path(__file__).parents[2]
-SMALL = {
-    "vocab_size": 101,  # odd, as the MLP's columns are on each of two ranks
-    "hidden_size": 32,
-    "intermediate_size": 50,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+# Odd columns of the MLP: two ranks have unequal shares.
+CUT = {**SMALL, "intermediate_size": 50, "num_hidden_layers": 2}
 CONFIGS = {
-    "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
-    "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=False),
-    "llama": LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
+    "qwen3": Qwen3Config(**CUT, head_dim=16, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**CUT, tie_word_embeddings=False),
+    "llama": LlamaConfig(**CUT, attention_bias=True, mlp_bias=True),
 }
 STEPS: list[dict[str, Any]] = [
     {"name": "qwen3 d2t2", "model": "qwen3", "allocation": "fsdp:d2t2", "save": "d2t2"},
@@ -54,32 +42,18 @@ LOADS: list[dict[str, Any]] = [
 ]
 
 
-def _write(folder: Path, config: Any) -> Path:
-    """A model whose biases and norms are no zeros and ones, with the demo's tokenizer."""
-    write_model(folder, seed=0)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for value in model.parameters():
-        if value.dim() == 1:
-            torch.nn.init.normal_(value, mean=1.0, std=0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     for name, config in CONFIGS.items():
-        _write(root / name, config)
+        write_tiny(root / name, config)
     return root
 
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one(tmp_path_factory.mktemp("group")):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +139,7 @@ def test_micro_batches_before_the_last_add_no_communication(four_ranks: dict[str
     assert counts["one unit 1"] == {"_allgather_base_": 1, "_reduce_scatter_base_": 1}
     assert counts["one unit 3"] == counts["one unit 1"]
     # Layers give their memory back after each use, forward and backward; the rest is gathered once.
-    layers, units = SMALL["num_hidden_layers"], SMALL["num_hidden_layers"] + 1
+    layers, units = CUT["num_hidden_layers"], CUT["num_hidden_layers"] + 1
     for micro_batches in (1, 3):
         found = counts[f"layers {micro_batches}"]
         assert found["_reduce_scatter_base_"] == units

@@ -17,27 +17,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from shakedown.errors import ConfigError, StorageError
 from shakedown.training import huggingface
 from shakedown.training.conversion import read_shape
-from shakedown.training.demo import write_model
 from shakedown.training.engines.base import EngineOptions, LossPart
 from shakedown.training.engines.megatron_cpu import calls
 from shakedown.training.engines.megatron_model import build_model, join_groups
 from shakedown.training.engines.vocabulary import score_logits
 from tests.megatron_ranks import CPU, batch, build, continued, sft_step, two_steps
+from tests.tiny_models import SMALL, group_of_one, write_tiny
 
 SCRIPT = Path(__file__).parents[1] / "megatron_ranks.py"
-SMALL = {
-    "vocab_size": 101,  # odd: over two tensor ranks the last row is padding
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 CONFIGS = {
     "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=False),
@@ -66,30 +53,16 @@ LOADS: list[dict[str, Any]] = [
 ]
 
 
-def _write(folder: Path, config: Any) -> Path:
-    """A model whose biases and norms are no zeros and ones, with the demo's tokenizer."""
-    write_model(folder, seed=0)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
-    for value in model.parameters():
-        if value.dim() == 1:
-            torch.nn.init.normal_(value, mean=1.0, std=0.1)
-    model.save_pretrained(folder)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("models")
-    return {name: _write(root / name, config) for name, config in CONFIGS.items()}
+    return {name: write_tiny(root / name, config) for name, config in CONFIGS.items()}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with group_of_one(tmp_path_factory.mktemp("group")):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,14 @@ import contextlib
 import json
 import os
 import signal
-import sys
 import time
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from shakedown.agents.agent_worker import ALIVE_SECONDS, LONGEST_LINE
 from shakedown.agents.contract import Reward
-from shakedown.errors import LaunchError, UsageError
+from shakedown.agents.worker_process import WorkerProcess, start_worker
+from shakedown.errors import UsageError
 
 _START_SECONDS = 120.0  # of Python and the agent's imports, on a busy machine
 _SILENCE_SECONDS = 10.0 + ALIVE_SECONDS  # beyond what an episode may take
@@ -120,13 +120,9 @@ class AgentPool:
 class _Worker:
     """One process and the episodes it has."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        orders: asyncio.StreamWriter,
-        replies: asyncio.StreamReader,
-    ) -> None:
-        self._process, self._orders, self._replies = process, orders, replies
+    def __init__(self, started: WorkerProcess) -> None:
+        self._process, self._orders = started.process, started.orders
+        self._replies = started.replies
         self._waiting: dict[str, asyncio.Future[AgentResult]] = {}
         self._reading: asyncio.Task[None] | None = None
         self.alive = True
@@ -139,22 +135,11 @@ class _Worker:
             UsageError: it cannot be imported or is no agent, or ends or loops on the way.
             LaunchError: the process could not be started.
         """
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "shakedown.agents.agent_worker",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=LONGEST_LINE,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                process_group=0,  # its children are ended with it; the session stays the stage's
+        worker = cls(
+            await start_worker(
+                "shakedown.agents.agent_worker", name="an agent worker", longest_line=LONGEST_LINE
             )
-        except OSError as error:
-            raise LaunchError(f"cannot start an agent worker: {error.strerror or error}") from error
-        if process.stdin is None or process.stdout is None:
-            raise LaunchError("an agent worker was started without pipes")
-        worker = cls(process, process.stdin, process.stdout)
+        )
         try:
             await worker._prepare(order)
         except BaseException:

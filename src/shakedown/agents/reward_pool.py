@@ -12,12 +12,12 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from shakedown.errors import LaunchError, ShakedownError, UsageError
+from shakedown.agents.worker_process import WorkerProcess, start_worker
+from shakedown.errors import ShakedownError, UsageError
 
 Cause = Literal["timeout", "memory", "exit", "exception", "bad_return"]
 
@@ -139,33 +139,20 @@ class RewardPool:
 class _Worker:
     """One process; `usable` is False from the start of a call until all its replies are read."""
 
-    def __init__(
-        self,
-        process: asyncio.subprocess.Process,
-        orders: asyncio.StreamWriter,
-        replies: asyncio.StreamReader,
-    ) -> None:
-        self._process, self._orders, self._replies = process, orders, replies
+    def __init__(self, started: WorkerProcess) -> None:
+        self._process, self._orders = started.process, started.orders
+        self._replies = started.replies
         self.usable = False
 
     @classmethod
     async def start(cls) -> "_Worker":
-        try:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
+        return cls(
+            await start_worker(
                 "shakedown.agents.reward_worker",
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=_LONGEST_REPLY,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                process_group=0,  # its children are ended with it; the session stays the stage's
+                name="a reward worker",
+                longest_line=_LONGEST_REPLY,
             )
-        except OSError as error:
-            raise LaunchError(f"cannot start a reward worker: {error.strerror or error}") from error
-        if process.stdin is None or process.stdout is None:
-            raise LaunchError("a reward worker was started without pipes")
-        return cls(process, process.stdin, process.stdout)
+        )
 
     @property
     def pid(self) -> int:

@@ -1,0 +1,49 @@
+"""Small models of each kind whose weights show a mistake: no norm is one and no bias is zero."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from shakedown.training.demo import write_model
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 101,  # odd: over two tensor ranks the last row is padding
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write_tiny(folder: Path, config: Any) -> Path:
+    """A model of `config` with the demo's tokenizer."""
+    write_model(folder, seed=0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for value in model.parameters():
+        if value.dim() == 1:
+            torch.nn.init.normal_(value, mean=1.0, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@contextmanager
+def group_of_one(folder: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    store = dist.FileStore(str(folder / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
