@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -251,8 +252,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     uninterrupted: Stage, stage: Stage
 ) -> None:
     seed = time.time_ns() % 1000
-    # Not the first after a checkpoint: rows past it have to be there to be dropped.
-    step = random.Random(seed).choice([5, 6, 8, 9])
+    # The checkpoint of step 3 is whole before that of step 6 is begun; the latter may be or not.
+    step = random.Random(seed).choice([8, 9])
     print(f"killed at step {step}, seed {seed}")
     first = stage.run(
         SFT, fault={"kind": "kill_rank", "rank": 1, "step": step}, sinks=["tensorboard"]
@@ -263,9 +264,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
 
     assert first[1] == -signal.SIGKILL
     assert first[0] not in (0, INTERRUPTED)
-    saved = 3 if step < 7 else 6
-    assert lost[-1] > saved
-    assert f"resuming from step_{saved:06d}" in stage.log(0)
+    resumed = re.search(r"resuming from step_00000([36])$", stage.log(0), re.MULTILINE)
+    assert resumed is not None, stage.log(0)
+    assert lost[-1] > int(resumed[1]), "rows past the checkpoint have to be there to be dropped"
     assert without_measured(stage.rows()) == without_measured(uninterrupted.rows())
     _assert_drawn(stage)
 
