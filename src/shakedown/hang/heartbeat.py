@@ -143,7 +143,7 @@ def beat_from(body: Any) -> Beat | None:
     values: dict[str, Any] = {}
     for key, declared in Beat.__annotations__.items():
         value = body.get(key)
-        if declared is float and type(value) is int:
+        if declared is float and type(value) is int and abs(value) < 2**63:
             value = float(value)
         if type(value) is not declared:
             return None

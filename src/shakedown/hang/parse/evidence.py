@@ -2,9 +2,11 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
-from shakedown.hang.heartbeat import RECORD_BYTES, beat_from, decode
+from shakedown.hang.heartbeat import RECORD_BYTES, Beat, beat_from, decode
+from shakedown.hang.parse.numbers import MAX_COUNT, pid_of, rank_of
 from shakedown.hang.parse.source import Source
 from shakedown.hang.records import (
     BeatRecord,
@@ -32,10 +34,28 @@ def parse_heartbeat(source: Source) -> list[Record]:
     Raises:
         ValueError: the record is torn.
     """
-    beat = decode(source.data[:RECORD_BYTES])
+    beat = _plausible(decode(source.data[:RECORD_BYTES]))
     if beat is None:
         raise ValueError("a torn heartbeat record")
     return [BeatRecord(beat, source.place(), source.sample)]
+
+
+def _plausible(beat: Beat | None) -> Beat | None:
+    """A beat with names fit to be shown; None when its numbers cannot be true."""
+    if beat is None or rank_of(beat.rank) is None:
+        return None
+    if not all(abs(n) < MAX_COUNT for n in (beat.step, beat.micro_batch, beat.batch_size)):
+        return None
+    if not (0 <= beat.count < MAX_COUNT and abs(beat.wall) + abs(beat.monotonic) < MAX_COUNT):
+        return None  # NaN too: it is not below
+    if pid_of(beat.pid) is None:
+        return None
+    return replace(
+        beat,
+        role=clean(beat.role, 64),
+        host=clean(beat.host, 80),
+        phase=clean(beat.phase, 20),
+    )
 
 
 def parse_json(source: Source, body: Any) -> list[Record] | None:
@@ -62,7 +82,7 @@ def parse_outcome(body: Mapping[str, Any], place: Place) -> Outcome:
         exit_codes={
             clean(name, 80): code
             for name, code in (codes.items() if isinstance(codes, Mapping) else ())
-            if isinstance(code, int)
+            if type(code) is int and abs(code) < 2**31
         },
         failed_component=clean(body.get("failed_component") or "", 80),
         stalled=stalled if isinstance(stalled, Mapping) else {},
@@ -72,9 +92,9 @@ def parse_outcome(body: Mapping[str, Any], place: Place) -> Outcome:
 
 def _beats(source: Source, body: Mapping[str, Any]) -> list[Record]:
     rows = body.get("beats")
-    found = [beat_from(row) for row in rows] if isinstance(rows, list) else []
+    found = [_plausible(beat_from(row)) for row in rows] if isinstance(rows, list) else []
     sample = body.get("round")
-    number = sample if isinstance(sample, int) else source.sample
+    number = sample if type(sample) is int and 0 <= sample < 1000 else source.sample
     return [BeatRecord(beat, source.place(), number) for beat in found if beat]
 
 
@@ -82,25 +102,30 @@ def _collected(source: Source, body: Mapping[str, Any]) -> list[Record]:
     records: list[Record] = []
     rows = body.get("targets")
     for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, Mapping) and isinstance(row.get("pid"), int):
+        if isinstance(row, Mapping) and pid_of(row.get("pid")) is not None:
             records += _target(source, row, clean(body.get("host") or "", 80))
     return records
 
 
 def _target(source: Source, row: Mapping[str, Any], host: str) -> list[Record]:
-    rank = row.get("rank")
-    who = Identity(
-        rank if isinstance(rank, int) else None, row["pid"], host, clean(row.get("role") or "", 40)
-    )
+    who = Identity(rank_of(row.get("rank")), row["pid"], host, clean(row.get("role") or "", 40))
     place = source.place(0, clean(row.get("name") or ""))
     records: list[Record] = [TargetName(who, clean(row.get("name") or "", 80), place)]
     states = row.get("states")
-    for sample, state in enumerate(states if isinstance(states, list) else [], start=1):
+    for sample, state in enumerate(_few(states), start=1):
         if isinstance(state, Mapping):
-            letter, wchan = clean(state.get("state", "?"), 1), clean(state.get("wchan") or "", 80)
+            letter, wchan = (
+                clean(state.get("state", "?"), 20)[:1],
+                clean(state.get("wchan") or "", 80),
+            )
             records.append(ProcessState(who, letter, wchan, place, sample))
     missed = row.get("missed")
-    for text in missed if isinstance(missed, list) else []:
-        if "permitted" in str(text) or "ermission" in str(text):
-            records.append(Unattachable(who, "denied", source.place(0, clean(text))))
+    for text in map(clean, _few(missed)):
+        if "permitted" in text or "ermission" in text:
+            records.append(Unattachable(who, "denied", source.place(0, text)))
     return records
+
+
+def _few(rows: Any) -> list[Any]:
+    """A collector takes a handful of samples."""
+    return rows[:100] if isinstance(rows, list) else []

@@ -20,12 +20,14 @@ def parse(source: Source) -> list[Record]:
     stacks: list[Record] = []
     who, line = Identity(), 0
     threads: list[_Open] = []
+    seen: set[str] = set()
 
     def flush() -> None:
         nonlocal threads
         if any(frames for _, _, frames in threads):
             stacks.append(_stack(source, who, threads, line, sample=len(stacks)))
         threads = []
+        seen.clear()
 
     for number, text in enumerate(source.lines, start=1):
         heading = header(text)
@@ -33,8 +35,9 @@ def parse(source: Source) -> list[Record]:
             flush()
             who = heading
         elif match := _THREAD.match(text):
-            if any(thread_id == match[2] for thread_id, _, _ in threads):
+            if match[2] in seen:
                 flush()
+            seen.add(match[2])
             line = line if threads else number
             name = match[3] or ("current" if match[1].startswith("C") else match[2])
             threads.append((match[2], name, []))

@@ -4,10 +4,11 @@ Group keys are local to a rank: groups are told apart by members and description
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shakedown.hang.parse import safe_pickle
+from shakedown.hang.parse.numbers import MAX_RANK, count_of, rank_of
 from shakedown.hang.parse.source import Source
 from shakedown.hang.records import (
     FlightRecord,
@@ -18,6 +19,8 @@ from shakedown.hang.records import (
     Record,
     clean,
 )
+
+MAX_ENTRIES = 20_000  # the newest are kept; the recorder's own default is 2,000
 
 
 def is_pickle(data: bytes) -> bool:
@@ -44,12 +47,13 @@ def parse_json(source: Source, body: Any) -> list[Record] | None:
     if not {"pg_config", "pg_status", "entries"} & set(body):
         return None
     entries = [e for e in _list(body.get("entries")) if isinstance(e, Mapping)]
+    entries = entries[-MAX_ENTRIES:]
     shared: dict[int, tuple[Frame, ...]] = {}
     operations = [_operation(order, entry, shared) for order, entry in enumerate(entries)]
     groups = _groups(body, entries)
     who = source.who()
-    rank = body.get("rank")
-    if isinstance(rank, int) and who.rank is None:
+    rank = rank_of(body.get("rank"))
+    if rank is not None and who.rank is None:
         who = Identity(rank, who.pid, who.host, who.role)
     return [FlightRecord(who, groups, operations, source.place(), source.sample)]
 
@@ -65,9 +69,9 @@ def _operation(
     finished = entry.get("retired") is True or state == "completed"
     p2p = entry.get("is_p2p") is True
     return Operation(
-        order=_int(entry.get("record_id"), order),
+        order=count_of(entry.get("record_id"), order),
         group=_group_name(entry),
-        seq=_int(entry.get("p2p_seq_id" if p2p else "collective_seq_id"), -1),
+        seq=count_of(entry.get("p2p_seq_id" if p2p else "collective_seq_id"), -1),
         name=clean(entry.get("profiling_name", "?"), 80),
         sizes=_sizes(entry.get("input_sizes")),
         output_sizes=_sizes(entry.get("output_sizes")),
@@ -85,7 +89,7 @@ def _frames(frames: Any) -> list[Frame]:
         Frame(
             clean(f.get("name", "?"), 120),
             clean(f.get("filename", "?"), 300),
-            _int(f.get("line"), 0),
+            count_of(f.get("line"), 0),
         )
         for f in reversed(rows)
     ]
@@ -105,9 +109,9 @@ def _groups(body: Mapping[Any, Any], entries: list[Mapping[Any, Any]]) -> dict[s
         groups[name] = GroupStatus(
             members=_members(row.get("ranks")),
             description=clean(described, 80),
-            enqueued=_int(counters.get("last_enqueued_collective"), -1),
-            started=_int(counters.get("last_started_collective"), -1),
-            completed=_int(counters.get("last_completed_collective"), -1),
+            enqueued=count_of(counters.get("last_enqueued_collective"), -1),
+            started=count_of(counters.get("last_started_collective"), -1),
+            completed=count_of(counters.get("last_completed_collective"), -1),
         )
     return groups
 
@@ -116,7 +120,7 @@ def _gloo_config(
     row: Any, body: Mapping[Any, Any], names: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
     """gloo writes every group under the key ``: only a lone group's members can be trusted."""
-    ids = {str(i) for i in _mapping(body.get("pg_status"))} | set(names)
+    ids = {clean(i, 80) for i in _mapping(body.get("pg_status"))} | set(names)
     if len(ids) > 1:
         return {name: {"desc": "default_pg" if name == "0" else ""} for name in ids}
     ranks = _mapping(row).get("ranks")
@@ -128,21 +132,21 @@ def _status_by_name(
 ) -> dict[str, Any]:
     """pg_status is keyed by pg_id, pg_config by name: entries tell, else creation order does."""
     status = _mapping(body.get("pg_status"))
-    name_of = {str(e.get("pg_id")): _group_name(e) for e in entries}
+    name_of = {clean(e.get("pg_id"), 80): _group_name(e) for e in entries}
     if len(status) == len(config):
         by_order = zip(sorted(status, key=_number), sorted(config, key=_number), strict=True)
-        name_of = {**{str(i): name for i, name in by_order}, **name_of}
-    return {name_of[str(i)]: row for i, row in status.items() if str(i) in name_of}
+        name_of = {**{clean(i, 80): name for i, name in by_order}, **name_of}
+    return {name_of[k]: row for i, row in status.items() if (k := clean(i, 80)) in name_of}
 
 
 def _number(key: Any) -> tuple[int, str]:
-    text = str(key)
+    text = clean(key, 80)
     return (int(text), "") if text.isdecimal() and len(text) < 10 else (2**31, text)
 
 
 def _group_name(entry: Mapping[Any, Any]) -> str:
     pair = _list(entry.get("process_group"))
-    return clean(pair[0], 80) if pair else f"pg_id {_int(entry.get('pg_id'), -1)}"
+    return clean(pair[0], 80) if pair else f"pg_id {count_of(entry.get('pg_id'), -1)}"
 
 
 def _description(entry: Mapping[Any, Any] | None) -> str:
@@ -155,29 +159,19 @@ def _members(ranks: Any) -> tuple[int, ...]:
     if isinstance(ranks, str):
         try:
             ranks = json.loads(ranks[:1_000_000])
-        except ValueError:
+        except (ValueError, RecursionError):
             return ()
-    return tuple(sorted({r for r in _list(ranks) if isinstance(r, int) and r >= 0}))
+    return tuple(sorted({r for r in _list(ranks) if type(r) is int and 0 <= r < MAX_RANK}))
 
 
 def _sizes(sizes: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(_int(d, -1) for d in _list(shape)[:16]) for shape in _list(sizes)[:64])
+    return tuple(tuple(count_of(d, -1) for d in _list(shape)[:16]) for shape in _list(sizes)[:64])
 
 
-def _list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else []
+def _list(value: Any) -> Sequence[Any]:
+    """The list itself: a crafted dump holds a long one a million times by reference."""
+    return value if isinstance(value, list | tuple) else ()
 
 
 def _mapping(value: Any) -> Mapping[Any, Any]:
     return value if isinstance(value, Mapping) else {}
-
-
-def _int(value: Any, otherwise: int) -> int:
-    """gloo's JSON writes its counters as strings."""
-    if isinstance(value, bool):
-        return otherwise
-    if isinstance(value, int):
-        return value
-    if isinstance(value, str) and value.lstrip("-").isdecimal() and len(value) < 20:
-        return int(value)
-    return otherwise

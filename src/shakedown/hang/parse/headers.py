@@ -4,9 +4,10 @@ import re
 
 from shakedown.hang.records import Identity
 
-_RULED = re.compile(r"^\s*(?:[=#*>~+-]{2,}|#)\s*(\S.{0,200}?)\s*(?:[=#*<~+-]{2,})?\s*:?\s*$")
+MAX_HEADER = 250
+_RULES = "=#*>~+-<"
 _BARE = re.compile(
-    r"^\s*(?:\[?(?:global |trainer )?rank[ =:#]{0,2}\d{1,6}\]?)\s*(?:\(.{0,80}\))?\s*:?\s*$", re.I
+    r"(?:\[?(?:global |trainer )?rank[ =:#]{0,2}\d{1,6}\]?) ?(?:\([^()]{0,80}\))? ?:?", re.I
 )
 _RANK = re.compile(r"(?<![a-z])rank[ =:#_-]{0,3}(\d{1,6})\b", re.I)
 _PID = re.compile(r"(?<![a-z])pid[ =:#_-]{0,3}(\d{1,8})\b", re.I)
@@ -16,10 +17,14 @@ _ROLE = re.compile(r"(?<![a-z])(trainer|orchestrator|inference)(?![a-z])", re.I)
 
 def header(line: str) -> Identity | None:
     """Who the lines after this one speak of; None when the line is no header."""
-    ruled = _RULED.match(line)
-    if not ruled and not _BARE.match(line):
+    if not line or len(line) > 4 * MAX_HEADER:
         return None
-    text = ruled[1] if ruled else line
+    ruled = _inside_rules(line)
+    text = line if ruled is None else ruled
+    if not text or len(text) > MAX_HEADER:
+        return None
+    if ruled is None and not _BARE.fullmatch(" ".join(text.split())):
+        return None
     rank, pid, host, role = (p.search(text) for p in (_RANK, _PID, _HOST, _ROLE))
     if not (rank or pid or host or role):
         return None
@@ -29,3 +34,15 @@ def header(line: str) -> Identity | None:
         host[1] if host else "",
         role[1].lower() if role else "",
     )
+
+
+def _inside_rules(line: str) -> str | None:
+    """What stands between two rules, or after one; None without a rule. No pattern: a long rule
+    would make one backtrack for minutes."""
+    line = line.strip()
+    text = line.lstrip(_RULES[:-1])
+    if not line.startswith("#") and len(line) - len(text) < 2:
+        return None
+    text = text.rstrip(":").rstrip()
+    bare = text.rstrip(_RULES.replace(">", ""))
+    return (bare if len(text) - len(bare) >= 2 else text).strip()

@@ -4,6 +4,7 @@ A row of `PATTERNS` is one kind of line; a test holds a real example of each.
 """
 
 import re
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ from shakedown.hang.records import Frame, Identity, LogEnd, LogEvent, LogKind, R
 _PREFIX = re.compile(r"^(?:\((?:[^()]{1,80})\) )?\[(?:rank|default|trainer)-?(\d{1,6})\]:? ?", re.I)
 _TASK = re.compile(r"^ *(\d{1,5}): ")  # srun --label
 _LOG_NAME = re.compile(
-    r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?$|(?:^|/)log[^/]*\.txt$|^slurm-.*$"
+    r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"
 )
 
 _Detail = dict[str, Any]
+# Names that may be all digits and stay names.
+_TEXT = frozenset({"guid", "desc", "type", "node", "node_b", "call_a", "call_b", "op", "how"})
 
 
 def _groups(match: re.Match[str]) -> _Detail:
@@ -28,7 +31,7 @@ def _groups(match: re.Match[str]) -> _Detail:
         if key == "ranks":
             detail[key] = [int(n) for n in re.findall(r"\d{1,7}", value)][:10_000]
         else:
-            detail[key] = int(value) if value.lstrip("-").isdecimal() else clean(value, 120)
+            detail[key] = clean(value, 120) if key in _TEXT else int(value)
     return detail
 
 
@@ -212,13 +215,13 @@ PATTERNS: list[_Row] = [
 ]
 
 _TRACEBACK = "Traceback (most recent call last):"
-_FILE_LINE = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,9})(?:, in (.{1,200}))?\s*$')
+_FILE_LINE = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,9})(?:, in (.{1,200}))?$')
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
 def parse(source: Source) -> list[Record]:
     """Events in file order; a log without any still says that it was silent and where it ends."""
-    events: list[Record] = []
+    events = _Shelf()
     named = source.who()
     lowered = source.text.lower()
     rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
@@ -227,16 +230,39 @@ def parse(source: Source) -> list[Record]:
         line, who = _strip(raw, named)
         ended = tracebacks.feed(number, line, who)
         if ended is not None:
-            events.append(ended)
+            events.add(ended)
         if tracebacks.inside:
             continue
-        events += [*_line_events(source, rows, number, line, who), *launcher.feed(number, line)]
+        events.add(*_line_events(source, rows, number, line, who), *launcher.feed(number, line))
     last = tracebacks.finish()
     if last is not None:
-        events.append(last)
-    if events or _LOG_NAME.search(source.name.lower()):
-        events.append(_end(source, named))
-    return events
+        events.add(last)
+    found: list[Record] = [*events.ordered()]
+    if found or _LOG_NAME.search(source.name.lower()):
+        found.append(_end(source, named))
+    return found
+
+
+class _Shelf:
+    """Events of one log, of each kind the first and the last: a loop can log one for ever."""
+
+    EACH = 1000
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[LogEvent]] = {}
+        self._last: dict[str, deque[LogEvent]] = {}
+
+    def add(self, *events: LogEvent) -> None:
+        for event in events:
+            first = self._first.setdefault(event.kind, [])
+            if len(first) < self.EACH:
+                first.append(event)
+            else:
+                self._last.setdefault(event.kind, deque(maxlen=self.EACH)).append(event)
+
+    def ordered(self) -> list[LogEvent]:
+        rows = [*self._first.values(), *self._last.values()]
+        return sorted((e for row in rows for e in row), key=lambda e: e.place.line)
 
 
 def _strip(raw: str, named: Identity) -> tuple[str, Identity]:
@@ -251,8 +277,8 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity]:
 
 def _line_events(
     source: Source, rows: Sequence[_Row], number: int, line: str, who: Identity
-) -> list[Record]:
-    found: list[Record] = []
+) -> list[LogEvent]:
+    found: list[LogEvent] = []
     lowered = line.lower()  # finding a word costs a fraction of a pattern: logs are long
     for kind, words, pattern in rows:
         match = any(word in lowered for word in words) and pattern.search(line)
@@ -323,7 +349,7 @@ class _Tracebacks:
             if line.strip() and not line.startswith(" "):
                 self._chained = False
             return None
-        if match := _FILE_LINE.match(line):
+        if match := _FILE_LINE.match(line.rstrip()):
             self._frames.append(
                 Frame(clean(match[3] or "?", 200), clean(match[1], 300), int(match[2]))
             )

@@ -3,8 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
+from shakedown.hang.parse.numbers import count_of, pid_of
 from shakedown.hang.parse.source import Source
 from shakedown.hang.records import Frame, Identity, Record, Stack, Thread, clean
+
+MAX_THREADS = 20_000  # of one file
+MAX_FRAMES = 1000  # of one thread: Python's own limit of recursion
 
 
 def parse(source: Source, body: Any) -> list[Record] | None:
@@ -13,12 +17,11 @@ def parse(source: Source, body: Any) -> list[Record] | None:
         return None
     if not all(isinstance(row, Mapping) and isinstance(row.get("frames"), list) for row in body):
         return None
-    by_pid: dict[int, list[Mapping[str, Any]]] = {}
-    for row in body:
-        pid = row.get("pid")
-        by_pid.setdefault(pid if isinstance(pid, int) else -1, []).append(row)
+    by_pid: dict[int | None, list[Mapping[str, Any]]] = {}
+    for row in body[:MAX_THREADS]:
+        by_pid.setdefault(pid_of(row.get("pid")), []).append(row)
     parents = {pid: _parent(rows[0]) for pid, rows in by_pid.items()}
-    roots = [pid for pid, parent in parents.items() if parent not in by_pid]
+    roots = [pid for pid, parent in parents.items() if parent is None or parent not in by_pid]
     stacks: list[Record] = []
     for pid, rows in by_pid.items():
         named = source.who(pid)
@@ -40,6 +43,8 @@ def parse(source: Source, body: Any) -> list[Record] | None:
 
 def _thread(row: Mapping[str, Any]) -> Thread:
     frames = [f for f in row["frames"] if isinstance(f, Mapping)]
+    if len(frames) > MAX_FRAMES:
+        frames = frames[: MAX_FRAMES // 2] + frames[-MAX_FRAMES // 2 :]
     active = row.get("active")
     return Thread(
         name=clean(row.get("thread_name") or "", 80),
@@ -50,18 +55,16 @@ def _thread(row: Mapping[str, Any]) -> Thread:
 
 
 def _frame(frame: Mapping[str, Any]) -> Frame:
-    line = frame.get("line")
     file = frame.get("short_filename") or frame.get("filename") or "?"
     return Frame(
-        clean(frame.get("name", "?"), 200), clean(file, 300), line if isinstance(line, int) else 0
+        clean(frame.get("name", "?"), 200), clean(file, 300), count_of(frame.get("line"), 0)
     )
 
 
 def _parent(row: Mapping[str, Any]) -> int | None:
     info = row.get("process_info")
     parent = info.get("parent") if isinstance(info, Mapping) else None
-    pid = parent.get("pid") if isinstance(parent, Mapping) else None
-    return pid if isinstance(pid, int) else None
+    return pid_of(parent.get("pid")) if isinstance(parent, Mapping) else None
 
 
 def _command(row: Mapping[str, Any]) -> str:

@@ -10,8 +10,10 @@ from shakedown.hang.records import Frame, Identity, Record, Stack, Thread, Unatt
 
 _PROCESS = re.compile(r"^Process (\d{1,8}): ?(.*)$")
 _PARENT = re.compile(r"^Parent Process (\d{1,8}):")
-_THREAD = re.compile(r'^\s*Thread(?: (?:0x)?([0-9A-Fa-f]+))?(?: \(([a-z+]+)\))?: ?"?([^"]*)"?\s*$')
-_FRAME = re.compile(r"^\s+(\S.{0,300}?) \(([^()]{1,300}?)(?::(\d{1,9}))?\)\s*(?:[←#].*)?$")
+_THREAD = re.compile(
+    r'^\s*Thread(?: (?:0x)?([0-9A-Fa-f]{1,32}))?(?: \(([a-z+]{1,40})\))?: ?"?([^"]*)"?$'
+)
+_FRAME = re.compile(r"^\s+(\S.{0,300}?) \(([^()]{1,300}?)(?::(\d{1,9}))?\)(?: *[←#].*)?$")
 _FILE = re.compile(
     r"(?:\.(?:pyx?|so[.\d]*|pxd|c|cc|cpp|cu|h|hpp)|^<.*>|^lib\S+|^\[\w+\]|^\S*python\S*)$"
 )
@@ -54,7 +56,7 @@ class _Reader:
             self._begin(number, int(match[1]), match[2])
         elif match := _PARENT.match(line):
             self._now.parent = int(match[1])
-        elif match := _THREAD.match(line):
+        elif match := _THREAD.match(line.rstrip()):
             if match[3] == "MainThread" and any(n == "MainThread" for n, *_ in self._now.threads):
                 self._close()  # pasted without process lines: every process has one
                 self._now = _Process(Identity(), number)
@@ -63,7 +65,7 @@ class _Reader:
             self._now.threads.append((match[3], active, "gil" in (state or ""), []))
         elif _ERROR.match(line):
             self._failures.append((self._now.who, number, line))
-        elif (match := _FRAME.match(line)) and not _PYSTACK.match(line):
+        elif (match := _FRAME.match(line.rstrip())) and not _PYSTACK.match(line):
             self._frame(match)
         elif self._failures and number - self._failures[-1][1] <= 5 and line.strip():
             who, at, text = self._failures[-1]  # py-spy gives the reason in the lines below

@@ -8,7 +8,8 @@ from shakedown.hang.records import Frame, Identity, Record, Stack, Thread, clean
 
 _THREAD = re.compile(r"^Traceback for thread (\d{1,8})(?: \((.{0,80}?)\))? ?\[(.{0,120}?)\]")
 _FRAME = re.compile(
-    r'^\s+\((Python|C)\) File "([^"]{1,400})", line (\d{1,9}), in (.{1,300}?)(?: \([^()]*\))?\s*$'
+    r'^\s+\((Python|C)\) File "([^"]{1,400})", line (\d{1,9}),'
+    r" in (.{1,300}?)(?: \([^()]{0,400}\))?$"
 )
 
 
@@ -42,7 +43,7 @@ def parse(source: Source) -> list[Record]:
             seen.add(thread_id)
             line = line if len(seen) > 1 else number
             open_thread = (match[2] or match[1], match[3], [])
-        elif open_thread is not None and (match := _FRAME.match(text)):
+        elif open_thread is not None and (match := _FRAME.match(text.rstrip())):
             frame = Frame(clean(match[4], 200), clean(match[2], 300), int(match[3]))
             open_thread[2].append(frame)
     flush()

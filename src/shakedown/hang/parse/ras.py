@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from shakedown.hang.parse.numbers import count_of, pid_of, rank_of
 from shakedown.hang.parse.source import Source
 from shakedown.hang.records import Identity, RasRank, Record, clean
 
@@ -13,6 +14,7 @@ _RANK_LINE = re.compile(
     r"^\s*Rank (\d{1,7})(?: has launched up to operation (\d{1,18}))?"
     r" -- GPU \S{1,20} managed by process (\d{1,8}) on node (\S{1,80})"
 )
+MAX_RECORDS = 100_000  # one line can name a million ranks
 _COUNT = re.compile(
     r"^\s*(\d{1,7}) ranks? ha(?:ve|s) (?:launched up to operation (\d{1,18})|not launched)"
 )
@@ -23,6 +25,8 @@ def parse_text(source: Source) -> list[Record]:
     records: list[Record] = []
     inside, launched, most = False, -1, -1
     for number, line in enumerate(source.lines, start=1):
+        if len(records) > MAX_RECORDS:
+            break
         if _COMMUNICATOR.match(line):
             inside, launched, most = True, -1, -1
         elif not inside:
@@ -50,8 +54,10 @@ def _ranks(text: str) -> list[int]:
         low, _, high = part.partition("-")
         if low.isdecimal() and (not high or high.isdecimal()):
             last = int(high or low)
-            ranks += range(int(low), min(last, int(low) + 100_000) + 1)
-    return ranks
+            ranks += range(int(low), min(last, int(low) + MAX_RECORDS) + 1)
+        if len(ranks) > MAX_RECORDS:
+            break
+    return [rank for rank in ranks if rank_of(rank) is not None]
 
 
 def parse_json(source: Source, body: Any) -> list[Record] | None:
@@ -64,31 +70,24 @@ def parse_json(source: Source, body: Any) -> list[Record] | None:
     communicators = [c for c in rows if isinstance(c, Mapping)]
     if not communicators:
         return []
-    world = max(communicators, key=lambda c: _int(c.get("size")))
+    world = max(communicators, key=lambda c: count_of(c.get("size"), 0))
     records: list[Record] = []
     for key, missing in (("ranks", False), ("missing_ranks", True)):
         members = world.get(key)
-        for row in members if isinstance(members, list) else []:
-            if isinstance(row, Mapping) and isinstance(row.get("rank"), int):
+        for row in members[:MAX_RECORDS] if isinstance(members, list) else []:
+            if isinstance(row, Mapping) and rank_of(row.get("rank")) is not None:
                 records.append(_rank(source, row, missing=missing))
     return records
 
 
 def _rank(source: Source, row: Mapping[str, Any], *, missing: bool) -> RasRank:
     counts = row.get("collective_counts")
-    pid = row.get("pid")
     return RasRank(
-        who=Identity(
-            row["rank"], pid if isinstance(pid, int) else None, clean(row.get("host") or "", 80)
-        ),
+        who=Identity(row["rank"], pid_of(row.get("pid")), clean(row.get("host") or "", 80)),
         missing=missing,
         counts={
-            clean(name, 40): _int(count)
+            clean(name, 40): count_of(count, 0)
             for name, count in (counts.items() if isinstance(counts, Mapping) else ())
         },
         place=source.place(0, f"rank {row['rank']}"),
     )
-
-
-def _int(value: Any) -> int:
-    return value if isinstance(value, int) else 0

@@ -19,7 +19,7 @@ from shakedown.hang.parse import (
     ras,
     slurm,
 )
-from shakedown.hang.parse.source import Source, find_files, read_source
+from shakedown.hang.parse.source import MAX_FILES, Source, find_files, read_source
 from shakedown.hang.records import Record, clean
 
 
@@ -70,13 +70,19 @@ def read_paths(paths: Iterable[Path]) -> Evidence:
     records: list[Record] = []
     formats: dict[str, str] = {}
     skipped: list[Skipped] = []
-    for path, name in find_files(paths):
+    for number, (path, name) in enumerate(find_files(paths)):
+        if number == MAX_FILES:
+            reason = f"not read, and nothing after it: more than {MAX_FILES} files"
+            skipped.append(Skipped(name, reason))
+            break
         try:
             source = read_source(path, name)
             found = read_one(source)
         except OSError as error:
             skipped.append(Skipped(name, error.strerror or type(error).__name__))
-        except (ValueError, RecursionError, MemoryError) as error:
+        except RecursionError:
+            skipped.append(Skipped(name, "nested too deeply"))
+        except (ValueError, ArithmeticError, MemoryError) as error:
             skipped.append(Skipped(name, clean(error) or type(error).__name__))
         else:
             for label, rows in found.items():
@@ -109,7 +115,7 @@ def read_one(source: Source) -> dict[str, list[Record]]:
 
 def _read_json(source: Source) -> dict[str, list[Record]]:
     try:
-        body = json.loads(source.text)
+        body = json.loads(source.whole)
     except ValueError:
         return {}
     for label, parse in JSON_FORMATS.items():

@@ -1,16 +1,21 @@
-"""Finding and reading input files: bounded, regular files only, nothing is followed or written."""
+"""Finding and reading input files: bounded, regular files only, nothing is written."""
 
 import os
 import re
 import stat
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import IO
 
+from shakedown.hang.parse import compressed
 from shakedown.hang.records import Identity, Place, clean
 
-MAX_BYTES = 256 * 2**20  # one dump; 2,000 entries with frames are about 2 MB
+# One dump; 2,000 entries with frames are about 2 MB. A pickle's plain values take up to 64 times
+# the memory of its bytes, a JSON's 20 times.
+MAX_PICKLE, MAX_JSON = 32 * 2**20, 64 * 2**20
 LOG_HEAD, LOG_TAIL = 2 * 2**20, 8 * 2**20  # of a long log: its start and its end
 MAX_LINE = 4000  # bounds every line-wise regular expression
 MAX_FILES = 200_000
@@ -41,14 +46,23 @@ class Source:
     path: Path
     name: str
     data: bytes
-    truncated: int = 0  # bytes left out of the middle of a long log
+    truncated: int = 0  # bytes left out of the middle of a long log; of a gz one, of its content
     sample: int = 0
     identity: Identity = field(default_factory=Identity)
     trailing: int | None = None  # the number that ends the name: a rank, or a process id
 
     @cached_property
+    def whole(self) -> str:
+        """All of it, for JSON."""
+        return self.data.decode("utf-8-sig", errors="replace")
+
+    @cached_property
     def text(self) -> str:
-        return self.data.decode("utf-8", errors="replace")
+        """What line-wise formats read: a log may begin like JSON and be as long as a dump."""
+        if len(self.data) <= LOG_HEAD + LOG_TAIL + 1:
+            return self.whole
+        kept = self.data[:LOG_HEAD] + b"\n" + self.data[-LOG_TAIL:]
+        return kept.decode("utf-8-sig", errors="replace")
 
     @cached_property
     def lines(self) -> list[str]:
@@ -76,7 +90,7 @@ class Source:
 
 def identity_of_name(name: str) -> tuple[Identity, int | None]:
     """What a path says: rank, pid, host, role, and the bare number it ends with."""
-    leaf = name.rsplit("/", 1)[-1].lower()
+    leaf = name.rsplit("/", 1)[-1].lower().removesuffix(".gz")
     rank, pid = _RANK.search(leaf), _PID.search(leaf)
     host, role = _HOST.search(leaf), _ROLE.search(leaf)
     trailing = _TRAILING.search(leaf)
@@ -97,7 +111,10 @@ def sample_of_name(name: str) -> int:
 
 
 def find_files(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """Every file under `paths` with its report name, each real file once, in a stable order."""
+    """Every file under `paths` with its report name, each real file once, in a stable order.
+
+    A folder that cannot be listed is given like a file: reading it says why.
+    """
     seen: set[tuple[int, int]] = set()
     for given in paths:
         for path in _walk(given):
@@ -110,18 +127,27 @@ def find_files(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
             if key not in seen:
                 seen.add(key)
                 yield path, _report_name(path, given)
-            if len(seen) >= MAX_FILES:
-                return
 
 
 def _walk(given: Path) -> Iterator[Path]:
+    """Files before folders, by name. Not os.walk: it recurses, and hides what it cannot list."""
     if not given.is_dir():
         yield given
         return
-    for folder, names, leaves in os.walk(given):
-        names.sort()
-        for leaf in sorted(leaves):
-            yield Path(folder, leaf)
+    folders = [given]
+    while folders:
+        folder = folders.pop()
+        try:
+            with os.scandir(folder) as entries:
+                rows = sorted((e.name, e.is_dir(follow_symlinks=False)) for e in entries)
+        except OSError:
+            yield folder
+            continue
+        for name, is_folder in rows:
+            path = folder / name
+            if not is_folder and not (path.is_symlink() and path.is_dir()):
+                yield path
+        folders += [folder / name for name, is_folder in reversed(rows) if is_folder]
 
 
 def _report_name(path: Path, given: Path) -> str:
@@ -131,30 +157,73 @@ def _report_name(path: Path, given: Path) -> str:
 
 
 def read_source(path: Path, name: str) -> Source:
-    """Read one file.
+    """Read one file; gz is expanded.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a regular file, or larger than is sensible.
+        ValueError: it is not a regular file, larger than is sensible, or packed otherwise.
     """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError("not a regular file")
-    truncated = 0
-    with path.open("rb") as stream:
-        data = stream.read(LOG_HEAD)
-        if status.st_size > LOG_HEAD + LOG_TAIL and not _is_dump(data):
-            truncated = status.st_size - LOG_HEAD - LOG_TAIL
-            stream.seek(status.st_size - LOG_TAIL)
-            data += b"\n" + stream.read(LOG_TAIL)
-        elif status.st_size > MAX_BYTES:
-            raise ValueError(f"{status.st_size} bytes: larger than {MAX_BYTES}")
-        else:
-            data += stream.read(MAX_BYTES)
+    with _open(path) as stream:
+        data, truncated = _content(stream, os.fstat(stream.fileno()).st_size)
     identity, trailing = identity_of_name(name)
     return Source(path, name, data, truncated, sample_of_name(name), identity, trailing)
 
 
-def _is_dump(head: bytes) -> bool:
-    """Pickle and JSON are read whole; anything else that long is a log."""
-    return head[:1] == b"\x80" or head.lstrip()[:1] in (b"{", b"[")
+def _open(path: Path) -> IO[bytes]:
+    """Opening a pipe or a device can block or act: looked at first, and again once open."""
+    mode = path.stat().st_mode
+    if stat.S_ISDIR(mode):
+        os.scandir(path).close()  # raises why the folder could not be listed
+    if not stat.S_ISREG(mode):
+        raise ValueError("not a regular file")
+    stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise ValueError("not a regular file")
+    return stream
+
+
+def _content(stream: IO[bytes], size: int) -> tuple[bytes, int]:
+    """A file's bytes, and how many were left out of the middle."""
+    head = stream.read(LOG_HEAD) or b""  # None: a kernel file without anything to read now
+    if packer := compressed.packed_with(head):
+        raise ValueError(f"{packer}: unpack it first")
+    if head.startswith(compressed.MAGIC):
+        return _bounded(compressed.expand(head, stream))
+    if size <= LOG_HEAD + LOG_TAIL or size <= _limit(head):
+        return head + (stream.read(max(LOG_HEAD + LOG_TAIL, _limit(head))) or b""), 0
+    _refuse_long_pickle(head, size)
+    stream.seek(size - LOG_TAIL)
+    return head + b"\n" + (stream.read(LOG_TAIL) or b""), size - LOG_HEAD - LOG_TAIL
+
+
+def _bounded(pieces: Iterator[bytes]) -> tuple[bytes, int]:
+    """The same for content whose size shows only as it comes."""
+    head = bytearray()
+    tail: deque[bytes] = deque()
+    size = kept = 0
+    for piece in pieces:
+        size += len(piece)
+        if len(head) < LOG_HEAD:
+            head += piece
+            continue
+        tail.append(piece)
+        kept += len(piece)
+        while kept - len(tail[0]) > max(LOG_TAIL, _limit(head)):
+            kept -= len(tail.popleft())
+    left_out = size - len(head) - kept
+    if left_out:
+        _refuse_long_pickle(head, size)
+    return bytes(head) + (b"\n" if left_out else b"") + b"".join(tail), left_out
+
+
+def _refuse_long_pickle(head: bytes | bytearray, size: int) -> None:
+    if head[:1] == b"\x80":
+        raise ValueError(f"a pickle of {size} bytes: expected at most {MAX_PICKLE}")
+
+
+def _limit(head: bytes | bytearray) -> int:
+    """Bytes up to which a file is read whole: pickle and JSON are, anything else long is a log."""
+    if head[:1] == b"\x80":
+        return MAX_PICKLE
+    return MAX_JSON if head[:64].lstrip()[:1] in (b"{", b"[") else 0
