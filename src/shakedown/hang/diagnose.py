@@ -9,7 +9,8 @@ from shakedown.files import read_object
 from shakedown.hang import hook
 from shakedown.hang.analyze import Diagnosis, analyze
 from shakedown.hang.analyze.model import Hypothesis
-from shakedown.hang.facts import build_facts
+from shakedown.hang.analyze.own import measured_of, places_of
+from shakedown.hang.facts import Facts, build_facts
 from shakedown.hang.parse import Evidence, read_paths
 from shakedown.hang.parse.evidence import parse_outcome
 from shakedown.hang.records import Place
@@ -94,7 +95,7 @@ def _verdict(evidence: Evidence, watch: Stopwatch) -> Verdict:
         stage=STAGE,
         status=_status(chosen),
         summary=chosen.sentence,
-        findings=[*_findings(chosen), *_skipped(evidence), *_notes(diagnosis)],
+        findings=[*_findings(diagnosis, facts), *_skipped(evidence), *_notes(diagnosis)],
         metrics={
             "files_read": float(len(evidence.formats)),
             "files_skipped": float(len(evidence.skipped)),
@@ -124,8 +125,9 @@ def _status(chosen: Hypothesis) -> Status:
     return "FAIL"
 
 
-def _findings(chosen: Hypothesis) -> list[Finding]:
-    evidence = [f"{p}: {p.text}" if p.text else str(p) for p in chosen.evidence]
+def _findings(diagnosis: Diagnosis, facts: Facts) -> list[Finding]:
+    chosen = diagnosis.chosen
+    evidence = [_cited(place) for place in chosen.evidence]
     if chosen.cause == "healthy":
         return [Finding("progress", "pass", "cluster", measured=chosen.state, evidence=evidence)]
     rows: list[tuple[Scope, str]] = [("rank", str(rank)) for rank in sorted(chosen.ranks)]
@@ -140,13 +142,17 @@ def _findings(chosen: Hypothesis) -> list[Finding]:
             status=failed,  # type: ignore[arg-type]
             scope=scope,
             subject=subject,
-            measured=chosen.sentence,
+            measured=measured_of(scope, subject, diagnosis, facts),
             blame=chosen.blame,
-            evidence=evidence,
+            evidence=[_cited(p) for p in places_of(scope, subject, chosen, facts)],
             remedy=chosen.remedy,
         )
         for scope, subject in rows or [("cluster", "")]
     ]
+
+
+def _cited(place: Place) -> str:
+    return f"{place}: {place.text}" if place.text else str(place)
 
 
 def _skipped(evidence: Evidence) -> list[Finding]:
@@ -161,12 +167,22 @@ def _notes(diagnosis: Diagnosis) -> list[Finding]:
     return [Finding("note", "skip", "config", measured=note) for note in diagnosis.notes]
 
 
+# Causes that lie in the machines: these are looked at before the next run.
+_MACHINES = frozenset({"network", "nccl_internal", "node_dead", "storage"})
+
+
 def _next(chosen: Hypothesis) -> str:
-    if chosen.cause == "network":
+    """The next command: evidence that is wanting first, then what the cause asks for."""
+    if chosen.cause == "healthy":
+        return ""
+    if chosen.cause in _MACHINES:
         return "shakedown preflight"
-    if chosen.cause == "unknown":
-        return "shakedown hang collect --help"
-    return ""
+    if chosen.cause == "server_unhealthy":
+        return "shakedown serve --help"
+    if chosen.state == "slow":
+        return "shakedown report --help"
+    wanting = chosen.cause == "unknown" or (chosen.needed and chosen.state != "exited")
+    return "shakedown hang collect --help" if wanting else "shakedown train --help"
 
 
 def newest_attempt(stage: StagePaths) -> AttemptPaths:

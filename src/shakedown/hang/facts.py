@@ -114,6 +114,9 @@ class Facts:
         known = set(self.ranks)
         for group in self.groups:
             known.update(group.members)
+        highest = max(self.ranks, default=-1)
+        if highest < 16 * len(self.ranks) + 64:  # ranks count from 0: a gap is a rank unseen
+            known.update(range(highest + 1))
         worlds = [e.detail.get("world") for e in self.all_events() if "world" in e.detail]
         for world in worlds:
             if isinstance(world, int) and 0 < world <= 100_000:

@@ -4,7 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shakedown.hang.analyze import (
+    rules_checkpoint,
     rules_collectives,
+    rules_evidence,
+    rules_network,
+    rules_p2p,
     rules_process,
     rules_progress,
     rules_roles,
@@ -23,6 +27,8 @@ Rule = Callable[[Situation], Hypothesis | None]
 # why counters are behind; counters explain more than paths; paths more than a common place.
 RULES: dict[str, Rule] = {
     "completed": rules_progress.completed,
+    "mixed jobs": rules_evidence.mixed_jobs,
+    "checkpoint thread": rules_checkpoint.checkpoint_thread,
     "progressing": rules_progress.progressing,
     "node dead": rules_process.node_dead,
     "size abort": rules_process.size_abort,
@@ -36,15 +42,21 @@ RULES: dict[str, Rule] = {
     "weight update": rules_roles.weight_sync,
     "all in the loader": rules_stacks.all_in_loader,
     "diverged calls": rules_collectives.diverged,
+    "splits": rules_p2p.splits,
     "extra call": rules_collectives.extra_call,
     "outsider": rules_stacks.outsider,
+    "point to point": rules_p2p.point_to_point,
     "behind": rules_collectives.behind,
+    "not posted": rules_p2p.not_posted,
     "crossed groups": rules_collectives.crossed,
     "told missing": rules_collectives.told_missing,
+    "told NCCL": rules_network.told_nccl,
     "two threads": rules_stacks.two_threads,
     "uneven inputs": rules_progress.uneven,
+    "one way": rules_p2p.one_way,
     "different paths": rules_stacks.different_paths,
     "one place": rules_collectives.one_place,
+    "half done": rules_network.half_done,
 }
 
 

@@ -78,6 +78,12 @@ _ROWS: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = (
 _BATCH_WAIT = re.compile(
     r"wait_?(?:for)?_?(?:the_)?(?:next_|training_|rollout_)?(?:batch|rollout)|get_rollout|next_batch"
 )
+# Native frames below `.item()`, `.cpu()`, a print of a tensor, `torch.cuda.synchronize()`.
+_HOST_SYNC = re.compile(
+    r"^(?:_local_scalar_dense\w*|cu(?:da)?(?:Stream|Device|Ctx|Event)Synchronize\w*"
+    r"|cudaMemcpy(?:_v\w+)?|at::native::item)$"
+    r"|::(?:_local_scalar_dense\w*|item)(?:\(|$)"
+)
 _NCCL_ENQUEUE = re.compile(r"ncclEnqueue|ncclGroupEnd|ncclLaunch|ncclProxy|doLaunches")
 
 _LIBRARIES = frozenset(
@@ -167,7 +173,9 @@ def _telling(path: tuple[Frame, ...]) -> tuple[Kind, str]:
                 return kind, name
         if is_user(frame) and _BATCH_WAIT.search(name):
             return "batch_wait", name
-    return "user", ""
+    # only where no call of torch.distributed stands outside of it
+    synchronizes = any(_HOST_SYNC.search(f.name) for f in path)
+    return ("host_sync", "a synchronisation with the GPU") if synchronizes else ("user", "")
 
 
 def _c10d(name: str, path: tuple[Frame, ...]) -> tuple[Kind, str]:

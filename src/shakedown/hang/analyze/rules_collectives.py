@@ -145,27 +145,48 @@ def _pending(s: Situation) -> Mapping[int, Operation]:
 
 def behind(s: Situation) -> Hypothesis | None:
     """Ranks that others wait for and that wait for nobody: the counters name them."""
-    roots = [r for r in s.roots if r in s.ranks and s.positions[r].kind not in WAITING]
-    silent = [r for r in s.roots if r not in s.ranks]
-    culprits = roots or silent
-    if not culprits:
-        return None
+    silent = [r for r in s.roots if s.mute(r)]
+    seen = [r for r in s.roots if r not in silent]
+    roots = [r for r in seen if s.positions[r].kind not in WAITING]
+    culprits = roots or _sole(s, silent)
     waits = [w for w in s.waits if w.awaited in culprits]
+    if not culprits or _many(s, culprits, {w.waiter for w in waits}):
+        return None
     waiters = [w.waiter for w in waits]
+    others = bool(set(silent) - set(culprits))
     kind = s.positions[culprits[0]].kind if culprits[0] in s.positions else "unknown"
     return Hypothesis(
         "missing_rank",
         f"{name_ranks(culprits)} {verb(culprits, 'has', 'have')} not entered {_call(waits[0])}, "
         f"which {name_ranks(waiters)} {verb(waiters, 'waits', 'wait')} in"
-        f"{_side(s, culprits, silent)}",
+        f"{_side(s, culprits, culprits == silent)}",
         ranks=culprits,
         victims=sorted(set(s.facts.expected) - set(culprits)),
         confidence=0.9 if roots else 0.6,
         evidence=_dump_places(s, [*roots, *sorted({w.waiter for w in waits})]),
-        needed=[f"a stack of {name_ranks(culprits)} (py-spy dump)"] if kind == "unknown" else [],
+        needed=[
+            *([f"a stack of {name_ranks(culprits)} (py-spy dump)"] if kind == "unknown" else []),
+            *([f"Flight Recorder dumps of {name_ranks(silent)}, awaited too"] if others else []),
+        ],
         edges=wait_edges(s.waits),
         remedy="see what the missing rank does: its stack, its log, its GPU's error counters",
     )
+
+
+def _sole(s: Situation, silent: list[int]) -> list[int]:
+    """The one rank of which nothing is known, where all others left a dump that speaks.
+
+    Of several, each may be a victim whose files are lost; an empty dump may hide calls.
+    """
+    spoke = [r for r, c in s.ranks.items() if c.record and not s.mute(r)]
+    alone = len(silent) == 1 and len(spoke) == len(s.expected_ranks) - 1
+    return silent if alone and silent[0] not in s.ranks else []
+
+
+def _many(s: Situation, culprits: list[int], waiters: set[int]) -> bool:
+    """More than half of those concerned, by counters alone: the few may have called too much."""
+    stacks = any(r in s.ranks and s.positions[r].path for r in culprits)
+    return 2 * len(culprits) > len(waiters | set(culprits)) and not stacks
 
 
 def _call(wait: Wait) -> str:
@@ -173,7 +194,7 @@ def _call(wait: Wait) -> str:
     return f"{name} (number {wait.seq} of {wait.group.label})"
 
 
-def _side(s: Situation, culprits: list[int], silent: list[int]) -> str:
+def _side(s: Situation, culprits: list[int], silent: bool) -> str:
     if silent:
         return "; it left no dump"
     open_calls = [
@@ -283,6 +304,7 @@ def one_place(s: Situation) -> Hypothesis | None:
     if len(ranks) < 2 or len(ranks) < len(s.expected_ranks) or s.waits:
         return None
     native = [r for r in ranks if in_nccl_enqueue(s.ranks[r])]
+    world = any(set(g.members) >= set(ranks) for g in s.facts.groups)
     names = [e for c in s.ranks.values() for e in c.events if e.kind == "nccl_error"]
     cause: Cause = "nccl_internal" if native else "network"
     return Hypothesis(
@@ -291,9 +313,12 @@ def one_place(s: Situation) -> Hypothesis | None:
         + ("inside NCCL's enqueue" if native else "the network or the library, not a branch"),
         victims=ranks,
         pattern="C",
-        confidence=0.7 if any(s.ranks[r].record for r in ranks) else 0.55,
+        confidence=0.7 if any(s.ranks[r].record for r in ranks) else 0.55 if world else 0.45,
         evidence=[*[e.place for e in names[:3]], *places_of(s, ranks)],
-        needed=["NCCL_DEBUG=INFO logs, link error counters, and a second sample after a minute"],
+        needed=[
+            *([] if world else ["the world size: a rank of which no file tells may be missing"]),
+            "NCCL_DEBUG=INFO logs, link error counters, and a second sample after a minute",
+        ],
         remedy="run `shakedown preflight` on these nodes",
         blame="link",
     )

@@ -1,6 +1,7 @@
 """Rules about processes and nodes: dead, stopped, crashed, unreachable."""
 
 import re
+from collections.abc import Mapping
 
 from shakedown.hang.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.hang.analyze.position import user_frames
@@ -122,20 +123,21 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     """Some ranks are gone, or raised an error of their own, and that explains the others."""
     raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
     killed = [r for r in s.dead if _signal(s.ranks[r]) or not _is_victim(s.ranks[r])]
+    if not s.alive:  # gone without a code or a last word, like the others: nothing tells them apart
+        killed = [r for r in killed if _told(s.ranks[r])]
     culprits = sorted(raised) or (killed if len(killed) < max(len(s.ranks), 2) else [])
     if not culprits or (not s.dead and not raised):
         return None
     if raised and all(r in s.waiting for r in raised):
         return None  # still inside a collective: the cleanup rule says more
+    if len(culprits) == len(s.expected_ranks) and len(culprits) > 1:
+        return _every_rank(s, raised, culprits)
     first = culprits[0]
     why, places = _death(s.ranks[first], raised.get(first))
-    everyone = len(culprits) == len(s.expected_ranks) and len(culprits) > 1
     return Hypothesis(
-        "unknown" if everyone else "missing_rank",
-        f"every rank ended with {raised[first].text}"
-        if everyone
-        else f"{name_ranks(culprits)} ended: {why}",
-        ranks=[] if everyone else culprits,
+        "missing_rank",
+        f"{name_ranks(culprits)} ended: {why}",
+        ranks=culprits,
         victims=sorted(set(s.ranks) - set(culprits)),
         confidence=0.9,
         evidence=places + [c for r in culprits[1:4] for c in _death(s.ranks[r], raised.get(r))[1]],
@@ -146,12 +148,50 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     )
 
 
+def _every_rank(s: Situation, raised: Mapping[int, LogEvent], ended: list[int]) -> Hypothesis:
+    """No rank is at fault alone: an error that all share lies in what all run.
+
+    Numbers differ between ranks (a device, a size, a process): they do not make another error.
+    """
+    kinds: dict[str, list[int]] = {}
+    for rank in ended:
+        text, _ = _death(s.ranks[rank], raised.get(rank))
+        kinds.setdefault(_NUMBER.sub("#", text), []).append(rank)
+    first, _ = _death(s.ranks[ended[0]], raised.get(ended[0]))
+    told = "; ".join(
+        f"{name_ranks(ranks)}: {_death(s.ranks[ranks[0]], raised.get(ranks[0]))[0]}"
+        for ranks in list(kinds.values())[:4]
+    )
+    return Hypothesis(
+        "unknown",
+        f"all {len(ended)} ranks ended with the same error: {first}"
+        if len(kinds) == 1
+        else f"every rank ended with an error of its own; which was first is not known: {told}",
+        victims=ended,
+        confidence=0.0,
+        evidence=[p for r in ended[:6] for p in _death(s.ranks[r], raised.get(r))[1]],
+        needed=["the configuration and the inputs that all ranks share, and one rank's whole log"]
+        if len(kinds) == 1
+        else ["the logs with times, to tell which error was first"],
+        state="hung" if s.stuck else "exited",
+        remedy="repair what ended it, then start the stage again from its checkpoint",
+        blame="code",
+    )
+
+
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
+
+
 def _signal(component: Component) -> bool:
     return component.exit_code is not None and component.exit_code < 0
 
 
 def _is_victim(component: Component) -> bool:
     return any(e.kind in ("peer_closed", "traceback", "timeout") for e in component.events)
+
+
+def _told(component: Component) -> bool:
+    return component.exit_code is not None or component.event("abort", "oom", "exit") is not None
 
 
 def _death(component: Component, raised: LogEvent | None) -> tuple[str, list[Place]]:

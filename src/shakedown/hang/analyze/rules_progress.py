@@ -96,12 +96,33 @@ def unknown(s: Situation) -> Hypothesis:
         needed.append("a second sample, 5 s or more after the first")
     if s.ranks:
         needed.append("the logs of all ranks")
-    seen = f"{len(s.ranks)} ranks were seen" if s.ranks else "no rank was seen"
+    ended = bool(s.ranks) and not s.alive
     return Hypothesis(
         "unknown",
-        f"{seen}; the evidence names no cause",
+        _seen(s, ended=ended),
         confidence=0.0,
-        state="hung" if s.stuck else "unknown",
+        state="exited" if ended else "hung" if s.stuck or s.waits else "unknown",
         needed=needed,
         blame="none",
     )
+
+
+def _seen(s: Situation, *, ended: bool) -> str:
+    """How far the evidence goes."""
+    if not s.ranks:
+        return "no rank was seen; the evidence names no cause"
+    count = f"{len(s.ranks)} {'rank was' if len(s.ranks) == 1 else 'ranks were'} seen"
+    if ended:
+        return f"{count} and all ended; which went first is not known"
+    silent = [r for r in s.roots if s.mute(r)]
+    if silent:
+        waiters = sorted({w.waiter for w in s.waits})
+        return (
+            f"{name_ranks(waiters)} {verb(waiters, 'waits', 'wait')} for {name_ranks(silent)}, of "
+            f"which no dump tells; whether {verb(silent, 'it is', 'they are')} missing or only "
+            f"{verb(silent, 'its', 'their')} files are lost is not known"
+        )
+    absent = sorted(s.expected_ranks - set(s.ranks))
+    if absent:
+        return f"{count}, nothing of {name_ranks(absent)}; the evidence names no cause"
+    return f"{count}; the evidence names no cause"

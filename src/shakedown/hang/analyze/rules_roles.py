@@ -92,7 +92,7 @@ def _who(s: Situation) -> _Finding:
         why = f"the inference server does not answer ({event.text})"
         return "server_unhealthy", [INFERENCE], why, [event.place], 0.85
     event = _last_event(speaking, "staleness")
-    if event is not None:
+    if event is not None and _still_said(speaking, event):
         why = f"the orchestrator holds rollouts back ({event.text})"
         return "staleness_capacity", [ORCHESTRATOR], why, [event.place], 0.8
     if orchestrator and _waits_for_weights(orchestrator):
@@ -149,6 +149,17 @@ def _gone(component: Component) -> tuple[str, list[Place]] | None:
 def _last_event(components: list[Component], kind: str) -> LogEvent | None:
     found = [e for c in components for e in c.events if e.kind == kind]
     return found[-1] if found else None
+
+
+def _still_said(components: list[Component], event: LogEvent) -> bool:
+    """The log ends with it: rollouts that were held back earlier and then went on explain nothing.
+
+    A heartbeat in another phase than one that makes rollouts says where the component is now.
+    """
+    owner = next(c for c in components if any(e is event for e in c.events))
+    end = max((row.place.line for row in owner.logs), default=event.place.line)
+    elsewhere = owner.beat is not None and owner.beat.beat.phase in ("weight_sync", "checkpoint")
+    return owner.events[-1] is event and end - event.place.line <= 20 and not elsewhere
 
 
 def _waits_for_weights(component: Component) -> bool:

@@ -23,7 +23,7 @@ def init_deadlock(s: Situation) -> Hypothesis | None:
     known = set(s.ranks)
     outside = sorted(r for r in known - set(inside) if s.positions[r].kind != "unknown")
     absent = sorted(s.expected_ranks - known)
-    culprits = outside or absent
+    culprits = outside or (absent if len(absent) == 1 < len(inside) else [])
     joined = [e for e in s.facts.all_events() if e.kind == "missing_ranks" and "joined" in e.detail]
     where = f": it is in {s.positions[outside[0]].where}" if outside else ""
     if len(culprits) > 1:
@@ -42,7 +42,9 @@ def init_deadlock(s: Situation) -> Hypothesis | None:
         victims=inside,
         confidence=0.85 if outside else 0.7 if absent else 0.4,
         evidence=[*places_of(s, outside), *places_of(s, inside, 3), *[e.place for e in joined[:1]]],
-        needed=[] if culprits else ["the world size, and stacks of all ranks"],
+        needed=[]
+        if culprits
+        else [f"stacks of {name_ranks(absent) if absent else 'all ranks, and the world size'}"],
         edges=_edges(inside, culprits, "rendezvous not joined"),
         remedy="see what the missing rank does before init_process_group; raise nothing, wait less",
     )
@@ -153,6 +155,10 @@ OUTSIDE: dict[str, tuple[Cause, tuple[str, str], str, Blame]] = {
 }
 
 
+# What a rank also does on its way to the next call.
+_UNSURE = frozenset({"host_sync", "user", "busy"})
+
+
 def outsider(s: Situation) -> Hypothesis | None:
     """Ranks outside, while the rest waits inside collectives: the innermost frame says why."""
     if not s.waiting:
@@ -162,6 +168,8 @@ def outsider(s: Situation) -> Hypothesis | None:
         if not ranks or (s.roots and not set(ranks) & set(s.roots)):
             continue
         behind = [r for r in ranks if r in s.roots] or ranks
+        if kind in _UNSURE and not s.roots and 2 * len(behind) > len(s.alive):
+            continue  # by stacks alone the few that wait may have called too much
         first = s.positions[behind[0]]
         extra, places = _worker(s, behind[0]) if kind == "dataloader" else ("", [])
         return Hypothesis(
@@ -223,7 +231,7 @@ def _edges(waiters: list[int], awaited: list[int], why: str) -> list[Edge]:
 
 def two_threads(s: Situation) -> Hypothesis | None:
     """Two threads of one process inside collectives: their order differs between ranks."""
-    ranks = [r for r in s.alive if _threads_inside(s, r) > 1]
+    ranks = [r for r in s.alive if _threads_inside(s, r) > 1 and not _own_groups(s, r)]
     if not ranks:
         return None
     return Hypothesis(
@@ -237,6 +245,13 @@ def two_threads(s: Situation) -> Hypothesis | None:
         needed=["Flight Recorder dumps, for the order of the two threads' calls on each rank"],
         remedy="give each thread a process group of its own",
     )
+
+
+def _own_groups(s: Situation, rank: int) -> bool:
+    """The open calls of the dump are on one group each: every thread has its own."""
+    record = s.ranks[rank].record
+    groups = [op.group for op in record.operations if not op.done] if record else []
+    return len(groups) > 1 and len(set(groups)) == len(groups)
 
 
 def _threads_inside(s: Situation, rank: int) -> int:

@@ -74,6 +74,21 @@ class Situation:
         dumped = [r for r, c in self.ranks.items() if c.record]
         return find_waits(self.facts.groups, dumped)
 
+    def mute(self, rank: int) -> bool:
+        """Neither a dump nor a stack says what a rank did: an empty dump may be a lost history.
+
+        gloo records no point-to-point calls, and keeps no counters beside its entries.
+        """
+        component = self.ranks.get(rank)
+        if component is None:
+            return True
+        record = component.record
+        counted = record is not None and (
+            bool(record.operations)
+            or any(max(g.enqueued, g.completed) >= 0 for g in record.groups.values())
+        )
+        return not counted and self.positions[rank].kind == "unknown"
+
     @cached_property
     def roots(self) -> list[int]:
         return roots(self.waits)

@@ -1,5 +1,6 @@
 """The wait-for graph over process groups: who has not entered what others wait in."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,16 +31,43 @@ def find_waits(groups: Iterable[GroupFacts], known: Iterable[int]) -> list[Wait]
     """Edges from dumps. A member without any dump is awaited only where no other one is behind."""
     dumped = set(known)
     waits: list[Wait] = []
+    groups = list(groups)
+    stale = set().union(*map(_stale, groups))
     for group in groups:
         by_seq: dict[int, list[int]] = {}
         for rank, view in group.views.items():
             seq = view.pending
-            if seq is None:
+            if seq is None or rank in stale:
                 continue
             if seq not in by_seq:
                 by_seq[seq] = _missing(group, seq, dumped)
             waits += [Wait(rank, m, group, seq) for m in by_seq[seq] if m != rank]
     return waits
+
+
+# Done nowhere before every member has taken part, unlike a broadcast or a gather.
+_SYMMETRIC = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier")
+
+
+def _stale(group: GroupFacts) -> set[int]:
+    """Ranks that still count as open what the others, who needed them for it, have done.
+
+    Their part was done, but nobody noticed: device or watchdog stands still. What they seem to
+    wait for says nothing.
+    """
+    found = set()
+    lowest = sorted(v.completed for v in group.views.values())[:2]
+    for rank, view in group.views.items():
+        others = lowest[1] if len(lowest) > 1 and view.completed == lowest[0] else lowest[0]
+        op = view.operations.get(view.pending) if view.pending else None
+        if (
+            view.pending
+            and len(group.views) > 2
+            and others >= view.pending
+            and (op is None or _SYMMETRIC.search(op.name))
+        ):
+            found.add(rank)
+    return found
 
 
 def _missing(group: GroupFacts, seq: int, dumped: set[int]) -> list[int]:

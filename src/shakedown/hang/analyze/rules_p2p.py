@@ -1,0 +1,219 @@
+"""Rules about point-to-point calls and splits, which collectives' sequence numbers do not cover.
+
+A send is done when its peer has posted the receive, and the other way round: what two ranks post
+first between them has to fit together.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from shakedown.hang.analyze.model import Edge, Hypothesis, name_ranks, verb
+from shakedown.hang.analyze.rules_stacks import places_of
+from shakedown.hang.analyze.situation import WAITING, Situation
+from shakedown.hang.records import Operation, Place
+
+_CALL = re.compile(r"(?:^|:)(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})$")
+_ALL_TO_ALL = re.compile(r"all_?to_?all")
+_SENDS = frozenset({"send", "isend", "send_object_list"})
+_RECEIVES = frozenset({"recv", "irecv", "recv_object_list"})
+
+
+@dataclass(frozen=True)
+class Post:
+    """A point-to-point call that is not done: `rank` sends to `peer`, or receives from it."""
+
+    rank: int
+    peer: int
+    sends: bool
+    operation: Operation
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        return self.operation.sizes if self.sends else self.operation.output_sizes
+
+    def __str__(self) -> str:
+        return f"{'send to' if self.sends else 'receive from'} rank {self.peer}"
+
+
+def posts_of(s: Situation, rank: int) -> dict[int, list[Post]]:
+    """By peer: the first calls that are not done. Those of one batch are posted together."""
+    record = s.ranks[rank].record
+    found: dict[int, list[Post]] = {}
+    undone = [op for op in record.operations if op.p2p and not op.done] if record else []
+    for op in sorted(undone, key=lambda o: o.order):
+        match = _CALL.search(op.name)
+        status = record.groups.get(op.group) if record else None
+        members = (status.members if status else ()) or tuple(sorted(s.expected_ranks))
+        if match is None or max(int(match[2]), int(match[3])) >= len(members):
+            continue
+        post = Post(rank, members[int(match[3])], match[1] == "send", op)
+        batch = found.setdefault(post.peer, [])
+        if not batch or (op.group, op.seq) == (batch[0].operation.group, batch[0].operation.seq):
+            batch.append(post)
+    return found
+
+
+def point_to_point(s: Situation) -> Hypothesis | None:
+    """Neighbours whose first sends and receives do not fit."""
+    posts = {rank: posts_of(s, rank) for rank in s.ranks}
+    for mine, theirs in _pairs(posts):
+        fitting = [(a, b) for a in mine for b in theirs if a.sends != b.sends]
+        if not fitting:
+            return _crossed(s, mine[0], theirs[0])
+        for a, b in fitting:
+            if a.sizes != b.sizes and a.sizes and b.sizes:
+                return _shapes(s, a, b)
+    return None
+
+
+def _pairs(posts: dict[int, dict[int, list[Post]]]) -> Iterator[tuple[list[Post], list[Post]]]:
+    for rank, by_peer in posts.items():
+        for peer, mine in by_peer.items():
+            theirs = posts.get(peer, {}).get(rank, [])
+            if rank < peer and theirs:
+                yield mine, theirs
+
+
+def _odd_one(s: Situation, a: Post, b: Post) -> list[int]:
+    """The one of two ranks that departs from its own earlier steps, where the other does not."""
+    calls = {a.rank: a.operation, b.rank: b.operation}
+    known = all(s.departure(r, op).known for r, op in calls.items())
+    odd = s.departing(calls) if known else []
+    return odd if len(odd) == 1 else []
+
+
+def _crossed(s: Situation, a: Post, b: Post) -> Hypothesis:
+    odd = _odd_one(s, a, b)
+    return Hypothesis(
+        "pipeline_order",
+        f"rank {a.rank} is first to {a} and rank {b.rank} is first to {b}: each waits for the "
+        f"other's {'receive' if a.sends else 'send'}"
+        + (f"; only {name_ranks(odd)} departs from its earlier steps" if odd else ""),
+        ranks=odd,
+        victims=sorted(set(s.ranks) - set(odd)),
+        confidence=0.85 if odd else 0.75,
+        evidence=_dumps(s, (a.rank, b.rank)),
+        edges=_both(a, b),
+        needed=[] if odd else ["the order in which the schedule means both ranks to post"],
+        remedy="post both in one batch (batch_isend_irecv), or let one side receive first",
+    )
+
+
+def _shapes(s: Situation, a: Post, b: Post) -> Hypothesis:
+    odd = _odd_one(s, a, b)
+    sender, receiver = (a, b) if a.sends else (b, a)
+    return Hypothesis(
+        "pipeline_shape_mismatch",
+        f"rank {sender.rank} sends {_text(sender.sizes)} and rank {receiver.rank} receives "
+        f"{_text(receiver.sizes)}",
+        ranks=odd,
+        victims=sorted(set(s.ranks) - set(odd)),
+        confidence=0.85 if odd else 0.7,
+        evidence=_dumps(s, (a.rank, b.rank)),
+        edges=_both(a, b),
+        needed=[] if odd else ["the shapes that each stage sends and expects"],
+        remedy="compare the output shape of the sending stage with its neighbour's input",
+    )
+
+
+def _text(sizes: Sequence[Sequence[int]]) -> str:
+    return " and ".join(str(list(shape)) for shape in sizes[:4])
+
+
+def _both(a: Post, b: Post) -> list[Edge]:
+    return [
+        Edge(f"rank {x.rank}", f"rank {y.rank}", f"{x}, not posted there")
+        for x, y in ((a, b), (b, a))
+    ]
+
+
+def not_posted(s: Situation) -> Hypothesis | None:
+    """A peer that has posted nothing and waits for nobody itself."""
+    posts = {rank: posts_of(s, rank) for rank in s.ranks}
+    waits = [
+        row[0]
+        for rank, by_peer in posts.items()
+        for peer, row in by_peer.items()
+        if rank not in posts.get(peer, {})
+    ]
+    edges = {(w.rank, w.peer) for w in waits} | {(w.waiter, w.awaited) for w in s.waits}
+    roots = {b for _, b in edges} - {a for a, _ in edges}
+    late = sorted(roots & {w.peer for w in waits})
+    involved = {rank for edge in edges for rank in edge}
+    spoke = [r for r in late if r in s.ranks and not s.mute(r)]
+    if not late or spoke != late or 2 * len(late) > len(involved):
+        return None
+    if any(s.positions[r].kind in WAITING for r in late):
+        return None
+    first = next(w for w in waits if w.peer == late[0])
+    return Hypothesis(
+        "missing_rank",
+        f"{name_ranks(late)} {verb(late, 'has', 'have')} not posted what rank {first.rank} waits "
+        f"for ({first})",
+        ranks=late,
+        victims=sorted(s.expected_ranks - set(late)),
+        confidence=0.8,
+        evidence=_dumps(s, [*late, first.rank]),
+        edges=[Edge(f"rank {w.rank}", f"rank {w.peer}", f"{w}, not posted") for w in waits[:200]],
+        needed=[f"a stack of {name_ranks(late)} (py-spy dump)"],
+        remedy="see what the missing rank does: its stack, its log, its GPU's error counters",
+    )
+
+
+def _dumps(s: Situation, ranks: Sequence[int]) -> list[Place]:
+    places = [c.record.place for r in ranks[:8] if (c := s.ranks[r]).record]
+    return [*places, *places_of(s, list(ranks)[:4])]
+
+
+def one_way(s: Situation) -> Hypothesis | None:
+    """From stacks: every rank sends, or every rank receives, so nobody takes the other part."""
+    ranks = s.at("p2p")
+    if len(ranks) < 2 or set(ranks) != s.expected_ranks:
+        return None
+    calls = {s.positions[r].op for r in ranks}
+    if not calls <= _SENDS and not calls <= _RECEIVES:
+        return None
+    what = "send" if calls <= _SENDS else "receive"
+    return Hypothesis(
+        "pipeline_order",
+        f"all {len(ranks)} ranks {what} ({s.positions[ranks[0]].where}) and nobody takes the "
+        "other part",
+        victims=ranks,
+        confidence=0.7,
+        evidence=places_of(s, ranks),
+        needed=["the order in which the schedule means the ranks to send and receive"],
+        remedy="post both in one batch (batch_isend_irecv), or let every second rank receive first",
+    )
+
+
+def splits(s: Situation) -> Hypothesis | None:
+    """An all-to-all in which all ranks together send more or fewer elements than they receive.
+
+    Each rank's sizes may differ by design; whose are wrong the sums do not tell.
+    """
+    for group in s.facts.groups:
+        pending = sorted({v.pending for v in group.views.values() if v.pending})
+        for seq in pending:
+            calls = [v.operations.get(seq) for v in group.views.values()]
+            known = [op for op in calls if op and op.sizes and op.output_sizes]
+            if len(known) < len(group.members) or not all(
+                _ALL_TO_ALL.search(o.name) for o in known
+            ):
+                continue
+            sent = sum(math.prod(d) for op in known for d in op.sizes)
+            received = sum(math.prod(d) for op in known for d in op.output_sizes)
+            if sent != received:
+                return Hypothesis(
+                    "size_mismatch",
+                    f"in {known[0].name.split(':')[-1]} (number {seq} of {group.label}) the ranks "
+                    f"send {sent} elements and receive {received}",
+                    victims=sorted(group.members),
+                    pattern="B",
+                    confidence=0.75,
+                    evidence=_dumps(s, sorted(group.views)),
+                    needed=["the split sizes that each rank computed, by peer"],
+                    remedy="exchange the split sizes before the all-to-all, or print them",
+                )
+    return None
