@@ -173,7 +173,8 @@ def test_ends_of_the_logs_and_heartbeats_are_copied(
     copied = (out / "logs/trainer-rank5.log").read_bytes()
     assert copied.endswith(b"the end")
     assert len(copied) == 256 * 1024
-    assert json.loads((out / "round1/beats.json").read_text())["beats"][0]["step"] == 4
+    beats = out / f"round1/beats-{socket.gethostname()}.json"
+    assert json.loads(beats.read_text())["beats"][0]["step"] == 4
 
 
 def test_folder_that_cannot_be_written_is_reported_and_never_raised(

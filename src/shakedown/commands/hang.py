@@ -2,14 +2,17 @@
 
 import argparse
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from shakedown.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from shakedown.hang.collect import Target
+    from shakedown.verdict import Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +34,7 @@ def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write diagnosis.json here; - prints it")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page here")
     parser.add_argument("--strict", action="store_true", help="slow counts as a failure")
+    parser.add_argument("--full", action="store_true", help="print all of it, not some 60 lines")
 
 
 def _collect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
 def _analyze(args: argparse.Namespace) -> int:
     from shakedown.hang.diagnose import diagnose_paths
-    from shakedown.verdict import finish, render_text
 
     verdict = diagnose_paths(args.paths)
     if args.html is not None:
@@ -72,9 +75,27 @@ def _analyze(args: argparse.Namespace) -> int:
         write_page(verdict, args.html)
     if args.json == "-":
         print(json.dumps(verdict.to_json(), indent=2, allow_nan=False))
-        print(render_text(verdict), file=sys.stderr)
+        _print(verdict, sys.stderr, full=args.full)
         return int(verdict.exit_code(strict=args.strict))
-    return finish(verdict, Path(args.json) if args.json else None, strict=args.strict)
+    if args.json:
+        verdict.write(Path(args.json))
+    _print(verdict, sys.stdout, full=args.full)
+    written = (("verdict", args.json), ("page", args.html))
+    for name, path in written:
+        if path:
+            print(f"  {name}: {path}", flush=True)
+    return int(verdict.exit_code(strict=args.strict))
+
+
+def _print(verdict: "Verdict", stream: TextIO, *, full: bool) -> None:
+    """The diagnosis as text: as wide as the terminal, in colour only on one."""
+    from shakedown.hang.terminal import WIDTH, render
+
+    colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    width = shutil.get_terminal_size((WIDTH, 40)).columns
+    text = render(verdict, width, full=full, colour=colour)
+    encoding = stream.encoding or "utf-8"  # a terminal of another encoding gets ? for what it lacks
+    print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
 
 
 def _collect(args: argparse.Namespace) -> int:

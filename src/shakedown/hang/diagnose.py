@@ -11,6 +11,7 @@ from shakedown.hang.analyze import Diagnosis, analyze
 from shakedown.hang.analyze.model import Hypothesis
 from shakedown.hang.analyze.own import measured_of, places_of
 from shakedown.hang.facts import Facts, build_facts
+from shakedown.hang.outline import outline
 from shakedown.hang.parse import Evidence, read_paths
 from shakedown.hang.parse.evidence import parse_outcome
 from shakedown.hang.records import Place
@@ -68,7 +69,7 @@ def _attempt_inputs(attempt: AttemptPaths, outcome: Mapping[str, Any] | None) ->
     """
     evidence = attempt.evidence
     copied = (evidence / "logs").is_dir()
-    snapshot = (evidence / "round1" / "beats.json").is_file()
+    snapshot = any((evidence / "round1").glob("beats*.json"))
     hung = outcome is None or outcome.get("state") == "hung"
     inputs = [
         *([] if hung and snapshot else [attempt.heartbeats]),
@@ -111,6 +112,7 @@ def _verdict(evidence: Evidence, watch: Stopwatch) -> Verdict:
         extra={
             "diagnosis": diagnosis.to_json(),
             "sources": dict(evidence.formats),
+            **outline(facts, chosen.ranks, chosen.evidence),
         },
     )
 

@@ -1,34 +1,45 @@
 """diagnosis.html: one self-contained page, everything in it escaped."""
 
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from shakedown.files import write_text
+from shakedown.hang import page_graph, page_grid
+from shakedown.hang.ranges import ranges
+from shakedown.hang.view import View
 from shakedown.verdict import Verdict
 
 _TEMPLATE = "page.html.j2"
-MAX_CELLS = 4096  # a larger grid is one cell a class
 
 
 def render(verdict: Verdict) -> str:
-    """The page of a diagnosis verdict."""
+    """The page of a diagnosis verdict: below 2 MB whatever the number of ranks."""
     folder = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(
-        loader=folder, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=folder,
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    diagnosis: dict[str, Any] = dict(verdict.extra["diagnosis"])
-    ranks = _cells(diagnosis)
+    view = View(verdict)
+    rows = [row["ranks"] for row in view.rows]
+    guilty = [view.culprit_ranks.issuperset(ranks) for ranks in rows]
+    cells = page_grid.cells_of(rows, view.culprit_ranks)
+    small = len(cells) <= page_grid.MAX_CELLS
     return environment.get_template(_TEMPLATE).render(
+        view=view,
         verdict=verdict,
-        hue=hue,
-        diagnosis=diagnosis,
-        cells=ranks[:MAX_CELLS],
-        hidden_cells=max(0, len(ranks) - MAX_CELLS),
-        evidence=_evidence(verdict),
-        remedies=sorted({f.remedy for f in verdict.findings if f.remedy}),
-        skipped=[f for f in verdict.findings if f.check == "read"],
+        diagnosis=view.diagnosis,
+        colour=lambda n: colour(n, guilty=guilty[n]),
+        ranges=ranges,
+        labels=view.labels,
+        cells=cells,
+        small=small,
+        map=None if small else page_grid.rank_map(cells),
+        hosts=page_grid.host_rows(cells, view.hosts, view.labels),
+        drawing=page_graph.draw(view.graph),
     )
 
 
@@ -41,31 +52,12 @@ def write_page(verdict: Verdict, path: Path) -> None:
     write_text(path, render(verdict))
 
 
-def hue(number: int) -> int:
-    """A class's colour in degrees: the first is blue, and red is left to the culprits' frame."""
-    return 40 + (165 + number * 107) % 290
+def colour(number: int, *, guilty: bool) -> str:
+    """A class's ground, light enough for dark text in both schemes: a class of culprits is orange.
 
-
-def _cells(diagnosis: dict[str, Any]) -> list[dict[str, Any]]:
-    """One cell a rank: its class number and whether it is a culprit."""
-    culprits = set(diagnosis["culprits"]["ranks"])
-    cells = [
-        {
-            "rank": rank,
-            "number": number,
-            "hue": hue(number),
-            "culprit": rank in culprits,
-            "waiting_in": row["waiting_in"],
-        }
-        for number, row in enumerate(diagnosis["classes"])
-        for rank in row["ranks"]
-    ]
-    return sorted(cells, key=lambda cell: cell["rank"])
-
-
-def _evidence(verdict: Verdict) -> list[str]:
-    seen: dict[str, None] = {}
-    for finding in verdict.findings:
-        for text in finding.evidence:
-            seen.setdefault(text)
-    return list(seen)
+    The others go round from yellow to violet in steps of the golden angle; the lightness changes
+    too, because no 64 hues can be told apart.
+    """
+    if guilty:
+        return f"hsl({18 + 9 * (number % 3)} 95% 70%)"
+    return f"hsl({70 + round(number * 137.5) % 250} 52% {(74, 66, 82)[number // 8 % 3]}%)"

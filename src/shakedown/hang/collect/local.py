@@ -13,7 +13,7 @@ from pathlib import Path
 from shakedown.errors import StorageError
 from shakedown.files import atomic_open, write_json, write_text
 from shakedown.hang import hook
-from shakedown.hang.collect import proc, pyspy
+from shakedown.hang.collect import node, proc, pyspy
 from shakedown.hang.collect.targets import Target
 from shakedown.hang.heartbeat import read_heartbeats
 from shakedown.hang.parse.evidence import BEATS, COLLECTED
@@ -44,6 +44,7 @@ class CollectReport:
     targets: list[TargetReport]
     files: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
+    node: dict[str, str] = field(default_factory=dict)  # NCCL RAS, GPUs: read, or why not
     seconds: float = 0.0
 
 
@@ -104,13 +105,15 @@ def collect_local(
         for number in range(1, rounds + 1):
             if number > 1:
                 time.sleep(gap)
-            _write_beats(beats, number, writer)
+            _write_beats(beats, number, report.host, writer)
             jobs = [
                 pool.submit(_sample, t, r, number, writer)
                 for t, r in zip(targets, reports, strict=True)
             ]
             for job in jobs:
                 job.result()
+    report.node, lost = node.ask(report.host, writer.text)
+    report.missed += lost
     asked = _ask_hooks(out, report)  # after the stacks: answering takes the interpreter's time
     for target, row in zip(targets, reports, strict=True):
         _signal_faulthandler(target, row, out)
@@ -137,7 +140,8 @@ def _sample(target: Target, row: TargetReport, number: int, writer: _Writer) -> 
             writer.text(f"{name}.{dump.suffix}", dump.text)
 
 
-def _write_beats(folder: Path, number: int, writer: _Writer) -> None:
+def _write_beats(folder: Path, number: int, host: str, writer: _Writer) -> None:
+    """Named by host: collectors of several nodes write into one folder."""
     beats = read_heartbeats(folder)
     if beats:
         body: dict[str, object] = {
@@ -145,7 +149,7 @@ def _write_beats(folder: Path, number: int, writer: _Writer) -> None:
             "round": number,
             "beats": [asdict(beat) for beat in beats],
         }
-        writer.json(f"round{number}/beats.json", body)
+        writer.json(f"round{number}/beats-{host}.json", body)
 
 
 def _ask_hooks(out: Path, report: CollectReport) -> float:
@@ -219,4 +223,5 @@ def _table(report: CollectReport, rounds: int) -> dict[str, object]:
         "targets": [asdict(row) for row in report.targets],
         "files": report.files,
         "missed": report.missed,
+        "node": report.node,
     }
