@@ -332,6 +332,22 @@ def test_a_checkpoint_appears_at_the_first_step_after_it_is_written_with_the_sta
     assert (tmp_path / "step_000004/engine/text").read_text() == "first"
 
 
+def test_a_checkpoint_appears_without_another_step_once_its_row_is_logged(
+    tmp_path: Path, paper: Paper, alone: Ranks
+) -> None:
+    checkpoints = _checkpoints(tmp_path, paper, alone)
+
+    checkpoints.begin(4)
+    checkpoints.logged(3)
+    before = _names(tmp_path)
+    checkpoints.logged(4)
+    for thread in [t for t in threading.enumerate() if t.name == "checkpoint"]:
+        thread.join(30)
+
+    assert before == [".writing-step_000004"]
+    assert _names(tmp_path) == ["latest", "step_000004"]
+
+
 def test_a_new_checkpoint_waits_for_the_one_before_and_the_newest_stay(
     tmp_path: Path, paper: Paper, alone: Ranks
 ) -> None:
@@ -403,15 +419,21 @@ def test_a_rank_that_has_not_written_is_waited_for_and_a_part_that_changed_is_re
     sheet = paper.snapshot()
     (tmp_path / "two").mkdir()
     (tmp_path / "one").mkdir()
-    of_two = Saving(tmp_path / "two", sheet, rank=0, world_size=2)
-    alone = Saving(tmp_path / "one", sheet, rank=0, world_size=1)
+    published: list[Saving] = []
+    of_two = Saving(tmp_path / "two", sheet, rank=0, world_size=2, publish=published.append)
+    alone = Saving(tmp_path / "one", sheet, rank=0, world_size=1, publish=published.append)
     for saving in (of_two, alone):
-        saving.join(30)
+        saving.allow()
+    alone.join(30)
+    of_two.join(0.2)
+    waiting = of_two.writing
+    of_two.abandon()
+    of_two.join(30)
 
     (tmp_path / "one/engine/text").write_text("cut", encoding="utf-8")
 
-    assert not of_two.all_written(0.1)
-    assert alone.all_written(0.1)
+    assert (waiting, of_two.writing) == (True, False)
+    assert published == [alone]
     with pytest.raises(StorageError, match="text has 3 bytes, its rank wrote 5"):
         alone.complete()
     with pytest.raises(StorageError, match="not to be seen"):

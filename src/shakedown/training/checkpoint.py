@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from shakedown.errors import ShakedownError, StorageError
+from shakedown.errors import StorageError
 from shakedown.files import write_json, write_text
 from shakedown.training.checkpoint_random import load_random, random_name
 from shakedown.training.checkpoint_writing import ENGINE, STAGED, Saving
@@ -95,12 +95,10 @@ def read_meta(folder: Path) -> Meta | str:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """The checkpoint being written: this rank's part, and what meta.json will say."""
+    """The checkpoint being written: this rank's part."""
 
     saving: Saving
     step: int
-    updates: int
-    data: Mapping[str, int]
 
 
 class Checkpoints:
@@ -154,7 +152,7 @@ class Checkpoints:
         data: Mapping[str, int] | None = None,
         attach: Callable[[Path], None] | None = None,
     ) -> None:
-        """Copy the state after `step`; threads write it, `agree` or `wait` publishes it.
+        """Copy the state after `step`; threads write it, and rank 0's publishes it.
 
         A checkpoint that is still being written is waited for first.
 
@@ -178,8 +176,25 @@ class Checkpoints:
         self._ranks.lead(f"save-{step}", stage, waiting=_nothing)
         snapshot = self._engine.snapshot()
         rank, world_size = self._ranks.rank, self._ranks.world_size
-        saving = Saving(staged, snapshot, rank=rank, world_size=world_size)
-        self._in_flight = _InFlight(saving, step, self._engine.updates, data or {})
+        updates, place = self._engine.updates, data or {}
+
+        def publish(saving: Saving) -> None:
+            self._publish(saving, step, updates, place)
+
+        saving = Saving(
+            staged,
+            snapshot,
+            rank=rank,
+            world_size=world_size,
+            publish=None if rank else publish,
+        )
+        self._in_flight = _InFlight(saving, step)
+
+    def logged(self, step: int) -> None:
+        """The metrics have the row of `step`: its checkpoint may appear without a gap."""
+        now = self._in_flight
+        if now is not None and now.step <= step:
+            now.saving.allow()
 
     def flags(self) -> dict[str, float]:
         """This rank's say about the checkpoint being written, for a sum over the ranks."""
@@ -190,7 +205,7 @@ class Checkpoints:
         return {_WRITING: float(writing), _FAILED: float(bool(saving.failure))}
 
     def agree(self, sums: dict[str, float]) -> None:
-        """Take the flags' sums out of `sums`; publish what all ranks have written.
+        """Take the flags' sums out of `sums`; forget a checkpoint that is published.
 
         Raises:
             StorageError: on every rank, when one of them could not write its part.
@@ -201,9 +216,9 @@ class Checkpoints:
             return
         self._in_flight = None
         if failed:
+            now.saving.abandon()
             now.saving.join(LAST_SECONDS)
             raise_together(now.saving.failure)
-        self._ranks.lead(f"saved-{now.step}", lambda: self._publish(now), waiting=_nothing)
 
     def wait(self) -> None:
         """Until the checkpoint that is being written, if any, is published.
@@ -212,6 +227,7 @@ class Checkpoints:
             StorageError: it could not be written.
         """
         while self._in_flight is not None:
+            self._in_flight.saving.allow()  # whoever waits has logged its step
             self._in_flight.saving.join(_ROUND_SECONDS)
             self.agree(self._ranks.sum(self.flags()))
 
@@ -226,14 +242,18 @@ class Checkpoints:
         now, self._in_flight = self._in_flight, None
         if now is None:
             return
+        if now.step <= logged:
+            now.saving.allow()
+        else:
+            now.saving.abandon()
         now.saving.join(within)
-        if self._ranks.rank or now.saving.failure or now.step > logged:
+        now.saving.abandon()
+        if self._ranks.rank:
             return
-        if now.saving.all_written(within):
-            try:
-                print(f"{self._publish(now)} was still written", flush=True)
-            except ShakedownError as error:  # the one that ended the stage says why it ended
-                print(f"the checkpoint of step {now.step} is lost: {error}", flush=True)
+        if now.saving.published:
+            print(f"{_PREFIX}{now.step:06d} was still written", flush=True)
+        elif now.saving.failure:  # the error that ended the stage says why it ended
+            print(f"the checkpoint of step {now.step} is lost: {now.saving.failure}", flush=True)
 
     def _choose(self) -> str:
         found = find(self._root, self._fingerprint)
@@ -266,17 +286,17 @@ class Checkpoints:
             print(f"{staged.name} was cut off before it was whole: removed", flush=True)
             shutil.rmtree(staged)
 
-    def _publish(self, now: _InFlight) -> str:
-        staged, target = now.saving.staged, self._root / f"{_PREFIX}{now.step:06d}"
-        files, ranks = now.saving.complete(), self._ranks.world_size
-        meta = Meta(now.step, now.updates, ranks, self._fingerprint, files, now.data)
+    def _publish(self, saving: Saving, step: int, updates: int, data: Mapping[str, int]) -> None:
+        """(rank 0's thread) Make the folder a checkpoint and remove those that are too old."""
+        staged, target = saving.staged, self._root / f"{_PREFIX}{step:06d}"
+        files, ranks = saving.complete(), self._ranks.world_size
+        meta = Meta(step, updates, ranks, self._fingerprint, files, data)
         write_json(staged / _META, asdict(meta))
         publish_folder(staged, target)
         write_text(self._root / "latest", target.name + "\n")
         with storage_errors("tidy", self._root):
             for old in _folders(self._root)[: -self._keep]:
                 shutil.rmtree(old)
-        return target.name
 
 
 def _folders(root: Path) -> list[Path]:

@@ -6,9 +6,8 @@ checkpoints/.writing-step_000050/   not yet a checkpoint, whatever happens
 """
 
 import threading
-import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shakedown.errors import ShakedownError, StorageError, UsageError
@@ -28,22 +27,44 @@ class Saving:
     Args:
         staged: the folder of all ranks; there.
         snapshot: what the engine copied.
+        publish: (rank 0) called by the thread when all ranks have written and `allow` was called,
+            so that a rank that hangs in the next step does not hold the checkpoint back.
     """
 
-    def __init__(self, staged: Path, snapshot: Snapshot, *, rank: int, world_size: int) -> None:
+    def __init__(
+        self,
+        staged: Path,
+        snapshot: Snapshot,
+        *,
+        rank: int,
+        world_size: int,
+        publish: Callable[["Saving"], None] | None = None,
+    ) -> None:
         self.staged = staged
         self.snapshot = snapshot
         self.world_size = world_size
         self._rank = rank
         self._random = random_state()
         self._failure = ""
+        self._publish = publish
+        self._allowed, self._abandoned = threading.Event(), threading.Event()
+        self.published = False
         # A daemon: a file system that never answers must not hold the process at its end.
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
+    def allow(self) -> None:
+        """The checkpoint may appear: the metrics have its step."""
+        self._allowed.set()
+
+    def abandon(self) -> None:
+        """It is not to appear any more, unless it is appearing just now."""
+        self._abandoned.set()
+        self._allowed.set()
+
     @property
     def writing(self) -> bool:
-        """Whether the thread is still at work."""
+        """Whether the thread is still at work; on rank 0 until the checkpoint is published."""
         return self._thread.is_alive()
 
     @property
@@ -55,15 +76,14 @@ class Saving:
         """Wait for the thread, at most `within` seconds."""
         self._thread.join(within)
 
-    def all_written(self, within: float) -> bool:
-        """Whether every rank's part is on disk; looks for at most `within` seconds."""
+    def _all_written(self) -> bool:
+        """Wait until every rank's part is on disk; False when it was abandoned before."""
         marks = [self.staged / _mark(rank) for rank in range(self.world_size)]
-        deadline = time.monotonic() + within
+        self._allowed.wait()
         while not all(mark.is_file() for mark in marks):
-            if time.monotonic() > deadline:
+            if self._abandoned.wait(_LOOK_SECONDS):
                 return False
-            time.sleep(_LOOK_SECONDS)
-        return True
+        return not self._abandoned.is_set()
 
     def complete(self) -> dict[str, int]:
         """(rank 0, when all have written) Complete the folder; size of every file by its name.
@@ -97,6 +117,9 @@ class Saving:
     def _run(self) -> None:
         try:
             self._write()
+            if self._publish is not None and self._all_written():
+                self._publish(self)
+                self.published = True
         except ShakedownError as error:
             self._failure = str(error)
         except BaseException as error:  # noqa: BLE001 - the main threads of all ranks are told

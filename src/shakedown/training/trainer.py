@@ -118,6 +118,7 @@ class Trainer:
         row |= self._meter.columns(row)
         self.log_metrics(step, row)
         self._logged = step
+        self._checkpoints.logged(step)
         return stopping
 
     def log_metrics(self, step: int, row: Mapping[str, float]) -> None:

@@ -121,5 +121,16 @@ def _join(device: torch.device, job: StageJob) -> None:
     dist.init_process_group(backend, timeout=max(COLLECTIVE_TIMEOUT, patience))
 
 
+def leave(code: int) -> None:
+    """End this process. After a failure torch's teardown is left out: without its peers it may
+    abort, and hide the exit code.
+    """
+    if code in (0, INTERRUPTED):
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
