@@ -349,6 +349,9 @@ def test_decoder_layers_are_found_under_any_name(config: Any) -> None:
 def test_one_tensor_rank_fits_every_model() -> None:
     tensor_parallel.check(GPT2Config(), 1)
 
+    with pytest.raises(ConfigError, match="gpt2"):
+        tensor_parallel.check(GPT2Config(), 2)
+
 
 def test_the_options_of_a_stage_reach_its_engine(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

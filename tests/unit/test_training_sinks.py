@@ -145,6 +145,8 @@ def test_wandb_without_a_key_is_refused_before_anything_starts(with_wandb: Path)
 def test_wandb_is_taken_offline_or_with_a_key(
     name: str, value: str, with_wandb: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(ConfigError):
+        require_sinks(["wandb"])
     monkeypatch.setenv(name, value)
 
     require_sinks(["wandb"])

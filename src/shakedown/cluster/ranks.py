@@ -67,18 +67,20 @@ def rank_components(
                 srun_args=srun_args,
             )
         ]
+    shared = {**_loopback(), **shared, **visible_gpus(shared, os.environ)}
+    return _local(argv=argv, world_size=world_size, log_dir=log_dir, env=shared, role=role)
+
+
+def _local(
+    *, argv: Sequence[str], world_size: int, log_dir: Path, env: Mapping[str, str], role: str
+) -> list[Component]:
     return [
         Component(
             name=f"{role}-rank{rank}",
             role=role,
             argv=tuple(argv),
             log=log_dir / f"{role}-rank{rank}.log",
-            env={
-                **_loopback(),
-                **shared,
-                **visible_gpus(shared, os.environ),
-                **_local_rank(rank, world_size),
-            },
+            env={**env, **_local_rank(rank, world_size)},
             rank=rank,
         )
         for rank in range(world_size)
