@@ -1,6 +1,6 @@
 """Small models of each kind whose weights show a mistake: no norm is one and no bias is zero."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,3 +47,18 @@ def group_of_one(folder: Path) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def assert_same_update(
+    found: Mapping[str, Any], expected: Mapping[str, Any], before: Mapping[str, Any]
+) -> None:
+    """Adam divides by the gradient's size: what is near zero there may turn about.
+
+    So single weights may differ by a tenth of the learning rate of 0.01, and the whole update by
+    a thousandth of its length.
+    """
+    assert found.keys() == expected.keys()
+    apart = torch.cat([(found[k] - expected[k]).detach().flatten() for k in expected])
+    moved = torch.cat([(expected[k] - before[k]).detach().flatten() for k in expected])
+    assert float(apart.abs().max()) < 1e-3
+    assert float(apart.norm() / moved.norm()) < 1e-3

@@ -18,19 +18,18 @@ import psutil
 import pytest
 import yaml
 
-from shakedown.commands.assets import SCHEMA
 from shakedown.config import GrpoConfig, StageConfig, load_config
 from shakedown.errors import ServerError, UsageError
 from shakedown.hang.heartbeat import read_heartbeats
 from shakedown.paths import RunPaths, StagePaths
 from shakedown.serving.client import Client
 from shakedown.serving.engines import get_token_engine
-from shakedown.training.demo import addition_rows, write_model, write_rows
 from shakedown.training.job import StageJob
 from shakedown.training.rollout import orchestrator
 from shakedown.training.rollout.batch import RolloutBatch
 from shakedown.training.rollout.exchange import Exchange
 from shakedown.training.rollout.generation import BadAnswerError, Generation
+from tests.demo_assets import write_assets
 from tests.faults.scripted_engine import FAULTS, ScriptedEngine, logprob
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
@@ -109,15 +108,7 @@ def test_partial_rollouts_are_refused_for_an_own_agent() -> None:
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    write_model(folder / "model", seed=0)
-    train, heldout = addition_rows(train_size=40, heldout_size=4, seed=0)
-    write_rows(folder / "train.jsonl", train)
-    write_rows(folder / "heldout.jsonl", heldout)
-    places = {name: str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
-    body = {"schema": SCHEMA, "model": str(folder / "model"), **places}
-    (folder / "assets.json").write_text(json.dumps(body))
-    return folder
+    return write_assets(tmp_path_factory.mktemp("assets"))
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from shakedown.config.lint import trainer_world
 from shakedown.hang.heartbeat import read_heartbeats
 from shakedown.paths import StagePaths
 from shakedown.training import huggingface
-from shakedown.training.demo import addition_rows, write_model, write_rows
 from shakedown.training.job import StageJob
 from shakedown.training.rollout.batch import RolloutBatch
 from shakedown.training.rollout.exchange import Exchange
+from tests.demo_assets import write_assets
 from tests.event_files import points
 from tests.measured import without_measured
 
@@ -53,12 +53,7 @@ GRPO: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    write_model(folder / "model", seed=0)
-    train, heldout = addition_rows(train_size=60, heldout_size=4, seed=0)
-    write_rows(folder / "train.jsonl", train)
-    write_rows(folder / "heldout.jsonl", heldout)
-    return folder
+    return write_assets(tmp_path_factory.mktemp("assets"), train_size=60, heldout_size=4)
 
 
 class Stage:

@@ -14,35 +14,25 @@ import yaml
 from safetensors.torch import load_file
 
 from shakedown import cli
-from shakedown.commands.assets import SCHEMA
 from shakedown.config import load_config
 from shakedown.paths import StagePaths
 from shakedown.training import huggingface
 from shakedown.training.data.encode import encode_prompt
 from shakedown.training.data.rows import load_rows
-from shakedown.training.demo import addition_rows, write_model, write_rows
 from shakedown.training.fingerprint import fingerprint
 from shakedown.training.job import StageJob
 from shakedown.training.rollout.batch import RolloutBatch, write_batch
 from shakedown.training.rollout.recording import Recorder, ranges, recorded_steps, step_file
+from tests.demo_assets import write_assets
 from tests.measured import without_measured
 from tests.workflow.helpers import ROOT
 
 STEPS, GROUPS, SAMPLES, LENGTH = 2, 4, 4, 5
-# Measured times differ between runs; everything else must not.
 
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("assets")
-    write_model(folder / "model", seed=0)
-    train, heldout = addition_rows(train_size=40, heldout_size=4, seed=0)
-    write_rows(folder / "train.jsonl", train)
-    write_rows(folder / "heldout.jsonl", heldout)
-    places = {name: str(folder / f"{name}.jsonl") for name in ("train", "heldout")}
-    body = {"schema": SCHEMA, "model": str(folder / "model"), **places}
-    (folder / "assets.json").write_text(json.dumps(body))
-    return folder
+    return write_assets(tmp_path_factory.mktemp("assets"))
 
 
 def sampled(assets: Path, step: int) -> RolloutBatch:

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from shakedown.training import huggingface
 from tests.megatron_ranks import build, continued, two_steps
-from tests.tiny_models import SMALL, group_of_one, write_tiny
+from tests.tiny_models import SMALL, assert_same_update, group_of_one, write_tiny
 
 ROOT = Path(__file__).parents[2]
 # Odd columns of the MLP: two ranks have unequal shares.
@@ -80,21 +80,6 @@ def four_ranks(root: Path) -> dict[str, Any]:
     return found
 
 
-def _assert_same_update(
-    found: Mapping[str, Any], expected: Mapping[str, Any], before: Mapping[str, Any]
-) -> None:
-    """Adam divides by the gradient's size: what is near zero there may turn about.
-
-    So single weights may differ by a tenth of the learning rate of 0.01, and the whole update by
-    a thousandth of its length.
-    """
-    assert found.keys() == expected.keys()
-    apart = torch.cat([(found[k] - expected[k]).detach().flatten() for k in expected])
-    moved = torch.cat([(expected[k] - before[k]).detach().flatten() for k in expected])
-    assert float(apart.abs().max()) < 1e-3
-    assert float(apart.norm() / moved.norm()) < 1e-3
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("job", STEPS, ids=lambda job: job["name"])
 def test_four_ranks_do_the_steps_of_one(
@@ -106,7 +91,7 @@ def test_four_ranks_do_the_steps_of_one(
     for step in ("first", "second"):
         assert found[step] == pytest.approx(expected[step], rel=1e-5)
     before = huggingface.read_model(root / job["model"]).state_dict()
-    _assert_same_update(found["weights"], expected["weights"], before)
+    assert_same_update(found["weights"], expected["weights"], before)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from shakedown.training.engines.megatron_cpu import calls
 from shakedown.training.engines.megatron_model import build_model, join_groups
 from shakedown.training.engines.vocabulary import score_logits
 from tests.megatron_ranks import CPU, batch, build, continued, sft_step, two_steps
-from tests.tiny_models import SMALL, group_of_one, write_tiny
+from tests.tiny_models import SMALL, assert_same_update, group_of_one, write_tiny
 
 SCRIPT = Path(__file__).parents[1] / "megatron_ranks.py"
 CONFIGS = {
@@ -90,21 +90,6 @@ def two_ranks(folders: dict[str, Path]) -> dict[str, Any]:
     return {**torch.load(root / "results.pt"), "saved": root / "saved"}
 
 
-def _assert_same_update(
-    found: Mapping[str, Any], expected: Mapping[str, Any], before: Mapping[str, Any]
-) -> None:
-    """Adam divides by the gradient's size: what is near zero there may turn about.
-
-    So single weights may differ by a tenth of the learning rate of 0.01, and the whole update by
-    a thousandth of its length.
-    """
-    assert found.keys() == expected.keys()
-    apart = torch.cat([(found[k] - expected[k]).detach().flatten() for k in expected])
-    moved = torch.cat([(expected[k] - before[k]).detach().flatten() for k in expected])
-    assert float(apart.abs().max()) < 1e-3
-    assert float(apart.norm() / moved.norm()) < 1e-3
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logprobs_on_one_rank_are_those_of_transformers(
     folders: dict[str, Path], name: str
@@ -163,7 +148,7 @@ def test_one_rank_does_the_steps_of_fsdp(
 
     for step in ("first", "second"):
         assert found[step] == pytest.approx(reference[name][step], rel=1e-5)
-    _assert_same_update(found["weights"], reference[name]["weights"], before)
+    assert_same_update(found["weights"], reference[name]["weights"], before)
 
 
 @pytest.mark.slow
@@ -180,7 +165,7 @@ def test_two_ranks_do_the_steps_of_one(
     for step in ("first", "second"):
         assert found[step] == pytest.approx(expected[step], rel=1e-5)
     before = huggingface.read_model(folders[job["model"]]).state_dict()
-    _assert_same_update(found["weights"], expected["weights"], before)
+    assert_same_update(found["weights"], expected["weights"], before)
 
 
 @pytest.mark.slow
