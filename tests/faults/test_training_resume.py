@@ -101,6 +101,9 @@ class Stage:
         for process in self._running:
             process.send_signal(number)
 
+    def kill(self, rank: int) -> None:
+        self._running[rank].kill()
+
     def kill_rest(self) -> None:
         for process in self._running:
             process.kill()
@@ -502,3 +505,12 @@ def test_grpo_without_batches_says_what_it_waits_for(stage: Stage) -> None:
     assert codes == [3, 3]
     assert "Waiting for training batch to arrive (step 1)" in stage.log(0)
     assert "no rollout batch for step 1 within 11 s" in stage.log(0)
+
+
+def test_a_rank_whose_rank_0_is_killed_says_that_it_is_gone(stage: Stage) -> None:
+    job = stage.start(GRPO)
+    stage.wait_until(lambda: _waits_for_rollouts(job))
+    stage.kill(0)
+
+    assert stage.end() == [-signal.SIGKILL, 3]
+    assert "rank 0 is gone, which decides" in stage.log(1)

@@ -110,3 +110,32 @@ def test_other_ranks_hear_that_rank_0_gave_up() -> None:
     assert isinstance(results[0], ValueError)
     assert isinstance(results[1], BlockedError)
     assert "no disk" in str(results[1])
+
+
+def test_rank_0_leaves_with_its_failure_after_the_others_have_read_it() -> None:
+    """Its process holds the store: one that looked later would find a broken connection."""
+    store, asked = dist.HashStore(), threading.Event()
+    store.set_timeout(timedelta(seconds=20))
+    first, errors = _Rank(0, store), list[BaseException]()
+
+    def decide() -> str:
+        asked.set()
+        raise ValueError("no disk")
+
+    def lead() -> None:
+        try:
+            first.lead("what", decide, waiting=lambda: None)
+        except ValueError as error:
+            errors.append(error)
+
+    leader = threading.Thread(target=lead)
+    leader.start()
+    asked.wait(20)
+    leader.join(0.3)
+    stayed = leader.is_alive()
+    with pytest.raises(BlockedError, match="no disk"):
+        _Rank(1, store).lead("what", lambda: "", waiting=lambda: None)
+    leader.join(20)
+
+    assert stayed
+    assert [str(error) for error in errors] == ["no disk"]

@@ -15,6 +15,8 @@ from shakedown.errors import BlockedError
 
 _POLL_SECONDS = 0.02
 _FAILED = "failed:"
+# Rank 0 holds the store: were it gone before the others looked, they would see a broken connection.
+_HEARD_SECONDS = 5.0
 
 
 class Ranks:
@@ -53,17 +55,24 @@ class Ranks:
             waiting: called many times a second on the other ranks.
 
         Raises:
-            BlockedError: rank 0 failed; there the error itself is raised.
+            BlockedError: rank 0 failed or is gone; there the error itself is raised.
         """
         self._decisions += 1
         key = f"{self._decisions}-{key}"
         if self.rank == 0:
             return self._decide(key, decide)
+        try:
+            return self._follow(key, waiting)
+        except dist.DistNetworkError as error:
+            raise BlockedError(f"rank 0 is gone, which decides ({key})") from error
+
+    def _follow(self, key: str, waiting: Callable[[], None]) -> str:
         while not self._store.check([key]):
             waiting()
             time.sleep(_POLL_SECONDS)
         decision: str = self._store.get(key).decode()
         if decision.startswith(_FAILED):
+            self._store.add(f"{key}-heard", 1)
             raise BlockedError(f"rank 0 gave up: {decision.removeprefix(_FAILED)}")
         return decision
 
@@ -72,6 +81,15 @@ class Ranks:
             decision = decide()
         except BaseException as error:
             self._store.set(key, f"{_FAILED}{type(error).__name__}: {error}")
+            self._wait_until_heard(key)
             raise
         self._store.set(key, decision)
         return decision
+
+    def _wait_until_heard(self, key: str) -> None:
+        """Let the others read that rank 0 failed; one that hangs elsewhere is not waited for."""
+        began = time.monotonic()
+        while self._store.add(f"{key}-heard", 0) < self.world_size - 1:
+            if time.monotonic() - began > _HEARD_SECONDS:
+                return
+            time.sleep(_POLL_SECONDS)
