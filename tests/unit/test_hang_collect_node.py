@@ -23,10 +23,6 @@ Job summary
 """
 
 
-def nowhere(_name: str, _text: str) -> None:
-    """Writes nothing."""
-
-
 class Listener:
     """A RAS listener on a free port; `answer` None keeps silent."""
 
@@ -73,7 +69,7 @@ def test_answer_of_ras_is_evidence_that_names_the_missing_rank(
     facts = build_facts(read_paths([tmp_path]).records)
     assert list(facts.ranks) == [21]
     table = json.loads((tmp_path / f"collected-{report.host}.json").read_text())
-    assert set(table["node"]) == {"nccl ras", "gpus"}
+    assert set(table["node"]) == {"nccl ras", "gpus", "slurm"}
 
 
 @pytest.mark.parametrize("listener", [b"", None], indirect=True, ids=["empty", "silent"])
@@ -114,8 +110,8 @@ def test_bad_address_is_missed_with_what_was_expected(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NCCL_RAS_ADDR", address)
-    _, missed = node.ask("n1", nowhere, {"nccl ras": ras.query})
-    assert missed == [f"nccl ras: ValueError: NCCL_RAS_ADDR={address}: expected HOST:PORT"]
+    answer = node.ask("nccl ras")
+    assert answer.missed == f"ValueError: NCCL_RAS_ADDR={address}: expected HOST:PORT"
 
 
 class NvmlError(Exception):
@@ -176,6 +172,6 @@ def test_machine_without_gpus_is_noted(
     module: types.ModuleType | None, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", module)
-    told, missed = node.ask("n1", nowhere, {"gpus": gpus.query})
-    assert said in told["gpus"]
-    assert missed == []
+    answer = node.ask("gpus")
+    assert said in answer.said
+    assert (answer.missed, answer.files) == ("", ())

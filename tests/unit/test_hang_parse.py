@@ -221,6 +221,81 @@ Warnings
     assert found[1].counts == {"launched": 6649, "most": 6650}
 
 
+RAS_JOB = """NCCL version 2.29.1 compiled with CUDA 12.9
+CUDA runtime version 12090, driver version 12090
+
+Job summary
+===========
+
+  Nodes  Processes         GPUs  Processes     GPUs
+(total)   per node  per process    (total)  (total)
+      1          4            1          4        4
+
+Communicators... (0.00s)
+=============
+
+Group     Comms     Nodes     Ranks     Ranks     Ranks    Status  Errors
+    #  in group  per comm  per node  per comm  in group
+{groups}
+
+Errors
+======
+
+INCOMPLETE
+  Missing communicator data from 1 job process
+  Process 103 on node 10.0.0.1 managing GPU 3
+
+#0-0 (cf264af53edbe986) INCOMPLETE
+  Missing communicator data from 1 rank
+  Rank 3 -- GPU 0 (NVML 3) managed by process 103 on node 10.0.0.1
+
+Warnings
+========
+
+TIMEOUT
+  Encountered 1 communication timeout while gathering communicator data
+
+#0-0 (cf264af53edbe986) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  2 ranks have launched up to operation 6650
+  Rank 1 has launched up to operation 6649 -- GPU 0 (NVML 1) managed by process 101 on node 10.0.0.1
+
+  Communicator ranks have different Broadcast operation counts
+  2 ranks have launched up to operation 12
+  Rank 2 has not launched any operations -- GPU 0 (NVML 2) managed by process 102 on node 10.0.0.1
+
+#1-0 (27a079b828ff1a75) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  Rank 0 has launched up to operation 3 -- GPU 0 (NVML 2) managed by process 102 on node 10.0.0.1
+"""
+WHOLE = "    0         1         1         4         4         4   RUNNING  INCOMPLETE"
+HALVES = "    0         2         1         2         2         4   RUNNING  INCOMPLETE"
+SMALL = "    1         2         1         2         2         4   RUNNING  MISMATCH"
+
+
+def test_ras_text_of_a_job_tells_missing_ranks_from_those_behind(tmp_path: Path) -> None:
+    text = RAS_JOB.format(groups=f"{WHOLE}\n{SMALL}")
+    found = [r for r in read(tmp_path, text) if isinstance(r, RasRank)]
+    assert [(r.who.rank, r.who.pid, r.missing) for r in found] == [
+        (3, 103, True),
+        (1, 101, False),
+        (2, 102, False),
+    ]
+    assert found[1].counts == {"launched": 6649, "most": 6650}
+    assert found[2].counts == {"launched": 0, "most": 12}
+
+
+def test_ras_ranks_of_communicators_that_are_a_part_of_the_job_name_nobody(tmp_path: Path) -> None:
+    found = read(tmp_path, RAS_JOB.format(groups=HALVES))
+    assert not [r for r in found if isinstance(r, RasRank)]
+    halves = [
+        {"size": 2, "ranks": [{"rank": 0, "host": "n1", "pid": pid}], "missing_ranks": [missing]}
+        for pid, missing in ((7, {"rank": 1, "pid": 8}), (9, {"rank": 1, "pid": 10}))
+    ]
+    body = {"nccl_version": "2.29.1", "communicators": halves}
+    assert not [r for r in read(tmp_path, json.dumps(body)) if isinstance(r, RasRank)]
+
+
 def test_ras_json_names_the_missing_rank(tmp_path: Path) -> None:
     rank = {"rank": 0, "host": "n1", "pid": 7, "collective_counts": {"AllReduce": 5}}
     body = {

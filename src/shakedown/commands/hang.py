@@ -12,7 +12,7 @@ from shakedown.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
     from shakedown.hang.collect import Target
-    from shakedown.verdict import Verdict
+    from shakedown.verdict import Stopwatch, Verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +41,16 @@ def _collect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pid", type=int, nargs="+", default=[], help="process ids")
     parser.add_argument("--match", metavar="PATTERN", help="this user's processes, by command line")
     parser.add_argument("--attempt", type=Path, metavar="DIR", help="an attempt with heartbeats")
+    parser.add_argument("--job", metavar="ID", help="a running Slurm job, on all its nodes")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="evidence folder")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="copy the ends of these logs")
     parser.add_argument("--rounds", type=int, default=2, help="samples")
     parser.add_argument("--gap", type=float, default=5.0, help="seconds between samples")
+    parser.add_argument("--native", action="store_true", help="C and C++ frames too, by py-spy")
+    parser.add_argument(
+        "--py-spy", action="store_true", help="by py-spy also where our hook gives the stacks"
+    )
+    parser.add_argument("--this-node", action="store_true", help="with --job: this node alone")
 
 
 def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,34 +110,60 @@ def _collect(args: argparse.Namespace) -> int:
     from shakedown.verdict import Stopwatch, finish
 
     watch = Stopwatch()
-    if args.rounds < 1 or args.gap < 0:
-        raise UsageError(f"--rounds {args.rounds} --gap {args.gap}: expected >= 1 and >= 0")
+    if not (1 <= args.rounds <= 100 and 0 <= args.gap <= 3600):
+        raise UsageError(
+            f"--rounds {args.rounds} --gap {args.gap}: expected 1 to 100, and 0 to 3600 seconds"
+        )
+    if args.job is not None and not args.this_node:
+        return _collect_job(args, watch)
+    targets = _targets(args)
     logs = args.logs
-    if logs is None and args.attempt is not None and (args.attempt / "logs").is_dir():
+    first = os.environ.get("SLURM_PROCID", "0") == "0"  # of several nodes one copies the logs
+    if logs is None and args.attempt is not None and first and (args.attempt / "logs").is_dir():
         logs = args.attempt / "logs"
-    heartbeats = args.attempt / "heartbeat" if args.attempt is not None else None
     report = collect_local(
-        _targets(args),
+        targets,
         args.out,
         logs=logs,
         rounds=args.rounds,
         gap=args.gap,
-        heartbeats=heartbeats,
+        heartbeats=args.attempt / "heartbeat" if args.attempt is not None else None,
+        native=args.native,
+        always_pyspy=args.py_spy,
+        missed=[] if targets else ["no process was found"],
     )
     return finish(verdict_of(report, args.out, watch), None)
 
 
-def _targets(args: argparse.Namespace) -> "list[Target]":
-    from shakedown.hang.collect import from_attempt, from_pattern, from_pids
+def _collect_job(args: argparse.Namespace, watch: "Stopwatch") -> int:
+    from shakedown.hang.collect import job
+    from shakedown.verdict import finish
 
-    given = [bool(args.pid), args.match is not None, args.attempt is not None]
-    if sum(given) != 1:
+    _one_of(args)
+    options = ["--rounds", str(args.rounds), "--gap", str(args.gap)]
+    options += [*(["--native"] if args.native else []), *(["--py-spy"] if args.py_spy else [])]
+    job_id = job.check_job_id(args.job)
+    report = job.collect_job(job_id, args.out, options, (args.rounds - 1) * args.gap)
+    return finish(job.verdict_of(report, job_id, args.out, watch), None)
+
+
+def _one_of(args: argparse.Namespace) -> None:
+    given = [bool(args.pid), *(v is not None for v in (args.match, args.attempt, args.job))]
+    if sum(given) != 1 or (args.this_node and args.job is None):
         raise UsageError(
-            "say which processes: one of --pid, --match and --attempt",
+            "say which processes: one of --pid, --match, --attempt and --job",
             hint="shakedown hang collect --help",
         )
+
+
+def _targets(args: argparse.Namespace) -> "list[Target]":
+    from shakedown.hang.collect import from_attempt, from_job, from_pattern, from_pids
+
+    _one_of(args)
     if args.pid:
         return from_pids(args.pid)
+    if args.job is not None:
+        return from_job(args.job)
     return from_pattern(args.match) if args.match is not None else from_attempt(args.attempt)
 
 

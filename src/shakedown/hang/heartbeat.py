@@ -10,7 +10,7 @@ import socket
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -116,7 +116,7 @@ class Heartbeat:
 
 def encode(beat: Beat) -> bytes:
     """The fixed-size record: CRC-32 in hex, a space, JSON, padding, newline."""
-    body = json.dumps(asdict(beat), separators=(",", ":")).encode()
+    body = json.dumps(vars(beat), separators=(",", ":")).encode()
     if len(body) + 10 > RECORD_BYTES:
         raise ValueError(f"heartbeat record of {len(body)} bytes does not fit")
     padded = body.ljust(RECORD_BYTES - 10)

@@ -1,7 +1,7 @@
 """Collecting evidence from running processes before they are ended."""
 
 from shakedown.hang.collect.local import CollectReport, TargetReport, collect_local
-from shakedown.hang.collect.targets import Target, from_attempt, from_pattern, from_pids
+from shakedown.hang.collect.targets import Target, from_attempt, from_job, from_pattern, from_pids
 
 __all__ = [
     "CollectReport",
@@ -9,6 +9,7 @@ __all__ = [
     "TargetReport",
     "collect_local",
     "from_attempt",
+    "from_job",
     "from_pattern",
     "from_pids",
 ]

@@ -1,26 +1,23 @@
 """Collect the evidence of this host's processes: bounded in time, atomic, never raising."""
 
-import os
-import signal
+import functools
 import socket
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shakedown.errors import StorageError
-from shakedown.files import atomic_open, write_json, write_text
-from shakedown.hang import hook
-from shakedown.hang.collect import node, proc, pyspy
+from shakedown.cluster.nodes import is_node_name, node_name
+from shakedown.hang.collect import hooked, logs, node, proc, pyspy
+from shakedown.hang.collect.bounded import run_bounded
 from shakedown.hang.collect.targets import Target
+from shakedown.hang.collect.writer import BEATS, COLLECTED, Writer, printable
 from shakedown.hang.heartbeat import read_heartbeats
-from shakedown.hang.parse.evidence import BEATS, COLLECTED
 
-PYSPY_SECONDS = 20.0  # one dump takes 12-39 ms; a busy node, or one in D state, much longer
-HOOK_SECONDS = 20.0  # half a second of polling, then every rank may import torch._inductor
-LOG_BYTES = 256 * 1024
+NODE_SECONDS = 90.0  # all of py-spy's work of one round
+GRACE_SECONDS = 10.0  # for ending the last of them; who takes longer is left behind
+SOURCE_SECONDS = 30.0  # NCCL RAS, GPUs and Slurm together
 WORKERS = 8
 
 
@@ -34,6 +31,7 @@ class TargetReport:
     rank: int | None
     states: list[dict[str, object]] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # files with its stacks
 
 
 @dataclass
@@ -44,37 +42,9 @@ class CollectReport:
     targets: list[TargetReport]
     files: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
-    node: dict[str, str] = field(default_factory=dict)  # NCCL RAS, GPUs: read, or why not
+    node: dict[str, str] = field(default_factory=dict)  # RAS, GPUs, Slurm: read, or why not
     seconds: float = 0.0
-
-
-class _Writer:
-    """Writes below `out`; a full disk is written down as missed."""
-
-    def __init__(self, out: Path, report: CollectReport) -> None:
-        self._out, self._report = out, report
-
-    def text(self, name: str, text: str) -> None:
-        try:
-            write_text(self._out / name, text)
-            self._report.files.append(name)
-        except StorageError as error:
-            self._report.missed.append(str(error))
-
-    def json(self, name: str, body: dict[str, object]) -> None:
-        try:
-            write_json(self._out / name, body)
-            self._report.files.append(name)
-        except (StorageError, ValueError) as error:
-            self._report.missed.append(str(error))
-
-    def data(self, name: str, body: bytes) -> None:
-        try:
-            with atomic_open(self._out / name, "wb") as stream:
-                stream.write(body)
-            self._report.files.append(name)
-        except StorageError as error:
-            self._report.missed.append(str(error))
+    written: bool = False  # `collected-<host>.json`: what was missed is on disk
 
 
 def collect_local(
@@ -85,132 +55,202 @@ def collect_local(
     rounds: int = 2,
     gap: float = 5.0,
     heartbeats: Path | None = None,
+    native: bool = False,
+    always_pyspy: bool = False,
+    missed: Sequence[str] = (),
 ) -> CollectReport:
     """Sample every target `rounds` times, `gap` seconds apart, and copy dumps and log ends.
 
+    A process with our hook writes its own stacks; py-spy reads the others, and those of which
+    these stacks do not say enough: running ones, those with Python children, those that do not
+    answer.
+
     Args:
-        out: where the hook of the targets writes too: an attempt's `evidence/`.
+        out: where everything is written: an attempt's `evidence/`, or any folder.
         logs: folder of logs whose ends are copied; None copies none.
         heartbeats: folder of heartbeats; by default the one beside `out`.
+        native: C and C++ frames too, by py-spy.
+        always_pyspy: py-spy reads every process.
+        missed: what the caller could not find, to be written down with the rest.
 
     Nothing is raised for a target or a disk that fails; the report and
     `collected-<host>.json` say what was missed.
     """
     begin = time.monotonic()
-    reports = [TargetReport(t.name, t.pid, t.role, t.rank) for t in targets]
-    report = CollectReport(socket.gethostname(), reports)
-    writer = _Writer(out, report)
-    beats = heartbeats or out.parent / "heartbeat"
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for number in range(1, rounds + 1):
-            if number > 1:
-                time.sleep(gap)
-            _write_beats(beats, number, report.host, writer)
-            jobs = [
-                pool.submit(_sample, t, r, number, writer)
-                for t, r in zip(targets, reports, strict=True)
-            ]
-            for job in jobs:
-                job.result()
-    report.node, lost = node.ask(report.host, writer.text)
-    report.missed += lost
-    asked = _ask_hooks(out, report)  # after the stacks: answering takes the interpreter's time
-    for target, row in zip(targets, reports, strict=True):
-        _signal_faulthandler(target, row, out)
-    _await_hooks(targets, reports, out, asked)
+    collection = _Collection(targets, out, native=native, always_pyspy=always_pyspy or native)
+    collection.writer.missed += missed
+    folder = heartbeats or out.parent / "heartbeat"
+    for number in range(1, rounds + 1):
+        if number > 1:
+            time.sleep(gap)
+        collection.beats(folder, number)
+        collection.stacks(number)
+    collection.recorders(rounds)  # after the stacks: answering takes the interpreter's time
+    collection.ask_node()
     if logs is not None:
-        _copy_logs(logs, writer)
-    report.seconds = round(time.monotonic() - begin, 2)
-    writer.json(f"collected-{report.host}.json", _table(report, rounds))
-    return report
+        collection.logs(logs)
+    return collection.finish(rounds, begin)
 
 
-def _sample(target: Target, row: TargetReport, number: int, writer: _Writer) -> None:
-    state = proc.read_state(target.pid)
-    row.states.append(state.to_json())
-    if state.state in "XZ":
-        row.missed.append(f"round {number}: the process is gone")
-        return
-    for dump in pyspy.dump(target.pid, stopped=state.state == "T", seconds=PYSPY_SECONDS):
-        name = f"round{number}/pyspy-{target.file_name}"
-        if dump.error:
-            row.missed.append(f"round {number}: py-spy {dump.suffix}: {dump.error.splitlines()[0]}")
-            writer.text(f"{name}.{dump.suffix}.error.txt", dump.error + "\n")
-        else:
-            writer.text(f"{name}.{dump.suffix}", dump.text)
+class _Collection:
+    """One collection: its targets, their hooks and rows, and the writer."""
+
+    def __init__(
+        self, targets: Sequence[Target], out: Path, *, native: bool, always_pyspy: bool
+    ) -> None:
+        self._targets = list({t.pid: t for t in reversed(targets)}.values())[::-1]
+        self._native, self._always = native, always_pyspy
+        found = [(t, t.hook or hooked.find(t.pid)) for t in self._targets]
+        hooks = [h or hooked.find_by_file(t.pid, t.name, out) for t, h in found]
+        self._hooks = [h for h in hooks if h is not None]
+        self._stacks = hooked.Stacks(self._hooks)
+        self._rows = {t.pid: TargetReport(t.name, t.pid, t.role, t.rank) for t in self._targets}
+        self._label = _label()
+        self._node: dict[str, str] = {}
+        self.writer = Writer(out)
+        twice = len(targets) - len(self._targets)
+        if twice:
+            self.writer.missed.append(f"{twice} components share a process with another one")
+
+    def beats(self, folder: Path, number: int) -> None:
+        """Named by host: collectors of several nodes write into one folder."""
+        beats = read_heartbeats(folder)
+        if beats:
+            body = {"schema": BEATS, "round": number, "beats": [asdict(beat) for beat in beats]}
+            self.writer.json(f"round{number}/beats-{self._label}.json", body)
+
+    def stacks(self, number: int) -> None:
+        """States first, which touch nobody; then the processes' own dumps; then py-spy."""
+        states = {t.pid: proc.read_state(t.pid) for t in self._targets}
+        for target in self._targets:
+            row = self._rows[target.pid]
+            row.states.append(states[target.pid].to_json())
+            if not states[target.pid].alive:
+                row.missed.append(f"round {number}: the process is gone")
+        living = [t for t in self._targets if states[t.pid].alive]
+        pausable = [t.pid for t in living if states[t.pid].pausable]
+        dumps, lost = self._stacks.dump(pausable)
+        for target in living:
+            row = self._rows[target.pid]
+            if target.pid in lost:
+                row.missed.append(f"round {number}: {lost[target.pid]}")
+            if target.pid in dumps:
+                name = f"round{number}/faulthandler-{target.file_name}.txt"
+                if self.writer.data(name, dumps[target.pid]):
+                    row.sources.append(name)
+        told = {pid for pid in dumps if not self._always and states[pid].state == "S"}
+        self._pyspy(number, [t for t in living if t.pid not in told or self._strays(t)], states)
+
+    def _strays(self, target: Target) -> bool:
+        """Whether Python children are no targets: py-spy reads them with their parent."""
+        own = {t.pid for t in self._targets}
+        return any(c not in own and proc.is_python(c) for c in proc.children(target.pid))
+
+    def _pyspy(
+        self, number: int, targets: Sequence[Target], states: dict[int, proc.ProcState]
+    ) -> None:
+        until = time.monotonic() + NODE_SECONDS
+        jobs = [
+            functools.partial(
+                pyspy.dump,
+                target.pid,
+                pause=states[target.pid].pausable,
+                children=self._strays(target),
+                native=self._native,
+                until=until,
+            )
+            for target in targets
+        ]
+        results = run_bounded(jobs, WORKERS, NODE_SECONDS + GRACE_SECONDS)
+        for target, dumps in zip(targets, results, strict=True):
+            self._keep(number, target, dumps)
+
+    def _keep(
+        self, number: int, target: Target, dumps: list[pyspy.Dump] | Exception | None
+    ) -> None:
+        row = self._rows[target.pid]
+        if not isinstance(dumps, list):
+            why = dumps or f"not read within this node's {NODE_SECONDS:.0f} s"
+            row.missed.append(f"round {number}: py-spy: {why}")
+            return
+        for dump in dumps:
+            name = f"round{number}/pyspy-{target.file_name}.{dump.suffix}"
+            if dump.error:
+                first = dump.error.splitlines()[0]
+                if not proc.visible(target.pid) and proc.read_state(target.pid).alive:
+                    first = f"no permission: another user's, or more capabilities ({first})"
+                row.missed.append(f"round {number}: py-spy {dump.suffix}: {first}")
+                self.writer.text(f"{name}.error.txt", dump.error + "\n")
+            elif self.writer.text(name, dump.text):
+                row.sources.append(name)
+
+    def recorders(self, number: int) -> None:
+        """Flight Recorder dumps; a rank whose interpreter does not answer is read by py-spy."""
+        asked, lost = hooked.request_recorders(self._hooks)
+        self.writer.missed += lost
+        silent = hooked.await_recorders(self._hooks, asked) if not lost else []
+        for found in self._hooks:
+            if not _within(found.evidence, self.writer.out):
+                for name, body in hooked.recorder_dumps(found, asked):
+                    self.writer.data(name, body)
+        for found in silent:
+            text = "flight recorder: the process did not answer the request"
+            self._rows[found.pid].missed.append(text)
+        pids = {h.pid for h in silent}
+        unread = [t for t in self._targets if t.pid in pids and not self._read_by_pyspy(t)]
+        if unread:
+            self._pyspy(number, unread, {t.pid: proc.read_state(t.pid) for t in unread})
+
+    def _read_by_pyspy(self, target: Target) -> bool:
+        return any("/pyspy-" in name for name in self._rows[target.pid].sources)
+
+    def ask_node(self) -> None:
+        """NCCL RAS, GPUs, Slurm; a driver that never answers is left behind."""
+        names = list(node.SOURCES)
+        jobs = [functools.partial(node.ask, name) for name in names]
+        answers = run_bounded(jobs, len(jobs), SOURCE_SECONDS)
+        for name, given in zip(names, answers, strict=True):
+            late = node.Answer("failed", missed=str(given or "no answer in time"))
+            answer = given if isinstance(given, node.Answer) else late
+            self._node[name] = answer.said
+            for suffix, text in answer.files:
+                self.writer.text(f"{self._label}-{suffix}", text)
+            if answer.missed:
+                self.writer.missed.append(f"{name}: {answer.missed}")
+
+    def logs(self, folder: Path) -> None:
+        try:
+            paths = logs.logs_in(folder)
+        except OSError as error:
+            self.writer.missed.append(printable(f"logs {folder}: {error.strerror}"))
+            return
+        logs.copy_ends(paths, self.writer)
+
+    def finish(self, rounds: int, begin: float) -> CollectReport:
+        """Write the table last: who finds it finds everything it names."""
+        writer = self.writer
+        self._stacks.clear(writer.out)
+        rows = list(self._rows.values())
+        seconds = round(time.monotonic() - begin, 2)
+        report = CollectReport(socket.gethostname(), rows, writer.files, [], self._node, seconds)
+        report.missed = writer.summary()
+        table = f"collected-{self._label}.json"
+        report.written = writer.json(table, _table(report, rounds))
+        report.missed = writer.summary()
+        return report
 
 
-def _write_beats(folder: Path, number: int, host: str, writer: _Writer) -> None:
-    """Named by host: collectors of several nodes write into one folder."""
-    beats = read_heartbeats(folder)
-    if beats:
-        body: dict[str, object] = {
-            "schema": BEATS,
-            "round": number,
-            "beats": [asdict(beat) for beat in beats],
-        }
-        writer.json(f"round{number}/beats-{host}.json", body)
+def _label() -> str:
+    """What files of this node are called by: Slurm's name, as several nodes may share a host."""
+    name = node_name()
+    return name if is_node_name(name) else "this-host"
 
 
-def _ask_hooks(out: Path, report: CollectReport) -> float:
-    asked = time.time()
+def _within(folder: Path, out: Path) -> bool:
     try:
-        hook.request(out)
-    except StorageError as error:
-        report.missed.append(str(error))
-    return asked
-
-
-def _signal_faulthandler(target: Target, row: TargetReport, out: Path) -> None:
-    """Only a process that has our hook: another program's SIGUSR1 may mean anything."""
-    if not (out / f"faulthandler-{target.file_name}.txt").is_file():
-        return
-    if not proc.catches(target.pid, signal.SIGUSR1):
-        row.missed.append("faulthandler: SIGUSR1 is not caught, it would end the process")
-        return
-    try:
-        os.kill(target.pid, signal.SIGUSR1)
-    except OSError as error:
-        row.missed.append(f"faulthandler: {error.strerror}")
-
-
-def _await_hooks(
-    targets: Sequence[Target], rows: Sequence[TargetReport], out: Path, asked: float
-) -> None:
-    """Wait for the dumps of hooked, running ranks; a blocked interpreter never answers."""
-    deadline = time.monotonic() + HOOK_SECONDS
-    open_rows = [
-        (t, r)
-        for t, r in zip(targets, rows, strict=True)
-        if (out / f"faulthandler-{t.file_name}.txt").is_file()
-        and r.states
-        and r.states[-1]["state"] not in ("X", "Z", "T")
-    ]
-    while open_rows and time.monotonic() < deadline:
-        open_rows = [(t, r) for t, r in open_rows if not _answered(out, t, asked)]
-        if open_rows:
-            time.sleep(0.2)
-    for _, row in open_rows:
-        row.missed.append("flight recorder: the process did not answer the request")
-
-
-def _answered(out: Path, target: Target, asked: float) -> bool:
-    try:
-        status = (out / f"fr-{target.file_name}.pickle").stat()
+        return folder.samefile(out)
     except OSError:
         return False
-    return status.st_mtime >= asked - 1.0
-
-
-def _copy_logs(logs: Path, writer: _Writer) -> None:
-    """The end of every log: what was printed last."""
-    for path in sorted(logs.glob("*.log"))[:256]:
-        try:
-            with path.open("rb") as stream:
-                stream.seek(max(0, path.stat().st_size - LOG_BYTES))
-                writer.data(f"logs/{path.name}", stream.read(LOG_BYTES))
-        except OSError as error:
-            writer.text(f"logs/{path.name}.error.txt", f"not read: {error.strerror}\n")
 
 
 def _table(report: CollectReport, rounds: int) -> dict[str, object]:
@@ -221,7 +261,7 @@ def _table(report: CollectReport, rounds: int) -> dict[str, object]:
         "rounds": rounds,
         "seconds": report.seconds,
         "targets": [asdict(row) for row in report.targets],
-        "files": report.files,
+        "files": [printable(name) for name in report.files],
         "missed": report.missed,
         "node": report.node,
     }

@@ -1,8 +1,9 @@
 """What is asked once a host: a row a source. A source that is not there is noted, never missed."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from shakedown.hang.collect import gpus, ras
+from shakedown.hang.collect import gpus, ras, slurm
 
 Query = Callable[[], tuple[str, str, str]]
 
@@ -10,33 +11,28 @@ Query = Callable[[], tuple[str, str, str]]
 SOURCES: Mapping[str, Query] = {
     "nccl ras": ras.query,
     "gpus": gpus.query,
+    "slurm": slurm.query,
 }
 
 
-def ask(
-    host: str,
-    write: Callable[[str, str], None],
-    sources: Mapping[str, Query] = SOURCES,
-) -> tuple[dict[str, str], list[str]]:
-    """Write `<host>-<suffix>` for every source that answers.
+@dataclass(frozen=True)
+class Answer:
+    """`said`: read, failed, or why it is not there. `files`: (end of the name, text).
 
     The name ends in letters: a number at the end of a file's name is read as a rank.
-
-    Returns (what each source said: read, or why it is not there; what was missed).
     """
-    told: dict[str, str] = {}
-    missed = []
-    for name, query in sources.items():
-        try:
-            suffix, text, lost = query()
-        except LookupError as error:
-            told[name] = f"not there: {error}"
-        except Exception as error:  # noqa: BLE001  # a driver's fault must not end the collection
-            told[name] = "failed"
-            missed.append(f"{name}: {type(error).__name__}: {error}")
-        else:
-            write(f"{host}-{suffix}", text)
-            told[name] = "read"
-            if lost:
-                missed.append(f"{name}: {lost}")
-    return told, missed
+
+    said: str
+    files: Sequence[tuple[str, str]] = ()
+    missed: str = ""
+
+
+def ask(name: str, sources: Mapping[str, Query] | None = None) -> Answer:
+    """Ask one source; nothing is raised."""
+    try:
+        suffix, text, lost = (sources or SOURCES)[name]()
+    except LookupError as error:
+        return Answer(f"not there: {error.args[0] if error.args else error}")
+    except Exception as error:  # noqa: BLE001  # a driver's fault must not end the collection
+        return Answer("failed", missed=f"{type(error).__name__}: {error}")
+    return Answer("read", [(suffix, text)], lost)

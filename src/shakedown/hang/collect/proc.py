@@ -1,11 +1,15 @@
 """What /proc says about a process: state, kernel wait channel, threads, caught signals."""
 
+import os
+import re
 import signal
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 MAX_THREADS = 64
+# What a process in this state can do: X is gone, Z has ended; T and t are stopped.
+_ENDED, _STOPPED = "XZ", "Tt"
+_PYTHON = re.compile(r"(?:python|pypy)[\w.-]*(?: \(deleted\))?")
 
 
 @dataclass(frozen=True)
@@ -26,13 +30,22 @@ class ProcState:
     wchan: str = ""
     threads: tuple[ThreadState, ...] = ()
 
+    @property
+    def alive(self) -> bool:
+        return self.state not in _ENDED
+
+    @property
+    def pausable(self) -> bool:
+        """Neither stopped already nor held by the kernel: waiting for its stop would last."""
+        return self.alive and self.state not in _STOPPED and self.state != "D"
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def read_state(pid: int) -> ProcState:
     """Read the state; a process that is gone, or goes meanwhile, has state X."""
-    root = Path("/proc") / str(pid)
+    root = f"/proc/{pid}"
     state = _state(root)
     if state is None:
         return ProcState("X")
@@ -40,39 +53,95 @@ def read_state(pid: int) -> ProcState:
     for folder in _tasks(root)[:MAX_THREADS]:
         thread_state = _state(folder)
         if thread_state is not None:
-            name = _read(folder / "comm")
-            threads.append(ThreadState(int(folder.name), name, thread_state, _wchan(folder)))
+            tid = int(folder.rpartition("/")[2])
+            name = _read(f"{folder}/comm")
+            threads.append(ThreadState(tid, name, thread_state, _wchan(folder)))
     return ProcState(state, _wchan(root), tuple(threads))
 
 
 def catches(pid: int, number: signal.Signals) -> bool:
     """Whether the process has a handler for a signal; without one SIGUSR1 would end it."""
-    for line in _read(Path("/proc") / str(pid) / "status").splitlines():
+    for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
 
 
-def _tasks(root: Path) -> list[Path]:
+def all_pids() -> list[int]:
+    """Every process of this process-id namespace."""
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def owner(pid: int) -> int | None:
+    """The user id, None when the process is gone."""
     try:
-        return sorted((root / "task").iterdir(), key=lambda p: int(p.name))
+        return os.stat(f"/proc/{pid}").st_uid  # noqa: PTH116  # of every process: see `link`
+    except OSError:
+        return None
+
+
+def command(pid: int) -> str:
+    """The command line, empty for a zombie or a process that is gone."""
+    return _read(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")
+
+
+def parent(pid: int) -> int:
+    """The parent's id, 0 when there is none or the process is gone."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
+    return int(fields[1]) if len(fields) > 1 and fields[1].isdecimal() else 0
+
+
+def children(pid: int) -> set[int]:
+    """Direct children of all threads; empty where the kernel does not list them."""
+    tasks = _tasks(f"/proc/{pid}")
+    return {int(child) for task in tasks for child in _read(f"{task}/children").split()}
+
+
+def has_thread(pid: int, name: str) -> bool:
+    """Whether a kernel thread of the process bears this name."""
+    return any(_read(f"{task}/comm") == name for task in _tasks(f"/proc/{pid}"))
+
+
+def visible(pid: int) -> bool:
+    """Whether we may read the process's links and memory: its user and its capabilities."""
+    return link(f"/proc/{pid}/exe") != ""
+
+
+def is_python(pid: int) -> bool:
+    """By the name of its program, which a process cannot rename."""
+    program = link(f"/proc/{pid}/exe")
+    return _PYTHON.fullmatch(program.rpartition("/")[2]) is not None
+
+
+def link(path: str) -> str:
+    """What a link points to, empty when it cannot be read."""
+    try:
+        return os.readlink(path)  # noqa: PTH115  # thousands of them: a Path costs more than the call
+    except OSError:
+        return ""
+
+
+def _tasks(root: str) -> list[str]:
+    try:
+        return [f"{root}/task/{tid}" for tid in sorted(map(int, os.listdir(f"{root}/task")))]
     except OSError:
         return []
 
 
-def _state(root: Path) -> str | None:
+def _state(root: str) -> str | None:
     # the command in brackets may hold anything: the state follows the last bracket
-    _, _, rest = _read(root / "stat").rpartition(") ")
+    _, _, rest = _read(f"{root}/stat").rpartition(") ")
     return rest[:1] or None
 
 
-def _wchan(root: Path) -> str:
-    wchan = _read(root / "wchan")
+def _wchan(root: str) -> str:
+    wchan = _read(f"{root}/wchan")
     return "" if wchan == "0" else wchan
 
 
-def _read(path: Path) -> str:
+def _read(path: str) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").strip("\n")
+        with open(path, "rb", buffering=0) as stream:
+            return (stream.read(65536) or b"").decode("utf-8", "replace").strip("\n")
     except OSError:
         return ""

@@ -3,8 +3,12 @@
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
+
+PYSPY_SECONDS = 20.0  # one dump takes 12-39 ms; on a busy node much longer
+_KILL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -22,40 +26,68 @@ def find_pyspy() -> str | None:
     return str(beside) if beside.is_file() else shutil.which("py-spy")
 
 
-def dump(pid: int, *, stopped: bool, seconds: float) -> list[Dump]:
-    """Dump one process twice: JSON, and text with its children (JSON leaves them out).
+def dump(
+    pid: int,
+    *,
+    pause: bool = True,
+    children: bool = False,
+    native: bool = False,
+    until: float,
+) -> list[Dump]:
+    """Dump one process as JSON, and with `children` as text with theirs: JSON leaves them out.
 
-    A stopped process can only be read without pausing it.
+    Args:
+        pause: false for a process that cannot be paused: stopped, or held by the kernel.
+        native: frames of C and C++ too, which needs the pause; without it Python's alone.
+        until: the node's limit, by `time.monotonic`: no py-spy runs after it.
     """
     program = find_pyspy()
     if program is None:
-        return [Dump("txt", "", "py-spy is not installed")]
+        return [Dump("json", "", "py-spy is not installed")]
     command = [program, "dump", "--pid", str(pid)]
-    return [
-        _attempt([*command, "--json"], "json", stopped=stopped, seconds=seconds),
-        _attempt([*command, "--subprocesses"], "txt", stopped=stopped, seconds=seconds),
-    ]
+    if native and pause:
+        command.append("--native")
+    dumps = [_attempt([*command, "--json"], "json", pause=pause, until=until)]
+    if children:
+        dumps.append(_attempt([*command, "--subprocesses"], "txt", pause=pause, until=until))
+    return dumps
 
 
-def _attempt(command: list[str], suffix: str, *, stopped: bool, seconds: float) -> Dump:
+def _attempt(command: list[str], suffix: str, *, pause: bool, until: float) -> Dump:
     """Pausing the process gives a true stack; where that fails, a running read may still work."""
-    running = [*command, "--nonblocking"]
-    first = _run(running if stopped else command, suffix, seconds)
-    if first.error and not stopped and "No such" not in first.error:
-        second = _run(running, suffix, seconds)
+    running = [*(part for part in command if part != "--native"), "--nonblocking"]
+    first = _run(command if pause else running, suffix, until)
+    if first.error and pause and "No such" not in first.error:
+        second = _run(running, suffix, until)
         return first if second.error else second
     return first
 
 
-def _run(command: list[str], suffix: str, seconds: float) -> Dump:
+def _run(command: list[str], suffix: str, until: float) -> Dump:
+    seconds = min(PYSPY_SECONDS, until - time.monotonic())
+    if seconds <= 0:
+        return Dump(suffix, "", "Error: not started: this node's time is over")
     try:
-        done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return Dump(suffix, "", f"Error: py-spy did not answer within {seconds:.0f} s")
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as error:
         return Dump(suffix, "", f"Error: py-spy could not be started: {error.strerror}")
-    text = done.stdout.decode("utf-8", "replace")
-    if done.returncode or not text.strip():
-        error_text = done.stderr.decode("utf-8", "replace").strip()
-        return Dump(suffix, text, error_text or f"Error: py-spy ended with {done.returncode}")
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return Dump(suffix, "", _give_up(process, seconds))
+    text = out.decode("utf-8", "replace")
+    if process.returncode or not text.strip():
+        error_text = err.decode("utf-8", "replace").strip()
+        return Dump(suffix, text, error_text or f"Error: py-spy ended with {process.returncode}")
     return Dump(suffix, text)
+
+
+def _give_up(process: "subprocess.Popen[bytes]", seconds: float) -> str:
+    """End it; the kernel lets go of a paused process when its tracer ends."""
+    said = f"Error: py-spy did not answer within {seconds:.0f} s"
+    process.kill()
+    try:
+        process.communicate(timeout=_KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"{said} and cannot be ended: the kernel holds it"
+    return said

@@ -1,7 +1,8 @@
 """NCCL RAS of this host's job: one question over TCP, answered in text.
 
-NCCL's user guide, section RAS: a listener on localhost:28028 (`NCCL_RAS_ADDR` moves it) takes a
-line such as `verbose status`, answers and closes.
+NCCL's user guide, section RAS, and its src/ras/client_support.cc: a listener on localhost:28028
+(`NCCL_RAS_ADDR` moves it) takes lines; `verbose status` needs no handshake before it, is answered
+as text in parts, and the connection is closed. One job answers for all of its nodes.
 """
 
 import os
@@ -11,7 +12,7 @@ import time
 ADDRESS = ("localhost", 28028)
 QUESTION = b"verbose status\n"
 CONNECT_SECONDS = 1.0
-ANSWER_SECONDS = 15.0  # RAS itself waits 5 s for peers that do not answer
+ANSWER_SECONDS = 15.0  # RAS gives up on peers after 10 s (a leg of 5 s, 5 s more)
 MAX_BYTES = 4 * 2**20
 
 

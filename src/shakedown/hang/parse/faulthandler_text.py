@@ -12,6 +12,8 @@ _THREAD = re.compile(
 )
 _FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,9}) in (.{1,300})$')
 
+_MAIN = frozenset({"<module>", "_run_module_as_main"})  # `python FILE`, `python -m MODULE`
+
 _Open = tuple[str, str, list[Frame]]  # thread id, name, frames
 
 
@@ -49,5 +51,10 @@ def parse(source: Source) -> list[Record]:
 
 def _stack(source: Source, who: Identity, threads: list[_Open], line: int, sample: int) -> Stack:
     identity = who.completed_by(source.who(who.pid))
-    rows = tuple(Thread(clean(name, 80), tuple(reversed(frames))) for _, name, frames in threads)
+    outermost = {at: frames[-1].name for at, (_, _, frames) in enumerate(threads) if frames}
+    mains = [at for at, name in outermost.items() if name in _MAIN]
+    rows = tuple(
+        Thread("MainThread" if mains == [at] else clean(name, 80), tuple(reversed(frames)))
+        for at, (_, name, frames) in enumerate(threads)
+    )
     return Stack(identity, rows, source.place(line), "faulthandler", sample=source.sample or sample)
