@@ -1,17 +1,22 @@
 """Four ranks of FSDP at several layouts: `python -m tests.fsdp_ranks FOLDER` with a plan in it.
 
-FOLDER/plan.json is a list of jobs {"name", "model", "allocation", "options", "save", "load"}; what
-one job saves under a name, later ones load. Results go to FOLDER/results.pt.
+FOLDER/plan.json is a list of jobs {"name", "model", "allocation", "options", "dtype", "save",
+"load"}; what one job saves under a name, later ones load. Results go to FOLDER/results.pt; "start"
+are the weights before the first step, "read" how many numbers each rank read of the model folder.
 """
 
 import json
+import math
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shakedown.training.engines import engine_class, fsdp_model
@@ -35,6 +40,23 @@ class CountCollectives(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **(kwargs or {}))
 
 
+@contextmanager
+def count_reads() -> Iterator[list[int]]:
+    """Sizes of the slices that torch's reader takes out of safetensors files."""
+    sizes: list[int] = []
+    before = HuggingFaceStorageReader._process_read_request
+
+    def count(self: Any, archive: Any, request: Any, planner: Any) -> None:
+        sizes.append(math.prod(request.lengths))
+        before(self, archive, request, planner)
+
+    HuggingFaceStorageReader._process_read_request = count
+    try:
+        yield sizes
+    finally:
+        HuggingFaceStorageReader._process_read_request = before
+
+
 def count_collectives(folder: Path, allocation: str, *, micro_batches: int) -> dict[str, int]:
     """(collective) Those of one `forward_backward`, by name, on this rank."""
     engine = build(folder, allocation)
@@ -51,12 +73,21 @@ def _jobs(folder: Path, plan: list[dict[str, Any]]) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for job in plan:
         options = EngineOptions(**job.get("options", {}))
-        engine = build(folder / job["model"], job["allocation"], options=options)
+        with count_reads() as sizes:
+            engine = build(
+                folder / job["model"],
+                job["allocation"],
+                options=options,
+                dtype=job.get("dtype", "float32"),
+            )
+        start = {name: value.clone() for name, value in engine.gather().items()}
+        read: list[Any] = [None] * WORLD
+        dist.all_gather_object(read, sum(sizes))
         if job.get("load"):
             results[job["name"]] = continued(engine, folder / job["load"])
         else:
             saved = folder / job["save"] if job.get("save") else None
-            results[job["name"]] = two_steps(engine, saved)
+            results[job["name"]] = two_steps(engine, saved) | {"start": start, "read": read}
     return results
 
 

@@ -1,8 +1,9 @@
 """One rank of a few: takes the same steps at several layouts and writes down what came out.
 
 RANK=0 WORLD_SIZE=2 python megatron_ranks.py FOLDER, where FOLDER/plan.json is a list of jobs:
-{"name", "model" (a folder in FOLDER), "allocation", "keywords", "save": bool, "load": bool}; what
-is saved in one job is loaded in later ones. Results go to FOLDER/results.pt.
+{"name", "model" (a folder in FOLDER), "allocation", "keywords", "save": bool, "load": bool,
+"reference": bool}; what is saved in one job is loaded in later ones, and one with a reference
+updates by GRPO beside a frozen model. Results go to FOLDER/results.pt.
 """
 
 import json
@@ -11,14 +12,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from shakedown.config import OptimizerConfig
+from shakedown.config import GrpoConfig, OptimizerConfig, StageConfig
+from shakedown.training.algorithms.grpo import token_batch
+from shakedown.training.algorithms.policy_update import PolicyUpdate
+from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.algorithms.sft import negative_log_likelihood
+from shakedown.training.coordination import Ranks
 from shakedown.training.data.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import LossPart, Scores
+from shakedown.training.job import StageJob
+from shakedown.training.rollout.batch import RolloutBatch
 
 OPTIMIZER = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5)
 CPU = torch.device("cpu")
@@ -79,10 +87,61 @@ def continued(engine: Any, saved: Path) -> dict[str, Any]:
     return {"weights": engine.gather(), "second": sft_step(engine)}
 
 
+def rollouts() -> RolloutBatch:
+    """Three groups of two answers of one to four tokens, with unlike rewards."""
+    draw = np.random.default_rng(3)
+    places, prompts = np.arange(8), draw.integers(2, 5, 6)
+    ends = prompts + np.array([4, 1, 3, 2, 4, 3])
+    mask = (places >= prompts[:, None]) & (places < ends[:, None])
+    return RolloutBatch(
+        step=1,
+        versions=np.zeros(6, dtype=np.int64),
+        tokens=np.where(places < ends[:, None], draw.integers(3, 90, (6, 8)), 0),
+        loss_mask=mask,
+        logprobs=np.where(mask, draw.normal(-4.5, 0.5, (6, 8)), 0).astype(np.float32),
+        rewards=np.array([1, 0, 0, 1, 0.5, 0.25], dtype=np.float32),
+        groups=np.repeat(np.arange(3), 2),
+    )
+
+
+def held_to_reference(folder: Path, allocation: str) -> dict[str, Any]:
+    """Two GRPO updates with a KL term: what the reference says before and after, and the rows."""
+    settings = GrpoConfig(kl_coef=0.5)
+    stage = StageConfig(
+        algorithm="grpo",
+        allocation=allocation,
+        steps=2,
+        batch_size=6,
+        optimizer=OPTIMIZER,
+        grpo=settings,
+    )
+    engine = build(folder, allocation)
+    job = StageJob("grpo", stage, str(folder), "float32", "", "", "", 0, 1, "", "")
+    reference = ReferenceModel(job, CPU)
+    ranks = Ranks(dist.HashStore(), device=CPU)  # nothing is decided by rank 0 here
+    update = PolicyUpdate(engine, ranks, settings, micro_batch_size=2, reference=reference)
+
+    def said(model: Any, **keywords: Any) -> torch.Tensor:
+        found: torch.Tensor = model.logprobs([batch()], **keywords)[0].clone()
+        return found
+
+    def by_reference() -> torch.Tensor:
+        return said(reference, temperature=1.0, on_micro_batch=lambda _index: None)
+
+    before, rows = by_reference(), []
+    for _ in range(2):
+        sums, values = update.run(token_batch(rollouts(), pad=0), lambda _index, _rows: None)
+        rows.append(ranks.sum(sums) | values)
+    return {"before": before, "after": by_reference(), "policy": said(engine), "rows": rows}
+
+
 def run(folder: Path, plan: list[dict[str, Any]]) -> dict[str, Any]:
     """Do each job of the plan; results by its name."""
     results = {}
     for job in plan:
+        if job.get("reference"):
+            results[job["name"]] = held_to_reference(folder / job["model"], job["allocation"])
+            continue
         engine = build(folder / job["model"], job["allocation"], **job.get("keywords", {}))
         saved = folder / "saved" if job.get("save") or job.get("load") else None
         if saved is not None and job.get("load"):

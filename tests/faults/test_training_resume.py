@@ -18,6 +18,7 @@ import pytest
 
 from shakedown.config import StageConfig
 from shakedown.config.lint import trainer_world
+from shakedown.consistency.compare import METRICS
 from shakedown.hang.heartbeat import read_heartbeats
 from shakedown.paths import StagePaths
 from shakedown.training import huggingface
@@ -337,18 +338,20 @@ def test_sigterm_saves_the_step_in_work_and_another_number_of_ranks_goes_on(
     )
 
 
-def test_a_cut_off_and_a_foreign_checkpoint_are_not_resumed_from(stage: Stage) -> None:
+def test_a_damaged_and_a_foreign_checkpoint_are_not_resumed_from(stage: Stage) -> None:
     assert stage.run(SFT, steps=6, eval_samples=0) == [0, 0]
     shard = next((stage.paths.checkpoints / "step_000006" / "engine").glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[:-1])
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1  # torch alone would load it without a word
+    shard.write_bytes(content)
     assert stage.run(SFT, steps=6, eval_samples=0) == [0, 0]
-    cut_off = stage.log(0)
+    damaged = stage.log(0)
 
     other = SFT["optimizer"] | {"lr": 0.005}
     assert stage.run(SFT, steps=2, eval_samples=0, optimizer=other) == [0, 0]
 
-    assert "step_000006 ignored: cut off" in cut_off
-    assert "resuming from step_000003" in cut_off
+    assert f"step_000006 ignored: damaged, engine/{shard.name} is not as" in damaged
+    assert "resuming from step_000003" in damaged
     assert "optimizer.lr: 0.002 there, 0.005 here" in stage.log(0)
     assert "starting from the input model" in stage.log(0)
     assert [row["step"] for row in stage.rows()] == [1, 2]
@@ -418,6 +421,7 @@ def test_grpo_waits_updates_on_batches_and_publishes_weights(stage: Stage) -> No
     assert first["rollout_failed"] == 1.0
     assert first["trained_tokens"] == 36.0
     assert first["k3"] > 0
+    assert {*METRICS, "geometric_mean_ratio", "entropy", "clip_fraction"} <= second.keys()
     assert exchange.trainer_finished()
     before = huggingface.read_model(Path(job.model))
     assert _first_token_probability(published) > 2 * _first_token_probability(before)
@@ -505,6 +509,24 @@ def test_grpo_without_batches_says_what_it_waits_for(stage: Stage) -> None:
     assert codes == [3, 3]
     assert "Waiting for training batch to arrive (step 1)" in stage.log(0)
     assert "no rollout batch for step 1 within 11 s" in stage.log(0)
+
+
+def test_grpo_whose_weights_do_not_fit_on_the_disk_publishes_none_and_says_so(
+    stage: Stage,
+) -> None:
+    full_on_rank_0 = _FULL_ON_RANK_1.replace("= 0", "= 1")
+    job = stage.start(GRPO, wrapper=("bash", "-c", full_on_rank_0, "bash"))
+    exchange = Exchange(job.attempt.exchange)
+    exchange.publish_batch(_batch(1))
+
+    codes = stage.end()
+
+    assert codes[0] == 3, stage.log(0)
+    assert codes[1] not in (0, INTERRUPTED)
+    assert "cannot write" in stage.log(0)
+    assert exchange.latest_weights() is None
+    assert not list((job.attempt.exchange / "weights").glob("*v000001*"))
+    assert not exchange.trainer_finished()
 
 
 def test_a_rank_whose_rank_0_is_killed_says_that_it_is_gone(stage: Stage) -> None:

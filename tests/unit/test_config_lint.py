@@ -72,6 +72,7 @@ def test_an_allocation_that_an_engine_can_do_is_sound(
     [
         ("megatron:(attn:d2|ffn:e2)", "megatron with no dimensions but d, p, t"),
         ("vllm:d2", f"a training engine: {', '.join(sorted(DIMENSIONS))}"),
+        ("fsdp:d2+vllm:d1", "the one part of the trainer"),
     ],
 )
 def test_an_allocation_that_no_engine_can_do_is_found(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -285,7 +286,9 @@ def test_a_checkpoint_that_cannot_be_written_is_a_storage_error(root: Path, tmp_
 def test_exported_folder_is_the_trained_model_with_its_tokenizer(
     root: Path, tmp_path: Path
 ) -> None:
-    engine = build(root / "qwen3", "archon:d1")
+    shutil.copytree(root / "qwen3", tmp_path / "in")
+    (tmp_path / "in" / "generation_config.json").write_text('{"eos_token_id": [2, 5], "top_k": 7}')
+    engine = build(tmp_path / "in", "archon:d1")
     sft_step(engine)
 
     engine.export(tmp_path / "out", engine.gather())
@@ -293,6 +296,8 @@ def test_exported_folder_is_the_trained_model_with_its_tokenizer(
     found = build(tmp_path / "out", "fsdp:d1").logprobs([batch()])[0]
     torch.testing.assert_close(found, engine.logprobs([batch()])[0], rtol=0, atol=1e-5)
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [2, 5], "top_k": 7}
 
 
 def test_an_error_of_the_loss_keeps_its_kind(root: Path) -> None:

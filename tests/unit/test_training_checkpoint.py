@@ -64,7 +64,8 @@ def test_no_checkpoint_means_a_fresh_start_without_messages(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "damage", ["no meta", "half meta", "short file", "lost file", "other meta"]
+    "damage",
+    ["no meta", "half meta", "short file", "lost file", "other meta", "other step", "no list"],
 )
 def test_a_cut_off_checkpoint_is_passed_over_with_a_message(tmp_path: Path, damage: str) -> None:
     _checkpoint(tmp_path, 50)
@@ -75,6 +76,12 @@ def test_a_cut_off_checkpoint_is_passed_over_with_a_message(tmp_path: Path, dama
         (broken / "meta.json").write_text('{"step": 100, "upd', encoding="utf-8")
     elif damage == "other meta":
         (broken / "meta.json").write_text('{"surprise": 1}', encoding="utf-8")
+    elif damage == "other step":
+        text = (broken / "meta.json").read_text(encoding="utf-8")
+        (broken / "meta.json").write_text(text.replace('"step": 100', '"step": 101'))
+    elif damage == "no list":
+        text = (broken / "meta.json").read_text(encoding="utf-8")
+        (broken / "meta.json").write_text(text.replace('{"engine/shard": 10}', "null"))
     elif damage == "short file":
         (broken / "engine" / "shard").write_bytes(b"x" * 9)
     else:
@@ -254,6 +261,20 @@ def test_another_engine_is_named_and_a_checkpoint_that_says_none_stays_usable(
     assert differences(ours, older) == []
 
 
+def test_a_key_that_came_later_leaves_older_checkpoints_usable_while_it_has_its_default(
+    tmp_path: Path,
+) -> None:
+    ours = fingerprint(_job(tmp_path))
+    changed = fingerprint(_job(tmp_path, optimizer=OptimizerConfig(lr=0.001, warmup_steps=3)))
+    older = {name: value for name, value in ours.items() if name != "optimizer.warmup_steps"}
+    without_rate = {name: value for name, value in ours.items() if name != "optimizer.lr"}
+
+    assert differences(ours, older) == []
+    assert differences(changed, older) == ["optimizer.warmup_steps: nothing there, 3 here"]
+    assert differences(ours, without_rate) == ["optimizer.lr: nothing there, 0.001 here"]
+    assert differences(older, changed) == ["optimizer.warmup_steps: 3 there, nothing here"]
+
+
 class Paper:
     """An engine whose state is one text; it writes when it is let, and fails when it is told."""
 
@@ -264,6 +285,9 @@ class Paper:
 
     def snapshot(self) -> "Sheet":
         return Sheet(self, self.text)
+
+    def load(self, folder: Path, *, updates: int) -> None:
+        self.text, self.updates = (folder / "text").read_text(encoding="utf-8"), updates
 
 
 class Sheet:
@@ -281,7 +305,7 @@ class Sheet:
         return [folder / "text"]
 
     def complete(self, folder: Path) -> None:
-        (folder / "completed").write_text("", encoding="utf-8")
+        (folder / "completed").write_text("done", encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -330,6 +354,56 @@ def test_a_checkpoint_appears_at_the_first_step_after_it_is_written_with_the_sta
     assert set(found.meta.files) == {"engine/text", "engine/completed", "rng-rank0.pt"}
     assert (found.meta.step, found.meta.data) == (4, {"row": 7})
     assert (tmp_path / "step_000004/engine/text").read_text() == "first"
+
+
+@pytest.mark.parametrize("name", ["engine/text", "engine/completed", "rng-rank0.pt", "meta.json"])
+def test_a_changed_bit_is_found_and_the_checkpoint_before_is_taken_even_of_two_that_are_kept(
+    tmp_path: Path, paper: Paper, alone: Ranks, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    def attach(folder: Path) -> None:
+        (folder / "attached").write_bytes(b"a")
+
+    checkpoints = _checkpoints(tmp_path, paper, alone)
+    for step, text in ((3, "third"), (6, "sixth")):
+        paper.text = text
+        checkpoints.begin(step, attach=attach)
+        checkpoints.wait()
+    (tmp_path / "step_000003/attached").write_bytes(b"b")  # its own reader looks after it
+    whole = (tmp_path / "step_000006" / name).read_bytes()
+    half = len(whole) // 2
+    changed = whole[:half] + bytes([whole[half] ^ 1]) + whole[half + 1 :]
+    (tmp_path / "step_000006" / name).write_bytes(changed)
+
+    resumed = _checkpoints(tmp_path, paper, alone).resume()
+
+    assert (resumed, paper.text) == (3, "third")
+    assert "checkpoint step_000006 ignored: " in capsys.readouterr().out
+    assert _names(tmp_path) == ["damaged-step_000006", "latest", "step_000003"]
+    assert (tmp_path / "damaged-step_000006" / name).read_bytes() == changed
+
+
+def test_a_damaged_checkpoint_that_is_the_only_one_is_kept_and_training_starts_anew(
+    tmp_path: Path, paper: Paper, alone: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = _checkpoints(tmp_path, paper, alone, keep=1)
+    for step in (1, 2):
+        checkpoints.begin(step)
+        checkpoints.wait()
+    only = _names(tmp_path)
+    (tmp_path / "step_000002/engine/text").write_bytes(b"worst")
+
+    again = _checkpoints(tmp_path, paper, alone, keep=1)
+    resumed = again.resume()
+    again.begin(2)
+    again.wait()
+
+    assert only == ["latest", "step_000002"]
+    assert resumed == 0
+    assert (
+        "step_000002 ignored: damaged, engine/text is not as it was written (checksum)\n"
+        "starting from the input model"
+    ) in capsys.readouterr().out
+    assert _names(tmp_path) == ["damaged-step_000002", "latest", "step_000002"]
 
 
 def test_a_checkpoint_appears_without_another_step_once_its_row_is_logged(

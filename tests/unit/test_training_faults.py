@@ -82,6 +82,8 @@ def test_an_allocation_names_its_engine() -> None:
         ("fsdp:d2c2", r"cannot split over c.*\n.*fsdp:d4"),
         ("megatron:d2c2", r"cannot split over c; it has d, p, t"),
         ("megatron:(attn:d2|ffn:e2)", r"dense models, without experts"),
+        ("fsdp:d2+vllm:d1", r"one training engine, and here are 2 parts\n.*serve.allocation"),
+        ("fsdp[a]:d2|fsdp[b]:d2", r"one training engine"),
     ],
 )
 def test_an_allocation_that_no_engine_can_do_is_refused(allocation: str, message: str) -> None:

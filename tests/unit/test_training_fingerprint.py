@@ -74,3 +74,27 @@ def test_a_limit_may_change_between_attempts(tmp_path: Path, key: str) -> None:
     changed = _fingerprint(tmp_path, GrpoConfig(**{key: FREE[key]}))
 
     assert changed == _fingerprint(tmp_path, GrpoConfig())
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_key_that_came_later_leaves_older_checkpoints_usable_while_it_has_its_default(
+    tmp_path: Path, key: str
+) -> None:
+    ours = _fingerprint(tmp_path, GrpoConfig())
+    older = {name: value for name, value in ours.items() if name != f"grpo.{key}"}
+    changed = _fingerprint(tmp_path, GrpoConfig(**{key: CHANGES[key]}))
+
+    assert differences(ours, older) == []
+    (found,) = differences(changed, older)
+    assert found.startswith(f"grpo.{key}: nothing there, ")
+
+
+def test_a_key_that_may_change_by_now_does_not_make_an_older_checkpoint_foreign(
+    tmp_path: Path,
+) -> None:
+    ours = _fingerprint(tmp_path, GrpoConfig())
+
+    assert differences(ours, ours | {"grpo.max_concurrent": "7"}) == []
+    assert differences(ours, ours | {"grpo.unknown": "7"}) == [
+        "grpo.unknown: 7 there, nothing here"
+    ]

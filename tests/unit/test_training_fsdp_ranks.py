@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from shakedown.training import huggingface
+from shakedown.training.engines.sharded_load import holds
 from tests.megatron_ranks import build, continued, two_steps
 from tests.tiny_models import SMALL, assert_same_update, group_of_one, write_tiny
 
@@ -36,6 +38,7 @@ STEPS: list[dict[str, Any]] = [
         "options": {"activation_checkpointing": True},
     },
 ]
+HALF = {"name": "half", "model": "qwen3", "allocation": "fsdp:d2t2", "dtype": "bfloat16"}
 LOADS: list[dict[str, Any]] = [
     {"name": "d2t2 on d4", "model": "qwen3", "allocation": "fsdp:d4", "load": "d2t2"},
     {"name": "d4 on d2t2", "model": "qwen3", "allocation": "fsdp:d2t2", "load": "d4"},
@@ -65,7 +68,7 @@ def one_rank(root: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def four_ranks(root: Path) -> dict[str, Any]:
     """What four processes found, by job, and `counts`."""
-    (root / "plan.json").write_text(json.dumps([*STEPS, *LOADS]))
+    (root / "plan.json").write_text(json.dumps([*STEPS, HALF, *LOADS]))
     done = subprocess.run(
         [sys.executable, "-m", "tests.fsdp_ranks", str(root)],
         cwd=ROOT,
@@ -92,6 +95,58 @@ def test_four_ranks_do_the_steps_of_one(
         assert found[step] == pytest.approx(expected[step], rel=1e-5)
     before = huggingface.read_model(root / job["model"]).state_dict()
     assert_same_update(found["weights"], expected["weights"], before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", STEPS[:4], ids=lambda job: job["name"])
+def test_each_rank_reads_its_share_of_the_folder_and_all_have_it_bit_for_bit(
+    root: Path, four_ranks: dict[str, Any], job: dict[str, Any]
+) -> None:
+    found = four_ranks[job["name"]]
+    model = huggingface.read_model(root / job["model"])
+    weights = model.state_dict()
+    numbers = [value.numel() for value in model.parameters()]  # a tied weight is one
+
+    assert found["start"].keys() == weights.keys()
+    assert all(torch.equal(found["start"][key], weights[key]) for key in weights)
+    # Over d each row is read once; what is whole on both tensor ranks is read by both of them.
+    copied = sum(found["read"]) - sum(numbers)
+    assert copied == 0 if job["allocation"] == "fsdp:d4" else 0 < copied < sum(numbers)
+    assert max(found["read"]) < sum(numbers) / 2
+
+
+@pytest.mark.slow
+def test_four_ranks_compute_in_bfloat16_on_float32_weights(
+    one_rank: dict[str, Any], four_ranks: dict[str, Any]
+) -> None:
+    half, whole = four_ranks["half"], one_rank["qwen3"]
+
+    assert {value.dtype for value in half["weights"].values()} == {torch.float32}
+    assert 1e-4 < float((half["logprobs"] - whole["logprobs"]).abs().max()) < 0.2
+    for step in ("first", "second"):
+        assert half[step]["loss"] == pytest.approx(whole[step]["loss"], rel=0.02)
+
+
+def test_weights_are_read_in_shares_only_where_each_is_there_once_and_plain(tmp_path: Path) -> None:
+    wanted = {"a": (2, 3), "b": (4,)}
+    weights = {"a": torch.zeros(2, 3), "b": torch.zeros(4, dtype=torch.bfloat16)}
+
+    def written(name: str, **files: dict[str, torch.Tensor]) -> bool:
+        (tmp_path / name).mkdir()
+        for file, content in files.items():
+            save_file(content, tmp_path / name / f"{file}.safetensors")
+        return holds(tmp_path / name, wanted)
+
+    assert written("one file", model=weights)
+    assert written("two", a={"a": weights["a"], "more": torch.zeros(1)}, b={"b": weights["b"]})
+    assert not written("none")
+    assert not written("misnamed", model={"model.a": weights["a"], "b": weights["b"]})
+    assert not written("misshapen", model=weights | {"a": torch.zeros(3, 2)})
+    assert not written("quantised", model=weights | {"b": torch.zeros(4, dtype=torch.int8)})
+    assert not written("twice", model=weights, consolidated=weights)
+    whole = tmp_path / "one file" / "model.safetensors"
+    whole.write_bytes(whole.read_bytes()[:-1])
+    assert not holds(tmp_path / "one file", wanted)
 
 
 @pytest.mark.slow

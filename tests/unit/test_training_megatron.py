@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,15 @@ from shakedown.training.engines.base import EngineOptions, LossPart
 from shakedown.training.engines.megatron_cpu import calls
 from shakedown.training.engines.megatron_model import build_model, join_groups
 from shakedown.training.engines.vocabulary import score_logits
-from tests.megatron_ranks import CPU, batch, build, continued, sft_step, two_steps
+from tests.megatron_ranks import (
+    CPU,
+    batch,
+    build,
+    continued,
+    held_to_reference,
+    sft_step,
+    two_steps,
+)
 from tests.tiny_models import SMALL, assert_same_update, group_of_one, write_tiny
 
 SCRIPT = Path(__file__).parents[1] / "megatron_ranks.py"
@@ -51,6 +59,15 @@ LOADS: list[dict[str, Any]] = [
         "load": True,
     },
 ]
+REFERENCES: list[dict[str, Any]] = [
+    {
+        "name": f"reference {cut}",
+        "model": "qwen3",
+        "allocation": f"megatron:{cut}",
+        "reference": True,
+    }
+    for cut in ("t2", "p2", "d2")
+]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +92,7 @@ def reference(folders: dict[str, Path]) -> dict[str, Any]:
 def two_ranks(folders: dict[str, Path]) -> dict[str, Any]:
     """What two processes found, by job; `saved` is where the first one wrote its checkpoint."""
     root = folders["qwen3"].parent
-    (root / "plan.json").write_text(json.dumps([*STEPS, *LOADS]))
+    (root / "plan.json").write_text(json.dumps([*STEPS, *LOADS, *REFERENCES]))
     ranks = []
     for rank in range(2):
         environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
@@ -189,6 +206,52 @@ def test_a_checkpoint_of_two_ranks_goes_on_on_one(
 
     assert found["second"] == pytest.approx(two_ranks["qwen3 t2"]["second"], rel=1e-5)
     assert engine.updates == 2
+
+
+@pytest.fixture(scope="module")
+def held(folders: dict[str, Path]) -> dict[str, Any]:
+    """Updates held to a reference by FSDP on one rank."""
+    return held_to_reference(folders["qwen3"], "fsdp:d1")
+
+
+def _assert_held(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """The reference stays the input model while the policy moves away from it."""
+    assert torch.equal(found["before"], found["after"])
+    torch.testing.assert_close(found["before"], expected["before"], rtol=0, atol=1e-5)
+    assert float((found["policy"] - found["before"]).abs().max()) > 0.01
+    assert found["rows"][0]["kl_reference"] == pytest.approx(0, abs=1e-9)
+    assert found["rows"][1]["kl_reference"] > 1e-3
+    for row, one in zip(found["rows"], expected["rows"], strict=True):
+        assert row == pytest.approx(one, rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_second_engine_leaves_the_first_ones_weights_and_is_left_alone(
+    folders: dict[str, Path], spread: bool
+) -> None:
+    policy, frozen = (
+        build(folders["qwen3"], "megatron:d1", distributed_optimizer=spread) for _ in range(2)
+    )
+    before = {name: value.clone() for name, value in frozen.gather().items()}
+
+    sft_step(policy)
+
+    assert all(torch.equal(value, before[name]) for name, value in frozen.gather().items())
+    assert not torch.equal(policy.gather()["model.norm.weight"], before["model.norm.weight"])
+
+
+def test_the_kl_term_holds_one_megatron_rank_to_the_reference(
+    folders: dict[str, Path], held: dict[str, Any]
+) -> None:
+    _assert_held(held_to_reference(folders["qwen3"], "megatron:d1"), held)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [job["name"] for job in REFERENCES])
+def test_the_kl_term_holds_two_megatron_ranks_to_the_reference(
+    two_ranks: dict[str, Any], held: dict[str, Any], name: str
+) -> None:
+    _assert_held(two_ranks[name], held)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -3,13 +3,16 @@
 import math
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from shakedown import cli
 from shakedown.errors import BlockedError
+from shakedown.training import worker
 from shakedown.training.algorithms import ALGORITHMS, algorithm_class
 from shakedown.training.algorithms.grpo import rollout_metrics, token_batch
 from shakedown.training.coordination import Ranks
@@ -28,6 +31,32 @@ def test_finite_numbers_pass_with_nine_digits() -> None:
 
 def test_every_algorithm_of_the_registry_exists() -> None:
     assert [algorithm_class(name).__name__ for name in ALGORITHMS] == ["Sft", "Grpo"]
+
+
+def test_a_rank_that_fails_unforeseen_ends_with_its_traceback_and_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_path: Path) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(worker, "read_job", fail)
+
+    assert worker.main(["--job", str(tmp_path)]) == 1
+    assert "RuntimeError: Connection closed by peer" in capsys.readouterr().err
+
+
+def test_a_stage_that_the_config_does_not_have_is_refused_with_the_nearest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(Path(__file__).parents[2] / "config/config.yaml")
+    place = ["--assets", str(tmp_path / "none.json"), "--run-dir", str(tmp_path / "run")]
+
+    assert cli.main(["train", "grppo", "--config", config, *place]) == 2
+
+    assert "has no stage 'grppo' (did you mean 'grpo'?); it has: sft, grpo" in (
+        capsys.readouterr().err
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def _rollouts() -> RolloutBatch:

@@ -96,9 +96,13 @@ def _lint_stage(
     key: str, stage: StageConfig, faults: Collection[str], engines: Mapping[str, Collection[str]]
 ) -> list[Finding]:
     try:
-        part = parse_allocation(stage.allocation).parts[0]
+        part, *others = parse_allocation(stage.allocation).parts
     except UsageError as error:
         return [_fail("allocation", f"{key}.allocation", stage.allocation, str(error))]
+    if others:
+        remedy = "the server's part belongs into serve.allocation"
+        expected = "the one part of the trainer"
+        return [_fail("allocation", f"{key}.allocation", stage.allocation, expected, remedy)]
     findings = _lint_engine(key, stage, part, engines)
     findings += _lint_sizes(key, stage, part.size("d"))
     findings += _lint_agent(f"{key}.grpo", stage.grpo.agent) if stage.grpo else []

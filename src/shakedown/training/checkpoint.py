@@ -4,22 +4,25 @@ checkpoints/step_000050/            renamed into place when complete
     engine/                         model and optimizer, in the engine's own format
     rng-rank0.pt ...                random states
     rollouts/                       GRPO: batches that wait for the trainer (rollout/queue.py)
-    meta.json                       step, updates, world size, fingerprint, file sizes
+    meta.json                       step, updates, world size, fingerprint, file sizes and sums
 checkpoints/latest                  the name of the newest; for people, not needed to resume
 checkpoints/foreign-step_000050     set aside: it belongs to another configuration
+checkpoints/damaged-step_000050     set aside: a file is missing, cut off or changed
 checkpoints/.writing-step_000100    being written (checkpoint_writing.py), or cut off in that
 
 The learning rate's schedule is a function of the number of updates and needs no state of its own.
 """
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from shakedown.errors import StorageError
 from shakedown.files import write_json, write_text
+from shakedown.training.checkpoint_files import damaged
 from shakedown.training.checkpoint_random import load_random, random_name
 from shakedown.training.checkpoint_writing import ENGINE, STAGED, Saving
 from shakedown.training.coordination import Ranks
@@ -43,6 +46,8 @@ class Meta:
     """What a checkpoint says of itself.
 
     `files`: size in bytes by relative name. `data`: the place in the data; empty: the step says it.
+    `sums`: CRC-32 by relative name, not of what was attached; empty: an earlier release wrote it.
+    `digest`: of all the rest, for meta.json itself.
     """
 
     step: int
@@ -51,6 +56,13 @@ class Meta:
     fingerprint: Mapping[str, str]
     files: Mapping[str, int]
     data: Mapping[str, int] = field(default_factory=dict)
+    sums: Mapping[str, int] = field(default_factory=dict)
+    digest: str = ""
+
+    def own_digest(self) -> str:
+        """What `digest` has to be."""
+        body = {name: value for name, value in asdict(self).items() if name != "digest"}
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -62,8 +74,13 @@ class Found:
     messages: list[str]
 
 
-def find(root: Path, fingerprint: Mapping[str, str]) -> Found:
-    """The newest complete checkpoint of this configuration below `root`; only reads."""
+def find(
+    root: Path, fingerprint: Mapping[str, str], *, beat: Callable[[], None] = lambda: None
+) -> Found:
+    """The newest whole checkpoint of this configuration below `root`; only reads.
+
+    The one that is taken is read once to compare its sums; `beat` is called meanwhile.
+    """
     messages: list[str] = []
     for folder in reversed(_folders(root)):
         meta = read_meta(folder)
@@ -71,10 +88,14 @@ def find(root: Path, fingerprint: Mapping[str, str]) -> Found:
             messages.append(f"checkpoint {folder.name} ignored: {meta}")
             continue
         foreign = differences(fingerprint, meta.fingerprint)
-        if not foreign:
+        if foreign:
+            listed = "; ".join(foreign[:3])
+            messages.append(f"checkpoint {folder.name} belongs to another configuration ({listed})")
+            continue
+        fault = damaged(folder, meta.sums, beat=beat)
+        if not fault:
             return Found(folder, meta, messages)
-        listed = "; ".join(foreign[:3])
-        messages.append(f"checkpoint {folder.name} belongs to another configuration ({listed})")
+        messages.append(f"checkpoint {folder.name} ignored: damaged, {fault}")
     return Found(None, None, messages)
 
 
@@ -82,11 +103,15 @@ def read_meta(folder: Path) -> Meta | str:
     """A checkpoint's own account of itself, or what is wrong with the folder."""
     try:
         meta = Meta(**json.loads((folder / _META).read_text(encoding="utf-8")))
+        sizes, _, _ = dict(meta.files), dict(meta.sums), dict(meta.fingerprint)
+        whole = not meta.digest or meta.digest == meta.own_digest()
+        if not whole or f"{_PREFIX}{meta.step:06d}" != folder.name:
+            return f"damaged, {_META} is not as it was written here"
     except FileNotFoundError:
         return f"cut off, no {_META}"
     except (OSError, ValueError, TypeError) as error:
         return f"unreadable {_META}: {error}"
-    for name, size in meta.files.items():
+    for name, size in sizes.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
             return f"cut off, {name} is not {size} bytes long"
@@ -109,18 +134,27 @@ class Checkpoints:
     Args:
         root: the stage's `checkpoints` folder.
         keep: how many of the newest stay.
+        beat: called while a checkpoint is looked for.
 
     `data`: the place in the data of the checkpoint that was resumed from.
     """
 
     def __init__(
-        self, root: Path, *, engine: Engine, ranks: Ranks, fingerprint: Mapping[str, str], keep: int
+        self,
+        root: Path,
+        *,
+        engine: Engine,
+        ranks: Ranks,
+        fingerprint: Mapping[str, str],
+        keep: int,
+        beat: Callable[[], None] = lambda: None,
     ) -> None:
         self._root = root
         self._engine = engine
         self._ranks = ranks
         self._fingerprint = fingerprint
         self._keep = keep
+        self._beat = beat
         self._in_flight: _InFlight | None = None
         self.data: dict[str, int] = {}
 
@@ -132,7 +166,7 @@ class Checkpoints:
         Raises:
             StorageError: it cannot be read.
         """
-        chosen = self._ranks.lead("resume", self._choose, waiting=_nothing)
+        chosen = self._ranks.lead("resume", self._choose, waiting=self._beat)
         if not chosen:
             return 0
         folder = self._root / chosen
@@ -256,29 +290,35 @@ class Checkpoints:
             print(f"the checkpoint of step {now.step} is lost: {now.saving.failure}", flush=True)
 
     def _choose(self) -> str:
-        found = find(self._root, self._fingerprint)
+        found = find(self._root, self._fingerprint, beat=self._beat)
         for message in found.messages:
             print(message, flush=True)
         if found.folder is not None:
             print(f"resuming from {found.folder.name}", flush=True)
         elif found.messages:
             print("starting from the input model", flush=True)
-        self._set_aside()
+        self._set_aside(found.meta.step if found.meta else 0)
         return found.folder.name if found.folder else ""
 
-    def _set_aside(self) -> None:
-        """Foreign and broken checkpoints must not be taken for this run's later ones."""
+    def _set_aside(self, taken: int) -> None:
+        """Foreign and broken checkpoints must not be taken for this run's later ones.
+
+        They are kept, one of each step: a file system may have told wrongly that they are broken.
+        """
         with storage_errors("tidy", self._root):
             self._sweep()
             for folder in _folders(self._root):
                 meta = read_meta(folder)
-                if isinstance(meta, str):
-                    shutil.rmtree(folder)
-                elif differences(self._fingerprint, meta.fingerprint):
-                    aside = self._root / f"foreign-{folder.name}"
-                    if aside.exists():
-                        shutil.rmtree(aside)
-                    folder.rename(aside)
+                if isinstance(meta, Meta) and differences(self._fingerprint, meta.fingerprint):
+                    kind = "foreign"
+                elif isinstance(meta, str) or meta.step > taken:
+                    kind = "damaged"
+                else:
+                    continue
+                aside = self._root / f"{kind}-{folder.name}"
+                if aside.exists():
+                    shutil.rmtree(aside)
+                folder.rename(aside)
 
     def _sweep(self) -> None:
         """Remove what was cut off while it was being written."""
@@ -289,9 +329,9 @@ class Checkpoints:
     def _publish(self, saving: Saving, step: int, updates: int, data: Mapping[str, int]) -> None:
         """(rank 0's thread) Make the folder a checkpoint and remove those that are too old."""
         staged, target = saving.staged, self._root / f"{_PREFIX}{step:06d}"
-        files, ranks = saving.complete(), self._ranks.world_size
-        meta = Meta(step, updates, ranks, self._fingerprint, files, data)
-        write_json(staged / _META, asdict(meta))
+        (sizes, sums), ranks = saving.complete(), self._ranks.world_size
+        meta = Meta(step, updates, ranks, self._fingerprint, sizes, data, sums)
+        write_json(staged / _META, asdict(replace(meta, digest=meta.own_digest())))
         publish_folder(staged, target)
         write_text(self._root / "latest", target.name + "\n")
         with storage_errors("tidy", self._root):

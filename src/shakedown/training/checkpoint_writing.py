@@ -2,16 +2,18 @@
 
 checkpoints/.writing-step_000050/   not yet a checkpoint, whatever happens
     engine/ rng-rank0.pt rollouts/  as in the checkpoint
-    written-rank0.json              sizes of a rank's files; its last: all before are on disk
+    written-rank0.json              sizes and sums of a rank's files; its last: all before are
+                                    on disk
 """
 
 import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from shakedown.errors import ShakedownError, StorageError, UsageError
 from shakedown.files import read_object, write_json
+from shakedown.training.checkpoint_files import Written, checksum
 from shakedown.training.checkpoint_random import random_name, random_state
 from shakedown.training.engines.snapshot import Snapshot
 from shakedown.training.folders import storage_errors, sync_file
@@ -85,8 +87,11 @@ class Saving:
                 return False
         return not self._abandoned.is_set()
 
-    def complete(self) -> dict[str, int]:
-        """(rank 0, when all have written) Complete the folder; size of every file by its name.
+    def complete(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(rank 0, when all have written) Complete the folder.
+
+        Returns:
+            The size of every file by its name; the sum of each but what was attached.
 
         Raises:
             StorageError: a rank's file is not there as the rank wrote it.
@@ -94,9 +99,11 @@ class Saving:
         marks = [self.staged / _mark(rank) for rank in range(self.world_size)]
         try:
             told = {
-                name: size for mark in marks for name, size in read_object(mark, "mark").items()
+                name: Written(*each)
+                for mark in marks
+                for name, each in read_object(mark, "mark").items()
             }
-        except UsageError as error:
+        except (UsageError, TypeError) as error:
             raise StorageError(
                 f"a rank's part of the checkpoint is not to be seen: {error}"
             ) from error
@@ -105,14 +112,17 @@ class Saving:
             for mark in marks:
                 mark.unlink()
             found = _sizes(self.staged, told)
-        lost = [name for name, size in told.items() if found[name] != size]
-        if lost:
-            raise StorageError(
-                f"checkpoint {self.staged}: {lost[0]} has {found[lost[0]]} bytes, "
-                f"its rank wrote {told[lost[0]]}",
-                hint="the results folder has to be one file system for all nodes",
-            )
-        return found
+            lost = [name for name, each in told.items() if found[name] != each.size]
+            if lost:
+                raise StorageError(
+                    f"checkpoint {self.staged}: {lost[0]} has {found[lost[0]]} bytes, "
+                    f"its rank wrote {told[lost[0]].size}",
+                    hint="the results folder has to be one file system for all nodes",
+                )
+            sums = {name: each.crc for name, each in told.items()}
+            completed = [n for n in found if n.startswith(f"{ENGINE}/") and n not in told]
+            sums |= {name: checksum(self.staged / name) for name in completed}
+        return found, sums
 
     def _run(self) -> None:
         try:
@@ -132,11 +142,14 @@ class Saving:
             random = self.staged / random_name(self._rank)
             random.write_bytes(self._random)
             sync_file(random)
-            sizes = {str(p.relative_to(self.staged)): p.stat().st_size for p in [*paths, random]}
-        write_json(self.staged / _mark(self._rank), sizes)
+            mine = {
+                str(path.relative_to(self.staged)): (path.stat().st_size, checksum(path))
+                for path in [*paths, random]
+            }
+        write_json(self.staged / _mark(self._rank), mine)
 
 
-def _sizes(folder: Path, told: Mapping[str, int]) -> dict[str, int]:
+def _sizes(folder: Path, told: Iterable[str]) -> dict[str, int]:
     """By name: other nodes' files are asked for, as a listing may not have them yet."""
     found = {path for path in folder.rglob("*") if path.is_file()} | {folder / n for n in told}
     return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(found)}

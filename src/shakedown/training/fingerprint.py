@@ -1,5 +1,6 @@
 """What a checkpoint and the job that wants to go on from it must have in common."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.cluster.allocation import parse_allocation
+from shakedown.config import GrpoConfig, OptimizerConfig
 from shakedown.rows import parse_source
 from shakedown.training.folders import storage_errors
 from shakedown.training.job import StageJob
@@ -19,7 +21,7 @@ _FREE = frozenset(
     {"batch_timeout", "weight_update_timeout", "agent_timeout", "max_concurrent", "record"}
 )
 
-# Names that came later: a checkpoint that has none of it stays usable.
+# Names that came later and have no default: a checkpoint that has none of it stays usable.
 _LATER = frozenset({"engine"})
 
 
@@ -47,20 +49,50 @@ def fingerprint(job: StageJob) -> dict[str, str]:
     if job.replay:
         with storage_errors("read", Path(job.replay)):
             parts["replay"] = _digest(sorted(Path(job.replay).glob("step_*.npz")))
-    return {
-        name: value if isinstance(value, str) else json.dumps(value)
-        for name, value in parts.items()
-    }
+    return {name: _text(value) for name, value in parts.items()}
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
-    """What does not match, one text for each name, for a person to read."""
+    """What does not match, one text for each name, for a person to read.
+
+    A key that came after their checkpoint was written matches while it has its default; one that
+    may change by now is passed over.
+    """
     names = dict.fromkeys([*ours, *theirs])
     return [
         f"{name}: {theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} here"
         for name in names
-        if ours.get(name) != theirs.get(name) and not (name in _LATER and name not in theirs)
+        if not _same(name, ours, theirs)
     ]
+
+
+def _same(name: str, ours: Mapping[str, str], theirs: Mapping[str, Any]) -> bool:
+    if name not in theirs:
+        return name in _LATER or ours[name] == _absent().get(name)
+    if name not in ours:
+        return name.removeprefix("grpo.") in _FREE
+    return bool(ours[name] == theirs[name])
+
+
+@functools.cache
+def _absent() -> Mapping[str, str]:
+    """What a checkpoint means by a name that it does not have, as the key came after it.
+
+    A new key of these sections is added with a default that does what was done before.
+    """
+    defaults = {
+        "optimizer": OptimizerConfig(lr=1.0).model_dump(mode="json", exclude={"lr"}),
+        "grpo": GrpoConfig().model_dump(mode="json"),
+    }
+    return {
+        f"{section}.{key}": _text(value)
+        for section, values in defaults.items()
+        for key, value in values.items()
+    }
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _folder_digest(folder: Path) -> str:

@@ -15,6 +15,7 @@ from shakedown.errors import UsageError
 from shakedown.training.folders import storage_errors
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
+_GENERATION = "generation_config.json"
 
 
 def quiet() -> None:
@@ -105,6 +106,9 @@ def write_folder(
             source, folder, ignore=shutil.ignore_patterns(*_WEIGHTS, ".*"), dirs_exist_ok=True
         )
         model.save_pretrained(folder, state_dict=cast)
+        generation = source / _GENERATION
+        if generation.is_file():  # a model made of its config alone does not know it
+            shutil.copyfile(generation, folder / _GENERATION)
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ class Trainer:
             ranks=context.ranks,
             fingerprint=fingerprint(job),
             keep=job.config.keep_checkpoints,
+            beat=lambda: context.beat("checkpoint"),
         )
         self._evaluator = self._build_evaluator()
         self._saved = self._logged = 0

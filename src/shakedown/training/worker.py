@@ -47,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print(f"shakedown: {error}", file=sys.stderr, flush=True)
         return int(error.exit_code)
+    except Exception:  # noqa: BLE001 - what the interpreter would do; but see `leave`
+        traceback.print_exc()
+        return 1
 
 
 def run(job: StageJob) -> int:

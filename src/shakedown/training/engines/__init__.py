@@ -19,7 +19,13 @@ def engine_class(allocation: str) -> "type[Engine]":
         UsageError: the allocation is not valid.
         ConfigError: no such engine here, or a dimension that it does not have.
     """
-    part = parse_allocation(allocation).parts[0]
+    part, *others = parse_allocation(allocation).parts
+    if others:
+        raise ConfigError(
+            f"allocation {allocation!r}: a stage has one training engine, and here are "
+            f"{1 + len(others)} parts",
+            hint="write the trainer's part alone; the server's is serve.allocation",
+        )
     if part.backend not in ENGINES:
         raise ConfigError(
             f"allocation {allocation!r}: no training engine {part.backend!r}"

@@ -35,6 +35,7 @@ from shakedown.training.engines.base import (
 from shakedown.training.engines.dcp_store import DcpStore
 from shakedown.training.engines.schedule import learning_rate
 from shakedown.training.engines.scoring import score
+from shakedown.training.engines.sharded_load import fill, open_model
 from shakedown.training.engines.snapshot import Snapshot, save_now
 
 
@@ -70,6 +71,7 @@ class ArchonEngine:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         self._stage = Stage(model, p=self._p, ps=self._ps)
         spread(self._stage, mesh, dtype=dtype)
+        fill(self._stage, self._stage.named(), source, self.device)
         self._parameters = [p for p in self._stage.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -102,9 +104,10 @@ class ArchonEngine:
         refuse_options("archon", replace(options, activation_checkpointing=False))
         huggingface.quiet()
         sizes = sizes or {}
-        check_model(huggingface.read_config(model), t=sizes.get("t", 1), p=sizes.get("p", 1))
+        config = huggingface.read_config(model)
+        check_model(config, t=sizes.get("t", 1), p=sizes.get("p", 1))
         return cls(
-            huggingface.read_model(model),
+            open_model(model, config),
             source=model,
             optimizer=optimizer,
             dtype=dtype,

@@ -75,7 +75,7 @@ def read_state(state: dict[str, Any], folder: Path) -> None:
         dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
     except (dcp.api.CheckpointException, OSError) as error:
         raise StorageError(
-            f"cannot read checkpoint {folder}: {_first_reason(error)}",
+            f"cannot read checkpoint {folder}: {first_reason(error)}",
             hint=UNREADABLE_HINT,
         ) from error
 
@@ -170,7 +170,7 @@ def _results_name(rank: int) -> str:
     return f"results-rank{rank}"
 
 
-def _first_reason(error: BaseException) -> str:
+def first_reason(error: BaseException) -> str:
     """The cause that one rank met, out of a checkpoint error of all ranks."""
     failures = getattr(error, "failures", None)
     if failures:

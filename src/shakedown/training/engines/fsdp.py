@@ -31,6 +31,7 @@ from shakedown.training.engines.fsdp_model import (
 )
 from shakedown.training.engines.schedule import learning_rate
 from shakedown.training.engines.scoring import kept_columns, score
+from shakedown.training.engines.sharded_load import fill, open_model
 from shakedown.training.engines.snapshot import Snapshot, save_now
 
 
@@ -62,6 +63,7 @@ class FsdpEngine:
         self.entropy_gradient = False
         self._settings = optimizer
         self._model = spread(model, mesh, dtype=dtype, device=self.device, options=options)
+        fill(self._model, dict(self._model.named_parameters()), source, self.device)
         self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -86,9 +88,8 @@ class FsdpEngine:
         huggingface.quiet()
         config, t = huggingface.read_config(model), (sizes or {}).get("t", 1)
         check_plan(config, t, device, options)
-        loaded = huggingface.read_model(model)
         return cls(
-            loaded,
+            open_model(model, config),
             source=model,
             optimizer=optimizer,
             dtype=dtype,

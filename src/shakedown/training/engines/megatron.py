@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shakedown.config import OptimizerConfig
 from shakedown.training import huggingface
 from shakedown.training.conversion import read_shape, to_megatron
+from shakedown.training.conversion.bridge import needs_bridge
 from shakedown.training.conversion.rules import with_tied
 from shakedown.training.data.batch import TokenBatch
 from shakedown.training.engines import megatron_cpu as core
@@ -58,15 +59,13 @@ class MegatronEngine:
         self.tokenizer = huggingface.read_tokenizer(source)
         self.updates = 0
         self._settings = optimizer
-        self._shape = read_shape(config)
-        self._shape.check_split(sizes.get("t", 1), sizes.get("p", 1))
+        self._prepare(sizes)
         with core.calls(self.device):
             self._place = join_groups(sizes)
             self.data_rank: int = core.parallel_state.get_data_parallel_rank()
             self.data_world_size: int = core.parallel_state.get_data_parallel_world_size()
             self._build(getattr(torch, dtype), distributed_optimizer)
-            shards = to_megatron(weights, self._shape, self._place)
-            self._state.put(WEIGHT, shards)
+            self._fill(weights)
         self._clean = True
         if self.rank == 0:
             place = f"d{self.data_world_size} t{self._place.ts} p{self._place.ps}"
@@ -95,11 +94,15 @@ class MegatronEngine:
         refuse_options("megatron", options)
         huggingface.quiet()
         config = huggingface.read_config(model)
-        read_shape(config)
-        weights = huggingface.read_model(model).state_dict()
+        kind: type[MegatronEngine] = cls
+        if needs_bridge(config):
+            # Imported here: it is built upon this module, and few models need it.
+            from shakedown.training.engines.megatron_bridged import BridgedMegatronEngine
+
+            kind = BridgedMegatronEngine
         spread = device.type != "cpu" if distributed_optimizer is None else distributed_optimizer
-        return cls(
-            weights,
+        return kind(
+            kind.read_weights(model, config),
             source=model,
             config=config,
             optimizer=optimizer,
@@ -108,6 +111,17 @@ class MegatronEngine:
             sizes=sizes or {},
             distributed_optimizer=spread,
         )
+
+    @staticmethod
+    def read_weights(model: Path, config: Any) -> Mapping[str, torch.Tensor]:
+        """What the constructor takes; the model's kind is looked at before its weights are read.
+
+        Raises:
+            UsageError: the folder cannot be read, or (ConfigError) its model cannot be trained.
+        """
+        read_shape(config)
+        weights: Mapping[str, torch.Tensor] = huggingface.read_model(model).state_dict()
+        return weights
 
     def forward_backward(
         self,
@@ -192,9 +206,22 @@ class MegatronEngine:
             model, weights, source=self.source, folder=folder, dtype=self.dtype
         )
 
+    def _prepare(self, sizes: Mapping[str, int]) -> None:
+        self._shape = read_shape(self.model_config)
+        self._shape.check_split(sizes.get("t", 1), sizes.get("p", 1))
+
+    def _make_model(self, dtype: torch.dtype) -> Any:
+        return build_model(self._shape, self._place, dtype=dtype, device=self.device)
+
+    def _make_state(self, module: Any) -> MegatronState:
+        return MegatronState(module, self._optimizer, self._shape, self._place)
+
+    def _fill(self, weights: Mapping[str, torch.Tensor]) -> None:
+        self._state.put(WEIGHT, to_megatron(weights, self._shape, self._place))
+
     def _build(self, dtype: torch.dtype, distributed_optimizer: bool) -> None:
-        model = build_model(self._shape, self._place, dtype=dtype, device=self.device)
-        self._forward = Forward(model, self._shape)
+        model = self._make_model(dtype)
+        self._forward = Forward(model, vocabulary=int(self.model_config.vocab_size))
         module = model.module if isinstance(model, core.Float16Module) else model
         reduction = core.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
@@ -217,7 +244,7 @@ class MegatronEngine:
         self._optimizer = core.get_megatron_optimizer(
             adam, [self._wrapped], config_overrides={}, use_gloo_process_groups=False
         )
-        self._state = MegatronState(module, self._optimizer, self._shape, self._place)
+        self._state = self._make_state(module)
 
     def _run(
         self,

@@ -109,8 +109,8 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
 class Forward:
     """Runs one stage on micro batches; on the last stage only trained positions get logits."""
 
-    def __init__(self, model: Any, shape: ModelShape) -> None:
-        self._vocabulary = shape.vocabulary
+    def __init__(self, model: Any, *, vocabulary: int) -> None:
+        self._vocabulary = vocabulary
         self._columns: torch.Tensor | None = None
         core = model.module if isinstance(model, Float16Module) else model
         if core.post_process:

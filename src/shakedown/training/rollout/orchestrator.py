@@ -176,7 +176,7 @@ class Orchestrator:
         self._heartbeat = parts.heartbeat
         self._pad = int(tokenizer.pad_token_id)
         self._exchange = Exchange(job.attempt.exchange)
-        self._start, kept = _resumed(job, self._settings)
+        self._start, kept = _resumed(job, self._settings, self._heartbeat)
         self._version, self._syncing = 0, False
         self._step, self._said = self._start + len(kept.batches) + 1, 0.0
         self._sync_seconds = 0.0
@@ -341,9 +341,9 @@ class Orchestrator:
         await asyncio.sleep(_SETTLE_SECONDS if self._job.config.nodes > 1 else 0.0)
 
 
-def _resumed(job: StageJob, settings: GrpoConfig) -> tuple[int, Kept]:
+def _resumed(job: StageJob, settings: GrpoConfig, heartbeat: Heartbeat) -> tuple[int, Kept]:
     """The step that the trainer goes on from, by its own rule over the same files; the queue."""
-    found = find(job.paths.checkpoints, fingerprint(job))
+    found = find(job.paths.checkpoints, fingerprint(job), beat=lambda: heartbeat.beat(phase="init"))
     step = 0 if found.meta is None else found.meta.step
     groups, level = job.config.batch_size, settings.async_level
     return step, find_queue(found.folder, step, batch_size=groups, async_level=level)

@@ -1,0 +1,118 @@
+"""Weights read after the model is spread: each rank reads its own shards and never the whole.
+
+The model is made with its parameters on the meta device, cut and sharded as any other, and only
+then given memory. torch's reader for Hugging Face folders takes the slices of each rank out of the
+safetensors files: a rank holds its share and one slice in the making.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from shakedown.errors import UsageError
+from shakedown.training import huggingface
+from shakedown.training.conversion.shape import FAMILIES
+from shakedown.training.engines.dcp_store import first_reason
+
+_PLAIN = frozenset({"F32", "F16", "BF16"})  # what a copy into float32 keeps exactly
+
+
+def open_model(folder: Path, config: Any) -> Any:
+    """The model of a folder, to be spread and then given to `fill`.
+
+    On several ranks its parameters are on the meta device, where the files let each rank read its
+    share of them: weights of dense models have the same names and layouts there as in transformers'
+    modules. Any other model is read as a whole, on every rank.
+
+    Raises:
+        UsageError: missing, unreadable, or its weights do not fit its config.
+    """
+    huggingface.check_folder(folder)
+    if dist.get_world_size() == 1 or getattr(config, "model_type", None) not in FAMILIES:
+        return huggingface.read_model(folder)
+    with _parameters_on_meta():
+        model = huggingface.empty_model(config)
+    model.tie_weights()
+    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    return model if holds(folder, wanted) else huggingface.read_model(folder)
+
+
+def fill(module: nn.Module, named: Mapping[str, Any], folder: Path, device: torch.device) -> None:
+    """(collective) Give a spread model's parameters memory, and their values out of the folder.
+
+    Does nothing to a model that was read as a whole.
+
+    Args:
+        named: the module's parameters by their names in the folder.
+
+    Raises:
+        UsageError: the folder cannot be read.
+    """
+    if not any(value.is_meta for value in named.values()):
+        return
+    made = _give_memory(module, device)
+    state = {name: made[value].detach() for name, value in named.items()}
+    try:
+        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+    except (dcp.api.CheckpointException, OSError) as error:
+        raise UsageError(f"cannot read the weights of {folder}: {first_reason(error)}") from error
+
+
+def _give_memory(module: nn.Module, device: torch.device) -> dict[Any, nn.Parameter]:
+    """As `Module.to_empty`, which leaves tied weights apart and buffers without their values."""
+    made: dict[Any, nn.Parameter] = {}
+    for part in module.modules():
+        for name, value in list(part.named_parameters(recurse=False)):
+            if value not in made:
+                made[value] = nn.Parameter(
+                    torch.empty_like(value, device=device), requires_grad=value.requires_grad
+                )
+            part.register_parameter(name, made[value])
+        for name, value in list(part.named_buffers(recurse=False)):
+            setattr(part, name, value.to(device))
+    return made
+
+
+def holds(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether the safetensors files have each wanted weight once, as a plain tensor of that size.
+
+    Only headers are read. False where they cannot be: whoever reads them next says why.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        for path in sorted(folder.glob("*.safetensors")):
+            with safe_open(path, framework="pt") as archive:
+                for name in archive.keys():  # noqa: SIM118 - not a mapping
+                    part = archive.get_slice(name)
+                    if name in found or part.get_dtype() not in _PLAIN:
+                        return False
+                    found[name] = tuple(part.get_shape())
+    except (OSError, SafetensorError):
+        return False
+    return all(found.get(name) == size for name, size in wanted.items())
+
+
+@contextlib.contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters go there as soon as a module has them; buffers are computed and stay."""
+    register = nn.Module.register_parameter
+
+    def put(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        register(module, name, value)
+        if value is not None:
+            outline = nn.Parameter(value.detach().to("meta"), requires_grad=value.requires_grad)
+            module._parameters[name] = outline
+
+    nn.Module.register_parameter = put
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
