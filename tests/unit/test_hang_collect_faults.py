@@ -60,6 +60,8 @@ class Rank:
         )
         self.worker = int(self.line()) if arguments else 0
         assert self.line() == "ready\n"
+        while proc.read_state(self.process.pid).state != "S":  # it said so before it waits
+            time.sleep(0.01)
 
     def line(self) -> str:
         assert self.process.stdout is not None
