@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shakedown.hang.groups import GroupFacts, build_groups
+from shakedown.hang.ranges import natural
 from shakedown.hang.records import (
     BeatRecord,
     FlightRecord,
@@ -28,6 +29,11 @@ from shakedown.hang.watchdog import record_from_watchdog
 TRAINER = "trainer"
 _RANK_ARGUMENT = re.compile(r"--(?:local[-_]|node[-_]|global[-_])?rank[= ](\d{1,6})\b")
 _LAUNCHER = re.compile(r"torch/distributed/(?:run|launch|elastic)|torchrun|accelerate/commands")
+# Processes beside the ranks: workers of data loaders, trackers, compilers.
+_HELPER = re.compile(
+    r"torch/utils/data/_utils/worker\.py$|multiprocessing/(?:resource_tracker|forkserver)\.py$"
+    r"|torch/_inductor/compile_worker|wandb/(?:sdk/)?(?:service|internal)"
+)
 _ROLE_COMMAND = (
     (re.compile(r"vllm serve|sglang|vllm\.entrypoints|EngineCore"), "inference"),
     (re.compile(r"orchestrator"), "orchestrator"),
@@ -208,13 +214,20 @@ def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> No
             who = Identity(None, who.pid, who.host, role)
     if isinstance(record, LogEvent) and isinstance(record.detail.get("task"), int):
         who = Identity(record.detail["task"])  # srun names its task: one task a rank
-    if who.rank is None and (not who.role or who.role == TRAINER):
-        if isinstance(record, Stack):
-            loose.append(record)
-        elif isinstance(record, LogEvent):
-            facts.events.append(record)
-        return
-    _add(_component(facts, who), record)
+    if who.rank is not None or who.role not in ("", TRAINER):
+        _shelve(facts, who, record)
+    elif isinstance(record, Stack):
+        loose.append(record)
+    elif isinstance(record, LogEvent):
+        facts.events.append(record)
+
+
+def _shelve(facts: Facts, who: Identity, record: Any) -> None:
+    """A helper's stack, named after the rank that it works for, is no stack of the rank."""
+    if isinstance(record, Stack) and _is_helper(record):
+        _component(facts, Identity(who.rank, None, who.host, who.role)).children.append(record)
+    else:
+        _add(_component(facts, who), record)
 
 
 def _add(component: Component, record: Any) -> None:
@@ -249,10 +262,13 @@ def _place_children(facts: Facts, loose: list[Stack]) -> None:
 def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
     """Without any rank the order of process ids is the best guess: launchers start in order."""
     parents = {s.who.pid for s in loose}
+    commands = {s.command for s in loose if s.threads and s.command}
     roots = [
         s
         for s in loose
-        if (s.parent_pid or -1) not in parents and not _is_launcher(s) and s.threads
+        if (s.parent_pid or -1) not in parents
+        and not _is_launcher(s)
+        and (s.threads or s.command in commands)  # a process that did not answer is one, too
     ]
     if facts.ranks or not roots:
         facts.unplaced = [s for s in loose if not _is_launcher(s)]
@@ -262,23 +278,34 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
         # pasted without process ids: in the order of the text, after those that have one
         by_process[stack.who.host, stack.who.pid or 2**32 + number].append(stack)
         loose.remove(stack)
-    for rank, ((host, pid), stacks) in enumerate(sorted(by_process.items())):
+    ordered = sorted(by_process.items(), key=lambda row: (natural(row[0][0]), row[0][1]))
+    for rank, ((host, pid), stacks) in enumerate(ordered):
         component = _component(facts, Identity(rank, pid if pid < 2**32 else None, host))
         component.stacks += stacks
-    facts.conflicts.append(_guessed(sorted(pid for _, pid in by_process)))
+    facts.conflicts.append(_guessed([key for key, _ in ordered]))
     _place_children(facts, loose)
 
 
-def _guessed(pids: list[int]) -> str:
-    names = [f"{pid} = rank {r}" for r, pid in enumerate(pids[:16]) if pid < 2**32]
+def _guessed(processes: Sequence[tuple[str, int]]) -> str:
+    names = [
+        f"{f'{host} {pid}'.strip()} = rank {rank}"
+        for rank, (host, pid) in enumerate(processes[:16])
+        if pid < 2**32
+    ]
     by = f"process id: {', '.join(names)}" if names else "their order in the text"
     return f"no input says which process is which rank; ranks were given by {by}"
+
+
+def _is_helper(stack: Stack) -> bool:
+    main = stack.main
+    return any(_HELPER.search(f.file) for f in (main.frames if main else ()))
 
 
 def _is_launcher(stack: Stack) -> bool:
     main = stack.main
     frames = main.frames if main else ()
-    return any(_LAUNCHER.search(f.file) for f in frames) or bool(_LAUNCHER.search(stack.command))
+    launches = any(_LAUNCHER.search(f.file) for f in frames) or _LAUNCHER.search(stack.command)
+    return bool(launches) or _is_helper(stack)
 
 
 def _exit_codes(facts: Facts) -> None:

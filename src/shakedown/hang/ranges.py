@@ -1,5 +1,6 @@
 """Ranks as text: merged into ranges, bounded."""
 
+import re
 from collections.abc import Iterable
 
 
@@ -35,3 +36,8 @@ def named(ranks: Iterable[int], limit: int = 8) -> str:
     if not known:
         return "no rank"
     return f"{'rank' if len(known) == 1 else 'ranks'} {ranges(known, limit)}"
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A key that sorts `t2` before `t10`."""
+    return [(int(p) if p.isdecimal() else -1, p) for p in re.split(r"(\d{1,18})", name)]

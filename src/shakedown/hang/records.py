@@ -183,6 +183,7 @@ LogKind = Literal[
     "staleness",
     "storage",
     "node",
+    "job",
     "oom",
     "nccl_error",
 ]

@@ -21,7 +21,8 @@ def record_from_watchdog(events: Iterable[LogEvent]) -> FlightRecord | None:
             continue
         last = event
         if "op" in event.detail:
-            timed_out = event
+            # torch before 1.13 gives no number: such a line counts nothing
+            timed_out = event if "seq" in event.detail else None
             continue
         name = str(event.detail.get("guid", event.detail.get("pg", "0")))
         groups[name] = _status(event.detail, name)
@@ -44,14 +45,18 @@ def _status(detail: Any, name: str) -> GroupStatus:
     return GroupStatus((), described, enqueued, -1, completed)
 
 
+def _numel(detail: Any, key: str) -> tuple[tuple[int, ...], ...]:
+    return ((int(detail[key]),),) if key in detail else ()
+
+
 def _operation(detail: Any, name: str, order: int) -> Operation:
     return Operation(
         order=order,
         group=name,
-        seq=int(detail["seq"]),
+        seq=int(detail.get("seq", -1)),
         name=f"nccl:{str(detail['op']).lower()}",
-        sizes=((int(detail["numel_in"]),),),
-        output_sizes=((int(detail["numel_out"]),),),
+        sizes=_numel(detail, "numel_in"),
+        output_sizes=_numel(detail, "numel_out"),
         dtypes=(),
         done=False,
         p2p=str(detail["op"]).upper() in ("SEND", "RECV", "COALESCED"),

@@ -13,6 +13,7 @@ from shakedown.hang.analyze import (
     rules_progress,
     rules_roles,
     rules_stacks,
+    rules_weights,
 )
 from shakedown.hang.analyze.classes import rank_classes
 from shakedown.hang.analyze.model import Diagnosis, Edge, Hypothesis, name_ranks
@@ -28,6 +29,7 @@ Rule = Callable[[Situation], Hypothesis | None]
 RULES: dict[str, Rule] = {
     "completed": rules_progress.completed,
     "mixed jobs": rules_evidence.mixed_jobs,
+    "job state": rules_evidence.job_state,
     "checkpoint thread": rules_checkpoint.checkpoint_thread,
     "progressing": rules_progress.progressing,
     "node dead": rules_process.node_dead,
@@ -36,6 +38,7 @@ RULES: dict[str, Rule] = {
     "stopped rank": rules_process.stopped_rank,
     "dead rank": rules_process.dead_rank,
     "told mismatch": rules_collectives.told_mismatch,
+    "weights by stack": rules_weights.weights_by_stack,
     "initialisation": rules_stacks.init_deadlock,
     "cleanup": rules_stacks.cleanup,
     "starvation": rules_roles.starvation,

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from shakedown.hang.analyze.frames import only_hosts, told, told_by_leaf, waits_for_rollouts
 from shakedown.hang.facts import Component
-from shakedown.hang.records import Frame, Place, Thread
+from shakedown.hang.records import Frame, Place, Stack, Thread
 
 Kind = Literal[
     "collective",
@@ -23,6 +24,7 @@ Kind = Literal[
     "user",
     "stopped",
     "dead",
+    "idle",
     "unknown",
 ]
 
@@ -90,7 +92,9 @@ _LIBRARIES = frozenset(
     """torch torchvision torchaudio torchdata transformers accelerate deepspeed megatron numpy
     datasets vllm sglang ray trl peft lightning pytorch_lightning triton httpx httpcore openai
     anyio uvicorn fastapi starlette tqdm wandb safetensors huggingface_hub tokenizers pandas
-    pyarrow fsspec apex transformer_engine""".split()
+    pyarrow fsspec apex transformer_engine zmq grpc aiohttp requests urllib3 lightning_fabric nemo
+    composer streaming webdataset colossalai bitsandbytes flash_attn liger_kernel unsloth einops
+    scipy sklearn PIL cv2 decord s3fs boto3 botocore hydra omegaconf click typer fire""".split()
 )
 _OURS = re.compile(r"(?:^|/src/|-packages/)shakedown/(?!hang/)")
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/|/lib/python\d\.\d+/|^<frozen")
@@ -121,6 +125,8 @@ def position_of(component: Component) -> Position:
     stack = component.stack
     place = stack.place if stack else None
     judged = judge_path(component.path, _active(stack.main) if stack and stack.main else None)
+    if stack is not None and only_hosts(component.path):
+        judged = _of_threads(stack) or judged
     kind: Kind = "dataloader" if judged.kind == "user" and _fetches(component) else judged.kind
     position = Position(kind, judged.op, judged.path, judged.frame, judged.cleanup, place)
     if state is not None and state.state == "T":
@@ -132,6 +138,13 @@ def position_of(component: Component) -> Position:
         kinds: dict[str, Kind] = {"gone": "dead", "stopped": "stopped"}
         return Position(kinds.get(last.reason, "unknown"), place=last.place)
     return position
+
+
+def _of_threads(stack: Stack) -> Position | None:
+    """What the threads of an actor do whose main thread only hosts them; the most telling one."""
+    others = [t for t in stack.threads if t is not stack.main and user_frames(t.frames)]
+    judged = [judge_path(t.frames, t.active) for t in others]
+    return min(judged, key=lambda p: p.kind in ("user", "busy"), default=None)
 
 
 def _fetches(component: Component) -> bool:
@@ -158,24 +171,32 @@ def judge_path(path: tuple[Frame, ...], active: bool | None = None) -> Position:
 
 
 def _telling(path: tuple[Frame, ...]) -> tuple[Kind, str]:
-    for frame in reversed(path):
-        name = frame.function
-        if _C10D.search(frame.file) and name not in _NOT_COLLECTIVE:
-            return _c10d(name, path)
-        if name in _TEARDOWN:
-            return "teardown", name
-        if frame.file.endswith("torch/distributed/c10d_logger.py"):
-            continue
-        if name == "_engine_run_backward":
-            return "collective", "backward"  # DDP reduces gradients below this frame
-        for kind, file, function in _ROWS:
-            if file.search(frame.file) and function.search(name):
-                return kind, name
-        if is_user(frame) and _BATCH_WAIT.search(name):
-            return "batch_wait", name
+    rows = (row for frame in reversed(path) if (row := _told_by(frame, path)))
+    found = told_by_leaf(path) or next(rows, None)
+    if found is not None:
+        return found
+    if asked := waits_for_rollouts(path, user_frames(path)):
+        return "batch_wait", asked
     # only where no call of torch.distributed stands outside of it
     synchronizes = any(_HOST_SYNC.search(f.name) for f in path)
     return ("host_sync", "a synchronisation with the GPU") if synchronizes else ("user", "")
+
+
+def _told_by(frame: Frame, path: tuple[Frame, ...]) -> tuple[Kind, str] | None:
+    """What one frame tells of `path`; None when it tells nothing."""
+    name = frame.function
+    if _C10D.search(frame.file) and name not in _NOT_COLLECTIVE:
+        polled = next((row for f in path if (row := told(f)) and row[0] == "idle"), None)
+        return polled or _c10d(name, path)
+    if name in _TEARDOWN:
+        return "teardown", name
+    if name == "_engine_run_backward":
+        return "collective", "backward"  # DDP reduces gradients below this frame
+    for kind, file, function in _ROWS:
+        if file.search(frame.file) and function.search(name):
+            return kind, name
+    waits = is_user(frame) and _BATCH_WAIT.search(name)
+    return told(frame) or (("batch_wait", name) if waits else None)
 
 
 def _c10d(name: str, path: tuple[Frame, ...]) -> tuple[Kind, str]:

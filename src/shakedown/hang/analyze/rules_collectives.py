@@ -7,7 +7,7 @@ from shakedown.hang.analyze.position import in_nccl_enqueue, user_frames
 from shakedown.hang.analyze.rules_stacks import places_of
 from shakedown.hang.analyze.situation import WAITING, Divergence, Situation
 from shakedown.hang.analyze.waiting import Wait
-from shakedown.hang.records import Operation, Place
+from shakedown.hang.records import LogEvent, Operation, Place
 
 
 def diverged(s: Situation) -> Hypothesis | None:
@@ -248,8 +248,9 @@ def told_missing(s: Situation) -> Hypothesis | None:
         for row in component.ras:
             if row.missing or 0 <= row.counts.get("launched", -1) < row.counts.get("most", -1):
                 named.setdefault(rank, row.place)
-    everyone = s.expected_ranks | set(named)
-    if not named or len(named) == len(everyone):
+    everyone = s.expected_ranks | set(range(max(named, default=-1) + 1))
+    reported = any(e.kind == "missing_ranks" and _by_another(e) for e in s.facts.all_events())
+    if not named or (len(named) == len(everyone) and not reported):
         return None
     return Hypothesis(
         "missing_rank",
@@ -261,6 +262,11 @@ def told_missing(s: Situation) -> Hypothesis | None:
         needed=[f"a stack of {name_ranks(list(named))}"],
         remedy="see what the missing rank does: its stack, its log, its GPU's error counters",
     )
+
+
+def _by_another(event: LogEvent) -> bool:
+    """A report that some rank writes of others; it may also list all that have not finished."""
+    return bool(event.detail.get("ranks")) and "joined but didn't finish" not in event.text
 
 
 def told_mismatch(s: Situation) -> Hypothesis | None:

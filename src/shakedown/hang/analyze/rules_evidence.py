@@ -62,10 +62,16 @@ def _two_attempts(facts: Facts) -> list[str]:
 
 
 def _two_processes(facts: Facts) -> list[str]:
-    """Heartbeats of one rank from two processes: one file a rank, so two runs wrote them."""
+    """Heartbeats or stacks of one rank from two processes: two runs, or two jobs, wrote them."""
     rows = []
     for rank, component in sorted(facts.ranks.items()):
         processes = {(row.beat.host, row.beat.pid) for row in component.beats}
+        stacks = {
+            (st.who.host, st.who.pid)
+            for st in component.stacks
+            if st.tool == "py-spy" and st.parent_pid is None and st.who.pid is not None
+        }
+        processes = stacks if len({pid for _, pid in stacks}) > 1 else processes
         if len(processes) > 1:
             pids = ", ".join(str(pid) for _, pid in sorted(processes)[:4])
             rows.append(f"rank {rank} is given as the processes {pids}")
@@ -89,3 +95,48 @@ def _same_stack_twice(facts: Facts) -> list[str]:
     lone = len(twice) == 1 and len(seen) > 1
     named = [r for key, r in twice.items() if key[0] or (lone and len(paths[key]) == 1)]
     return [f"{name_ranks(list(ranks))} are given as one process" for ranks in named[:4]]
+
+
+# What tells more of a job's end than its state in Slurm.
+_TELLING = frozenset(
+    {"traceback", "abort", "oom", "exit", "timeout", "missing_ranks", "nccl_error"}
+)
+_OVER = frozenset({"FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "BOOT_FAIL", "DEADLINE"})
+
+
+def job_state(s: Situation) -> Hypothesis | None:
+    """What Slurm says of the job, where nothing else was given but silent logs."""
+    events = s.facts.all_events()
+    states = {str(e.detail["job"]): str(e.detail["state"]) for e in events if e.kind == "job"}
+    given = any(c.stacks or c.flight or c.beats or c.states for c in s.ranks.values())
+    outcome = s.facts.outcome is not None or any(n.down for n in s.facts.nodes)
+    if not states or given or outcome or any(e.kind in _TELLING for e in events):
+        return None
+    told = ", ".join(f"job {job} is {state}" for job, state in list(states.items())[:4])
+    places = [e.place for e in events if e.kind == "job"][:4]
+    if set(states.values()) == {"COMPLETED"}:
+        return Hypothesis(
+            "healthy", f"Slurm: {told}", confidence=0.8, evidence=places, state="exited",
+            blame="none",
+        )  # fmt: skip
+    if "OUT_OF_MEMORY" in states.values():
+        return Hypothesis(
+            "missing_rank",
+            f"Slurm: {told}: a process was killed for memory; which one it does not say",
+            victims=sorted(s.ranks),
+            confidence=0.6,
+            evidence=places,
+            needed=["the logs of all ranks and `dmesg` of the nodes, to tell which process it was"],
+            state="exited",
+            remedy="ask for more memory (--mem), or find what grows",
+            blame="environment",
+        )
+    return Hypothesis(
+        "unknown",
+        f"Slurm: {told}; why it says not",
+        confidence=0.0,
+        evidence=places,
+        needed=["the logs of all ranks", "stacks of all ranks (`shakedown hang collect`)"],
+        state="exited" if set(states.values()) <= _OVER else "unknown",
+        blame="none",
+    )

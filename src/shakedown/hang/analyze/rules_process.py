@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+from shakedown.cluster.nodes import is_node_name
 from shakedown.hang.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.hang.analyze.position import user_frames
 from shakedown.hang.analyze.situation import Situation
@@ -12,7 +13,8 @@ from shakedown.hang.records import LogEvent, Place
 # Errors that a rank dies of because another one went first.
 _VICTIM = re.compile(
     r"closed by peer|reset by peer|Broken ?pipe|Socket closed|Watchdog caught|ncclRemoteError"
-    r"|communicator was aborted|KeyboardInterrupt|SystemExit|SIGTERM|timed? ?out|DistStoreError"
+    r"|communicator was aborted|KeyboardInterrupt|SystemExit|SIGTERM|[Tt]imed? ?out|DistStoreError"
+    r"|SignalException"
     r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
     r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
 )
@@ -34,25 +36,36 @@ def node_dead(s: Situation) -> Hypothesis | None:
     """Slurm says that a node is down and ranks of it, or of nobody else, are silent."""
     down = [n for n in s.facts.nodes if n.down]
     events = [e for e in s.facts.all_events() if e.kind == "node"]
-    names = {n.node for n in down}
+    lists = {n.node for n in down if n.state == "NODE_FAIL" and not is_node_name(n.node)}
+    names = {n.node for n in down} - lists
+    if not lists and not events and _all_elsewhere(s, names):
+        return None
     names |= {str(e.detail.get("node") or e.detail.get("node_b") or "") for e in events}
     names.discard("")
-    if not names:
+    if not names and not lists:
         return None
     silent = [r for r, c in s.ranks.items() if c.host in names]
     places = [n.place for n in down] + [e.place for e in events]
     return Hypothesis(
         "node_dead",
-        f"node {', '.join(sorted(names))} failed"
+        (f"node {', '.join(sorted(names))} failed" if names else f"one of {min(lists)} failed")
         + (f"; it ran {name_ranks(silent)}" if silent else ""),
         nodes=sorted(names),
         victims=sorted(set(s.ranks) - set(silent)),
-        confidence=0.9,
+        confidence=0.9 if names else 0.6,
         evidence=places[:8],
+        needed=[] if names else [f"`scontrol show node {min(lists)}`: which of them is down"],
         state="exited" if not s.alive else "hung",
         remedy="exclude the node and start the stage again from its checkpoint",
         blame="node",
     )
+
+
+def _all_elsewhere(s: Situation, names: set[str]) -> bool:
+    """No rank is missing and each is known to run on another node: Slurm lists the cluster."""
+    hosts = {c.host for c in s.ranks.values()}
+    whole = bool(s.ranks) and s.expected_ranks == set(s.ranks)
+    return whole and "" not in hosts and not hosts & names
 
 
 def size_abort(s: Situation) -> Hypothesis | None:
@@ -183,11 +196,26 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
 
 
 def _signal(component: Component) -> bool:
-    return component.exit_code is not None and component.exit_code < 0
+    code = component.exit_code
+    return code is not None and code < 0 and not (code == -6 and _aborted_by_peers(component))
+
+
+# What the transport throws when a peer is gone or sent something else.
+_TRANSPORT = re.compile(r"gloo::|c10::Dist")
+
+
+def _aborted_by_peers(component: Component) -> bool:
+    """A watchdog or a transport ends, by SIGABRT, a rank that others let down: a victim."""
+    if any(e.kind == "oom" for e in component.events):
+        return False
+    thrown = [str(e.detail.get("type", "")) for e in component.events if e.kind == "abort"]
+    timed_out = any(e.kind == "timeout" for e in component.events)
+    return timed_out or any(_TRANSPORT.search(name) for name in thrown)
 
 
 def _is_victim(component: Component) -> bool:
-    return any(e.kind in ("peer_closed", "traceback", "timeout") for e in component.events)
+    kinds = {e.kind for e in component.events}
+    return bool(kinds & {"peer_closed", "traceback", "timeout"}) or _aborted_by_peers(component)
 
 
 def _told(component: Component) -> bool:

@@ -1,10 +1,12 @@
 """Rules about call paths: initialisation, cleanup, and ranks that stand outside a collective."""
 
 import re
+from collections.abc import Sequence
 
 from shakedown.hang.analyze.classes import frame_key, waiting_threads
+from shakedown.hang.analyze.frames import library_calls
 from shakedown.hang.analyze.model import Cause, Edge, Hypothesis, name_ranks, verb
-from shakedown.hang.analyze.position import Position, user_frames
+from shakedown.hang.analyze.position import Position, judge_path, user_frames
 from shakedown.hang.analyze.situation import Situation
 from shakedown.hang.records import Frame, Place
 from shakedown.verdict import Blame
@@ -102,9 +104,10 @@ def _returned_from(rank: Position, other: Position) -> bool:
     mine, theirs = user_frames(rank.path), user_frames(other.path)
     pairs = zip(mine, theirs, strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if frame_key(a) != frame_key(b)), None)
-    if shared is None or shared != len(mine) - 1 or shared + 1 >= len(theirs):
+    if shared is None or shared != len(mine) - 1:
         return False
-    here, there, called = mine[shared], theirs[shared], theirs[shared + 1].function
+    here, there = mine[shared], theirs[shared]
+    called = _called_from(other.path, there)
     return (
         frame_key(here)[:2] == frame_key(there)[:2]
         and here.line > there.line > 0
@@ -112,6 +115,12 @@ def _returned_from(rank: Position, other: Position) -> bool:
         and _WHOLE_LOOP.search(called) is not None
         and not _ONE_STEP.search(called)
     )
+
+
+def _called_from(path: Sequence[Frame], frame: Frame) -> str:
+    """The function that `frame` called, the user's own or a library's; empty for the last one."""
+    index = next((i for i, row in enumerate(path) if row is frame), len(path))
+    return path[index + 1].function if index + 1 < len(path) else ""
 
 
 # kind -> cause, what to say, what to do, whose fault
@@ -146,6 +155,12 @@ OUTSIDE: dict[str, tuple[Cause, tuple[str, str], str, Blame]] = {
         "look for a call that synchronises on some ranks alone (.item(), prints, logging)",
         "code",
     ),
+    "idle": (
+        "missing_rank",
+        ("waits to be given work", "wait to be given work"),
+        "see why this worker did not get, or does not take, the request that the others work on",
+        "code",
+    ),
     "user": (
         "missing_rank",
         ("is elsewhere in its own code", "are elsewhere in their own code"),
@@ -156,7 +171,7 @@ OUTSIDE: dict[str, tuple[Cause, tuple[str, str], str, Blame]] = {
 
 
 # What a rank also does on its way to the next call.
-_UNSURE = frozenset({"host_sync", "user", "busy"})
+_UNSURE = frozenset({"host_sync", "user", "busy", "idle"})
 
 
 def outsider(s: Situation) -> Hypothesis | None:
@@ -255,7 +270,9 @@ def _own_groups(s: Situation, rank: int) -> bool:
 
 
 def _threads_inside(s: Situation, rank: int) -> int:
-    main = 1 if s.positions[rank].kind in ("collective", "p2p") else 0
+    stack = s.ranks[rank].stack
+    path = stack.main.frames if stack and stack.main else ()
+    main = 1 if judge_path(path).kind in ("collective", "p2p") else 0
     return main + len(waiting_threads(s.ranks[rank]))
 
 
@@ -264,13 +281,14 @@ def different_paths(s: Situation) -> Hypothesis | None:
     inside = [r for r in s.at("collective", "p2p") if not s.positions[r].cleanup]
     paths: dict[object, list[int]] = {}
     for rank in inside:
-        users = tuple(map(frame_key, user_frames(s.positions[rank].path)))
-        paths.setdefault((s.positions[rank].op, users), []).append(rank)
+        path = s.positions[rank].path
+        users = tuple(map(frame_key, user_frames(path)))
+        paths.setdefault((s.positions[rank].op, users, library_calls(path)), []).append(rank)
     if len(paths) < 2:
         return None
     groups = sorted(paths.values(), key=lambda ranks: (len(ranks), ranks))
     told = "; ".join(f"{name_ranks(r)} in {s.positions[r[0]].where}" for r in groups[:4])
-    pipeline = all(any("pipelin" in f.file for f in s.positions[r].path) for r in inside)
+    pipeline = all(_in_pipeline(s.positions[r]) for r in inside)
     return Hypothesis(
         "pipeline_order" if pipeline else "collective_mismatch",
         f"ranks wait in different calls: {told}",
@@ -284,3 +302,8 @@ def different_paths(s: Situation) -> Hypothesis | None:
         ],
         remedy="look for a branch that not all ranks take before these calls",
     )
+
+
+def _in_pipeline(position: Position) -> bool:
+    """A wait between stages: a collective below a schedule is none."""
+    return position.kind == "p2p" and any("pipelin" in f.file for f in position.path)

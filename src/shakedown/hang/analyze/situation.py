@@ -43,7 +43,8 @@ class Situation:
     def dead(self) -> list[int]:
         """Ranks that are gone: zombie, no process, or an exit code."""
         coded = [r for r, c in self.ranks.items() if c.exit_code not in (None, 0)]
-        return sorted({*self.at("dead"), *coded})
+        crashed = [r for r, c in self.ranks.items() if _crashed(c)]
+        return sorted({*self.at("dead"), *coded, *crashed})
 
     @cached_property
     def alive(self) -> list[int]:
@@ -155,6 +156,14 @@ def _same(calls: Sequence[Operation], *, frames: bool) -> bool:
         uneven = _UNEVEN.search(op.name) is not None
         keys.add((name, *(() if uneven else (sizes, outputs, dtypes)), p2p, where))
     return len(keys) == 1
+
+
+_FAULT = re.compile(r"^Fatal Python error: (?:Segmentation|Bus|Illegal|Floating)")
+
+
+def _crashed(component: Component) -> bool:
+    """A fault of the process itself; an abort may be the watchdog's."""
+    return any(e.kind == "abort" and _FAULT.match(e.text) for e in component.events)
 
 
 def _advanced(component: Component) -> bool:

@@ -9,7 +9,12 @@ _RULES = "=#*>~+-<"
 _BARE = re.compile(
     r"(?:\[?(?:global |trainer )?rank[ =:#]{0,2}\d{1,6}\]?) ?(?:\([^()]{0,80}\))? ?:?", re.I
 )
-_RANK = re.compile(r"(?<![a-z])rank[ =:#_-]{0,3}(\d{1,6})\b", re.I)
+_RANK = re.compile(
+    r"(?<![a-z])(?<!local[-_ ])(?<!node[-_ ])(?<!group[-_ ])rank[ =:#_-]{0,3}(\d{1,6})\b", re.I
+)
+_LOCAL = re.compile(r"(?:local|node|group)[-_ ]?rank[ =:#_-]{0,3}\d", re.I)
+_ANSIBLE = re.compile(r"^([\w.-]{1,80}) \| [A-Z!]{2,12} \| rc=\d{1,3} >>$")
+_UNIT = re.compile(r"(?<![a-z])(?:worker|trainer|gpu|task)[ =:#_-]{0,2}(\d{1,5})\b", re.I)
 _PID = re.compile(r"(?<![a-z])pid[ =:#_-]{0,3}(\d{1,8})\b", re.I)
 _HOST = re.compile(r"(?<![a-z])(?:host|hostname|node)[ =:]{1,3}([A-Za-z0-9][\w.-]{0,63})", re.I)
 _ROLE = re.compile(r"(?<![a-z])(trainer|orchestrator|inference)(?![a-z])", re.I)
@@ -19,6 +24,8 @@ def header(line: str) -> Identity | None:
     """Who the lines after this one speak of; None when the line is no header."""
     if not line or len(line) > 4 * MAX_HEADER:
         return None
+    if match := _ANSIBLE.match(line):
+        return Identity(host=match[1])
     ruled = _inside_rules(line)
     text = line if ruled is None else ruled
     if not text or len(text) > MAX_HEADER:
@@ -26,7 +33,9 @@ def header(line: str) -> Identity | None:
     if ruled is None and not _BARE.fullmatch(" ".join(text.split())):
         return None
     rank, pid, host, role = (p.search(text) for p in (_RANK, _PID, _HOST, _ROLE))
-    if not (rank or pid or host or role):
+    if not (rank or pid or _LOCAL.search(text)):
+        rank = _UNIT.search(text)
+    if not (rank or pid or host or role or _LOCAL.search(text)):
         return None
     return Identity(
         int(rank[1]) if rank else None,

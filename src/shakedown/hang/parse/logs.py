@@ -1,218 +1,27 @@
-"""Logs of ranks, launchers and servers: tracebacks and the lines that mean something.
-
-A row of `PATTERNS` is one kind of line; a test holds a real example of each.
-"""
+"""Logs of ranks, launchers and servers: tracebacks and the lines that mean something."""
 
 import re
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
+from shakedown.hang.parse.local_ranks import LOCAL
+from shakedown.hang.parse.log_lines import PATTERNS, Row, groups_of
 from shakedown.hang.parse.source import Source
-from shakedown.hang.records import Frame, Identity, LogEnd, LogEvent, LogKind, Record, clean
+from shakedown.hang.records import Frame, Identity, LogEnd, LogEvent, Record, clean
 
-_PREFIX = re.compile(r"^(?:\((?:[^()]{1,80})\) )?\[(?:rank|default|trainer)-?(\d{1,6})\]:? ?", re.I)
+# kubectl logs --prefix and --timestamps, Ray, a node's name or a time before torchrun's own prefix
+_OUTER = re.compile(
+    r"^(?:\[pod/[^\]]{1,120}\] ?|\([^()]{1,80}\) |[\w.-]{1,60}: (?=\[(?:rank|default))"
+    r"|\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-]\d\d:?\d\d) "
+    r"|[\d/-]{8,10} [\d:.,]{8,16} (?=\[(?:rank|default)))"
+)
+_PREFIX = re.compile(r"^\[(?:(?:rank|trainer)-?(\d{1,6})|default-?(\d{1,4}))\]:? ?", re.I)
+_MPI = re.compile(r"^\[\d{1,4},(\d{1,6})\]<std(?:out|err)>: ?")
 _TASK = re.compile(r"^ *(\d{1,5}): ")  # srun --label
 _LOG_NAME = re.compile(
     r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"
 )
-
-_Detail = dict[str, Any]
-# Names that may be all digits and stay names.
-_TEXT = frozenset({"guid", "desc", "type", "node", "node_b", "call_a", "call_b", "op", "how"})
-
-
-def _groups(match: re.Match[str]) -> _Detail:
-    """Named groups; digits become numbers, lists of ranks become lists."""
-    detail: _Detail = {}
-    for key, value in match.groupdict().items():
-        if value is None:
-            continue
-        if key == "ranks":
-            detail[key] = [int(n) for n in re.findall(r"\d{1,7}", value)][:10_000]
-        else:
-            detail[key] = clean(value, 120) if key in _TEXT else int(value)
-    return detail
-
-
-# Kind, lower-case words of which a line that matches has at least one, pattern.
-_Row = tuple[LogKind, tuple[str, ...], re.Pattern[str]]
-PATTERNS: list[_Row] = [
-    # gloo: a message of another size than the receiver posted; the process aborts
-    (
-        "size_mismatch",
-        ("op.preamble.length",),
-        re.compile(
-            r"op\.preamble\.length <= op\.nbytes\. (?P<received>\d{1,15}) vs (?P<expected>\d{1,15})"
-        ),
-    ),
-    # TORCH_DISTRIBUTED_DEBUG=DETAIL
-    (
-        "collective_mismatch",
-        ("detected mismatch between collectives",),
-        re.compile(
-            r"Detected mismatch between collectives on ranks\. Rank (?P<rank_a>\d{1,7}) is running"
-            r" collective: (?P<call_a>.{1,700}?),? but Rank (?P<rank_b>\d{1,7}) is running"
-            r" collective: (?P<call_b>.{1,700})"
-        ),
-    ),
-    (
-        "timeout",
-        ("watchdog caught collective",),
-        re.compile(
-            r"Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<seq>\d{1,15}),"
-            r" OpType=(?P<op>\w{1,40}), NumelIn=(?P<numel_in>\d{1,18}),"
-            r" NumelOut=(?P<numel_out>\d{1,18})"
-        ),
-    ),
-    (
-        "timeout",
-        ("ast enqueued",),
-        re.compile(
-            r"\[PG (?:ID )?(?P<pg>\d{1,6})(?: PG GUID (?P<guid>[^() \]]{1,80}))?"
-            r" ?(?:\((?P<desc>[^)]{0,80})\))? Rank (?P<group_rank>\d{1,7})\].{0,200}?"
-            r"[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>\d{1,20}),"
-            r".{0,40}?[Ll]ast completed (?:NCCL )?work: (?P<completed>\d{1,20})"
-        ),
-    ),
-    # TORCH_NCCL_DESYNC_DEBUG=1
-    (
-        "missing_ranks",
-        ("finished collective",),
-        re.compile(r"- \[(?P<ranks>[\d, ]{1,400})\] finished collective #\d+,.*but didn't join"),
-    ),
-    (
-        "missing_ranks",
-        ("finish collective",),
-        re.compile(r"- \[(?P<ranks>[\d, ]{1,400})\] joined but didn't finish collective"),
-    ),
-    (
-        "missing_ranks",
-        ("lagging ranks",),
-        re.compile(r"ranks \[(?P<ranks>[\d, ]{1,400})\] are the lagging ranks that caused"),
-    ),
-    # monitored_barrier(wait_all_ranks=True) and its one-rank form
-    (
-        "missing_ranks",
-        ("failed to pass monitoredbarrier",),
-        re.compile(r"Ranks? (?P<ranks>\d[\d, ]{0,400}) failed to pass monitoredBarrier"),
-    ),
-    (
-        "missing_ranks",
-        ("clients joined",),
-        re.compile(r"(?P<joined>\d{1,6})/(?P<world>\d{1,6}) clients joined"),
-    ),
-    (
-        "peer_closed",
-        (
-            "closed by peer",
-            "reset by peer",
-            "socket closed",
-            "broken pipe",
-            "remote process",
-            "ncclremote",
-        ),
-        re.compile(
-            r"Connection closed by peer|Connection reset by peer|Socket closed|Broken pipe"
-            r"|remote process (?:has )?(?:exited|died)|ncclRemoteError"
-        ),
-    ),
-    (
-        "abort",
-        ("terminate called",),
-        re.compile(r"^terminate called after throwing an instance of '(?P<type>[^']{1,100})'"),
-    ),
-    ("abort", ("fatal python error",), re.compile(r"^Fatal Python error: (?P<type>.{1,100})")),
-    (
-        "oom",
-        ("out of memory", "outofmemoryerror", "oom-kill", "oom_kill"),
-        re.compile(r"CUDA out of memory|torch\.OutOfMemoryError|oom[-_]kill|Out of memory: Killed"),
-    ),
-    # torchrun, srun, Slurm
-    (
-        "exit",
-        ("failed (exitcode",),
-        re.compile(
-            r"failed \(exitcode: (?P<code>-?\d{1,4})\) local_rank: (?P<local_rank>\d{1,4})"
-            r" \(pid: (?P<pid>\d{1,8})\)"
-        ),
-    ),
-    (
-        "exit",
-        ("srun: error",),
-        re.compile(
-            r"^srun: error: (?P<node>\S{1,80}): task (?P<task>\d{1,6}): "
-            r"(?P<how>Killed|Exited with exit code \d+|Aborted|Segmentation fault)"
-        ),
-    ),
-    (
-        "node",
-        ("node failure", "node_fail", "error: node"),
-        re.compile(
-            r"NODE FAILURE|NODE_FAIL|Node failure on (?P<node>[^\s,]{1,80})"
-            r"|error: Node (?P<node_b>\S{1,80}) (?:has failed|not responding)"
-        ),
-    ),
-    (
-        "storage",
-        ("stale file", "input/output", "transport endpoint", "no space left", "quota exceeded"),
-        re.compile(
-            r"Stale file handle|Input/output error|Transport endpoint is not connected"
-            r"|No space left on device|Disk quota exceeded"
-        ),
-    ),
-    (
-        "nccl_error",
-        ("ncclinternal", "ncclsystem", "unhandled system error", "nccl warn"),
-        re.compile(
-            r"ncclInternalError|ncclSystemError|unhandled system error"
-            r"|NCCL WARN .{0,80}(?:Got completion|ibv_|IB |Net |timed out)"
-        ),
-    ),
-    (
-        "starving",
-        ("waiting for",),
-        re.compile(
-            r"[Ww]aiting for (?:the )?(?:training|next|rollout) batch(?:es)?(?: to arrive)?"
-            r"|[Ww]aiting for rollouts?\b"
-        ),
-    ),
-    (
-        "waiting_weights",
-        ("waiting for",),
-        re.compile(r"[Ww]aiting for (?:policy |new |updated )?(?:weights?|checkpoint)\b.{0,80}"),
-    ),
-    (
-        "staleness",
-        ("staleness", "off-policy", "off policy", "capacity"),
-        re.compile(
-            r"(?:staleness|off[- ]policy).{0,60}(?:capacity|limit|exceeded|paus|block)"
-            r"|no (?:rollout )?capacity",
-            re.I,
-        ),
-    ),
-    (
-        "server_unhealthy",
-        (
-            "enginedead",
-            "enginecore",
-            "health",
-            "server",
-            "connecterror",
-            "connectionerror",
-            "connecttimeout",
-            "connection refused",
-        ),
-        re.compile(
-            r"EngineDeadError|EngineCore .{0,60}(?:died|failed)"
-            r"|health ?check .{0,40}(?:failed|timed out)"
-            r"|(?:inference )?server .{0,60}(?:unhealthy|not healthy|unreachable|did not answer)"
-            r"|(?:httpx\.|openai\.)?(?:ConnectError|APIConnectionError|ConnectTimeout)"
-            r"|Connection refused",
-            re.I,
-        ),
-    ),
-]
 
 _TRACEBACK = "Traceback (most recent call last):"
 _FILE_LINE = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,9})(?:, in (.{1,200}))?$')
@@ -225,22 +34,37 @@ def parse(source: Source) -> list[Record]:
     named = source.who()
     lowered = source.text.lower()
     rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
-    tracebacks, launcher = _Tracebacks(source), _Launcher(source)
+    followed, launcher = dict[_Owner, _Tracebacks](), _Launcher(source)
     for number, raw in enumerate(source.lines, start=1):
-        line, who = _strip(raw, named)
+        line, who, local = _strip(raw, named)
+        owner = (who.rank, local) if len(followed) < _MAX_OWNERS else (None, None)
+        if owner not in followed:
+            followed[owner] = _Tracebacks(source)
+        tracebacks = followed[owner]
         ended = tracebacks.feed(number, line, who)
         if ended is not None:
-            events.add(ended)
+            events.add(_within(ended, local))
         if tracebacks.inside:
             continue
-        events.add(*_line_events(source, rows, number, line, who), *launcher.feed(number, line))
-    last = tracebacks.finish()
-    if last is not None:
-        events.add(last)
+        found_here = _line_events(source, rows, number, line, who)
+        events.add(*(_within(e, local) for e in found_here), *launcher.feed(number, line))
+    for (_, local), tracebacks in followed.items():
+        last = tracebacks.finish()
+        if last is not None:
+            events.add(_within(last, local))
     found: list[Record] = [*events.ordered()]
     if found or _LOG_NAME.search(source.name.lower()):
         found.append(_end(source, named))
     return found
+
+
+_Owner = tuple[int | None, int | None]  # rank, local rank: ranks write between each other's lines
+_MAX_OWNERS = 10_000
+
+
+def _within(event: LogEvent, local: int | None) -> LogEvent:
+    """The event with its rank within the node, which other nodes have too."""
+    return event if local is None else replace(event, detail={**event.detail, LOCAL: local})
 
 
 class _Shelf:
@@ -265,18 +89,35 @@ class _Shelf:
         return sorted((e for row in rows for e in row), key=lambda e: e.place.line)
 
 
-def _strip(raw: str, named: Identity) -> tuple[str, Identity]:
-    """Remove `[rank3]: ` or srun's `3: ` and say whose line it is."""
-    match = _PREFIX.match(raw)
-    if match is None and named.rank is None:
-        match = _TASK.match(raw)
-    if match is None:
-        return raw.rstrip("\r"), named
-    return raw[match.end() :].rstrip("\r"), Identity(int(match[1]), None, named.host, named.role)
+def _may_be_outer(text: str) -> bool:
+    """Most lines have no prefix: a glance costs less than the pattern."""
+    return text[:1] in "[(" or text[10:11] == "T" or "]:" in text[:200]
+
+
+def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
+    """Remove `[default1]:[rank3]: ` or srun's `3: `; whose line it is, and its local rank."""
+    text = raw.rstrip("\r")
+    rank, local = named.rank, None
+    if not text:
+        return text, named, None
+    while _may_be_outer(text) and (match := _OUTER.match(text)):
+        text = text[match.end() :]
+    if match := _MPI.match(text):
+        text, rank = text[match.end() :], int(match[1])
+    found = False
+    while match := _PREFIX.match(text):
+        text, found = text[match.end() :], True
+        rank = int(match[1]) if match[1] else rank
+        local = int(match[2]) if match[2] else local
+    if not found and rank is None and (match := _TASK.match(text)):
+        text, rank = text[match.end() :], int(match[1])
+    if rank == named.rank:
+        return text, named, local
+    return text, Identity(rank, None, named.host, named.role), local
 
 
 def _line_events(
-    source: Source, rows: Sequence[_Row], number: int, line: str, who: Identity
+    source: Source, rows: Sequence[Row], number: int, line: str, who: Identity
 ) -> list[LogEvent]:
     found: list[LogEvent] = []
     lowered = line.lower()  # finding a word costs a fraction of a pattern: logs are long
@@ -285,7 +126,7 @@ def _line_events(
         if match:
             found.append(
                 LogEvent(
-                    kind, who, clean(line.strip()), source.place(number, line), (), _groups(match)
+                    kind, who, clean(line.strip()), source.place(number, line), (), groups_of(match)
                 )
             )
     return found

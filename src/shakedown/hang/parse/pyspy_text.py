@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from shakedown.hang.parse.headers import header
+from shakedown.hang.parse.numbers import pid_of
 from shakedown.hang.parse.source import Source
 from shakedown.hang.records import Frame, Identity, Record, Stack, Thread, Unattachable, clean
 
@@ -60,6 +61,7 @@ class _Reader:
             if match[3] == "MainThread" and any(n == "MainThread" for n, *_ in self._now.threads):
                 self._close()  # pasted without process lines: every process has one
                 self._now = _Process(Identity(), number)
+            self._take_pid(match, line)
             state = match[2]
             active = None if state is None else "active" in state
             self._now.threads.append((match[3], active, "gil" in (state or ""), []))
@@ -70,6 +72,12 @@ class _Reader:
         elif self._failures and number - self._failures[-1][1] <= 5 and line.strip():
             who, at, text = self._failures[-1]  # py-spy gives the reason in the lines below
             self._failures[-1] = (who, at, f"{text} {line.strip()}")
+
+    def _take_pid(self, match: re.Match[str], line: str) -> None:
+        """The main thread's number is the process id, where it is no pointer (0x...)."""
+        who, number = self._now.who, match[1] or ""
+        if match[3] == "MainThread" and who.pid is None and "0x" not in line and number.isdecimal():
+            self._now.who = Identity(who.rank, pid_of(int(number[:12])), who.host, who.role)
 
     def _begin(self, number: int, pid: int, command: str) -> None:
         if self._now.started or self._now.threads:

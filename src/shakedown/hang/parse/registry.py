@@ -3,7 +3,8 @@
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ from shakedown.hang.parse import (
     evidence,
     faulthandler_text,
     flight_recorder,
+    json_parts,
+    local_ranks,
     logs,
+    names,
+    prefixed,
     process_state,
     pyspy_json,
     pyspy_text,
@@ -19,6 +24,7 @@ from shakedown.hang.parse import (
     ras,
     slurm,
 )
+from shakedown.hang.parse.moments import order_moments
 from shakedown.hang.parse.source import MAX_FILES, Source, find_files, read_source
 from shakedown.hang.records import Record, clean
 
@@ -61,7 +67,11 @@ TEXT_FORMATS: dict[str, Parser] = {
     "slurm": slurm.parse,
     "log": logs.parse,
 }
+# Those that are read process by process where each line says whose it is.
+_OF_PROCESSES = ("py-spy text", "pystack text", "faulthandler")
 
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how PowerShell redirects
+_COLOUR = re.compile(rb"\x1b\[[0-9;]{0,20}[mKGHJ]")
 _JSON_LINES = re.compile(r"^\s*[{\[]")
 
 
@@ -70,14 +80,19 @@ def read_paths(paths: Iterable[Path]) -> Evidence:
     records: list[Record] = []
     formats: dict[str, str] = {}
     skipped: list[Skipped] = []
-    for number, (path, name) in enumerate(find_files(paths)):
-        if number == MAX_FILES:
-            reason = f"not read, and nothing after it: more than {MAX_FILES} files"
-            skipped.append(Skipped(name, reason))
-            break
+    files = list(islice(find_files(paths), MAX_FILES + 1))
+    if len(files) > MAX_FILES:
+        reason = f"not read, and nothing after it: more than {MAX_FILES} files"
+        skipped.append(Skipped(files.pop()[1], reason))
+    named = names.identities([name for _, name in files])
+    local: list[str] = []
+    for path, name in files:
+        identity, trailing = named[name]
         try:
-            source = read_source(path, name)
+            source = replace(read_source(path, name), identity=identity, trailing=trailing)
             found = read_one(source)
+            if "log" in found and local_ranks.counts_locally(source):
+                local.append(name)
         except OSError as error:
             skipped.append(Skipped(name, error.strerror or type(error).__name__))
         except RecursionError:
@@ -90,7 +105,7 @@ def read_paths(paths: Iterable[Path]) -> Evidence:
                 formats[name] = f"{formats[name]}, {label}" if name in formats else label
             if not found:
                 skipped.append(Skipped(name, "empty" if not source.data else "unknown format"))
-    return Evidence(records, formats, skipped)
+    return Evidence(order_moments(local_ranks.resolve(records, local)), formats, skipped)
 
 
 def read_one(source: Source) -> dict[str, list[Record]]:
@@ -103,13 +118,22 @@ def read_one(source: Source) -> dict[str, list[Record]]:
         return {"flight recorder pickle": flight_recorder.parse_pickle(source)}
     if evidence.is_heartbeat(source.data):
         return {"heartbeat": evidence.parse_heartbeat(source)}
+    if source.data[:2] in _UTF_16:
+        text = source.data.decode("utf-16", errors="replace")
+        source = replace(source, data=text.encode("utf-8", errors="replace"))
     if source.looks_binary:
         return {}
+    if b"\x1b[" in source.data:
+        source = replace(source, data=_COLOUR.sub(b"", source.data))
     if _JSON_LINES.match(source.text[:200]):
         found = _read_json(source)
         if found:
             return found
-    rows = {label: parse(source) for label, parse in TEXT_FORMATS.items()}
+    parts = prefixed.split(source)
+    rows: dict[str, list[Record]] = json_parts.parse(source, _judge_json)
+    for label, parse in TEXT_FORMATS.items():
+        for part in parts if parts and label in _OF_PROCESSES else [source]:
+            rows.setdefault(label, []).extend(parse(part))
     return {label: row for label, row in rows.items() if row}
 
 
@@ -118,6 +142,10 @@ def _read_json(source: Source) -> dict[str, list[Record]]:
         body = json.loads(source.whole)
     except ValueError:
         return {}
+    return _judge_json(source, body)
+
+
+def _judge_json(source: Source, body: Any) -> dict[str, list[Record]]:
     for label, parse in JSON_FORMATS.items():
         rows = parse(source, body)
         if rows is not None:
