@@ -55,6 +55,8 @@ def start(code: str, *arguments: str, **environment: str) -> subprocess.Popen[st
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
+    while read_state(process.pid).state != "S":  # it said so before it sleeps
+        time.sleep(0.01)
     return process
 
 

@@ -2,8 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from shakedown.hang.groups import GroupFacts, build_groups
@@ -66,14 +67,17 @@ class Component:
     @property
     def stack(self) -> Stack | None:
         """The newest stack with a main thread; py-spy before the rest, it names threads."""
-        usable = [s for s in self.stacks if s.main and s.main.frames]
+        usable = [s for s in self.stacks if (main := s.main) and main.frames]
+        if len(usable) < 2:
+            return usable[0] if usable else None
         return max(usable, key=lambda s: (s.sample, s.tool == "py-spy"), default=None)
 
     @property
     def path(self) -> tuple[Frame, ...]:
         """The main thread's frames, outermost first; empty when unknown."""
         stack = self.stack
-        return stack.main.frames if stack and stack.main else ()
+        main = stack.main if stack else None
+        return main.frames if main else ()
 
     @property
     def state(self) -> ProcessState | None:
@@ -90,6 +94,8 @@ class Component:
     @property
     def record(self) -> FlightRecord | None:
         """The newest Flight Recorder dump; among equals the fuller one, with frames first."""
+        if len(self.flight) < 2:
+            return self.flight[0] if self.flight else None
         return max(
             self.flight,
             key=lambda r: (r.sample, len(r.operations), any(op.frames for op in r.operations)),
@@ -230,18 +236,20 @@ def _shelve(facts: Facts, who: Identity, record: Any) -> None:
         _add(_component(facts, who), record)
 
 
+_SHELVES: Mapping[type, Callable[[Component], list[Any]]] = {
+    Stack: attrgetter("stacks"),
+    ProcessState: attrgetter("states"),
+    Unattachable: attrgetter("unattachable"),
+    FlightRecord: attrgetter("flight"),
+    LogEvent: attrgetter("events"),
+    LogEnd: attrgetter("logs"),
+    RasRank: attrgetter("ras"),
+}
+
+
 def _add(component: Component, record: Any) -> None:
-    shelves: dict[type, list[Any]] = {
-        Stack: component.stacks,
-        ProcessState: component.states,
-        Unattachable: component.unattachable,
-        FlightRecord: component.flight,
-        LogEvent: component.events,
-        LogEnd: component.logs,
-        RasRank: component.ras,
-        TargetName: [],
-    }
-    shelves[type(record)].append(record)
+    if not isinstance(record, TargetName):
+        _SHELVES[type(record)](component).append(record)
 
 
 def _place_children(facts: Facts, loose: list[Stack]) -> None:
@@ -249,14 +257,17 @@ def _place_children(facts: Facts, loose: list[Stack]) -> None:
     owner = {pid: c for c in [*facts.ranks.values(), *facts.roles.values()] for pid in c.pids}
     found = True
     while found:
-        found = False
-        for stack in [s for s in loose if s.parent_pid in owner]:
-            component = owner[stack.parent_pid or 0]
+        left = []
+        for stack in loose:
+            component = owner.get(-1 if stack.parent_pid is None else stack.parent_pid)
+            if component is None:
+                left.append(stack)
+                continue
             component.children.append(stack)
             if stack.who.pid is not None:
                 owner[stack.who.pid] = component
-            loose.remove(stack)
-            found = True
+        found = len(left) < len(loose)
+        loose[:] = left
 
 
 def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
@@ -277,7 +288,8 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
     for number, stack in enumerate(roots):
         # pasted without process ids: in the order of the text, after those that have one
         by_process[stack.who.host, stack.who.pid or 2**32 + number].append(stack)
-        loose.remove(stack)
+    chosen = set(map(id, roots))
+    loose[:] = [s for s in loose if id(s) not in chosen]
     ordered = sorted(by_process.items(), key=lambda row: (natural(row[0][0]), row[0][1]))
     for rank, ((host, pid), stacks) in enumerate(ordered):
         component = _component(facts, Identity(rank, pid if pid < 2**32 else None, host))

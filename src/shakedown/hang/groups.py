@@ -1,13 +1,13 @@
 """Process groups matched across ranks by their members, with each rank's counters."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shakedown.hang.records import FlightRecord, GroupStatus, Operation
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class GroupView:
     """One rank's part in a group. `enqueued` and `completed` number its last collectives."""
 
@@ -36,7 +36,7 @@ class GroupFacts:
         return f"{self.description or 'group'} [{ranks}]"
 
 
-_Key = tuple[tuple[int, ...], str, int]
+_Key = tuple[int, str, int]  # number of the member list, description, order among equals
 
 
 def build_groups(records: Mapping[int, FlightRecord], world: tuple[int, ...]) -> list[GroupFacts]:
@@ -46,8 +46,10 @@ def build_groups(records: Mapping[int, FlightRecord], world: tuple[int, ...]) ->
     """
     views: dict[_Key, dict[int, GroupView]] = defaultdict(dict)
     names: dict[_Key, dict[int, str]] = defaultdict(dict)
+    lists, rank_views = _Numbered(), _Views()
     for rank, record in sorted(records.items()):
-        seen: dict[tuple[tuple[int, ...], str], int] = defaultdict(int)
+        rank_views.take(record.operations)
+        seen: dict[tuple[int, str], int] = defaultdict(int)
         for name in sorted(record.groups, key=_by_creation):
             status = record.groups[name]
             members, label = status.members, status.description
@@ -55,24 +57,67 @@ def build_groups(records: Mapping[int, FlightRecord], world: tuple[int, ...]) ->
                 members = world
             elif not members:  # gloo keeps no member list for further groups: the name stands in
                 label = f"{label} {name}".strip()
-            pair = (members, label)
+            pair = (lists.number(members), label)
             key = (*pair, seen[pair])
             seen[pair] += 1
-            views[key][rank] = _view(record, name, status)
+            views[key][rank] = rank_views.of(name, status)
             names[key][rank] = name
+    found = [(lists.members[key[0]], key) for key in views]
     return [
-        GroupFacts(key[1], key[0] or tuple(sorted(views[key])), views[key], names[key])
-        for key in sorted(views, key=lambda k: (k[0], k[1], k[2]))
-        if len(key[0] or views[key]) > 1
+        GroupFacts(key[1], members or tuple(sorted(views[key])), views[key], names[key])
+        for members, key in sorted(found, key=lambda row: (row[0], row[1][1:]))
+        if len(members or views[key]) > 1
     ]
+
+
+class _Numbered:
+    """Member lists by number: hashing a list of all ranks once for each rank is quadratic."""
+
+    def __init__(self) -> None:
+        self.members: list[tuple[int, ...]] = []
+        self._by_identity: dict[int, int] = {}
+        self._by_value: dict[tuple[int, ...], int] = {}
+
+    def number(self, members: tuple[int, ...]) -> int:
+        """The number of a list that its owner keeps alive."""
+        found = self._by_identity.get(id(members))
+        if found is None:
+            found = self._by_value.setdefault(members, len(self.members))
+            if found == len(self.members):
+                self.members.append(members)
+            self._by_identity[id(members)] = found
+        return found
+
+
+class _Views:
+    """Views of one rank's calls by group; a rank with an equal dump shares those of the last."""
+
+    def __init__(self) -> None:
+        self._operations: Sequence[Operation] = ()
+        self._by_group: dict[str, list[Operation]] = {}
+        self._views: dict[tuple[object, ...], GroupView] = {}
+
+    def take(self, operations: Sequence[Operation]) -> None:
+        """The calls of which views are asked for next."""
+        if operations is self._operations:
+            return
+        self._operations, self._by_group, self._views = operations, {}, {}
+        for operation in operations:
+            self._by_group.setdefault(operation.group, []).append(operation)
+
+    def of(self, name: str, status: GroupStatus) -> GroupView:
+        """The view of one group."""
+        key = (name, len(status.members) == 2, status.enqueued, status.completed)
+        if key not in self._views:
+            self._views[key] = _view(self._by_group.get(name, ()), status)
+        return self._views[key]
 
 
 def _by_creation(name: str) -> tuple[int, str]:
     return (int(name), "") if name.isdecimal() and len(name) < 10 else (2**31, name)
 
 
-def _view(record: FlightRecord, name: str, status: GroupStatus) -> GroupView:
-    mine = [op for op in record.operations if op.group == name]
+def _view(mine: Sequence[Operation], status: GroupStatus) -> GroupView:
     collectives = {op.seq: op for op in mine if not op.p2p}
     if any(op.p2p for op in mine) and len(status.members) != 2:
         # point-to-point calls advance the counters of the two ranks concerned alone

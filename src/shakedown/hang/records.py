@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from shakedown.hang.heartbeat import Beat
 
@@ -56,8 +56,7 @@ class Identity:
         )
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """One call. `file` is as the tool printed it, shortened or full; `line` 0 when unknown."""
 
     name: str
@@ -129,8 +128,7 @@ class Unattachable:
     place: Place
 
 
-@dataclass(frozen=True)
-class Operation:
+class Operation(NamedTuple):
     """One Flight Recorder entry. `seq` counts within its group; sizes are input and output."""
 
     order: int
@@ -145,8 +143,7 @@ class Operation:
     frames: tuple[Frame, ...] = ()
 
 
-@dataclass(frozen=True)
-class GroupStatus:
+class GroupStatus(NamedTuple):
     """One process group as one rank sees it; counters are -1 when unknown."""
 
     members: tuple[int, ...]

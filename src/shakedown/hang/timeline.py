@@ -75,6 +75,7 @@ def _old(row: Mapping[str, Any]) -> bool:
 
 def _row(group: GroupFacts, seq: int) -> dict[str, Any]:
     calls: dict[tuple[str, str, str, str, str], list[int]] = {}
+    told: dict[int, tuple[str, str, str, str]] = {}  # by identity: ranks share equal calls
     missing = []
     for rank, view in group.views.items():
         op = view.operations.get(seq)
@@ -82,7 +83,9 @@ def _row(group: GroupFacts, seq: int) -> dict[str, Any]:
             missing.append(rank)
             continue
         done = op.done or seq <= view.completed if op else seq <= view.completed
-        key = (*_told(op), "done" if done else "started")
+        if id(op) not in told:
+            told[id(op)] = _told(op)
+        key = (*told[id(op)], "done" if done else "started")
         calls.setdefault(key, []).append(rank)
     return {"seq": seq, "calls": _calls(calls), "missing": ranges(missing)}
 

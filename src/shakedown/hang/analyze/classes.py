@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import lru_cache
 
 from shakedown.hang.analyze.model import RankClass
-from shakedown.hang.analyze.position import Position, judge_path
+from shakedown.hang.analyze.position import Position, judge_path, user_frames
 from shakedown.hang.facts import Component
 from shakedown.hang.records import Frame
 
@@ -16,17 +17,25 @@ def frame_key(frame: Frame) -> tuple[str, str, int]:
     return frame.function, frame.file.rsplit("/", 1)[-1], frame.line
 
 
+@lru_cache(4096)  # ranks of a job share few paths
 def path_key(path: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
     """A call path as a key."""
     return tuple(map(frame_key, path))
 
 
+@lru_cache(4096)
+def user_key(path: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
+    """The user's own frames of a call path as a key."""
+    return tuple(map(frame_key, user_frames(path)))
+
+
 def waiting_threads(component: Component) -> list[tuple[Frame, ...]]:
     """Paths of further threads that are inside a collective: they tell classes apart."""
     stack = component.stack
-    if stack is None:
+    if stack is None or len(stack.threads) < 2:
         return []
-    others = [t.frames for t in stack.threads if t is not stack.main]
+    main = stack.main
+    others = [t.frames for t in stack.threads if t is not main]
     return [p for p in others if judge_path(p).kind in ("collective", "p2p")]
 
 

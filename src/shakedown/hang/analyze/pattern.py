@@ -6,6 +6,7 @@ majority proves nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shakedown.hang.analyze.classes import path_key
 from shakedown.hang.records import FlightRecord, Operation
@@ -35,8 +36,29 @@ def token(op: Operation, *, frames: bool = True) -> Token:
 
 def departure(record: FlightRecord, op: Operation) -> Departure:
     """Judge `op` against the calls before it in the same dump."""
-    ordered = sorted(record.operations, key=lambda o: o.order)
-    index = next((i for i, o in enumerate(ordered) if o is op), len(ordered))
+    return _departure(_Call(record.operations, op))
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of a dump, by identity: ranks with equal dumps share both."""
+
+    operations: Sequence[Operation]
+    op: Operation
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Call):
+            return NotImplemented
+        return self.operations is other.operations and self.op is other.op
+
+    def __hash__(self) -> int:
+        return hash((id(self.operations), id(self.op)))
+
+
+@lru_cache(16)
+def _departure(call: _Call) -> Departure:
+    ordered = sorted(call.operations, key=lambda o: o.order)
+    index = next((i for i, o in enumerate(ordered) if o is call.op), len(ordered))
     tokens = [token(o) for o in ordered[: index + 1]]
     return judge(tokens)
 

@@ -4,6 +4,7 @@ import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from shakedown.hang.analyze.frames import only_hosts, told, told_by_leaf, waits_for_rollouts
@@ -100,6 +101,7 @@ _OURS = re.compile(r"(?:^|/src/|-packages/)shakedown/(?!hang/)")
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/|/lib/python\d\.\d+/|^<frozen")
 
 
+@lru_cache(16384)
 def is_user(frame: Frame) -> bool:
     """Neither the standard library nor an installed library; our own package counts as user."""
     if _OURS.search(frame.file):
@@ -157,6 +159,7 @@ def _active(thread: Thread) -> bool | None:
     return thread.active
 
 
+@lru_cache(4096)  # ranks of a job share few paths
 def judge_path(path: tuple[Frame, ...], active: bool | None = None) -> Position:
     """The first telling frame from the inside out decides."""
     if not path:

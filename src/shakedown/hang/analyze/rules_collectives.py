@@ -1,6 +1,6 @@
 """Rules about collectives: their order in each group, from dumps, watchdog lines and RAS."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from shakedown.hang.analyze.model import Cause, Edge, Hypothesis, name_ranks, verb
 from shakedown.hang.analyze.position import in_nccl_enqueue, user_frames
@@ -111,10 +111,10 @@ def extra_call(s: Situation) -> Hypothesis | None:
         return None
     departing = s.departing(pending)
     departing = [r for r in departing if s.departure(r, pending[r]).known]
-    involved = sorted({w.awaited for w in s.waits} | {w.waiter for w in s.waits})
+    involved = sorted(s.waits.awaited | s.waits.waiters)
     if not departing or 2 * len(departing) > len(involved):
         return None
-    keeping = [r for r in involved if r not in departing]
+    keeping = sorted(set(involved) - set(departing))
     return Hypothesis(
         "conditional_collective",
         f"{name_ranks(departing)} called {describe(pending[departing[0]])}, which departs from "
@@ -146,24 +146,24 @@ def _pending(s: Situation) -> Mapping[int, Operation]:
 def behind(s: Situation) -> Hypothesis | None:
     """Ranks that others wait for and that wait for nobody: the counters name them."""
     silent = [r for r in s.roots if s.mute(r)]
-    seen = [r for r in s.roots if r not in silent]
+    seen = sorted(set(s.roots) - set(silent))
     roots = [r for r in seen if s.positions[r].kind not in WAITING]
     culprits = roots or _sole(s, silent)
-    waits = [w for w in s.waits if w.awaited in culprits]
-    if not culprits or _many(s, culprits, {w.waiter for w in waits}):
+    named = set(culprits)
+    first, waiters = s.waits.first_for(named), sorted(s.waits.waiters_of(named))
+    if first is None or _many(s, culprits, set(waiters)):
         return None
-    waiters = [w.waiter for w in waits]
     others = bool(set(silent) - set(culprits))
     kind = s.positions[culprits[0]].kind if culprits[0] in s.positions else "unknown"
     return Hypothesis(
         "missing_rank",
-        f"{name_ranks(culprits)} {verb(culprits, 'has', 'have')} not entered {_call(waits[0])}, "
+        f"{name_ranks(culprits)} {verb(culprits, 'has', 'have')} not entered {_call(first)}, "
         f"which {name_ranks(waiters)} {verb(waiters, 'waits', 'wait')} in"
         f"{_side(s, culprits, culprits == silent)}",
         ranks=culprits,
         victims=sorted(set(s.facts.expected) - set(culprits)),
         confidence=0.9 if roots else 0.6,
-        evidence=_dump_places(s, [*roots, *sorted({w.waiter for w in waits})]),
+        evidence=_dump_places(s, [*roots, *waiters]),
         needed=[
             *([f"a stack of {name_ranks(culprits)} (py-spy dump)"] if kind == "unknown" else []),
             *([f"Flight Recorder dumps of {name_ranks(silent)}, awaited too"] if others else []),
@@ -205,13 +205,15 @@ def _side(s: Situation, culprits: list[int], silent: bool) -> str:
     return "; the last call is done and the host does not go on"
 
 
-def wait_edges(waits: Sequence[Wait]) -> list[Edge]:
+def wait_edges(waits: Iterable[Wait]) -> list[Edge]:
     """The graph as text, each pair once, at most 200 edges."""
     seen: dict[tuple[int, int], Edge] = {}
     for wait in waits:
         pair = (wait.waiter, wait.awaited)
-        if pair not in seen and len(seen) < 200:
+        if pair not in seen:
             seen[pair] = Edge(f"rank {wait.waiter}", f"rank {wait.awaited}", wait.why)
+        if len(seen) == 200:
+            break
     return list(seen.values())
 
 
@@ -219,11 +221,8 @@ def crossed(s: Situation) -> Hypothesis | None:
     """Ranks wait for each other in different groups."""
     if not s.cycle or s.roots:
         return None
-    first: dict[int, Wait] = {}
-    for wait in s.waits:
-        if wait.waiter in s.cycle:
-            first.setdefault(wait.waiter, wait)
-    told = "; ".join(f"rank {r} in {_call(w)}" for r, w in list(first.items())[:4])
+    first = s.waits.firsts(set(s.cycle), 4)
+    told = "; ".join(f"rank {r} in {_call(w)}" for r, w in first.items())
     return Hypothesis(
         "cross_group_cycle",
         f"{name_ranks(s.cycle)} wait for each other in different groups: {told}",

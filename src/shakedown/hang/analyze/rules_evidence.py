@@ -37,12 +37,16 @@ def mixed_jobs(s: Situation) -> Hypothesis | None:
 def _two_worlds(facts: Facts) -> list[str]:
     """Default groups 0..n-1 of different sizes, or sizes that torch itself printed."""
     worlds: dict[int, set[int]] = defaultdict(set)
+    judged: dict[int, bool] = {}  # by identity: all ranks share the list of all ranks
     for rank, component in facts.ranks.items():
         for record in component.flight:
             for status in record.groups.values():
                 members = status.members
-                whole = status.description == "default_pg" and len(members) > 1
-                if whole and members == tuple(range(len(members))):
+                if status.description != "default_pg" or len(members) < 2:
+                    continue
+                if id(members) not in judged:
+                    judged[id(members)] = members == tuple(range(len(members)))
+                if judged[id(members)]:
                     worlds[len(members)].add(rank)
     if len(worlds) < 2:
         return []

@@ -138,10 +138,10 @@ def not_posted(s: Situation) -> Hypothesis | None:
         for peer, row in by_peer.items()
         if rank not in posts.get(peer, {})
     ]
-    edges = {(w.rank, w.peer) for w in waits} | {(w.waiter, w.awaited) for w in s.waits}
-    roots = {b for _, b in edges} - {a for a, _ in edges}
-    late = sorted(roots & {w.peer for w in waits})
-    involved = {rank for edge in edges for rank in edge}
+    awaited = {w.peer for w in waits} | s.waits.awaited
+    waiters = {w.rank for w in waits} | s.waits.waiters
+    late = sorted((awaited - waiters) & {w.peer for w in waits})
+    involved = awaited | waiters
     spoke = [r for r in late if r in s.ranks and not s.mute(r)]
     if not late or spoke != late or 2 * len(late) > len(involved):
         return None

@@ -116,7 +116,7 @@ def _seen(s: Situation, *, ended: bool) -> str:
         return f"{count} and all ended; which went first is not known"
     silent = [r for r in s.roots if s.mute(r)]
     if silent:
-        waiters = sorted({w.waiter for w in s.waits})
+        waiters = sorted(s.waits.waiters)
         return (
             f"{name_ranks(waiters)} {verb(waiters, 'waits', 'wait')} for {name_ranks(silent)}, of "
             f"which no dump tells; whether {verb(silent, 'it is', 'they are')} missing or only "

@@ -1,9 +1,11 @@
 """Rules about call paths: initialisation, cleanup, and ranks that stand outside a collective."""
 
 import re
+from collections import Counter
 from collections.abc import Sequence
+from itertools import islice, product
 
-from shakedown.hang.analyze.classes import frame_key, waiting_threads
+from shakedown.hang.analyze.classes import frame_key, user_key, waiting_threads
 from shakedown.hang.analyze.frames import library_calls
 from shakedown.hang.analyze.model import Cause, Edge, Hypothesis, name_ranks, verb
 from shakedown.hang.analyze.position import Position, judge_path, user_frames
@@ -55,8 +57,8 @@ def init_deadlock(s: Situation) -> Hypothesis | None:
 def cleanup(s: Situation) -> Hypothesis | None:
     """Pattern A: ranks left the training loop and wait in cleanup, others are still in it."""
     training = [r for r in s.waiting if not s.positions[r].cleanup and s.positions[r].path]
-    left = [r for r in s.at("collective", "p2p", "teardown") if _has_left(s, r, training)]
-    stay = [r for r in training if r not in left]
+    left = _left(s, training)
+    stay = sorted(set(training).difference(left))
     if not left or not stay:
         return None
     first = s.positions[left[0]]
@@ -78,14 +80,23 @@ def cleanup(s: Situation) -> Hypothesis | None:
     )
 
 
-def _has_left(s: Situation, rank: int, training: list[int]) -> bool:
-    position = s.positions[rank]
-    if position.cleanup or position.kind == "teardown":
-        return True
-    if position.op not in ("barrier", "monitored_barrier"):
-        return False
-    others = [s.positions[r] for r in training if r != rank]
-    return bool(others) and all(_returned_from(position, other) for other in others)
+def _left(s: Situation, training: list[int]) -> list[int]:
+    """Ranks in a cleanup, or in a barrier behind the loop that all others are still in."""
+    paths = Counter(s.positions[r].path for r in training)
+    judged: dict[tuple[Frame, ...], bool] = {}
+    found = []
+    for rank in s.at("collective", "p2p", "teardown"):
+        position = s.positions[rank]
+        past = position.cleanup or position.kind == "teardown"
+        if not past and position.op in ("barrier", "monitored_barrier"):
+            mine = position.path
+            if mine not in judged:
+                others = [path for path, count in paths.items() if path != mine or count > 1]
+                judged[mine] = bool(others) and all(_returned_from(mine, o) for o in others)
+            past = judged[mine]
+        if past:
+            found.append(rank)
+    return found
 
 
 # A call from a function that holds the whole loop, as opposed to one step of it.
@@ -96,18 +107,18 @@ _ONE_STEP = re.compile(r"step|batch|forward|backward|loss")
 _LOOP_ITSELF = re.compile(r"(?:^|_)(?:train|training|fit|learn|loop|epochs?)(?:_|$)")
 
 
-def _returned_from(rank: Position, other: Position) -> bool:
-    """`rank` is past the line from which `other` called the loop that it is still in.
+def _returned_from(path: tuple[Frame, ...], other: tuple[Frame, ...]) -> bool:
+    """`path` is past the line from which `other` called the loop that it is still in.
 
     A branch inside the loop looks alike: there the calls diverge in the loop's own function.
     """
-    mine, theirs = user_frames(rank.path), user_frames(other.path)
+    mine, theirs = user_frames(path), user_frames(other)
     pairs = zip(mine, theirs, strict=False)
     shared = next((i for i, (a, b) in enumerate(pairs) if frame_key(a) != frame_key(b)), None)
     if shared is None or shared != len(mine) - 1:
         return False
     here, there = mine[shared], theirs[shared]
-    called = _called_from(other.path, there)
+    called = _called_from(other, there)
     return (
         frame_key(here)[:2] == frame_key(there)[:2]
         and here.line > there.line > 0
@@ -179,10 +190,10 @@ def outsider(s: Situation) -> Hypothesis | None:
     if not s.waiting:
         return None
     for kind, (cause, says, remedy, blame) in OUTSIDE.items():
-        ranks = [r for r in s.at(kind) if r not in s.waiting]
+        ranks = sorted(set(s.at(kind)).difference(s.waiting))
         if not ranks or (s.roots and not set(ranks) & set(s.roots)):
             continue
-        behind = [r for r in ranks if r in s.roots] or ranks
+        behind = sorted(set(ranks).intersection(s.roots)) or ranks
         if kind in _UNSURE and not s.roots and 2 * len(behind) > len(s.alive):
             continue  # by stacks alone the few that wait may have called too much
         first = s.positions[behind[0]]
@@ -222,8 +233,7 @@ def _waits_in(s: Situation) -> str:
     positions = [s.positions[r] for r in s.waiting if s.positions[r].op]
     if positions:
         return positions[0].where
-    names = [w.why for w in s.waits]
-    return names[0] if names else "a collective"
+    return next((w.why for w in s.waits), "a collective")
 
 
 def _worker(s: Situation, rank: int) -> tuple[str, list[Place]]:
@@ -240,8 +250,8 @@ def _worker(s: Situation, rank: int) -> tuple[str, list[Place]]:
 
 def _edges(waiters: list[int], awaited: list[int], why: str) -> list[Edge]:
     """At most a page full: the graph of large jobs repeats itself."""
-    pairs = [(a, b) for a in waiters for b in awaited]
-    return [Edge(f"rank {a}", f"rank {b}", why) for a, b in pairs[:200]]
+    pairs = islice(product(waiters, awaited), 200)
+    return [Edge(f"rank {a}", f"rank {b}", why) for a, b in pairs]
 
 
 def two_threads(s: Situation) -> Hypothesis | None:
@@ -282,8 +292,8 @@ def different_paths(s: Situation) -> Hypothesis | None:
     paths: dict[object, list[int]] = {}
     for rank in inside:
         path = s.positions[rank].path
-        users = tuple(map(frame_key, user_frames(path)))
-        paths.setdefault((s.positions[rank].op, users, library_calls(path)), []).append(rank)
+        key = s.positions[rank].op, user_key(path), library_calls(path)
+        paths.setdefault(key, []).append(rank)
     if len(paths) < 2:
         return None
     groups = sorted(paths.values(), key=lambda ranks: (len(ranks), ranks))

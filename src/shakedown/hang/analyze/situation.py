@@ -8,7 +8,7 @@ from functools import cached_property
 from shakedown.hang.analyze.classes import path_key
 from shakedown.hang.analyze.pattern import Departure, departure, token
 from shakedown.hang.analyze.position import Position, position_of
-from shakedown.hang.analyze.waiting import Wait, cycle, find_waits, roots
+from shakedown.hang.analyze.waiting import Waits, cycle, find_waits, roots
 from shakedown.hang.facts import Component, Facts
 from shakedown.hang.groups import GroupFacts
 from shakedown.hang.records import Operation
@@ -71,7 +71,7 @@ class Situation:
         return sorted(r for r in found if self.positions[r].kind not in ("dead", "stopped"))
 
     @cached_property
-    def waits(self) -> list[Wait]:
+    def waits(self) -> Waits:
         dumped = [r for r, c in self.ranks.items() if c.record]
         return find_waits(self.facts.groups, dumped)
 

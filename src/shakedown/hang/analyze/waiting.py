@@ -1,8 +1,15 @@
-"""The wait-for graph over process groups: who has not entered what others wait in."""
+"""The wait-for graph over process groups: who has not entered what others wait in.
+
+In one group a rank waits for every member that has entered fewer calls than the one it waits in: a
+threshold decides, so the graph is kept as two lists a group instead of as pairs, of which there
+are millions where half of a large job waits for the other half.
+"""
 
 import re
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from shakedown.hang.groups import GroupFacts
 from shakedown.hang.records import Operation
@@ -27,22 +34,135 @@ class Wait:
         return f"{name}, number {self.seq} of {self.group.label}, not entered"
 
 
-def find_waits(groups: Iterable[GroupFacts], known: Iterable[int]) -> list[Wait]:
-    """Edges from dumps. A member without any dump is awaited only where no other one is behind."""
+# Pairs of one group that are all listed: 64 ranks that wait for 64.
+PAIRS = 4096
+
+
+@dataclass(frozen=True)
+class GroupWaits:
+    """The waits of one group.
+
+    `pending`: the call that each waiting rank is in. `entered`: the last call of each member of
+    which a dump tells. `silent`: members of which none tells, awaited in call `open_call`.
+    """
+
+    group: GroupFacts
+    pending: Mapping[int, int]
+    entered: Mapping[int, int]
+    silent: Sequence[int] = ()
+    open_call: int = 0
+
+    def waiters(self, among: Collection[int] | None = None) -> set[int]:
+        """Ranks that wait for at least one member, or for one of `among`."""
+        rows = self.entered.items()
+        lowest = min((n for m, n in rows if among is None or m in among), default=None)
+        found = set() if lowest is None else {r for r, seq in self.pending.items() if seq > lowest}
+        if self.silent if among is None else any(m in among for m in self.silent):
+            found |= {r for r, seq in self.pending.items() if seq == self.open_call}
+        return found
+
+    def awaited(self, among: Collection[int] | None = None) -> set[int]:
+        """Members that at least one rank waits for, or one of `among`."""
+        rows = self.pending.items()
+        calls = {seq for r, seq in rows if among is None or r in among}
+        highest = max(calls, default=0)
+        found = {m for m, n in self.entered.items() if n < highest}
+        return found.union(self.silent) if self.open_call in calls else found
+
+    def missing(self, seq: int) -> Sequence[int]:
+        """Members that a rank in call `seq` waits for."""
+        if seq == self.open_call:
+            return self.silent
+        numbers, members = self._by_number
+        return sorted(members[: bisect_left(numbers, seq)])
+
+    @cached_property
+    def _by_number(self) -> tuple[list[int], list[int]]:
+        rows = sorted((n, m) for m, n in self.entered.items())
+        return [n for n, _ in rows], [m for _, m in rows]
+
+    def __iter__(self) -> Iterator[Wait]:
+        """Every pair."""
+        missing: dict[int, Sequence[int]] = {}
+        for rank, seq in self.pending.items():
+            if seq not in missing:
+                missing[seq] = self.missing(seq)
+            for member in missing[seq]:
+                yield Wait(rank, member, self.group, seq)
+
+
+class Waits(Iterable[Wait]):
+    """The waits of all groups. Iterating gives every pair: ask for the ranks where they suffice."""
+
+    def __init__(self, groups: Sequence[GroupWaits] = ()) -> None:
+        self.groups = groups
+
+    def __iter__(self) -> Iterator[Wait]:
+        for group in self.groups:
+            yield from group
+
+    def __bool__(self) -> bool:
+        return bool(self.waiters)
+
+    @cached_property
+    def waiters(self) -> set[int]:
+        """Ranks that wait for someone."""
+        return set().union(*(g.waiters() for g in self.groups))
+
+    @cached_property
+    def awaited(self) -> set[int]:
+        """Ranks that someone waits for."""
+        return set().union(*(g.awaited() for g in self.groups))
+
+    def waiters_of(self, ranks: Collection[int]) -> set[int]:
+        """Ranks that wait for at least one of `ranks`."""
+        return set().union(*(g.waiters(ranks) for g in self.groups))
+
+    def first_for(self, ranks: Collection[int]) -> Wait | None:
+        """The first wait for one of `ranks`."""
+        for group in self.groups:
+            waiters = group.waiters(ranks)
+            waiter = next((r for r in group.pending if r in waiters), None)
+            if waiter is not None:
+                seq = group.pending[waiter]
+                awaited = next(m for m in group.missing(seq) if m in ranks)
+                return Wait(waiter, awaited, group.group, seq)
+        return None
+
+    def firsts(self, ranks: Collection[int], limit: int) -> dict[int, Wait]:
+        """The first wait of each of `ranks`, of `limit` ranks at most."""
+        found: dict[int, Wait] = {}
+        for group in self.groups:
+            waiters = group.waiters()
+            for rank, seq in group.pending.items():
+                if len(found) == limit:
+                    return found
+                if rank in ranks and rank in waiters and rank not in found:
+                    found[rank] = Wait(rank, group.missing(seq)[0], group.group, seq)
+        return found
+
+
+def find_waits(groups: Iterable[GroupFacts], known: Iterable[int]) -> Waits:
+    """Waits from dumps. A member without any dump is awaited only where no other one is behind."""
     dumped = set(known)
-    waits: list[Wait] = []
     groups = list(groups)
     stale = set().union(*map(_stale, groups))
-    for group in groups:
-        by_seq: dict[int, list[int]] = {}
-        for rank, view in group.views.items():
-            seq = view.pending
-            if seq is None or rank in stale:
-                continue
-            if seq not in by_seq:
-                by_seq[seq] = _missing(group, seq, dumped)
-            waits += [Wait(rank, m, group, seq) for m in by_seq[seq] if m != rank]
-    return waits
+    return Waits([_group_waits(group, dumped, stale) for group in groups])
+
+
+def _group_waits(group: GroupFacts, dumped: set[int], stale: set[int]) -> GroupWaits:
+    pending = {
+        rank: seq
+        for rank, view in group.views.items()
+        if (seq := view.pending) is not None and rank not in stale
+    }
+    entered = {m: _entered(group, m) for m in group.members if m in dumped}
+    # a collective that is done anywhere was entered everywhere
+    done = max((v.completed for v in group.views.values()), default=0)
+    if done + 1 not in pending.values() or min(entered.values(), default=done + 1) <= done:
+        return GroupWaits(group, pending, entered)
+    silent = [m for m in group.members if m not in dumped and m not in group.views]
+    return GroupWaits(group, pending, entered, silent, done + 1)
 
 
 # Done nowhere before every member has taken part, unlike a broadcast or a gather.
@@ -70,31 +190,24 @@ def _stale(group: GroupFacts) -> set[int]:
     return found
 
 
-def _missing(group: GroupFacts, seq: int, dumped: set[int]) -> list[int]:
-    """Members that have not entered `seq`; without one, those of which no dump tells."""
-    behind = [m for m in group.members if m in dumped and _entered(group, m) < seq]
-    # a collective that is done anywhere was entered everywhere
-    open_to_all = seq > max(v.completed for v in group.views.values())
-    return behind or [m for m in group.members if m not in dumped and open_to_all]
-
-
 def _entered(group: GroupFacts, rank: int) -> int:
     view = group.views.get(rank)
     return view.enqueued if view else 0
 
 
-def roots(waits: Sequence[Wait]) -> list[int]:
+def roots(waits: Waits) -> list[int]:
     """Ranks that are awaited and wait for nobody themselves."""
-    return sorted({w.awaited for w in waits} - {w.waiter for w in waits})
+    return sorted(waits.awaited - waits.waiters)
 
 
-def cycle(waits: Sequence[Wait]) -> list[int]:
+def cycle(waits: Waits) -> list[int]:
     """Ranks on cycles of the graph, or on a path between two: what pruning the ends leaves."""
-    edges = {(w.waiter, w.awaited) for w in waits}
-    while edges:
-        waiters, awaited = {a for a, _ in edges}, {b for _, b in edges}
-        kept = {(a, b) for a, b in edges if a in awaited and b in waiters}
-        if kept == edges:
+    left = waits.awaited & waits.waiters
+    while left:
+        waiters = set().union(*(g.waiters(left) for g in waits.groups))
+        awaited = set().union(*(g.awaited(left) for g in waits.groups))
+        kept = left & waiters & awaited
+        if kept == left:
             break
-        edges = kept
-    return sorted({rank for edge in edges for rank in edge})
+        left = kept
+    return sorted(left)

@@ -24,9 +24,10 @@ from shakedown.hang.parse import (
     ras,
     slurm,
 )
+from shakedown.hang.parse.halves import read_all
 from shakedown.hang.parse.moments import order_moments
 from shakedown.hang.parse.source import MAX_FILES, Source, find_files, read_source
-from shakedown.hang.records import Record, clean
+from shakedown.hang.records import Identity, Record, clean
 
 
 @dataclass(frozen=True)
@@ -86,26 +87,37 @@ def read_paths(paths: Iterable[Path]) -> Evidence:
         skipped.append(Skipped(files.pop()[1], reason))
     named = names.identities([name for _, name in files])
     local: list[str] = []
-    for path, name in files:
-        identity, trailing = named[name]
-        try:
-            source = replace(read_source(path, name), identity=identity, trailing=trailing)
-            found = read_one(source)
-            if "log" in found and local_ranks.counts_locally(source):
-                local.append(name)
-        except OSError as error:
-            skipped.append(Skipped(name, error.strerror or type(error).__name__))
-        except RecursionError:
-            skipped.append(Skipped(name, "nested too deeply"))
-        except (ValueError, ArithmeticError, MemoryError) as error:
-            skipped.append(Skipped(name, clean(error) or type(error).__name__))
-        else:
-            for label, rows in found.items():
-                records += rows
-                formats[name] = f"{formats[name]}, {label}" if name in formats else label
-            if not found:
-                skipped.append(Skipped(name, "empty" if not source.data else "unknown format"))
+    results = read_all([(path, name, *named[name]) for path, name in files], _read)
+    for (_, name), result in zip(files, results, strict=True):
+        if isinstance(result, str):
+            skipped.append(Skipped(name, result))
+            continue
+        found, counts_locally = result
+        if counts_locally:
+            local.append(name)
+        for label, rows in found.items():
+            records += rows
+            formats[name] = f"{formats[name]}, {label}" if name in formats else label
     return Evidence(order_moments(local_ranks.resolve(records, local)), formats, skipped)
+
+
+def _read(
+    file: tuple[Path, str, Identity, int | None],
+) -> tuple[dict[str, list[Record]], bool] | str:
+    """A file's records by format and whether its log counts locally; or why it was left out."""
+    path, name, identity, trailing = file
+    try:
+        source = replace(read_source(path, name), identity=identity, trailing=trailing)
+        found = read_one(source)
+        if not found:
+            return "unknown format" if source.data else "empty"
+        return found, "log" in found and local_ranks.counts_locally(source)
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    except RecursionError:
+        return "nested too deeply"
+    except (ValueError, ArithmeticError, MemoryError) as error:
+        return clean(error) or type(error).__name__
 
 
 def read_one(source: Source) -> dict[str, list[Record]]:

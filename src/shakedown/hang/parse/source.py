@@ -117,43 +117,44 @@ def find_files(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
     """
     seen: set[tuple[int, int]] = set()
     for given in paths:
-        for path in _walk(given):
+        for path, name in _walk(given):
             try:
                 status = path.stat()
             except OSError:
-                yield path, _report_name(path, given)
+                yield path, name
                 continue
             key = (status.st_dev, status.st_ino)
             if key not in seen:
                 seen.add(key)
-                yield path, _report_name(path, given)
+                yield path, name
 
 
-def _walk(given: Path) -> Iterator[Path]:
+def _walk(given: Path) -> Iterator[tuple[Path, str]]:
     """Files before folders, by name. Not os.walk: it recurses, and hides what it cannot list."""
     if not given.is_dir():
-        yield given
+        yield given, clean(os.fspath(given))
         return
-    folders = [given]
+    folders = [(given, given.name)]
     while folders:
-        folder = folders.pop()
+        folder, shown = folders.pop()
         try:
             with os.scandir(folder) as entries:
-                rows = sorted((e.name, e.is_dir(follow_symlinks=False)) for e in entries)
+                rows = sorted((e.name, _kind(e)) for e in entries)
         except OSError:
-            yield folder
+            yield folder, clean(shown if folder != given else os.fspath(given))
             continue
-        for name, is_folder in rows:
-            path = folder / name
-            if not is_folder and not (path.is_symlink() and path.is_dir()):
-                yield path
-        folders += [folder / name for name, is_folder in reversed(rows) if is_folder]
+        prefix = f"{shown}/" if shown else ""
+        for name, kind in rows:
+            if kind == "file" or (kind == "link" and not (folder / name).is_dir()):
+                yield folder / name, clean(prefix + name)
+        below = [(folder / name, prefix + name) for name, kind in reversed(rows) if kind == "dir"]
+        folders += below
 
 
-def _report_name(path: Path, given: Path) -> str:
-    if path == given:
-        return clean(os.fspath(path))
-    return clean(os.fspath(Path(given.name) / path.relative_to(given)))
+def _kind(entry: os.DirEntry[str]) -> str:
+    if entry.is_symlink():
+        return "link"
+    return "dir" if entry.is_dir(follow_symlinks=False) else "file"
 
 
 def read_source(path: Path, name: str) -> Source:
@@ -185,11 +186,14 @@ def _open(path: Path) -> IO[bytes]:
 
 def _content(stream: IO[bytes], size: int) -> tuple[bytes, int]:
     """A file's bytes, and how many were left out of the middle."""
-    head = stream.read(LOG_HEAD) or b""  # None: a kernel file without anything to read now
+    first = min(LOG_HEAD, size + 1) if size else LOG_HEAD  # a read allocates what it asks for
+    head = stream.read(first) or b""  # None: a kernel file without anything to read now
     if packer := compressed.packed_with(head):
         raise ValueError(f"{packer}: unpack it first")
     if head.startswith(compressed.MAGIC):
         return _bounded(compressed.expand(head, stream))
+    if len(head) < first:
+        return head, 0
     if size <= LOG_HEAD + LOG_TAIL or size <= _limit(head):
         return head + (stream.read(max(LOG_HEAD + LOG_TAIL, _limit(head))) or b""), 0
     _refuse_long_pickle(head, size)
