@@ -5,7 +5,7 @@ EXTRA ?=
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system demo test lint format bench slurm-demo clean
+.PHONY: help install system demo test lint format bench scoreboard slurm-demo clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -38,6 +38,9 @@ format: install ## rewrite the code as the linters want it
 
 bench: install system ## every benchmark, ours and the peer side by side
 	@for script in benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done
+
+scoreboard: install ## every fault into real stages, the diagnoses scored: docs/scoreboard.md
+	@$(BIN)/python scripts/scoreboard.py
 
 slurm-demo: install system ## the demo on a private Slurm cluster that starts and stops with it
 	@folder=$$(mktemp -d -t shakedown-slurm.XXXX) && $(BIN)/python scripts/slurm_cluster.py \

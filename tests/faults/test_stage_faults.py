@@ -83,6 +83,8 @@ def _diagnose(tmp_path: Path) -> dict[str, Any]:
         ("exception_in_cleanup", "exception_in_cleanup"),
         ("busy_rank", "rank_busy"),
         ("dataloader", "dataloader"),
+        ("dataloader_worker", "dataloader"),
+        ("long_collection", "rank_busy"),
     ],
 )
 def test_hung_stage_is_ended_and_its_guilty_rank_named(
@@ -98,6 +100,26 @@ def test_hung_stage_is_ended_and_its_guilty_rank_named(
     assert outcome["state"] == "hung"
     assert diagnosis["cause"] == cause
     assert diagnosis["culprits"]["ranks"] == [1]
+    assert not processes_that_mention(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"), [("size_mismatch", "size_mismatch"), ("out_of_data", "uneven_inputs")]
+)
+def test_call_that_gloo_aborts_on_names_the_rank_that_called_otherwise(
+    tmp_path: Path, train: Train, kind: str, cause: str
+) -> None:
+    process = train({"kind": kind, "rank": 1, "step": 7})
+
+    _finish(process)
+
+    outcome = read_json(_stage(tmp_path).outcome)
+    diagnosis = _diagnose(tmp_path)["diagnosis"]
+    assert process.returncode == 1
+    assert outcome["state"] == "failed"
+    assert -signal.SIGABRT in outcome["exit_codes"].values()
+    assert (diagnosis["cause"], diagnosis["culprits"]["ranks"]) == (cause, [1])
+    assert diagnosis["state"] == "exited"
     assert not processes_that_mention(str(tmp_path))
 
 

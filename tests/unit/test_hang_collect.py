@@ -14,6 +14,7 @@ import pytest
 
 from shakedown.cli import main
 from shakedown.errors import UsageError
+from shakedown.hang import hook
 from shakedown.hang.collect import Target, collect_local, from_attempt, from_pattern, from_pids
 from shakedown.hang.collect.proc import catches, read_state
 from shakedown.hang.heartbeat import Heartbeat
@@ -40,6 +41,19 @@ from shakedown.hang import hook
 def waits_here():
     hook.install(0, Path(sys.argv[1]))
     print("ready", flush=True)
+    time.sleep(600)
+waits_here()
+"""
+ABORTS = """
+import ctypes, os, sys, threading, time
+from pathlib import Path
+import torch.distributed
+from shakedown.hang import hook
+def waits_here():
+    hook.install(0, Path(sys.argv[1]))
+    print("ready", flush=True)
+    time.sleep(1.0)  # the evidence thread has seen the folder before
+    threading.Thread(target=ctypes.CDLL(None).abort).start()
     time.sleep(600)
 waits_here()
 """
@@ -149,6 +163,37 @@ def test_hooked_process_writes_its_stacks_on_the_signal(tmp_path: Path) -> None:
         assert process.poll() is None
     finally:
         end(process)
+
+
+def test_process_that_aborts_writes_its_stacks_and_asks_all_ranks_for_their_dumps(
+    tmp_path: Path,
+) -> None:
+    process = start(ABORTS, str(tmp_path))
+    code = process.wait(timeout=60)
+    assert process.stdout is not None
+    process.stdout.close()
+    stacks = (tmp_path / "faulthandler-trainer-rank0.txt").read_text()
+    assert code == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in stacks
+    assert "waits_here" in stacks
+    assert (tmp_path / hook.REQUEST).is_file()
+    assert (tmp_path / "fr-trainer-rank0.json").is_file()
+
+
+def test_dump_of_a_rank_that_an_exception_ends_leaves_an_earlier_one_alone(tmp_path: Path) -> None:
+    hook.leave_dump(1, tmp_path)
+    written = (tmp_path / "fr-trainer-rank1.json").read_bytes()
+    (tmp_path / "fr-trainer-rank2.json").write_text("while it stood")
+
+    hook.leave_dump(2, tmp_path)
+    hook.leave_dump(3, tmp_path / "missing")
+
+    assert b"version" in written
+    assert (tmp_path / "fr-trainer-rank2.json").read_text() == "while it stood"
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "fr-trainer-rank1.json",
+        "fr-trainer-rank2.json",
+    ]
 
 
 def test_process_without_the_hook_is_never_signalled(

@@ -112,7 +112,7 @@ def uneven_splits(rows: list[Dump]) -> None:
     ("fault", "says", "cause", "ranks"),
     [
         (missing, "Not all ranks joining", "missing_rank", [1]),
-        (other_type, "has errors", "conditional_collective", [1]),
+        (other_type, "has errors", "collective_mismatch", [1]),
         (other_size, "has errors", "size_mismatch", [1]),
         (other_dtype, "has errors", "dtype_mismatch", [1]),
         (other_state, "has errors", "unknown", []),

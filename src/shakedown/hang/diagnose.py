@@ -16,6 +16,7 @@ from shakedown.hang.facts import Facts, build_facts
 from shakedown.hang.outline import outline
 from shakedown.hang.parse import Evidence, read_paths
 from shakedown.hang.parse.evidence import parse_outcome
+from shakedown.hang.parse.newest import newest_of, with_newest_told
 from shakedown.hang.records import Place
 from shakedown.paths import AttemptPaths, StagePaths
 from shakedown.verdict import Finding, Scope, Status, Stopwatch, Verdict, installed_versions
@@ -24,11 +25,15 @@ STAGE = "hang"
 
 
 def diagnose_paths(paths: Sequence[Path]) -> Verdict:
-    """Diagnose any mix of files and folders.
+    """Diagnose any mix of files and folders; of a stage's own folder its newest attempt.
 
     Raises:
         UsageError: a path does not exist, or nothing under the paths could be read.
     """
+    return with_newest_told(_diagnose(paths), paths)
+
+
+def _diagnose(paths: Sequence[Path]) -> Verdict:
     watch = Stopwatch()
     for path in paths:
         if not path.exists():
@@ -69,7 +74,7 @@ def diagnose_stage(attempt_root: Path, outcome: Mapping[str, Any] | None) -> Ver
 
 def _expand(path: Path) -> list[Path]:
     """An attempt's own folder is read as an attempt; anything else as it is."""
-    attempt = AttemptPaths(path)
+    attempt = AttemptPaths(newest_of(path) or path)
     if not (attempt.heartbeats.is_dir() and attempt.evidence.is_dir()):
         return [path]
     inputs = _attempt_inputs(attempt, read_outcome(attempt))

@@ -335,7 +335,7 @@ def _exit_codes(facts: Facts) -> None:
     for name, code in outcome.exit_codes.items():
         if code < 0 and outcome.failed_component and name != outcome.failed_component:
             continue
-        match = re.fullmatch(r"([A-Za-z_]+?)(?:-(?:rank)?(\d+))?", name)
+        match = re.fullmatch(r"([A-Za-z_]+?)(?:-(?:rank)?(\d{1,6}))?", name)
         if match:
             rank = int(match[2]) if match[2] else None
             role = match[1].lower()

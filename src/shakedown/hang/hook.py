@@ -2,11 +2,18 @@
 
 SIGUSR1 makes faulthandler write all stacks; a request file makes a thread write the Flight
 Recorder. Both work while the main thread waits inside a collective, which releases the GIL.
+
+gloo ends a process by abort() when a message does not fit what it expects: there is no exception,
+and the reason stands in the Flight Recorders of all ranks. SIGABRT is therefore answered by
+libc's sleep(), which takes the signal's number as its seconds: the process lives 6 s more, in
+which all ranks are asked for their dumps; then abort() ends it as it would have.
 """
 
 import contextlib
+import ctypes
 import faulthandler
 import logging
+import os
 import signal
 import sys
 import threading
@@ -58,10 +65,22 @@ def install(rank: int, evidence: Path, role: str = "trainer") -> None:
     _open_files.append(stream)
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True, chain=False)
     if "torch" in sys.modules:
+        _linger_at_abort(stream)
         thread = threading.Thread(
             target=_answer, args=(evidence, name), name="shakedown-evidence", daemon=True
         )
         thread.start()
+
+
+def _linger_at_abort(stream: IO[str]) -> None:
+    """At SIGABRT write all stacks to `stream`, then sleep in the thread that aborts.
+
+    faulthandler's handler calls the one before it, which is sleep().
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
+    faulthandler.enable(file=stream, all_threads=True)
 
 
 def request(evidence: Path, token: str = "") -> None:
@@ -70,21 +89,48 @@ def request(evidence: Path, token: str = "") -> None:
         stream.write(token or str(time.time_ns()))
 
 
+def leave_dump(rank: int, evidence: Path, role: str = "trainer") -> None:
+    """For a rank that an exception ends: its Flight Recorder as JSON, where none is there yet.
+
+    A dump that is there was written while the process stood: it is the better one.
+    """
+    name = component(role, rank)
+    target = evidence / f"fr-{name}.json"
+    try:
+        for suffix, dump in _dumps(_binding()):
+            if suffix == "json" and not target.exists():
+                _write(target, dump())
+    except StorageError as error:
+        _log.warning("flight recorder not written: %s", error)
+
+
 def _answer(evidence: Path, name: str) -> None:
     """Poll for a request that is newer than the last one answered, for ever."""
-    seen = _stamp(evidence)
+    seen, aborted = _stamp(evidence), False
     # tells a collector that this process can answer; without it nobody waits for the answer
     with contextlib.suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD_NAME)
     while True:
         time.sleep(POLL_SECONDS)
-        stamp = _stamp(evidence)
-        if stamp not in (None, seen):
-            seen = stamp
-            try:
+        try:
+            if not aborted and _has_aborted(evidence, name):
+                aborted = True
+                request(evidence)
+            stamp = _stamp(evidence)
+            if stamp not in (None, seen):
+                seen = stamp
                 dump_flight_recorder(evidence, name)
-            except Exception as error:  # noqa: BLE001  # the next request is answered again
-                _log.warning("flight recorder not written: %s", error)
+        except Exception as error:  # noqa: BLE001  # the next request is answered again
+            _log.warning("flight recorder not written: %s", error)
+
+
+def _has_aborted(evidence: Path, name: str) -> bool:
+    """faulthandler wrote of a fatal signal: this process is about to end."""
+    path = evidence / f"faulthandler-{name}.txt"
+    try:
+        return path.stat().st_size > 0 and b"Fatal Python error: Aborted" in path.read_bytes()
+    except OSError:
+        return False
 
 
 def _stamp(evidence: Path) -> tuple[int, int] | None:
@@ -108,9 +154,21 @@ def dump_flight_recorder(evidence: Path, name: str) -> None:
     for suffix, dump in _dumps(binding):
         if suffix == "pickle":
             import torch._inductor  # noqa: F401
-        body = dump()
-        with atomic_open(evidence / f"fr-{name}.{suffix}", "wb") as stream:
-            stream.write(body)
+        _write(evidence / f"fr-{name}.{suffix}", dump())
+
+
+def _write(path: Path, body: bytes) -> None:
+    """Whole or not at all, but without fsync: it may be what this process hangs in.
+
+    Raises:
+        StorageError: `path` cannot be written.
+    """
+    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        partial.write_bytes(body)
+        partial.replace(path)
+    except OSError as error:
+        raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 
 
 def _binding() -> object:

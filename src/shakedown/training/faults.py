@@ -1,81 +1,117 @@
-"""Faults to inject for drills, by name; imports without torch."""
+"""Faults to inject for drills, by name; imports without torch. What they do: `fault_acts`."""
 
-import os
-import signal
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Any, Literal
 
 from shakedown.config import FaultConfig
 from shakedown.errors import ConfigError, look_up
+from shakedown.training import fault_acts as acts
+from shakedown.training.fault_acts import DataEndedError, Strike, SwallowedError
 
-# Where a fault strikes: before a step's work, in the fetching of its batch, or in its logging.
-Place = Literal["step", "data", "metrics"]
+__all__ = [
+    "KINDS",
+    "DataEndedError",
+    "Fault",
+    "Injector",
+    "Place",
+    "Role",
+    "Strike",
+    "SwallowedError",
+    "check_kind",
+]
+
+# Where a fault strikes. Of a trainer rank: before the rendezvous, before its model is loaded,
+# before a step's work, in the fetching of its batch, in its logging. Of the orchestrator: before
+# it hands out a step's batch, before it loads new weights into the server.
+Place = Literal["join", "load", "step", "data", "metrics", "rollout", "weights"]
+Role = Literal["trainer", "orchestrator"]
+# These come once and before the first step: the fault's step does not matter.
+START: frozenset[Place] = frozenset({"join", "load"})
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`act` runs once, on one rank, at one step; `what` is for people."""
+    """`act` runs on one rank at one step; `what` is for people.
+
+    Attributes:
+        everywhere: act runs on all ranks; `Strike.guilty` tells which is the configured one.
+        repeated: act runs at every step from the configured one on.
+    """
 
     place: Place
     what: str
-    act: Callable[[], None]
-
-
-class SwallowedError(Exception):
-    """An error of one rank's step that the rank's own code catches and says nothing about."""
-
-
-def conditional_collective() -> None:
-    """One rank reduces a number for its log; the others know nothing of it."""
-    import torch
-    import torch.distributed as dist
-
-    dist.all_reduce(torch.ones(1))
-
-
-def exception_in_cleanup() -> NoReturn:
-    """The rank leaves its step silently and goes on to the barrier of the cleanup."""
-    raise SwallowedError
-
-
-def busy_rank() -> None:
-    """Endless work in Python: the rank holds the interpreter and joins no collective."""
-    count = 0
-    while True:
-        count = (count + 1) % 1_000_003
-
-
-def stop_rank() -> None:
-    """The process stops itself, as a frozen node or a debugger would."""
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def kill_rank() -> None:
-    """The process dies without a word, as when the kernel is out of memory."""
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def dataloader() -> None:
-    """The batch of this rank never comes."""
-    while True:
-        time.sleep(3600)
+    act: Callable[[Strike], None]
+    role: Role = "trainer"
+    everywhere: bool = False
+    repeated: bool = False
 
 
 KINDS: dict[str, Fault] = {
     "conditional_collective": Fault(
-        "metrics", "an extra all_reduce on one rank", conditional_collective
+        "metrics", "an extra all_reduce on one rank", acts.conditional_collective
     ),
     "exception_in_cleanup": Fault(
         "step",
         "an exception swallowed on one rank, which waits in the cleanup's barrier",
-        exception_in_cleanup,
+        acts.exception_in_cleanup,
     ),
-    "busy_rank": Fault("step", "endless Python work on one rank", busy_rank),
-    "stop_rank": Fault("step", "one rank stopped by SIGSTOP", stop_rank),
-    "kill_rank": Fault("step", "one rank killed by SIGKILL", kill_rank),
-    "dataloader": Fault("data", "one rank's data iterator sleeps for ever", dataloader),
+    "busy_rank": Fault("step", "endless Python work on one rank", acts.busy_rank),
+    "long_collection": Fault(
+        "step", "endless garbage collections on one rank", acts.long_collection
+    ),
+    "stop_rank": Fault("step", "one rank stopped by SIGSTOP", acts.stop_process),
+    "kill_rank": Fault("step", "one rank killed by SIGKILL", acts.kill_process),
+    "dataloader": Fault("data", "one rank's data iterator sleeps for ever", acts.sleep_for_ever),
+    "dataloader_worker": Fault(
+        "data", "one rank's loader worker waits for a lock held at its fork", acts.dataloader_worker
+    ),
+    "out_of_data": Fault(
+        "data", "one rank's data ends: it leaves the loop and exports", acts.out_of_data
+    ),
+    "no_rendezvous": Fault("join", "one rank never joins the others", acts.sleep_for_ever),
+    "model_load": Fault("load", "one rank never ends loading its model", acts.sleep_for_ever),
+    "op_mismatch": Fault("step", "one rank gathers where the others all_reduce", acts.op_mismatch),
+    "size_mismatch": Fault("step", "one rank's all_reduce has more elements", acts.size_mismatch),
+    "fewer_micro_batches": Fault(
+        "step", "one rank runs one micro batch less", acts.fewer_micro_batches
+    ),
+    "wrong_shape": Fault("step", "one rank's micro batches are a token narrower", acts.wrong_shape),
+    "two_threads": Fault(
+        "step", "a second thread of one rank uses the same group", acts.two_threads
+    ),
+    "cross_group_order": Fault(
+        "step",
+        "one rank uses two groups in the other order",
+        acts.cross_group_order,
+        everywhere=True,
+    ),
+    "storage_stall": Fault("step", "fsync never returns on one rank", acts.storage_stall),
+    "slow_steps": Fault(
+        "step",
+        "every step is seconds longer on all ranks",
+        acts.slow_step,
+        everywhere=True,
+        repeated=True,
+    ),
+    "kill_orchestrator": Fault(
+        "rollout", "the orchestrator killed by SIGKILL", acts.kill_process, role="orchestrator"
+    ),
+    "stop_orchestrator": Fault(
+        "rollout", "the orchestrator stopped by SIGSTOP", acts.stop_process, role="orchestrator"
+    ),
+    "weights_not_loaded": Fault(
+        "weights",
+        "the orchestrator never loads new weights",
+        acts.sleep_for_ever,
+        role="orchestrator",
+    ),
+    "staleness_zero": Fault(
+        "rollout",
+        "the orchestrator's staleness leaves no capacity",
+        acts.staleness_zero,
+        role="orchestrator",
+    ),
 }
 
 
@@ -95,16 +131,30 @@ class Injector:
         ConfigError: unknown kind.
     """
 
-    def __init__(self, config: FaultConfig | None, rank: int) -> None:
+    def __init__(self, config: FaultConfig | None, rank: int, role: Role = "trainer") -> None:
         self._config = config
         self._rank = rank
         self._fault = check_kind(config.kind) if config else None
+        self._role = role
 
-    def at(self, place: Place, step: int) -> None:
-        """Strike if this is the rank, the step and the place."""
+    def at(self, place: Place, step: int = 0, subject: Any = None) -> None:
+        """Strike if this is the rank, the step and the place.
+
+        Args:
+            subject: what the fault may change: the trainer's Context at "step", the
+                orchestrator's RolloutController at "rollout".
+        """
         config, fault = self._config, self._fault
-        if config is None or fault is None or fault.place != place:
+        if config is None or fault is None or (fault.place, fault.role) != (place, self._role):
             return
-        if (config.rank, config.step) == (self._rank, step):
-            print(f"drill: {config.kind} on rank {self._rank} at step {step}", flush=True)
-            fault.act()
+        guilty = self._role != "trainer" or config.rank == self._rank
+        if not (guilty or fault.everywhere) or not _is_due(fault, config.step, step):
+            return
+        where = f"rank {self._rank}" if self._role == "trainer" else f"the {self._role}"
+        when = "at the start" if place in START else f"at step {step}"
+        print(f"drill: {config.kind} on {where} {when}", flush=True)
+        fault.act(Strike(guilty, subject))
+
+
+def _is_due(fault: Fault, wanted: int, step: int) -> bool:
+    return fault.place in START or step == wanted or (fault.repeated and step > wanted)

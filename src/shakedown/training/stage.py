@@ -34,6 +34,7 @@ from shakedown.verdict import Stopwatch
 
 _GRACE_SECONDS = 10.0
 _STOP_GRACE_SECONDS = 5.0  # the ranks had their time to save
+_HUNG_GRACE_SECONDS = 2.0  # what stands still saves nothing
 
 
 @dataclass(frozen=True)
@@ -197,6 +198,8 @@ def _supervise(
         except LaunchError as error:
             ending = Ending("failed", str(error))
         grace = _STOP_GRACE_SECONDS if stop.reason else _GRACE_SECONDS
+        if ending.state == "hung":
+            grace = _HUNG_GRACE_SECONDS
         exits = monitor.exits + supervisor.stop_all(grace)
     return ending, exits, monitor.health
 

@@ -11,7 +11,7 @@ from shakedown.training.checkpoint import Checkpoints
 from shakedown.training.context import Context, StopRequestedError
 from shakedown.training.data import load_rows
 from shakedown.training.evaluate import Evaluator
-from shakedown.training.faults import SwallowedError
+from shakedown.training.faults import DataEndedError, SwallowedError
 from shakedown.training.fingerprint import fingerprint
 from shakedown.training.folders import staged_folder
 from shakedown.training.metrics import MetricsLog
@@ -85,6 +85,8 @@ class Trainer:
         while done < steps:
             try:
                 stopping = self._step(done + 1)
+            except DataEndedError:  # the drill of a rank that has fewer batches than the others
+                break
             except StopRequestedError:
                 self._save(done)
                 self._checkpoints.wait()
@@ -102,7 +104,7 @@ class Trainer:
         """Do one step; returns whether the ranks agreed to stop after it."""
         context, config = self._context, self._context.job.config
         context.step = step
-        context.faults.at("step", step)
+        context.faults.at("step", step, context)
         result = self._algorithm.step(step)
         values = dict(result.values)
         with context.phases("sync"):

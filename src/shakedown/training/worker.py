@@ -17,9 +17,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
-from shakedown.errors import ConfigError, ShakedownError, UsageError
+from shakedown.errors import ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.hang.heartbeat import Heartbeat
-from shakedown.hang.hook import install
+from shakedown.hang.hook import install, leave_dump
 from shakedown.training.context import Context
 from shakedown.training.coordination import Ranks
 from shakedown.training.engines import engine_class, engine_sizes
@@ -47,9 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print(f"shakedown: {error}", file=sys.stderr, flush=True)
         return int(error.exit_code)
-    except Exception:  # noqa: BLE001 - what the interpreter would do; but see `leave`
-        traceback.print_exc()
-        return 1
+    except Exception:  # noqa: BLE001 - told as Python would, but without torch's teardown
+        sys.excepthook(*sys.exc_info())  # torch's own names the rank in every line
+        return int(ExitCode.FAIL)
 
 
 def run(job: StageJob) -> int:
@@ -70,8 +70,10 @@ def run(job: StageJob) -> int:
     faults = Injector(job.config.fault, rank)
     build = engine_class(job.config.allocation).build
     sizes = engine_sizes(job.config.allocation)
+    faults.at("join")
     _join(device, job)
     heartbeat.beat(phase="init")
+    faults.at("load")
     engine = build(
         Path(job.model),
         optimizer=job.config.optimizer,
@@ -83,7 +85,12 @@ def run(job: StageJob) -> int:
     store = dist.distributed_c10d._get_default_store()
     context = Context(job, engine, Ranks(store, device=device), heartbeat, faults, stop)
     heartbeat.beat(phase="init")
-    return 0 if Trainer(context).run() else INTERRUPTED
+    try:
+        completed = Trainer(context).run()
+    except Exception:
+        leave_dump(rank, job.attempt.evidence)
+        raise
+    return 0 if completed else INTERRUPTED
 
 
 def _environment(job: StageJob) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shakedown.hang.analyze import (
+    rules_calls,
     rules_checkpoint,
     rules_collectives,
     rules_evidence,
@@ -33,9 +34,13 @@ RULES: dict[str, Rule] = {
     "checkpoint thread": rules_checkpoint.checkpoint_thread,
     "progressing": rules_progress.progressing,
     "node dead": rules_process.node_dead,
+    "called from two threads": rules_calls.two_threads,
+    "left early": rules_calls.left_early,
+    "aborted call": rules_calls.aborted_call,
     "size abort": rules_process.size_abort,
     "dead role": rules_roles.dead_role,
     "stopped rank": rules_process.stopped_rank,
+    "shape error": rules_p2p.shape_error,
     "dead rank": rules_process.dead_rank,
     "told mismatch": rules_collectives.told_mismatch,
     "weights by stack": rules_weights.weights_by_stack,
@@ -44,6 +49,7 @@ RULES: dict[str, Rule] = {
     "starvation": rules_roles.starvation,
     "weight update": rules_roles.weight_sync,
     "all in the loader": rules_stacks.all_in_loader,
+    "fewer micro-batches": rules_p2p.fewer_micro_batches,
     "diverged calls": rules_collectives.diverged,
     "splits": rules_p2p.splits,
     "extra call": rules_collectives.extra_call,
@@ -51,6 +57,7 @@ RULES: dict[str, Rule] = {
     "point to point": rules_p2p.point_to_point,
     "behind": rules_collectives.behind,
     "not posted": rules_p2p.not_posted,
+    "crossed order": rules_calls.crossed_order,
     "crossed groups": rules_collectives.crossed,
     "told missing": rules_collectives.told_missing,
     "told NCCL": rules_network.told_nccl,

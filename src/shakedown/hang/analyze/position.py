@@ -75,6 +75,14 @@ _ROWS: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = (
         re.compile(r"torch/(?:serialization|distributed/checkpoint/\w+)\.py$|safetensors/"),
         re.compile(r"save|load|write|read|open|fsync"),
     ),
+    (
+        "p2p",
+        re.compile(
+            r"torch/distributed/pipelining/schedules\.py$"
+            r"|(?:^|/)core/pipeline_parallel/p2p_communication\.py$"
+        ),
+        re.compile(r"wait|communicate|send|recv"),
+    ),
     ("host_sync", re.compile(r"torch/cuda/(?:__init__|streams)\.py$"), re.compile("synchron|wait")),
 )
 # Functions whose name says that they wait for rollouts, in anyone's trainer.

@@ -47,14 +47,27 @@ def _kind(row: Divergence, *, named: bool) -> Cause:
     if len({op.name for op in calls}) == 1:
         if len({op.dtypes for op in calls}) > 1:
             return "dtype_mismatch"
-        if len({(op.sizes, op.output_sizes) for op in calls}) > 1 and _same_line(calls):
+        if len({(op.sizes, op.output_sizes) for op in calls}) > 1 and _same_place(calls):
             return "size_mismatch"
+    elif _same_place(calls):
+        return "collective_mismatch"
     return "conditional_collective" if named else "collective_mismatch"
 
 
-def _same_line(calls: Sequence[Operation]) -> bool:
-    lines = {tuple((f.function, f.line) for f in user_frames(op.frames)) for op in calls}
-    return len(lines) == 1
+def _same_place(calls: Sequence[Operation]) -> bool:
+    """Every function that the ranks' paths share stands at one line: no branch led to the calls.
+
+    A wrapper around the call, on some ranks alone, is no other place.
+    """
+    lines: dict[tuple[str, str], set[int]] = {}
+    shared: list[set[tuple[str, str]]] = []
+    for op in calls:
+        users = user_frames(op.frames)
+        for frame in users:
+            lines.setdefault((frame.file, frame.function), set()).add(frame.line)
+        shared.append({(frame.file, frame.function) for frame in users})
+    common = set.intersection(*shared)
+    return bool(common) and all(len(lines[key]) == 1 for key in lines)
 
 
 def _sentence(row: Divergence, departing: list[int], keeping: list[int]) -> str:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shakedown.hang.analyze.model import Edge, Hypothesis, name_ranks, verb
+from shakedown.hang.analyze.rules_process import root_exception
 from shakedown.hang.analyze.rules_stacks import places_of
 from shakedown.hang.analyze.situation import WAITING, Situation
-from shakedown.hang.records import Operation, Place
+from shakedown.hang.records import Frame, Operation, Place
 
 _CALL = re.compile(r"(?:^|:)(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})$")
 _ALL_TO_ALL = re.compile(r"all_?to_?all")
@@ -217,3 +218,93 @@ def splits(s: Situation) -> Hypothesis | None:
                     remedy="exchange the split sizes before the all-to-all, or print them",
                 )
     return None
+
+
+# py-spy shortens Megatron's paths to `core/...`.
+_WAITS = re.compile(r"torch/distributed/|(?:^|/)core/pipeline_parallel/")
+_SCHEDULE = re.compile(r"torch/distributed/pipelining/|(?:^|/)core/pipeline_parallel/")
+# Megatron's 1F1B sends a gradient without receiving the next input after its last forward alone.
+_LAST_CALL = "send_backward"
+
+
+def _in_schedule(path: Sequence[Frame]) -> bool:
+    return any(_SCHEDULE.search(f.file) for f in path)
+
+
+def _runs_no_more(path: Sequence[Frame]) -> bool:
+    """The rank has begun its step's last micro-batch."""
+    last_call = any(f.function == _LAST_CALL for f in path)
+    return bool(path) and (last_call or not _in_schedule(path))
+
+
+def fewer_micro_batches(s: Situation) -> Hypothesis | None:
+    """A rank has run its last micro-batch, and fewer than others, one of which waits for more."""
+    beats = {r: c.beat.beat for r, c in s.ranks.items() if c.beat and c.beat.beat.phase == "train"}
+    if len(beats) < len(s.ranks) or len({b.step for b in beats.values()}) != 1:
+        return None
+    most = max(b.micro_batch for b in beats.values())
+    ended = [r for r in beats if _runs_no_more(s.positions[r].path)]
+    short = [r for r in ended if beats[r].micro_batch < most]
+    if not short or 2 * len(short) > len(beats):
+        return None
+    count = max(beats[r].micro_batch for r in short)
+    left = any(not _in_schedule(s.positions[r].path) for r in short)
+    waiting = [  # a stage behind those that have left starves: it has begun no more than they
+        r
+        for r, b in beats.items()
+        if r not in short
+        and _in_schedule(path := s.positions[r].path)
+        and _WAITS.search(path[-1].file)
+        and (b.micro_batch <= count or not left)
+    ]
+    if not waiting:
+        return None
+    return Hypothesis(
+        "pipeline_order",
+        f"{name_ranks(short)} {verb(short, 'is', 'are')} through the pipeline's schedule after "
+        f"{count + 1} micro-batches of step {beats[short[0]].step}, of which others run "
+        f"{most + 1}; {name_ranks(waiting)} {verb(waiting, 'waits', 'wait')} for the next one in "
+        f"{s.positions[waiting[0]].path[-1]}",
+        ranks=short,
+        victims=sorted(set(s.ranks) - set(short)),
+        confidence=0.85,
+        evidence=[
+            *[b.place for r in [*short, *waiting][:4] if (b := s.ranks[r].beat)],
+            *places_of(s, [*short, *waiting]),
+        ],
+        edges=[
+            Edge(f"rank {a}", f"rank {b}", "a micro-batch not sent") for a in waiting for b in short
+        ][:200],
+        remedy="give all stages of a pipeline the same number of micro-batches",
+    )
+
+
+_SHAPE = re.compile(
+    r"out of (?:bounds|range)|size of tensor|shape|mat1 and mat2|must match|dimension", re.I
+)
+
+
+def shape_error(s: Situation) -> Hypothesis | None:
+    """A stage of a pipeline raised on a tensor's shape: what it got, or what it expected of it.
+
+    The stage before it, its own batch or its own code may be wrong: the error names none of them.
+    """
+    raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
+    if not raised or len(raised) == len(s.expected_ranks):
+        return None
+    for event in raised.values():
+        scheduled = any(_SCHEDULE.search(f.file) for f in event.frames)
+        if not scheduled or not _SHAPE.search(event.text):
+            return None
+    event = next(iter(raised.values()))
+    return Hypothesis(
+        "pipeline_shape_mismatch",
+        f"pipeline stage on {name_ranks(list(raised))} met a tensor of another shape than it "
+        f"expected: {event.text}",
+        victims=sorted(s.ranks),
+        confidence=0.6,
+        evidence=[e.place for e in list(raised.values())[:6]],
+        needed=["the shapes that each stage sends and expects"],
+        state="hung" if s.stuck else "exited",
+        remedy="compare the output shape of the sending stage with its neighbour's input",
+    )

@@ -18,6 +18,17 @@ def completed(s: Situation) -> Hypothesis | None:
             blame="none",
         )
     beats = [c.beat for c in s.ranks.values()]
+    if outcome is not None and outcome.state == "interrupted" and _left_in_order(s):
+        return Hypothesis(
+            "healthy",
+            f"every rank left in order when asked to: {outcome.sentence}",
+            confidence=0.9,
+            evidence=[outcome.place],
+            state="healthy",
+            blame="none",
+        )
+    if outcome is not None and outcome.state == "failed":
+        return None  # its supervisor ended the ranks, which leave in order
     if beats and all(b and b.beat.phase == "finished" for b in beats):
         places = [b.place for b in beats[:4] if b]
         return Hypothesis(
@@ -29,6 +40,14 @@ def completed(s: Situation) -> Hypothesis | None:
             blame="none",
         )
     return None
+
+
+def _left_in_order(s: Situation) -> bool:
+    """Every rank's last heartbeat, later than any sample, says so: a rank that hangs cannot."""
+    newest = [
+        max((b.beat for b in c.beats), key=lambda b: b.wall, default=None) for c in s.ranks.values()
+    ]
+    return bool(newest) and all(b is not None and b.phase == "finished" for b in newest)
 
 
 def progressing(s: Situation) -> Hypothesis | None:

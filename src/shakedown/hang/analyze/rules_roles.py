@@ -3,11 +3,14 @@
 Ranks that wait for a batch are victims: these rules never name one.
 """
 
+import re
+
+from shakedown.hang.analyze.classes import path_key
 from shakedown.hang.analyze.model import Cause, Edge, Hypothesis
 from shakedown.hang.analyze.position import user_frames
 from shakedown.hang.analyze.situation import Situation
 from shakedown.hang.facts import Component
-from shakedown.hang.records import LogEvent, Place
+from shakedown.hang.records import Frame, LogEvent, Place
 
 ORCHESTRATOR, INFERENCE = "orchestrator", "inference"
 
@@ -97,10 +100,62 @@ def _who(s: Situation) -> _Finding:
         return "staleness_capacity", [ORCHESTRATOR], why, [event.place], 0.8
     if orchestrator and _waits_for_weights(orchestrator):
         beat = orchestrator.beat
-        where = beat.place if beat else orchestrator.events[-1].place
-        why = "the orchestrator itself waits for new weights"
-        return "weight_sync_one_sided", [ORCHESTRATOR], why, [where], 0.75
+        roles, why, places = _one_sided(orchestrator, server)
+        places.append(beat.place if beat else orchestrator.events[-1].place)
+        return "weight_sync_one_sided", roles, why, places, 0.75 if roles else 0.5
     return _stuck_orchestrator(orchestrator, s)
+
+
+# A server's own functions that load new weights, and those in which it handles a request.
+_LOADS = re.compile(
+    r"^(?!\w*(?:loop|thread|worker)$)_?(?:load|update|sync|receive|refit)_\w*(?:weights?|params?)\w*$"
+    r"|^load_model$"
+)
+_HANDLES = re.compile(r"^(?:do_POST|do_PUT|run_endpoint_function|handle_\w*request\w*)$")
+_READS = re.compile(r"^(?:readinto|recv|recv_into|read|readline|select|poll|accept)$")
+_CLIENT = re.compile(r"(?:^|/)(?:httpx|httpcore|requests|urllib3|aiohttp|http/client\.py)")
+
+
+def _one_sided(
+    orchestrator: Component, server: Component | None
+) -> tuple[list[str], str, list[Place]]:
+    """Who keeps a weight update from ending, as far as both sides' stacks tell."""
+    served = _serving(server) if server else None
+    if served is not None:
+        frame, place = served
+        return [INFERENCE], f"the server does not end the weight update ({frame})", [place]
+    if orchestrator.path and _awaits_answer(orchestrator.path):
+        why = "the orchestrator waits for an answer to its weight update"
+        return [], f"{why}; no stack of the server shows who handles it", []
+    return [ORCHESTRATOR], "the orchestrator itself waits for new weights", []
+
+
+def _serving(server: Component) -> tuple[Frame, Place] | None:
+    """What the server works on for a request, or in a weight update, in every sample."""
+    stacks = [*server.stacks, *server.children]
+    by_sample: dict[int, dict[object, tuple[Frame, Place]]] = {}
+    for stack in stacks:
+        found = by_sample.setdefault(stack.sample, {})
+        for thread in stack.threads:
+            inner = thread.frames[-1] if thread.frames else None
+            if inner is None or _READS.match(inner.function):
+                continue
+            if any(_LOADS.search(f.function) or _HANDLES.match(f.function) for f in thread.frames):
+                frame = (user_frames(thread.frames) or thread.frames)[-1]
+                found[path_key(thread.frames)] = frame, stack.place
+    if not by_sample:
+        return None
+    common = set.intersection(*(set(rows) for rows in by_sample.values()))
+    newest = by_sample[max(by_sample)]
+    return next((row for key, row in newest.items() if key in common), None)
+
+
+def _awaits_answer(path: tuple[Frame, ...]) -> bool:
+    """The event loop has nothing to run, or the path is inside an HTTP client."""
+    idle = path[-1].function in ("select", "poll") and any(
+        f.function in ("_run_once", "run_forever") for f in path
+    )
+    return idle or any(_CLIENT.search(f.file) for f in path)
 
 
 def _stuck_orchestrator(orchestrator: Component | None, s: Situation) -> _Finding:
@@ -158,8 +213,11 @@ def _still_said(components: list[Component], event: LogEvent) -> bool:
     """
     owner = next(c for c in components if any(e is event for e in c.events))
     end = max((row.place.line for row in owner.logs), default=event.place.line)
-    elsewhere = owner.beat is not None and owner.beat.beat.phase in ("weight_sync", "checkpoint")
-    return owner.events[-1] is event and end - event.place.line <= 20 and not elsewhere
+    phase = owner.beat.beat.phase if owner.beat else ""
+    elsewhere = phase in ("weight_sync", "checkpoint")
+    went_on = phase == "data" and end - event.place.line > 1
+    near = owner.events[-1] is event and end - event.place.line <= 20
+    return near and not elsewhere and not went_on
 
 
 def _waits_for_weights(component: Component) -> bool:
@@ -169,13 +227,20 @@ def _waits_for_weights(component: Component) -> bool:
     return bool(component.events) and component.events[-1].kind == "waiting_weights"
 
 
+# What an orchestrator raises because its server is gone or stands still.
+_SERVER_FAULT = re.compile(
+    r"(?:ServerError|Server\w*Timeout): .{0,200}(?:server|healthy|answer)"
+    r"|server .{0,80}(?:unhealthy|not been healthy|not healthy|did not answer|unreachable)",
+    re.I,
+)
+
+
+_ENDED: dict[str, Cause] = {INFERENCE: "server_unhealthy", ORCHESTRATOR: "rollout_starvation"}
+
+
 def dead_role(s: Situation) -> Hypothesis | None:
     """A supervisor ended the stage because a component that is no trainer went first."""
-    ends: tuple[tuple[str, Cause], ...] = (
-        (INFERENCE, "server_unhealthy"),
-        (ORCHESTRATOR, "rollout_starvation"),
-    )
-    for role, cause in ends:
+    for role in _ENDED:
         component = s.facts.roles.get(role)
         outcome = s.facts.outcome
         if component is None or outcome is None or outcome.state != "failed":
@@ -183,10 +248,14 @@ def dead_role(s: Situation) -> Hypothesis | None:
         if not outcome.failed_component.startswith(role):
             continue
         gone = _gone(component) or ("failed", [outcome.place])
+        guilty, why = role, gone[0]
+        if role == ORCHESTRATOR and _SERVER_FAULT.search(why):
+            guilty, why = INFERENCE, f"does not answer: the orchestrator {why}"
+        cause = _ENDED[guilty]
         return Hypothesis(
             cause,
-            f"the {role} {gone[0]}",
-            roles=[role],
+            f"the {guilty} {why}",
+            roles=[guilty],
             victims=sorted(s.ranks),
             confidence=0.9,
             evidence=[*gone[1], outcome.place],
@@ -203,18 +272,22 @@ def weight_sync(s: Situation) -> Hypothesis | None:
     if not inside or len(inside) < len(s.alive):
         return None
     server = s.facts.roles.get(INFERENCE)
-    role = INFERENCE if server and (_gone(server) or server.event("server_unhealthy")) else ""
-    if not role:
-        role = ORCHESTRATOR if ORCHESTRATOR in s.facts.roles else INFERENCE
+    orchestrator = s.facts.roles.get(ORCHESTRATOR)
+    roles = [ORCHESTRATOR if orchestrator else INFERENCE]
+    if server and (_gone(server) or server.event("server_unhealthy")):
+        roles, orchestrator = [INFERENCE], None
+    why, more = f"the {roles[0]} does not answer", list[Place]()
+    if orchestrator and orchestrator.path:
+        roles, why, more = _one_sided(orchestrator, server)
     places = [c.beat.place for r in inside if (c := s.ranks[r]).beat]
     return Hypothesis(
         "weight_sync_one_sided",
-        f"every trainer rank waits in the weight update and the {role} does not answer",
-        roles=[role],
+        f"every trainer rank waits in the weight update: {why}",
+        roles=roles,
         victims=sorted(s.ranks),
         confidence=0.7,
-        evidence=places[:4],
-        needed=[f"log and stack of the {role}"],
-        edges=[Edge("trainer", role, "waits for the weight update")],
+        evidence=[*more, *places[:4]],
+        needed=["logs and stacks of the orchestrator and the server"],
+        edges=[Edge("trainer", role, "waits for the weight update") for role in roles],
         remedy=_REMEDIES["weight_sync_one_sided"],
     )

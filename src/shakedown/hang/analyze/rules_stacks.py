@@ -298,7 +298,7 @@ def different_paths(s: Situation) -> Hypothesis | None:
         return None
     groups = sorted(paths.values(), key=lambda ranks: (len(ranks), ranks))
     told = "; ".join(f"{name_ranks(r)} in {s.positions[r[0]].where}" for r in groups[:4])
-    pipeline = all(_in_pipeline(s.positions[r]) for r in inside)
+    pipeline = _in_pipeline([s.positions[r] for r in inside])
     return Hypothesis(
         "pipeline_order" if pipeline else "collective_mismatch",
         f"ranks wait in different calls: {told}",
@@ -314,6 +314,7 @@ def different_paths(s: Situation) -> Hypothesis | None:
     )
 
 
-def _in_pipeline(position: Position) -> bool:
-    """A wait between stages: a collective below a schedule is none."""
-    return position.kind == "p2p" and any("pipelin" in f.file for f in position.path)
+def _in_pipeline(positions: Sequence[Position]) -> bool:
+    """All below a schedule, some between two stages: others may have left it for a collective."""
+    below = all(any("pipelin" in f.file for f in p.path) for p in positions)
+    return below and any(p.kind == "p2p" for p in positions)

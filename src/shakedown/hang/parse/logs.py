@@ -23,6 +23,8 @@ _LOG_NAME = re.compile(
     r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"
 )
 
+# py-spy's heads of a process: words of its command line and its paths are no messages.
+_COMMAND = ("Process ", "Parent Process ")
 _TRACEBACK = "Traceback (most recent call last):"
 _FILE_LINE = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,9})(?:, in (.{1,200}))?$')
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
@@ -120,6 +122,8 @@ def _line_events(
     source: Source, rows: Sequence[Row], number: int, line: str, who: Identity
 ) -> list[LogEvent]:
     found: list[LogEvent] = []
+    if line.startswith(_COMMAND):
+        return found
     lowered = line.lower()  # finding a word costs a fraction of a pattern: logs are long
     for kind, words, pattern in rows:
         match = any(word in lowered for word in words) and pattern.search(line)

@@ -19,6 +19,7 @@ _FILE = re.compile(
     r"(?:\.(?:pyx?|so[.\d]*|pxd|c|cc|cpp|cu|h|hpp)|^<.*>|^lib\S+|^\[\w+\]|^\S*python\S*)$"
 )
 _PYSTACK = re.compile(r"^\s+\((?:Python|C)\) File ")
+_RANKS = re.compile(r"ranks|rank\D?\d+\D{1,4}\d")
 _ERROR = re.compile(r"^Error: (Failed to|Permission denied|No such|Couldn't|py-spy)")
 
 
@@ -106,12 +107,18 @@ class _Reader:
         self._close()
         pids = {p.who.pid for p in self._done}
         roots = [p for p in self._done if p.parent is None or p.parent not in pids]
-        records: list[Record] = [self._stack(p, alone=roots == [p]) for p in self._done]
+        first = roots[0] if len(roots) == 1 or (roots and self._names_one_rank()) else None
+        records: list[Record] = [self._stack(p, alone=p is first) for p in self._done]
         for who, number, text in self._failures:
             place = self._source.place(number, text)
             named = who.completed_by(self._source.who(who.pid))
             records.append(Unattachable(named, _reason(text), place))
         return records
+
+    def _names_one_rank(self) -> bool:
+        """The file's name says whose it is, so its first process is that rank's."""
+        several = _RANKS.search(self._source.name.rsplit("/", 1)[-1].lower())
+        return self._source.identity.rank is not None and several is None
 
     def _stack(self, process: _Process, *, alone: bool) -> Stack:
         named = self._source.who(process.who.pid)

@@ -31,6 +31,7 @@ from shakedown.serving.ready import Wait, wait_ready
 from shakedown.training.checkpoint import find
 from shakedown.training.data import load_rows
 from shakedown.training.endings import INTERRUPTED
+from shakedown.training.faults import Injector
 from shakedown.training.fingerprint import fingerprint
 from shakedown.training.huggingface import read_config, read_tokenizer
 from shakedown.training.job import StageJob, read_job
@@ -50,6 +51,7 @@ from shakedown.training.rollout.weights import WeightSync, probe_tokens
 _POLL_SECONDS = 0.05
 _BEAT_SECONDS = 0.5
 _HEALTH_SECONDS = 2.0
+_HELD_SECONDS = 5.0
 _SAY_SECONDS = 2.0
 _PROBE_PROMPTS = 64
 _SAFE_LENGTH = 200  # tokens, where a server does not tell its own limit
@@ -178,8 +180,9 @@ class Orchestrator:
         self._exchange = Exchange(job.attempt.exchange)
         self._start, kept = _resumed(job, self._settings, self._heartbeat)
         self._version, self._syncing = 0, False
+        self._faults = Injector(job.config.fault, 0, role="orchestrator")
         self._step, self._said = self._start + len(kept.batches) + 1, 0.0
-        self._sync_seconds = 0.0
+        self._sync_seconds, self._held = 0.0, time.monotonic()
         self._rewards: RewardPool | AgentEpisodes
         self._episodes: Episodes | AgentEpisodes
         self._to_batch = agent_batch if self._settings.agent else to_batch
@@ -238,6 +241,7 @@ class Orchestrator:
     async def _batches(self) -> None:
         """Publish the batch of each step; then wait for the others to end."""
         while self._step <= self._job.config.steps:
+            self._faults.at("rollout", self._step, self._controller)
             began = time.monotonic()
             groups = self._queue.take(self._step, await self._controller.next_batch())
             self._publish(groups, time.monotonic() - began)
@@ -280,6 +284,7 @@ class Orchestrator:
             self._heartbeat.beat(phase="weight_sync", step=self._step)
             weights = self._exchange.latest_weights()
             if weights is not None:
+                self._faults.at("weights", weights.version)
                 self._sync_seconds = await self._sync.apply(weights, within=limit)
                 self._version = weights.version
                 self._exchange.mark_loaded(weights.version)
@@ -319,6 +324,7 @@ class Orchestrator:
             done = (self._controller.accepted, self._rewards.done)
             if self._controller.running == 0 and not self._syncing:
                 self._heartbeat.beat(phase="rollout_wait", step=self._step)
+                self._say_held()
             elif done != before and not self._syncing:
                 self._heartbeat.beat(
                     phase="data",
@@ -328,6 +334,20 @@ class Orchestrator:
                 )
             before = done
             await asyncio.sleep(_BEAT_SECONDS)
+
+    def _say_held(self) -> None:
+        """Rollouts that the staleness rule holds back look like a hang: the log says why."""
+        now = time.monotonic()
+        if self._controller.capacity > 0:
+            self._held = now
+        elif now - self._held >= _HELD_SECONDS:
+            self._held = now
+            print(
+                f"no rollout capacity: {self._controller.accepted} groups are made, and the "
+                f"staleness limit allows no more before weights newer than version "
+                f"{self._controller.version}",
+                flush=True,
+            )
 
     async def _finish(self) -> None:
         """Wait for the trainer's word, and for the end of its processes: they still write.
