@@ -13,6 +13,7 @@ from shakedown.hang.watch import Health
 from shakedown.paths import AttemptPaths
 
 _SRUN_SECONDS = 120.0
+_GAP_SECONDS = 2.0  # the watch has looked twice itself, 5 s apart
 
 
 def collect_evidence(
@@ -25,7 +26,9 @@ def collect_evidence(
     print(f"stalled: {health.sentence}; collecting evidence in {attempt.evidence}", flush=True)
     others = {beat.host for beat in read_heartbeats(attempt.heartbeats)} - {socket.gethostname()}
     remote = _start_on_other_nodes(attempt, nodes) if others else None
-    report = collect_local(_targets(attempt, running), attempt.evidence, logs=attempt.logs)
+    report = collect_local(
+        _targets(attempt, running), attempt.evidence, logs=attempt.logs, gap=_GAP_SECONDS
+    )
     missed = report.missed + [f"{t.name}: {m}" for t in report.targets for m in t.missed]
     if remote is not None:
         try:
@@ -62,8 +65,9 @@ def _start_on_other_nodes(
     )
     collect = [sys.executable, "-m", "shakedown.cli", "hang", "collect"]
     folders = ["--attempt", str(attempt.root), "--out", str(attempt.evidence)]
+    gap = ["--gap", str(_GAP_SECONDS)]
     try:
-        return subprocess.Popen([*step, *collect, *folders], stdin=subprocess.DEVNULL)
+        return subprocess.Popen([*step, *collect, *folders, *gap], stdin=subprocess.DEVNULL)
     except OSError as error:
         print(f"other nodes: srun could not be started: {error.strerror}", flush=True)
         return None

@@ -20,6 +20,7 @@ from shakedown.hang.collect import proc
 STACK_SECONDS = 2.0  # the handler runs in microseconds, once the process gets a CPU
 HOOK_SECONDS = 20.0  # half a second of polling, then every rank may import torch._inductor
 MAX_STACK_BYTES = 4 * 2**20
+LAST_SECONDS = 5.0  # for the others, once half of them have answered
 _POLL_SECONDS = 0.01
 _FILE = re.compile(r"faulthandler-(([A-Za-z0-9_.-]{1,64}?)-rank(\d{1,7}))\.txt")
 # Threads come newest first, so a whole dump ends with the main thread's outermost frame. At 100
@@ -155,13 +156,20 @@ def request_recorders(hooks: Sequence[Hook]) -> tuple[float, list[str]]:
 
 
 def await_recorders(hooks: Sequence[Hook], asked: float) -> list[Hook]:
-    """Wait for the dumps; returns those that did not answer: a locked interpreter never does."""
+    """Wait for the dumps; returns those that did not answer.
+
+    A locked interpreter never does, and a stopped process is not waited for.
+    """
     deadline = time.monotonic() + HOOK_SECONDS
-    waiting = [h for h in hooks if h.recorder]
+    able = [h for h in hooks if h.recorder]
+    waiting, half = able, False
     while waiting and time.monotonic() < deadline:
         waiting = [h for h in waiting if not _answered(h, asked) and proc.read_state(h.pid).alive]
-        if waiting:
-            time.sleep(0.1)
+        if not half and 0 < 2 * len(waiting) <= len(able):
+            half, deadline = True, min(deadline, time.monotonic() + LAST_SECONDS)
+        if not any(proc.read_state(h.pid).pausable for h in waiting):
+            break
+        time.sleep(0.1)
     return [h for h in waiting if not _answered(h, asked)]
 
 
