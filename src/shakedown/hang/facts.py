@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
@@ -310,7 +311,12 @@ def _guessed(processes: Sequence[tuple[str, int]]) -> str:
 
 def _is_helper(stack: Stack) -> bool:
     main = stack.main
-    return any(_HELPER.search(f.file) for f in (main.frames if main else ()))
+    return main is not None and _helps(main.frames)
+
+
+@lru_cache(4096)  # many ranks share few paths
+def _helps(path: tuple[Frame, ...]) -> bool:
+    return any(_HELPER.search(frame.file) for frame in path)
 
 
 def _is_launcher(stack: Stack) -> bool:

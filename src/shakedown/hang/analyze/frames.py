@@ -119,7 +119,8 @@ def _by_rows(frame: Frame, rows: Sequence[Row]) -> tuple[Told, str] | None:
     return None
 
 
-def library_calls(path: Sequence[Frame]) -> tuple[tuple[str, str], ...]:
+@lru_cache(4096)  # many ranks share few paths
+def library_calls(path: tuple[Frame, ...]) -> tuple[tuple[str, str], ...]:
     """Function and file of each Python frame, without lines: which code of a library it is.
 
     A native frame, a wrapper or a plain wait makes no other path.

@@ -1,6 +1,7 @@
 """A checkpoint that a thread writes while the main thread waits for it."""
 
 import re
+from functools import lru_cache
 
 from shakedown.hang.analyze.model import Edge, Hypothesis, name_ranks, verb
 from shakedown.hang.analyze.position import judge_path
@@ -14,6 +15,7 @@ _WRITES = re.compile(r"^(?:_?write\w*|_?save\w*|sync_file|fsync|publish\w*)$")
 _THREAD = re.compile(r"^checkpoint", re.I)
 
 
+@lru_cache(4096)  # many ranks share few paths
 def _waits(path: tuple[Frame, ...]) -> Frame | None:
     """The frame in which a main thread waits for the writing of its checkpoint."""
     return next((f for f in path if _FILE.search(f.file) and _WAITS.match(f.function)), None)

@@ -3,12 +3,15 @@
 Ranks that wait in it are victims: this rule never names one.
 """
 
+from functools import lru_cache
+
 from shakedown.hang.analyze.frames import calls_out, weight_update
 from shakedown.hang.analyze.model import Edge, Hypothesis, name_ranks, verb
 from shakedown.hang.analyze.position import user_frames
 from shakedown.hang.analyze.rules_stacks import places_of
 from shakedown.hang.analyze.situation import Situation
 from shakedown.hang.facts import Component
+from shakedown.hang.records import Frame
 
 _SERVER = "inference"
 _WAITS = frozenset({"collective", "p2p", "init"})
@@ -53,8 +56,13 @@ def _asks(s: Situation, ranks: list[int]) -> bool:
 
 def _hands_over(s: Situation, rank: int) -> bool:
     position = s.positions[rank]
-    inside = weight_update(user_frames(position.path)) is not None
+    inside = _updates(position.path)
     return inside and (position.kind in _WAITS or calls_out(position.path))
+
+
+@lru_cache(4096)  # many ranks share few paths
+def _updates(path: tuple[Frame, ...]) -> bool:
+    return weight_update(user_frames(path)) is not None
 
 
 def _takes_part(server: Component) -> bool:
