@@ -162,15 +162,15 @@ def test_rank_that_ended_is_named_though_the_others_died_of_it(
     assert said in verdict.summary
 
 
-def test_size_mismatch_that_makes_gloo_abort_blames_no_rank(tmp_path: Path) -> None:
+def test_rank_whose_extra_call_makes_gloo_abort_is_named_by_the_dumps(tmp_path: Path) -> None:
     with running("mismatch", 2, tmp_path / "001") as job:
         codes = {f"trainer-rank{r}": p.wait(timeout=120) for r, p in enumerate(job.ranks)}
     outcome = {**HUNG, "state": "failed", "exit_codes": codes, "failed_component": ""}
     verdict = diagnose_stage(job.attempt, outcome)
     diagnosis = verdict.extra["diagnosis"]
-    assert diagnosis["cause"] == "size_mismatch"
-    assert diagnosis["culprits"]["ranks"] == []
-    assert diagnosis["needed"]
+    assert diagnosis["cause"] == "conditional_collective"
+    assert diagnosis["culprits"]["ranks"] == [1]
+    assert "hang_job.py" in verdict.summary
 
 
 def test_healthy_job_is_found_moving_by_two_samples(tmp_path: Path) -> None:
