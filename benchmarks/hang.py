@@ -1,4 +1,4 @@
-"""Hang diagnosis side by side with what people use: `torchfrtrace`, and a loop of `py-spy dump`.
+"""Hang diagnosis side by side with what people use, `torchfrtrace`; collecting: hang_collect.py.
 
     python benchmarks/hang.py [--quick] [--sizes 512x20] [--limit 400]
 
@@ -6,7 +6,6 @@ flight   Synthetic NCCL-like dumps (ranks x entries) in which one rank misses th
          `torchfrtrace` once and `shakedown hang analyze` three times (the median counts) on the
          same files, each as a user runs it.
 files    `shakedown hang analyze` on py-spy's text files, one a rank.
-collect  Sleeping processes: `shakedown hang collect --rounds 1` against the shell's loop.
 stacks   Stacks of 131,072 ranks with 64 distinct paths in memory, merged and classified.
 
 Prints the tables of docs/benchmarks.md. A command that passes the limit is ended and shown as
@@ -35,7 +34,6 @@ from shakedown.hang.records import Frame, Identity, Place, Stack, Thread
 
 TENSOR_PARALLEL = 8
 PATHS = 64
-NEXT_PROCESS = "\nProcess "
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,8 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", metavar="RANKSxN", help="of the dumps")
     parser.add_argument("--limit", type=float, default=400.0, help="seconds a command may take")
     args = parser.parse_args()
-    missing = [tool for tool in ("torchfrtrace", "py-spy") if shutil.which(tool) is None]
-    if missing:
-        print(f"{' and '.join(missing)} not on PATH: install torch and py-spy", file=sys.stderr)
+    if shutil.which("torchfrtrace") is None:
+        print("torchfrtrace is not on PATH: install torch", file=sys.stderr)
         return 3
     sizes = ["512x20", "2048x20"] if args.quick else ["2048x20", "2048x100", "8192x20"]
     head("dumps", "names the missing rank", "wall: peer / ours", "CPU: peer / ours")
@@ -73,7 +70,6 @@ def main() -> int:
     print()
     head("input", "gives")
     files(2048 if args.quick else 16_384, args.limit)
-    collect(16 if args.quick else 64, args.limit)
     stacks(131_072)  # last: a child's peak memory begins at its parent's
     return 0
 
@@ -176,28 +172,6 @@ def files(ranks: int, limit: float) -> None:
         run = measure(analysis(folder), limit)
     note = "ended at the limit" if run.cut else f"{run.output.count('waiting_in')} classes"
     row(f"{ranks:,} py-spy text files", "shakedown hang analyze", run, note)
-
-
-def collect(count: int, limit: float) -> None:
-    """Our stacks come twice, as JSON and with the children; the loop prints text once."""
-    sleeper = [sys.executable, "-c", "import time; time.sleep(3600)"]
-    sleepers = [subprocess.Popen(sleeper) for _ in range(count)]
-    try:
-        time.sleep(2)
-        pids = [str(process.pid) for process in sleepers]
-        loop = f"for pid in {' '.join(pids)}; do echo == PID $pid ==; py-spy dump --pid $pid; done"
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "shakedown.cli", "hang", "collect", "--rounds", "1"]
-            ours = measure([*command, "--out", folder, "--pid", *pids], limit)
-            read = len(list(Path(folder).rglob("pyspy-*.json")))
-        peer = measure(["bash", "-c", loop], limit)
-    finally:
-        for process in sleepers:
-            process.kill()
-            process.wait()
-    what = f"{count} idle processes"
-    row(what, "shakedown hang collect --rounds 1", ours, f"{read} read")
-    row(what, "loop of `py-spy dump`", peer, f"{peer.output.count(NEXT_PROCESS)} read")
 
 
 def write_dumps(folder: Path, ranks: int, entries: int) -> None:
