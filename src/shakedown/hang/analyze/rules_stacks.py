@@ -198,8 +198,9 @@ def outsider(s: Situation) -> Hypothesis | None:
             continue  # by stacks alone the few that wait may have called too much
         first = s.positions[behind[0]]
         extra, places = _worker(s, behind[0]) if kind == "dataloader" else ("", [])
+        starts = cause == "missing_rank" and _initialises(s)
         return Hypothesis(
-            cause,
+            "init_deadlock" if starts else cause,
             f"{name_ranks(behind)} {verb(behind, *says)} ({first.where}{extra}), while "
             f"{name_ranks(s.waiting)} {verb(s.waiting, 'waits', 'wait')} in {_waits_in(s)}",
             ranks=behind,
@@ -211,6 +212,12 @@ def outsider(s: Situation) -> Hypothesis | None:
             blame=blame,
         )
     return None
+
+
+def _initialises(s: Situation) -> bool:
+    """By its heartbeats no rank is through with joining and loading its model."""
+    beats = [c.beat.beat.phase if c.beat else "" for c in s.ranks.values()]
+    return bool(beats) and set(beats) == {"init"}
 
 
 def all_in_loader(s: Situation) -> Hypothesis | None:
