@@ -57,7 +57,7 @@ def test_diagnosis_names_rank_and_line(hang: Hang) -> None:
     assert diagnosis["cause"] == "conditional_collective"
     assert diagnosis["pattern"] == "B"
     assert diagnosis["culprits"]["ranks"] == [1]
-    assert "faults.py:" in verdict["summary"]
+    assert "fault_acts.py:" in verdict["summary"]
     assert paths.stage("grpo").diagnosis_html.stat().st_size > 0
 
 
