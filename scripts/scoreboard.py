@@ -154,7 +154,7 @@ def page(results: Sequence[Result], *, seed: int, failures: dict[str, str]) -> s
         "diagnosed anew, by rules that may have been mended on them.",
         _table(("figure", "value"), rows),
         "Seconds count from the end of the stall timeout to the written diagnosis (confirmation, "
-        "two samples 5 s apart and the ending of all processes are in it); where a stage ends by "
+        "two samples 2 s apart and the ending of all processes are in it); where a stage ends by "
         "itself, from the fault.",
         "## Cases",
         _table(
