@@ -19,6 +19,8 @@ from tests.hang_foreign import (
     Case,
     behind,
     check,
+    diagnosed,
+    disagreement,
     faulthandler,
     loader_at,
     pickled,
@@ -108,13 +110,15 @@ def test_one_hang_in_any_shape_names_its_rank(tmp_path: Path, shape: str) -> Non
 def test_processes_that_are_no_ranks_are_not_counted(tmp_path: Path) -> None:
     stacks = {40: LAUNCHER, 41: REDUCE, 42: LOADER, 50: WORKER, 51: WORKER}
     text = "".join(f"========== PID {p} ==========\n{process(p, f)}" for p, f in stacks.items())
-    check(tmp_path, Case({"all.txt": text}, "dataloader", (1,)))
+    case = Case({"all.txt": text}, "dataloader", (1,))
+    assert disagreement(diagnosed(tmp_path, case), case) == ""
 
 
 def test_process_that_did_not_answer_is_a_rank_too(tmp_path: Path) -> None:
     text = "".join(process(41 + r, REDUCE) for r in range(3))
     text += "Process 44: python -u train.py\nPython v3.10.12 (/usr/bin/python3.10)\n\n"
-    check(tmp_path, Case({"all.txt": text}, "unknown"))
+    case = Case({"all.txt": text}, "unknown")
+    assert disagreement(diagnosed(tmp_path, case), case) == ""
 
 
 def test_places_of_prefixed_lines_are_those_of_the_file(tmp_path: Path) -> None:
@@ -143,7 +147,8 @@ def test_damaged_json_in_text_is_listed_and_never_fatal(tmp_path: Path, text: st
 def test_recorder_dumps_in_one_file_are_told_apart_by_their_rank(tmp_path: Path) -> None:
     bodies = [recorder(r, 4, last=8 if r == 3 else 9) for r in range(4)]
     text = "\n".join(json.dumps(body) for body in bodies)
-    check(tmp_path, Case({"all.jsonl": text}, "missing_rank", (3,)))
+    case = Case({"all.jsonl": text}, "missing_rank", (3,))
+    assert disagreement(diagnosed(tmp_path, case), case) == ""
 
 
 def test_recorder_dump_that_is_cut_blames_nobody_else(tmp_path: Path) -> None:
