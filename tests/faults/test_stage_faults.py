@@ -76,6 +76,14 @@ def _diagnose(tmp_path: Path) -> dict[str, Any]:
     return read_json(stage.diagnosis)
 
 
+def _faulted(train: Train, tmp_path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run a stage to its failure by a fault on rank 1: its outcome and its diagnosis."""
+    process = train({"kind": kind, "rank": 1, "step": 7})
+    _finish(process)
+    assert process.returncode == 1
+    return read_json(_stage(tmp_path).outcome), _diagnose(tmp_path)["diagnosis"]
+
+
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [
@@ -90,13 +98,8 @@ def _diagnose(tmp_path: Path) -> dict[str, Any]:
 def test_hung_stage_is_ended_and_its_guilty_rank_named(
     tmp_path: Path, train: Train, kind: str, cause: str
 ) -> None:
-    process = train({"kind": kind, "rank": 1, "step": 7})
+    outcome, diagnosis = _faulted(train, tmp_path, kind)
 
-    _finish(process)
-
-    outcome = read_json(_stage(tmp_path).outcome)
-    diagnosis = _diagnose(tmp_path)["diagnosis"]
-    assert process.returncode == 1
     assert outcome["state"] == "hung"
     assert diagnosis["cause"] == cause
     assert diagnosis["culprits"]["ranks"] == [1]
@@ -109,13 +112,8 @@ def test_hung_stage_is_ended_and_its_guilty_rank_named(
 def test_call_that_gloo_aborts_on_names_the_rank_that_called_otherwise(
     tmp_path: Path, train: Train, kind: str, cause: str
 ) -> None:
-    process = train({"kind": kind, "rank": 1, "step": 7})
+    outcome, diagnosis = _faulted(train, tmp_path, kind)
 
-    _finish(process)
-
-    outcome = read_json(_stage(tmp_path).outcome)
-    diagnosis = _diagnose(tmp_path)["diagnosis"]
-    assert process.returncode == 1
     assert outcome["state"] == "failed"
     assert -signal.SIGABRT in outcome["exit_codes"].values()
     assert (diagnosis["cause"], diagnosis["culprits"]["ranks"]) == (cause, [1])

@@ -14,7 +14,16 @@ import pytest
 
 from shakedown.cli import main
 from shakedown.errors import UsageError
-from shakedown.hang.collect import collect_local, from_pattern, from_pids, hooked, job, proc, pyspy
+from shakedown.hang.collect import (
+    CollectReport,
+    collect_local,
+    from_pattern,
+    from_pids,
+    hooked,
+    job,
+    proc,
+    pyspy,
+)
 from shakedown.hang.collect import local as collecting
 from shakedown.hang.collect import writer as writing
 from shakedown.hang.collect.bounded import run_bounded
@@ -85,6 +94,19 @@ def sleeper() -> Iterator[int]:
     yield process.pid
     process.kill()
     process.wait()
+
+
+def collected_once(code: str, folder: Path, *arguments: str) -> CollectReport:
+    """One sample of a process whose evidence is in `folder`, once it says that it is ready."""
+    command = [sys.executable, "-c", code, str(folder / "evidence"), *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return collect_local(from_pids([process.pid]), folder / "out", rounds=1)
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def mains(out: Path) -> list[str]:
@@ -175,20 +197,8 @@ def test_dump_that_is_cut_at_a_hundred_frames_is_left_to_pyspy(tmp_path: Path) -
     code = HOOKED.replace("waits_here()\nworks", "(lambda f: f(f, 150))(DEEP)\nworks").replace(
         "import os", "DEEP = lambda f, n: f(f, n - 1) if n else waits_here()\nimport os", 1
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / "evidence")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        report = collect_local(from_pids([process.pid]), tmp_path / "out", rounds=1)
-    finally:
-        process.kill()
-        process.communicate()
-    assert report.targets[0].sources == ["round1/pyspy-trainer-rank7.json"]
+    (row,) = collected_once(code, tmp_path).targets
+    assert row.sources == ["round1/pyspy-trainer-rank7.json"]
 
 
 RECORDER = """
@@ -216,18 +226,7 @@ def test_recorder_is_copied_and_a_silent_rank_is_read_by_pyspy(
     silent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hooked, "HOOK_SECONDS", 1.0 if silent else 60.0)
-    arguments = [str(tmp_path / "evidence"), *(["silent"] if silent else [])]
-    process = subprocess.Popen(
-        [sys.executable, "-c", RECORDER, *arguments], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        report = collect_local(from_pids([process.pid]), tmp_path / "out", rounds=1)
-    finally:
-        process.kill()
-        process.communicate()
-    (row,) = report.targets
+    (row,) = collected_once(RECORDER, tmp_path, *(["silent"] if silent else [])).targets
     if silent:
         assert row.missed == ["flight recorder: the process did not answer the request"]
         assert row.sources[-1] == "round1/pyspy-trainer-rank7.json"
