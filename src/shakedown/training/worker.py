@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -131,12 +132,13 @@ def _join(device: torch.device, job: StageJob) -> None:
     dist.init_process_group(backend, timeout=max(COLLECTIVE_TIMEOUT, patience))
 
 
-def leave(code: int) -> None:
-    """End this process. After a failure torch's teardown is left out: without its peers it may
-    abort, and hide the exit code.
+def leave(code: int) -> NoReturn:
+    """End this process without torch's teardown.
+
+    After a failure it may abort for want of its peers, and hide the exit code. After the last step
+    a group that something still holds ends under the interpreter's lock, for which a thread of
+    gloo may wait: seen to hang for ever (torch 2.13).
     """
-    if code in (0, INTERRUPTED):
-        sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
