@@ -39,7 +39,7 @@ def test_grpo_raises_held_out_sampled_accuracy(demo: Demo) -> None:
 
     metrics = read_json(paths.stage("grpo").outcome)["metrics"]
 
-    assert metrics["sampled_accuracy_end"] - metrics["sampled_accuracy_start"] >= 0.15
+    assert metrics["sampled_accuracy_end"] - metrics["sampled_accuracy_start"] >= 0.2
 
 
 def test_train_and_held_out_problems_are_disjoint(demo: Demo) -> None:
