@@ -40,6 +40,49 @@ def test_every_example_loads_over_the_shipped_config(example: Path) -> None:
     assert load_config(SHIPPED, example).stages
 
 
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_an_overlay_alone_lies_over_the_workflows_config(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+
+    assert load_config(example) == load_config(SHIPPED, example)
+
+
+def test_an_overlay_without_stages_gets_those_of_the_workflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text("run: mine\n", encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+
+    assert list(load_config(overlay).stages) == ["sft", "grpo"]
+
+
+def test_a_whole_config_alone_stays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = _shipped()
+    body["stages"] = {"only": body["stages"]["sft"]}
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(yaml.safe_dump(body | {"order": ["only"]}), encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+
+    assert list(load_config(whole).stages) == ["only"]
+
+
+def test_a_fault_of_an_overlay_names_both_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text("serve: {enigne: vllm}\n", encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(overlay)
+
+    assert f"config/config.yaml + {overlay}: 1 fault(s)" in str(caught.value)
+    assert "did you mean 'engine'?" in str(caught.value)
+
+
 def test_resolved_form_loads_to_the_same_config(tmp_path: Path) -> None:
     config = load_config(SHIPPED)
     path = tmp_path / "config.resolved.yaml"

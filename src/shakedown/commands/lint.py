@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shakedown.agents.reward_pool import RewardLimits, reward_fault
 from shakedown.agents.rewards import REWARDS, is_own
-from shakedown.config import Config, dump_config, load_config
+from shakedown.config import Config, dump_config, layers, load_config
 from shakedown.config.lint import lint
 from shakedown.errors import ConfigError
 from shakedown.training.engines.names import DIMENSIONS
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     status = status_of(findings)
     if args.resolved:
         print(dump_config(config))
-    where = " + ".join(map(str, args.config))
+    where = " + ".join(map(str, layers(*args.config)))
     faults = len(_faults(findings))
     summary = f"{where}: {faults} fault(s)" if faults else f"{where} is sound"
     verdict = Verdict(

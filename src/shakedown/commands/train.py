@@ -13,7 +13,7 @@ from pathlib import Path
 from shakedown.agents.reward_pool import RewardLimits
 from shakedown.commands.assets_file import read_assets
 from shakedown.commands.lint import require_sound
-from shakedown.config import Config, load_config
+from shakedown.config import Config, layers, load_config
 from shakedown.errors import ConfigError, ExitCode, UsageError, did_you_mean
 from shakedown.paths import RunPaths
 from shakedown.training.observe.sinks import require_sinks
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    where = " + ".join(map(str, args.config))
+    where = " + ".join(map(str, layers(*args.config)))
     config = require_sound(load_config(*args.config), where)
     if args.stage not in config.stages:
         known = ", ".join(config.stages)

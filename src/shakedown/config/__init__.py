@@ -1,6 +1,13 @@
 """Typed, strict configuration; imports without torch."""
 
-from shakedown.config.load import dump_config, load_config, merge, parse_config, write_resolved
+from shakedown.config.load import (
+    dump_config,
+    layers,
+    load_config,
+    merge,
+    parse_config,
+    write_resolved,
+)
 from shakedown.config.schema import (
     AgentsConfig,
     ClusterConfig,
@@ -30,6 +37,7 @@ __all__ = [
     "ServeConfig",
     "StageConfig",
     "dump_config",
+    "layers",
     "load_config",
     "merge",
     "parse_config",

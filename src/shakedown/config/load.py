@@ -2,7 +2,7 @@
 
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,47 @@ from shakedown.config.schema import Config
 from shakedown.errors import ConfigError, did_you_mean
 from shakedown.files import write_text
 
+WORKFLOW_CONFIG = Path("config/config.yaml")  # what the Snakefile lays under every overlay
+
 
 def load_config(*paths: Path) -> Config:
-    """Read YAML files, each merged over the ones before it.
+    """Read YAML files, each merged over the ones before it and over what `layers` puts below.
 
     Raises:
         ConfigError: a file is missing or is not YAML; a key is unknown, missing or wrong.
     """
+    below = layers(*paths)
+    return parse_config(_merged(below), where=" + ".join(str(path) for path in below))
+
+
+def layers(*paths: Path) -> tuple[Path, ...]:
+    """The files; below them config/config.yaml of the working directory when they are no whole run.
+
+    So an overlay means the same to every command as to `snakemake --configfile`.
+
+    Raises:
+        ConfigError: a file is missing or is not YAML.
+    """
+    base = WORKFLOW_CONFIG
+    if base in paths or not base.is_file() or any(p.exists() and p.samefile(base) for p in paths):
+        return paths
+    return paths if _is_whole(_merged(paths)) else (base, *paths)
+
+
+def _merged(paths: Sequence[Path]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for path in paths:
         merged = merge(merged, _read_yaml(path))
-    return parse_config(merged, where=" + ".join(str(path) for path in paths))
+    return merged
+
+
+def _is_whole(body: Mapping[str, Any]) -> bool:
+    """Stages, and no key of them missing; wrong values are another matter."""
+    try:
+        Config.model_validate(_in_order(_tuples(dict(body))))
+    except ValidationError as error:
+        return all(fault["type"] != "missing" for fault in error.errors())
+    return bool(body.get("stages"))
 
 
 def parse_config(body: Mapping[str, Any], *, where: str = "config") -> Config:
