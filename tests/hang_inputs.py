@@ -50,8 +50,20 @@ INLINE: dict[str, bytes] = {
     "sacct.txt": b"JobID|JobName|State|ExitCode|NodeList\n12|grpo|NODE_FAIL|0:0|n[1-2]\n",
     "trainer-rank1.beat": encode(BEAT),
     "beats.json": json.dumps(
-        {"schema": "shakedown/beats/1", "round": 1, "beats": [ROW, {**ROW, "rank": 2}]}
+        {"schema": "shakedown/beats/1", "round": 1, "taken": 1.6e9, "began": 1.4e9,
+         "beats": [ROW, {**ROW, "rank": 2}]}
     ).encode(),
+    "n1-gpus.json": json.dumps(
+        {
+            "schema": "shakedown/gpus/1",
+            "host": "n1",
+            "gpus": [
+                {"index": 0, "utilisation_percent": 100, "memory_percent": 1, "power_watts": 95,
+                 "memory_bytes": 4096, "pids": [42]}
+            ],
+        }
+    ).encode(),
+    "metrics.jsonl": b'\n{"step": 1, "step_seconds": 2.5}\n{"step": 2, "step_seconds": 3e300}\n',
     "collected-n1.json": json.dumps(
         {
             "schema": "shakedown/collected/1",

@@ -13,6 +13,7 @@ import pytest
 from shakedown.hang.collect import collect_local, gpus, node, ras
 from shakedown.hang.facts import build_facts
 from shakedown.hang.parse import read_paths
+from shakedown.hang.records import GpuUse
 
 ANSWER = """NCCL version 2.28.3+cuda12.8 compiled with CUDA 12.8
 Job summary
@@ -124,7 +125,12 @@ def nvml(*, lost: bool = False, driver: bool = True) -> types.ModuleType:
     def rates(handle: int) -> types.SimpleNamespace:
         if lost and handle == 1:
             raise NvmlError("GPU is lost")
-        return types.SimpleNamespace(gpu=100 - handle)
+        return types.SimpleNamespace(gpu=100 - handle, memory=handle)
+
+    def power(handle: int) -> int:
+        if handle == 1:
+            raise NvmlError("Not Supported")
+        return 95_400
 
     def start() -> None:
         if not driver:
@@ -137,6 +143,7 @@ def nvml(*, lost: bool = False, driver: bool = True) -> types.ModuleType:
         "nvmlDeviceGetCount": lambda: 2,
         "nvmlDeviceGetHandleByIndex": lambda index: index,
         "nvmlDeviceGetUtilizationRates": rates,
+        "nvmlDeviceGetPowerUsage": power,
         "nvmlDeviceGetMemoryInfo": lambda _: types.SimpleNamespace(used=2**30),
         "nvmlDeviceGetComputeRunningProcesses": lambda _: [types.SimpleNamespace(pid=41)],
     }
@@ -152,10 +159,15 @@ def test_gpus_are_written_a_row_each_and_read_as_ours(
     name, text, missed = gpus.query()
     rows = json.loads(text)["gpus"]
     assert [row["utilisation_percent"] for row in rows] == [100, 99]
+    assert [(row["memory_percent"], row["power_watts"]) for row in rows] == [(0, 95), (1, None)]
     assert rows[0]["pids"] == [41]
     assert missed == ""
     (tmp_path / f"n1-{name}").write_text(text)
-    assert read_paths([tmp_path]).skipped == []
+    evidence = read_paths([tmp_path])
+    assert evidence.skipped == []
+    first = next(row for row in evidence.records if isinstance(row, GpuUse))
+    assert (first.who.pid, first.who.host) == (41, socket.gethostname())
+    assert first.place.text.endswith(": 100 % busy, memory 0 % busy, 95 W")
 
 
 def test_a_lost_gpu_is_written_down_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -433,13 +433,3 @@ def test_arbitrary_text_never_raises(tmp_path_factory: pytest.TempPathFactory, t
     path = tmp_path_factory.getbasetemp() / "fuzz.log"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     read_paths([path])
-
-
-def test_long_log_keeps_its_start_and_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "trainer-rank0.log"
-    with open(path, "wb") as stream:
-        stream.write(b"Waiting for training batch to arrive\n")
-        stream.write(b"filler line\n" * 1_200_000)
-        stream.write(b"torch.OutOfMemoryError: CUDA out of memory.\n")
-    kinds = [r.kind for r in read_paths([path]).records if isinstance(r, LogEvent)]
-    assert kinds == ["starving", "oom"]

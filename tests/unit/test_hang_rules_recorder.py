@@ -14,6 +14,7 @@ import pytest
 from shakedown.hang.analyze import Diagnosis, analyze
 from shakedown.hang.facts import build_facts
 from shakedown.hang.parse import read_paths
+from shakedown.hang.records import FlightRecord
 
 DATA = Path(__file__).parents[1] / "data"
 WORLD = 3
@@ -246,3 +247,178 @@ def test_counters_that_stand_still_on_one_device_do_not_blame_whom_it_seems_to_w
     rows[1] |= {"pg_config": config, "entries": [call(1), call(2), call(3, done=False), pair]}
     chosen = ours(write(tmp_path, rows[:3])).chosen
     assert 3 not in chosen.ranks
+
+
+def batch(seq: int, *calls: dict[str, Any], end: str = "coalesced", done: bool) -> list[Any]:
+    """Calls of one number as torch records them: only the entry that ends them is ever done."""
+    last = call(seq, end, done=done, p2p=bool(calls[0]["is_p2p"]))
+    last |= {"input_sizes": [], "output_sizes": [], "input_dtypes": [], "output_dtypes": []}
+    key = "p2p_seq_id" if calls[0]["is_p2p"] else "collective_seq_id"
+    return [*({**row, key: seq, "retired": False, "state": "scheduled"} for row in calls), last]
+
+
+def gathers(*sizes: int) -> list[dict[str, Any]]:
+    name = "all_gather_into_tensor_coalesced"
+    return [call(4, name, sizes=(size, WORLD * size), done=False) for size in sizes]
+
+
+def steps(calls: list[dict[str, Any]], end: str = "coalesced") -> list[dict[str, Any]]:
+    """Three batches that are done and one that is not."""
+    return [e for n in (1, 2, 3, 4) for e in batch(n, *calls, end=end, done=n < 4)]
+
+
+def coalesced(rows: list[Dump]) -> None:
+    for row in rows:
+        row["entries"] = steps(gathers(8, 16))
+
+
+def coalesced_size(rows: list[Dump]) -> None:
+    coalesced(rows)
+    rows[1]["entries"][-3:] = batch(4, *gathers(8, 12), done=False)
+
+
+def coalesced_type(rows: list[Dump]) -> None:
+    coalesced(rows)
+    other = [*gathers(8), call(4, "all_reduce", done=False)]
+    rows[1]["entries"][-3:] = batch(4, *other, done=False)
+
+
+def coalesced_dtype(rows: list[Dump]) -> None:
+    coalesced(rows)
+    rows[1]["entries"][-2] |= {"input_dtypes": ["Half"], "output_dtypes": ["Half"]}
+
+
+def coalesced_missing(rows: list[Dump]) -> None:
+    coalesced(rows)
+    del rows[1]["entries"][-3:]
+
+
+def uneven_gather_size(rows: list[Dump]) -> None:
+    """all_gather of uneven tensors is a batch of broadcasts."""
+    calls = [call(4, "_broadcast_oop", sizes=(n, n), done=False) for n in (8, 9, 7)]
+    for row in rows:
+        row["entries"] = steps(calls, "ALLGATHER_coalesced")
+    rows[1]["entries"][-2] |= {"input_sizes": [[6]], "output_sizes": [[6]]}
+
+
+def other_result(rows: list[Dump]) -> None:
+    rows[1]["entries"][-1] = call(4, dtypes=("Float", "Half"), done=False)
+
+
+def history(rows: list[Dump], name: str, last: dict[str, Any]) -> None:
+    """Four calls of one kind; rank 1's newest one is `last`."""
+    for row in rows:
+        row["entries"] = [call(i, name, done=i < 4) for i in (1, 2, 3, 4)]
+    rows[1]["entries"][-1] = last
+
+
+def gather_size(rows: list[Dump]) -> None:
+    history(rows, "gather", call(4, "gather", sizes=(6, 8), done=False))
+
+
+def scatter_size(rows: list[Dump]) -> None:
+    history(rows, "scatter", call(4, "scatter", sizes=(8, 6), done=False))
+
+
+def exchange_dtype(rows: list[Dump]) -> None:
+    history(rows, "all_to_all", call(4, "all_to_all", dtypes=("Half", "Half"), done=False))
+
+
+@pytest.mark.parametrize(
+    ("fault", "says", "cause", "ranks"),
+    [
+        (gather_size, "does not match found input sizes", "size_mismatch", [1]),
+        (scatter_size, "does not match found output sizes", "size_mismatch", [1]),
+        (exchange_dtype, "does not match found dtype", "dtype_mismatch", [1]),
+        (coalesced_size, "does not match found input sizes", "size_mismatch", [1]),
+        (coalesced_type, "does not match found collective type", "collective_mismatch", [1]),
+        (coalesced_dtype, "does not match found dtype", "dtype_mismatch", [1]),
+        (coalesced_missing, "Not all ranks joining", "missing_rank", [1]),
+        (uneven_gather_size, "does not match found input sizes", "size_mismatch", [1]),
+        (other_result, "does not match found dtype", "dtype_mismatch", [1]),
+        (coalesced, "", "network", []),
+    ],
+)
+def test_coalesced_calls_are_compared_one_by_one(
+    *,
+    fault: Callable[[list[Dump]], None],
+    says: str,
+    cause: str,
+    ranks: list[int],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = dumps()
+    fault(rows)
+    chosen = ours(write(tmp_path, rows)).chosen
+    assert (chosen.state, chosen.cause, list(chosen.ranks)) == ("hung", cause, ranks)
+    assert says in torchs(rows, caplog)
+
+
+def exchange(seq: int, rank: int, *, size: int = 8, done: bool) -> list[dict[str, Any]]:
+    """Ranks 0 and 1 send to each other and receive, in one batch."""
+    peer = 1 - rank
+    names = (f"send {rank}->{peer}", f"recv {rank}<-{peer}")
+    calls = [
+        call(seq, name, sizes=(n, n), p2p=True, done=False)
+        for name, n in zip(names, (size, 8), strict=True)
+    ]
+    return batch(seq, *calls, done=done)
+
+
+def test_sends_of_a_batch_that_is_done_are_done(tmp_path: Path) -> None:
+    """Their own entries stay `scheduled` for ever."""
+    rows = dumps(2, last=1)
+    for rank, row in enumerate(rows):
+        row["entries"] = [call(1), *exchange(1, rank, done=True), *exchange(2, rank, done=True)]
+    rows[0]["entries"].append(call(2, done=False))
+    chosen = ours(write(tmp_path, rows)).chosen
+    assert (chosen.cause, list(chosen.ranks)) == ("missing_rank", [1])
+    assert "all_reduce (number 2" in chosen.sentence
+
+
+def test_batch_of_sends_that_does_not_fit_the_peers_is_a_shape_mismatch(tmp_path: Path) -> None:
+    rows = dumps(2, last=1)
+    for rank, row in enumerate(rows):
+        last = exchange(2, rank, size=8 if rank else 12, done=False)
+        row["entries"] = [call(1), *exchange(1, rank, done=True), *last]
+    assert ours(write(tmp_path, rows)).chosen.cause == "pipeline_shape_mismatch"
+
+
+def test_rank_in_the_middle_of_a_batch_has_not_entered_it(tmp_path: Path) -> None:
+    rows = dumps()
+    coalesced(rows)
+    rows[1]["entries"].pop()
+    chosen = ours(write(tmp_path, rows)).chosen
+    assert (chosen.cause, list(chosen.ranks)) == ("missing_rank", [1])
+
+
+def test_end_of_a_batch_without_its_calls_is_one_call(tmp_path: Path) -> None:
+    """The recorder is a ring: the oldest calls of a batch may be overwritten."""
+    rows = dumps()
+    for row in rows:
+        row["entries"][0] = batch(1, *gathers(8), done=True)[-1]
+    rows[1]["entries"].pop()
+    assert list(ours(write(tmp_path, rows)).chosen.ranks) == [1]
+
+
+@pytest.mark.parametrize(("name", "key"), [("gather", "output"), ("scatter", "input")])
+def test_what_only_the_root_has_is_no_mismatch(tmp_path: Path, name: str, key: str) -> None:
+    rows = dumps()
+    history(rows, name, call(4, name, done=False))
+    for row in rows[1:]:
+        for entry in row["entries"]:
+            entry |= {f"{key}_sizes": [[0]], f"{key}_dtypes": ["Undefined"]}
+    assert ours(write(tmp_path, rows)).chosen.cause == "network"
+
+
+def test_calls_without_numbers_are_no_batch(tmp_path: Path) -> None:
+    """Dumps of old versions number nothing."""
+    rows = dumps()
+    for row in rows:
+        row["entries"].append(call(5, "coalesced", done=False))
+        for entry in row["entries"]:
+            del entry["collective_seq_id"]
+    (first, *_) = read_paths([write(tmp_path, rows)]).records
+    assert isinstance(first, FlightRecord)
+    assert [op.name for op in first.operations] == ["nccl:all_reduce"] * 4 + ["nccl:coalesced"]

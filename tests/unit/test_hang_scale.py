@@ -274,6 +274,7 @@ def test_equal_calls_of_two_ranks_are_one_object() -> None:
         {"input_sizes": [[8, 3]]},
         {"output_sizes": [[8, 2], [1]]},
         {"input_dtypes": ["Half"]},
+        {"output_dtypes": ["Half"]},
         {"is_p2p": True, "p2p_seq_id": 3},
         {"retired": True},
         {"state": "completed"},
@@ -293,7 +294,9 @@ def test_call_that_differs_from_the_last_dump_is_read_as_if_it_came_first(
     assert list(_operations(_dump(3))) == plain
 
 
-@pytest.mark.parametrize("key", ["input_sizes", "input_dtypes", "frames", "process_group"])
+@pytest.mark.parametrize(
+    "key", ["input_sizes", "input_dtypes", "output_dtypes", "frames", "process_group"]
+)
 def test_values_that_double_at_each_level_are_never_compared(key: str) -> None:
     first: list[Any] = [8]
     second: list[Any] = [8]

@@ -78,7 +78,8 @@ def _expand(path: Path) -> list[Path]:
     if not (attempt.heartbeats.is_dir() and attempt.evidence.is_dir()):
         return [path]
     inputs = _attempt_inputs(attempt, read_outcome(attempt))
-    return [*inputs, attempt.outcome] if attempt.outcome.is_file() else inputs
+    own = (attempt.outcome, StagePaths(attempt.root.parent.parent).metrics)
+    return [*inputs, *filter(Path.is_file, own)]
 
 
 def _attempt_inputs(attempt: AttemptPaths, outcome: Mapping[str, Any] | None) -> list[Path]:

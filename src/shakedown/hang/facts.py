@@ -14,6 +14,7 @@ from shakedown.hang.records import (
     BeatRecord,
     FlightRecord,
     Frame,
+    GpuUse,
     Identity,
     LogEnd,
     LogEvent,
@@ -23,6 +24,7 @@ from shakedown.hang.records import (
     RasRank,
     Record,
     Stack,
+    StepLength,
     TargetName,
     Unattachable,
 )
@@ -59,6 +61,7 @@ class Component:
     events: list[LogEvent] = field(default_factory=list)
     logs: list[LogEnd] = field(default_factory=list)
     ras: list[RasRank] = field(default_factory=list)
+    gpus: list[GpuUse] = field(default_factory=list)
     exit_code: int | None = None
 
     @property
@@ -119,6 +122,7 @@ class Facts:
     outcome: Outcome | None = None
     events: list[LogEvent] = field(default_factory=list)
     unplaced: list[Stack] = field(default_factory=list)
+    step_lengths: list[StepLength] = field(default_factory=list)
     conflicts: list[str] = field(default_factory=list)
 
     @property
@@ -154,6 +158,8 @@ def build_facts(records: Sequence[Record]) -> Facts:
             facts.outcome = record
         elif isinstance(record, NodeState):
             facts.nodes.append(record)
+        elif isinstance(record, StepLength):
+            facts.step_lengths.append(record)
         elif isinstance(record, BeatRecord):
             beat = record.beat
             who = Identity(beat.rank, beat.pid, beat.host, beat.role)
@@ -210,7 +216,7 @@ def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> No
     who: Identity = record.who
     if who.pid is not None and who.rank is None:
         known = owners.get((who.host, who.pid)) or owners.get(("", who.pid))
-        if known:
+        if known and _may_be(record, known):
             who = Identity(known.rank, who.pid, who.host or known.host, known.role)
     if who.rank is None and isinstance(record, Stack):
         rank = _RANK_ARGUMENT.search(record.command)
@@ -229,6 +235,11 @@ def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> No
         facts.events.append(record)
 
 
+def _may_be(record: Any, known: Identity) -> bool:
+    """GPU rows tell of every process of a host, also of those with a rank's number elsewhere."""
+    return not isinstance(record, GpuUse) or known.host in ("", record.who.host)
+
+
 def _shelve(facts: Facts, who: Identity, record: Any) -> None:
     """A helper's stack, named after the rank that it works for, is no stack of the rank."""
     if isinstance(record, Stack) and _is_helper(record):
@@ -245,6 +256,7 @@ _SHELVES: Mapping[type, Callable[[Component], list[Any]]] = {
     LogEvent: attrgetter("events"),
     LogEnd: attrgetter("logs"),
     RasRank: attrgetter("ras"),
+    GpuUse: attrgetter("gpus"),
 }
 
 

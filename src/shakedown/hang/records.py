@@ -210,11 +210,40 @@ class LogEnd:
 
 @dataclass(frozen=True)
 class BeatRecord:
-    """A heartbeat as found in a file."""
+    """A heartbeat as found in a file.
+
+    `taken`: when a collector read it, `began`: when the heartbeats of its run began, both Unix
+    seconds, 0 where that is not known.
+    """
 
     beat: Beat
     place: Place
     sample: int = 0
+    taken: float = 0.0
+    began: float = 0.0
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """A process's GPU: percent of the time with a kernel, and with memory read or written.
+
+    `shared`: other processes have a context on it, too.
+    """
+
+    who: Identity
+    busy: int
+    memory: int | None
+    shared: bool
+    place: Place
+
+
+@dataclass(frozen=True)
+class StepLength:
+    """What a log says of its last steps: their usual length in seconds."""
+
+    who: Identity
+    seconds: float
+    place: Place
 
 
 @dataclass(frozen=True)
@@ -266,6 +295,8 @@ Record = (
     | LogEvent
     | LogEnd
     | BeatRecord
+    | StepLength
+    | GpuUse
     | Outcome
     | NodeState
     | RasRank

@@ -4,6 +4,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shakedown.hang.analyze import (
+    gpu_use,
+    liveness,
     rules_calls,
     rules_checkpoint,
     rules_collectives,
@@ -76,6 +78,7 @@ def analyze(facts: Facts) -> Diagnosis:
     spoken = {name: h for name, rule in RULES.items() if (h := rule(situation)) is not None}
     first = next(iter(spoken), None)
     chosen = spoken[first] if first else rules_progress.unknown(situation)
+    chosen = gpu_use.weighed(situation, liveness.tempered(situation, first, chosen))
     against = [
         f"{name}: {h.sentence}"
         for name, h in spoken.items()

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from shakedown.hang.analyze.model import Cause, Edge, Hypothesis, name_ranks, verb
 from shakedown.hang.analyze.position import in_nccl_enqueue, user_frames
 from shakedown.hang.analyze.rules_stacks import places_of
-from shakedown.hang.analyze.situation import WAITING, Divergence, Situation
+from shakedown.hang.analyze.situation import WAITING, Divergence, Situation, known_dtypes
 from shakedown.hang.analyze.waiting import Wait
 from shakedown.hang.records import LogEvent, Operation, Place
 
@@ -45,7 +45,7 @@ def _confidence(named: int, all_ranks: int) -> float:
 def _kind(row: Divergence, *, named: bool) -> Cause:
     calls = list(row.calls.values())
     if len({op.name for op in calls}) == 1:
-        if len({op.dtypes for op in calls}) > 1:
+        if len({known for op in calls if (known := known_dtypes(op))}) > 1:
             return "dtype_mismatch"
         if len({(op.sizes, op.output_sizes) for op in calls}) > 1 and _same_place(calls):
             return "size_mismatch"

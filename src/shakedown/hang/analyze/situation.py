@@ -145,17 +145,32 @@ def _divergence(group: GroupFacts, *, frames: bool) -> Divergence | None:
 
 
 # Operations whose sizes differ between ranks by design.
-_UNEVEN = re.compile(r"all_?to_?all|(?<!reduce_)scatter|(?<!all)(?<!all_)gather|coalesced")
+_UNEVEN = re.compile(r"all_?to_?all|(?<!reduce_)scatter|(?<!all)(?<!all_)gather")
 
 
 def _same(calls: Sequence[Operation], *, frames: bool) -> bool:
     frames = frames and all(op.frames for op in calls)  # the JSON form has none
     keys = set()
     for op in calls:
-        _, name, sizes, outputs, dtypes, p2p, where = token(op, frames=frames)
+        _, name, _, _, dtypes, p2p, where = token(op, frames=frames)
         uneven = _UNEVEN.search(op.name) is not None
-        keys.add((name, *(() if uneven else (sizes, outputs, dtypes)), p2p, where))
-    return len(keys) == 1
+        keys.add((name, _even_sizes(op), () if uneven else dtypes, p2p, where))
+    return len(keys) == 1 and len({known for op in calls if (known := known_dtypes(op))}) < 2
+
+
+def _even_sizes(op: Operation) -> tuple[object, ...]:
+    """The sizes that are the same on all ranks: only the root of a gather has results."""
+    found = _UNEVEN.search(op.name)
+    if found is None:
+        return op.sizes, op.output_sizes
+    if "(" in op.name:  # several calls in one
+        return ()
+    return {"gather": op.sizes, "scatter": op.output_sizes}.get(found[0], ())
+
+
+def known_dtypes(op: Operation) -> frozenset[str]:
+    """Without those of tensors that a rank leaves out: all but the root of a gather or scatter."""
+    return frozenset(op.dtypes).difference(("Undefined",))
 
 
 _FAULT = re.compile(r"^Fatal Python error: (?:Segmentation|Bus|Illegal|Floating)")

@@ -1,14 +1,15 @@
-"""Utilisation and memory of this host's GPUs by NVML: a GPU that is busy waits in a kernel."""
+"""How busy this host's GPUs are, by NVML: one that spins in a collective is busy as well."""
 
 import importlib
 import json
+import socket
 from typing import Any
 
 SCHEMA = "shakedown/gpus/1"
 
 
 def query() -> tuple[str, str, str]:
-    """(suffix of the file, its text, what was missed): one row a GPU, in percent and bytes.
+    """(suffix of the file, its text, what was missed): one row a GPU, in percent, watts and bytes.
 
     Raises:
         LookupError: pynvml is not installed, or there is no driver.
@@ -32,7 +33,7 @@ def query() -> tuple[str, str, str]:
                 missed.append(f"GPU {index}: {error}")
     finally:
         nvml.nvmlShutdown()
-    body = {"schema": SCHEMA, "gpus": rows}
+    body = {"schema": SCHEMA, "host": socket.gethostname(), "gpus": rows}
     return "gpus.json", json.dumps(body, indent=2) + "\n", "; ".join(missed)
 
 
@@ -43,6 +44,16 @@ def _row(nvml: Any, index: int) -> dict[str, object]:
     return {
         "index": index,
         "utilisation_percent": rates.gpu,
+        "memory_percent": rates.memory,  # of the time, read or written: hardly any while NCCL waits
+        "power_watts": _watts(nvml, handle),
         "memory_bytes": nvml.nvmlDeviceGetMemoryInfo(handle).used,
         "pids": [process.pid for process in processes],
     }
+
+
+def _watts(nvml: Any, handle: Any) -> int | None:
+    """None where the board does not measure it."""
+    try:
+        return int(nvml.nvmlDeviceGetPowerUsage(handle)) // 1000
+    except nvml.NVMLError:
+        return None

@@ -116,7 +116,9 @@ class _Collection:
         """Named by host: collectors of several nodes write into one folder."""
         beats = read_heartbeats(folder)
         if beats:
-            body = {"schema": BEATS, "round": number, "beats": [asdict(beat) for beat in beats]}
+            rows = [asdict(beat) for beat in beats]
+            taken, began = round(time.time(), 3), _changed(folder)
+            body = {"schema": BEATS, "round": number, "taken": taken, "began": began, "beats": rows}
             self.writer.json(f"round{number}/beats-{self._label}.json", body)
 
     def stacks(self, number: int) -> None:
@@ -244,6 +246,14 @@ def _label() -> str:
     """What files of this node are called by: Slurm's name, as several nodes may share a host."""
     name = node_name()
     return name if is_node_name(name) else "this-host"
+
+
+def _changed(folder: Path) -> float:
+    """When the folder's last file was made, 0 when it cannot be read."""
+    try:
+        return round(folder.stat().st_mtime, 3)
+    except OSError:
+        return 0.0
 
 
 def _within(folder: Path, out: Path) -> bool:

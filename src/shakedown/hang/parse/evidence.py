@@ -95,7 +95,13 @@ def _beats(source: Source, body: Mapping[str, Any]) -> list[Record]:
     found = [_plausible(beat_from(row)) for row in rows] if isinstance(rows, list) else []
     sample = body.get("round")
     number = sample if type(sample) is int and 0 <= sample < 1000 else source.sample
-    return [BeatRecord(beat, source.place(), number) for beat in found if beat]
+    times = [_time(body.get(key)) for key in ("taken", "began")]
+    return [BeatRecord(beat, source.place(), number, *times) for beat in found if beat]
+
+
+def _time(value: Any) -> float:
+    """Unix seconds, 0 where they cannot be true."""
+    return float(value) if type(value) in (int, float) and 0 < value < MAX_COUNT else 0.0
 
 
 def _collected(source: Source, body: Mapping[str, Any]) -> list[Record]:

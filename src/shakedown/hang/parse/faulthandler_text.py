@@ -19,6 +19,8 @@ _Open = tuple[str, str, list[Frame]]  # thread id, name, frames
 
 def parse(source: Source) -> list[Record]:
     """One stack a dump. A thread id seen again begins the next dump of the same process."""
+    if "(most recent call first):" not in source.text:
+        return []
     stacks: list[Record] = []
     who, line = Identity(), 0
     threads: list[_Open] = []

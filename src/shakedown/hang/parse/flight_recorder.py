@@ -10,6 +10,7 @@ from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 from shakedown.hang.parse import safe_pickle
+from shakedown.hang.parse.coalesced import folded
 from shakedown.hang.parse.numbers import MAX_RANK, count_of, rank_of
 from shakedown.hang.parse.source import Source
 from shakedown.hang.records import (
@@ -55,7 +56,7 @@ def parse_json(source: Source, body: Any) -> list[Record] | None:
     rank = rank_of(body.get("rank"))
     if rank is not None and who.rank is None:
         who = Identity(rank, who.pid, who.host, who.role)
-    return [FlightRecord(who, groups, operations, source.place(), source.sample)]
+    return [FlightRecord(who, groups, folded(operations), source.place(), source.sample)]
 
 
 _FIELDS = itemgetter(
@@ -96,7 +97,7 @@ def _operations(entries: Sequence[Mapping[Any, Any]]) -> Sequence[Operation]:
         known = _newest[order]
         path = frames.of(entry.get("frames"), known)
         try:
-            fields = _FIELDS(entry)
+            fields = (*_FIELDS(entry), entry.get("output_dtypes"))
         except KeyError:
             fields = ()
         if known is not None and fields == known.fields and path is known.operation.frames:
@@ -123,7 +124,12 @@ def _is_plain(fields: tuple[Any, ...], op: Operation) -> bool:
     rest = (op.seq, op.name, sizes, outputs, list(op.dtypes), False)
     done = fields[8] is True or fields[9] == "completed"
     plain = type(pair[0]) is type(pair[1]) is type(fields[9]) is str and type(fields[8]) is bool
-    return plain and done == op.done and fields[0] == op.order and fields[2:8] == rest
+    results = fields[10] is None or (
+        type(fields[10]) is list
+        and _ONLY_TEXT.issuperset(map(type, fields[10]))
+        and set(fields[10]).issubset(op.dtypes)
+    )
+    return plain and results and done == op.done and (fields[0], *fields[2:8]) == (op.order, *rest)
 
 
 def _operation(order: int, entry: Mapping[Any, Any], path: tuple[Frame, ...]) -> Operation:
@@ -137,11 +143,18 @@ def _operation(order: int, entry: Mapping[Any, Any], path: tuple[Frame, ...]) ->
         _text(get("profiling_name", "?"), 80),
         _sizes(get("input_sizes")),
         _sizes(get("output_sizes")),
-        tuple([_text(dtype, 20) for dtype in _list(get("input_dtypes"))[:64]]),
+        _dtypes(get("input_dtypes"), get("output_dtypes")),
         finished or bool(get("time_discovered_completed_ns")),
         p2p,
         path,
     )
+
+
+def _dtypes(inputs: Any, outputs: Any) -> tuple[str, ...]:
+    """Of the inputs, then those that only results have."""
+    found = tuple([_text(dtype, 20) for dtype in _list(inputs)[:64]])
+    own = {_text(dtype, 20) for dtype in _list(outputs)[:64]}
+    return (*found, *sorted(own.difference(found)))
 
 
 class _Frames:
@@ -312,7 +325,7 @@ def _shape(shape: Any) -> tuple[int, ...]:
     return _bounded.__wrapped__(tuple(_list(shape)[:16]))
 
 
-_ONLY_INT = frozenset({int})
+_ONLY_INT, _ONLY_TEXT = frozenset({int}), frozenset({str})
 
 
 @lru_cache(8192)

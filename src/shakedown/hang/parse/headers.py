@@ -1,6 +1,7 @@
 """Lines that say whose dump follows: `===== rank 3 =====`, `========== PID 41 ==========`."""
 
 import re
+from collections.abc import Sequence
 
 from shakedown.hang.records import Identity
 
@@ -17,12 +18,18 @@ _ANSIBLE = re.compile(r"^([\w.-]{1,80}) \| [A-Z!]{2,12} \| rc=\d{1,3} >>$")
 _UNIT = re.compile(r"(?<![a-z])(?:worker|trainer|gpu|task)[ =:#_-]{0,2}(\d{1,5})\b", re.I)
 _PID = re.compile(r"(?<![a-z])pid[ =:#_-]{0,3}(\d{1,8})\b", re.I)
 _HOST = re.compile(r"(?<![a-z])(?:host|hostname|node)[ =:]{1,3}([A-Za-z0-9][\w.-]{0,63})", re.I)
+# What every header begins with; most lines of a long log do not, and cost only this.
+_BEGINS = re.compile(
+    r"\s*(?:#|[=#*>~+-]{2}|\[?(?:(?:global|trainer)\s+)?rank[\s=:#]*\d{1,6}\]?\s*(?:\(|:\s*$|$))"
+    r"|[\w.-]{1,80} \| ",
+    re.I,
+)
 _ROLE = re.compile(r"(?<![a-z])(trainer|orchestrator|inference)(?![a-z])", re.I)
 
 
 def header(line: str) -> Identity | None:
     """Who the lines after this one speak of; None when the line is no header."""
-    if not line or len(line) > 4 * MAX_HEADER:
+    if not line or len(line) > 4 * MAX_HEADER or not _BEGINS.match(line):
         return None
     if match := _ANSIBLE.match(line):
         return Identity(host=match[1])
@@ -43,6 +50,11 @@ def header(line: str) -> Identity | None:
         host[1] if host else "",
         role[1].lower() if role else "",
     )
+
+
+def has_header(lines: Sequence[str]) -> bool:
+    """Whether any of the lines is a header."""
+    return any(map(header, filter(_BEGINS.match, lines)))
 
 
 def _inside_rules(line: str) -> str | None:

@@ -199,9 +199,12 @@ PATTERNS: list[Row] = [
         "server_unhealthy",
         (
             "enginedead",
-            "enginecore",
-            "health",
-            "server",
+            "enginecore ",
+            "healthcheck",
+            "health check",
+            "healthy",
+            "unreachable",
+            "did not answer",
             "connecterror",
             "connectionerror",
             "connecttimeout",
@@ -213,7 +216,7 @@ PATTERNS: list[Row] = [
             r"|(?:inference )?server .{0,60}(?:unhealthy|not healthy|unreachable|did not answer)"
             r"|(?:httpx\.|openai\.)?(?:ConnectError|APIConnectionError|ConnectTimeout)"
             r"|Connection refused",
-            re.I,
+            re.I | re.A,  # else `ı` is an `i`, which the words above do not know
         ),
     ),
 ]

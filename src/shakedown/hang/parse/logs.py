@@ -5,9 +5,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shakedown.hang.parse.candidates import lines_with
 from shakedown.hang.parse.local_ranks import LOCAL
 from shakedown.hang.parse.log_lines import PATTERNS, Row, groups_of
 from shakedown.hang.parse.source import Source
+from shakedown.hang.parse.step_times import step_lengths
 from shakedown.hang.records import Frame, Identity, LogEnd, LogEvent, Record, clean
 
 # kubectl logs --prefix and --timestamps, Ray, a node's name or a time before torchrun's own prefix
@@ -21,6 +23,7 @@ _MPI = re.compile(r"^\[\d{1,4},(\d{1,6})\]<std(?:out|err)>: ?")
 _TASK = re.compile(r"^ *(\d{1,5}): ")  # srun --label
 _LOG_NAME = re.compile(
     r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"
+    r"|(?:^|/)metrics\.jsonl$"
 )
 
 # py-spy's heads of a process: words of its command line and its paths are no messages.
@@ -28,40 +31,88 @@ _COMMAND = ("Process ", "Parent Process ")
 _TRACEBACK = "Traceback (most recent call last):"
 _FILE_LINE = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,9})(?:, in (.{1,200}))?$')
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_FOLLOWED = tuple(text.lower() for text in (_TRACEBACK, *_CHAINED))
+_ROOT = "Root Cause"
+_SUMMARY = ("root cause", "(local_rank: ", "exitcode")  # lines of torchrun's summary
 
 
 def parse(source: Source) -> list[Record]:
-    """Events in file order; a log without any still says that it was silent and where it ends."""
-    events = _Shelf()
+    """Events in file order; a log without any still says that it was silent and where it ends.
+
+    Of a long log only the lines are looked at that hold a telling word, and those after a
+    traceback's head until it ends.
+    """
     named = source.who()
     lowered = source.text.lower()
     rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
-    followed, launcher = dict[_Owner, _Tracebacks](), _Launcher(source)
-    for number, raw in enumerate(source.lines, start=1):
-        line, who, local = _strip(raw, named)
-        owner = (who.rank, local) if len(followed) < _MAX_OWNERS else (None, None)
-        if owner not in followed:
-            followed[owner] = _Tracebacks(source)
-        tracebacks = followed[owner]
-        ended = tracebacks.feed(number, line, who)
-        if ended is not None:
-            events.add(_within(ended, local))
-        if tracebacks.inside:
-            continue
-        found_here = _line_events(source, rows, number, line, who)
-        events.add(*(_within(e, local) for e in found_here), *launcher.feed(number, line))
-    for (_, local), tracebacks in followed.items():
-        last = tracebacks.finish()
-        if last is not None:
-            events.add(_within(last, local))
-    found: list[Record] = [*events.ordered()]
+    telling = _telling(lowered, rows)
+    events = _Reader(source, named, rows).read(telling) if telling else []
+    found: list[Record] = [*events]
     if found or _LOG_NAME.search(source.name.lower()):
-        found.append(_end(source, named))
+        found += [_end(source, named), *step_lengths(source)]
     return found
 
 
+def _telling(lowered: str, rows: Sequence[Row]) -> Sequence[int]:
+    """Numbers of the lines that hold a telling word."""
+    words = {word for row in rows for word in row[1]}.union(_FOLLOWED)
+    return lines_with(lowered, words.union(_SUMMARY) if _ROOT.lower() in lowered else words)
+
+
 _Owner = tuple[int | None, int | None]  # rank, local rank: ranks write between each other's lines
-_MAX_OWNERS = 10_000
+_MAX_OPEN = 10_000
+
+
+class _Reader:
+    """Reads lines in their order; between them lines may be left out that mean nothing."""
+
+    def __init__(self, source: Source, named: Identity, rows: Sequence[Row]) -> None:
+        self._source, self._named, self._rows = source, named, rows
+        self._events = _Shelf()
+        self._open: dict[_Owner, _Tracebacks] = {}  # of whom every line counts
+        self._launcher = _Launcher(source)
+
+    def read(self, telling: Sequence[int]) -> list[LogEvent]:
+        """The events of the lines with these numbers and of all that they open."""
+        lines, at = self._source.lines, 0
+        for number in telling:
+            self._between(lines, at, number - 1)
+            self._line(number, lines[number - 1])
+            at = number
+        self._between(lines, at, len(lines))
+        for (_, local), tracebacks in self._open.items():
+            last = tracebacks.finish()
+            if last is not None:
+                self._events.add(_within(last, local))
+        return self._events.ordered()
+
+    def _between(self, lines: Sequence[str], first: int, last: int) -> None:
+        """Lines `first` to `last`, counted from 0: only lines of those who are open count."""
+        for at in range(first, last):
+            if not self._open:
+                break
+            line, who, local = _strip(lines[at], self._named)
+            if (who.rank, local) in self._open:
+                self._follow(at + 1, line, who, local)
+
+    def _line(self, number: int, raw: str) -> None:
+        line, who, local = _strip(raw, self._named)
+        opens = _TRACEBACK in line or line.startswith(_CHAINED)
+        if (opens or (who.rank, local) in self._open) and self._follow(number, line, who, local):
+            return
+        found = _line_events(self._source, self._rows, number, line, who)
+        self._events.add(*(_within(e, local) for e in found), *self._launcher.feed(number, line))
+
+    def _follow(self, number: int, line: str, who: Identity, local: int | None) -> bool:
+        """Whether the line is inside a traceback. One that is over leaves no trace."""
+        owner = who.rank, local
+        tracebacks = self._open.pop(owner, None) or _Tracebacks(self._source)
+        ended = tracebacks.feed(number, line, who)
+        if ended is not None:
+            self._events.add(_within(ended, local))
+        if tracebacks.open and len(self._open) < _MAX_OPEN:
+            self._open[owner] = tracebacks
+        return tracebacks.inside
 
 
 def _within(event: LogEvent, local: int | None) -> LogEvent:
@@ -137,9 +188,9 @@ def _line_events(
 
 
 def _end(source: Source, named: Identity) -> LogEnd:
-    filled = [line for line in source.lines if line.strip()]
-    last = filled[-1] if filled else ""
-    return LogEnd(named, len(filled), clean(last), source.place(len(source.lines), last))
+    filled = sum(map(bool, map(str.strip, source.lines)))
+    last = next(filter(str.strip, reversed(source.lines)), "")
+    return LogEnd(named, filled, clean(last), source.place(len(source.lines), last))
 
 
 class _Launcher:
@@ -155,7 +206,7 @@ class _Launcher:
 
     def feed(self, number: int, line: str) -> list[LogEvent]:
         """The root cause's exit, at its exit code's line."""
-        if line.startswith("Root Cause"):
+        if line.startswith(_ROOT):
             self._root = True
         if not self._root:
             return []
@@ -180,6 +231,11 @@ class _Tracebacks:
         self._who = Identity()
         self._chained = False
         self.inside = False
+
+    @property
+    def open(self) -> bool:
+        """Whether the next line counts, whatever it says."""
+        return self.inside or self._chained
 
     def feed(self, number: int, line: str, who: Identity) -> LogEvent | None:
         """The traceback that this line ends, if any."""

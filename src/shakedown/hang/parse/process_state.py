@@ -12,8 +12,10 @@ _PID = re.compile(r"^Pid:\s+(\d{1,8})")
 
 def parse(source: Source) -> list[Record]:
     """Process states; empty unless the whole short file is of one of the two forms."""
+    if len(source.data) > 2**20:
+        return []
     lines = [line for line in source.lines if line.strip()]
-    if not lines or len(source.data) > 2**20:
+    if not lines:
         return []
     short = [_SHORT.match(line) for line in lines]
     if all(short):

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shakedown.hang.parse.headers import header
+from shakedown.hang.parse.headers import has_header, header
 from shakedown.hang.parse.numbers import pid_of
 from shakedown.hang.parse.source import Source
 from shakedown.hang.records import Frame, Identity, Record, Stack, Thread, Unattachable, clean
@@ -20,6 +20,11 @@ _FILE = re.compile(
 )
 _PYSTACK = re.compile(r"^\s+\((?:Python|C)\) File ")
 _RANKS = re.compile(r"ranks|rank\D?\d+\D{1,4}\d")
+# A file with none of these and without a header holds no stack: a long log is not read by lines.
+_SIGNS = re.compile(
+    r"Thread(?: (?:0x)?[0-9A-Fa-f]{1,32})?(?: \([a-z+]{1,40}\))?:|Process \d{1,8}:"
+    r"|Error: (?:Failed to|Permission denied|No such|Couldn't|py-spy)"
+)
 _ERROR = re.compile(r"^Error: (Failed to|Permission denied|No such|Couldn't|py-spy)")
 
 
@@ -35,6 +40,8 @@ class _Process:
 
 def parse(source: Source) -> list[Record]:
     """Stacks, and processes that py-spy could not read."""
+    if not _SIGNS.search(source.text) and not has_header(source.lines):
+        return []
     reader = _Reader(source)
     for number, line in enumerate(source.lines, start=1):
         reader.feed(number, line)

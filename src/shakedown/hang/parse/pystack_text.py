@@ -15,6 +15,10 @@ _FRAME = re.compile(
 
 def parse(source: Source) -> list[Record]:
     """One stack a process: the threads up to the next header or the next same thread id."""
+    return _stacks(source) if "Traceback for thread " in source.text else []
+
+
+def _stacks(source: Source) -> list[Record]:
     stacks: list[Record] = []
     who, line = Identity(), 0
     threads: list[tuple[str, str, list[Frame]]] = []

@@ -26,6 +26,8 @@ _COUNTS = re.compile(r"^\s*Communicator ranks have different ")
 _COUNT = re.compile(
     r"^\s*(\d{1,7}) ranks? ha(?:ve|s) (?:launched up to operation (\d{1,18})|not launched)"
 )
+# Without the table of communicators and without one's own head no line of a file counts.
+_SIGNS = re.compile(r"Comms +(?:Nodes|Ranks)|Communicators\.\.\.|#\d{1,6}-\d{1,6} \(")
 MAX_RECORDS = 100_000  # one line can name a million ranks
 
 
@@ -34,6 +36,8 @@ def parse_text(source: Source) -> list[Record]:
 
     RAS gives ranks of the communicator; they are the job's own only in one that holds all of it.
     """
+    if not _SIGNS.search(source.text):
+        return []
     records: list[Record] = []
     summary = ((n, line) for n, line in enumerate(source.lines, start=1) if _SUMMARY.match(line))
     for number, line in summary:

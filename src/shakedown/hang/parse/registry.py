@@ -12,6 +12,7 @@ from shakedown.hang.parse import (
     evidence,
     faulthandler_text,
     flight_recorder,
+    gpus,
     json_parts,
     local_ranks,
     logs,
@@ -54,6 +55,7 @@ JsonParser = Callable[[Source, Any], list[Record] | None]
 JSON_FORMATS: dict[str, JsonParser] = {
     "py-spy json": pyspy_json.parse,
     "flight recorder json": flight_recorder.parse_json,
+    "gpus": gpus.parse_json,
     "shakedown evidence": evidence.parse_json,
     "nccl ras json": ras.parse_json,
 }
