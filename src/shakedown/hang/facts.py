@@ -123,6 +123,7 @@ class Facts:
     events: list[LogEvent] = field(default_factory=list)
     unplaced: list[Stack] = field(default_factory=list)
     step_lengths: list[StepLength] = field(default_factory=list)
+    ends: list[LogEnd] = field(default_factory=list)  # of logs that are no rank's or role's
     conflicts: list[str] = field(default_factory=list)
 
     @property
@@ -231,8 +232,15 @@ def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> No
         _shelve(facts, who, record)
     elif isinstance(record, Stack):
         loose.append(record)
-    elif isinstance(record, LogEvent):
+    elif isinstance(record, LogEvent | LogEnd):
+        _keep(facts, record)
+
+
+def _keep(facts: Facts, record: LogEvent | LogEnd) -> None:
+    if isinstance(record, LogEvent):
         facts.events.append(record)
+    else:
+        facts.ends.append(record)
 
 
 def _may_be(record: Any, known: Identity) -> bool:

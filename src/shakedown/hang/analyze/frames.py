@@ -146,7 +146,8 @@ def only_hosts(path: Sequence[Frame]) -> bool:
 
 
 _WEIGHTS = re.compile(
-    r"(?:^|_)(?:update|sync|transfer|push|publish|send|receive)_(?:\w{1,8}_)?weights?(?:_|$)"
+    r"(?:^|_)(?:update|sync|transfer|push|publish|send|receive|broadcast|stream)_(?:\w{1,8}_)?"
+    r"weights?(?:_|$)|(?:^|_)(?:broadcast|send|push|sync|move)_(?:\w{1,8}_)?to_(?:vllm|sglang|engines?)(?:_|$)"
     r"|weights?_(?:update|sync|transfer)|^_?refit"
 )
 _CALLS_OUT = re.compile(
@@ -167,6 +168,19 @@ def waits_for_rollouts(path: Sequence[Frame], users: Sequence[Frame]) -> str:
 def weight_update(frames: Sequence[Frame]) -> Frame | None:
     """The innermost frame that hands weights to an inference engine, or takes them there."""
     return next((f for f in reversed(frames) if _WEIGHTS.search(f.function)), None)
+
+
+_FUTURE = re.compile(r"concurrent/futures/_base\.py$")
+_LOOP = re.compile(r"asyncio/(?:runners|base_events)\.py$")
+
+
+def awaits_result(path: Sequence[Frame]) -> bool:
+    """The path ends in a wait for what another thread or an idle event loop is to bring."""
+    inner = path[-8:]
+    if any(_FUTURE.search(f.file) and f.function in ("result", "wait") for f in inner):
+        return True
+    idle = bool(path) and path[-1].function in ("select", "poll")
+    return idle and any(_LOOP.search(f.file) for f in inner)
 
 
 def calls_out(path: Sequence[Frame]) -> bool:

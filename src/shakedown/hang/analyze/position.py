@@ -75,6 +75,12 @@ _ROWS: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = (
         re.compile(r"torch/(?:serialization|distributed/checkpoint/\w+)\.py$|safetensors/"),
         re.compile(r"save|load|write|read|open|fsync"),
     ),
+    # the training process waits for the one that writes its checkpoint
+    (
+        "storage",
+        re.compile(r"megatron/core/dist_checkpointing/strategies/"),
+        re.compile(r"save|write|^close$|async_calls?|preload"),
+    ),
     (
         "p2p",
         re.compile(
@@ -84,6 +90,13 @@ _ROWS: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = (
         re.compile(r"wait|communicate|send|recv"),
     ),
     ("host_sync", re.compile(r"torch/cuda/(?:__init__|streams)\.py$"), re.compile("synchron|wait")),
+)
+_LOADER = re.compile(r"torch/utils/data/|(?:^|/)datasets/")
+# Libraries that do nothing but move files: to a bucket, or from one mount to another. A data set
+# that reads by them is the loader's.
+_TRANSFERS = re.compile(
+    r"(?:^|/)(?:fsspec|s3fs|gcsfs|adlfs|boto3|botocore|aiobotocore|s3transfer|smart_open|tensorstore"
+    r"|google/cloud/storage)/|(?:^|/)shutil\.py$"
 )
 # Functions whose name says that they wait for rollouts, in anyone's trainer.
 _BATCH_WAIT = re.compile(
@@ -206,6 +219,8 @@ def _told_by(frame: Frame, path: tuple[Frame, ...]) -> tuple[Kind, str] | None:
     for kind, file, function in _ROWS:
         if file.search(frame.file) and function.search(name):
             return kind, name
+    if _TRANSFERS.search(frame.file) and not any(_LOADER.search(f.file) for f in path):
+        return "storage", name
     waits = is_user(frame) and _BATCH_WAIT.search(name)
     return told(frame) or (("batch_wait", name) if waits else None)
 

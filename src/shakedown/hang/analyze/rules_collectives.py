@@ -47,7 +47,10 @@ def _kind(row: Divergence, *, named: bool) -> Cause:
     if len({op.name for op in calls}) == 1:
         if len({known for op in calls if (known := known_dtypes(op))}) > 1:
             return "dtype_mismatch"
-        if len({(op.sizes, op.output_sizes) for op in calls}) > 1 and _same_place(calls):
+        unplaced = not any(op.frames for op in calls)  # logs and JSON: no branch is seen
+        if len({(op.sizes, op.output_sizes) for op in calls}) > 1 and (
+            unplaced or _same_place(calls)
+        ):
             return "size_mismatch"
     elif _same_place(calls):
         return "collective_mismatch"
@@ -122,6 +125,8 @@ def extra_call(s: Situation) -> Hypothesis | None:
     pending = _pending(s)
     if not pending or any(s.positions[r].kind in _EXPLAINED for r in s.roots if r in s.positions):
         return None
+    if any(not s.mute(r) for r in s.roots):
+        return None  # who has entered no call at all is awaited, whatever the others called
     departing = s.departing(pending)
     departing = [r for r in departing if s.departure(r, pending[r]).known]
     involved = sorted(s.waits.awaited | s.waits.waiters)

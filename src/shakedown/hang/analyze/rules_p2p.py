@@ -6,14 +6,15 @@ first between them has to fit together.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shakedown.hang.analyze.model import Edge, Hypothesis, name_ranks, verb
+from shakedown.hang.analyze.model import Cause, Edge, Hypothesis, name_ranks, verb
 from shakedown.hang.analyze.rules_process import root_exception
-from shakedown.hang.analyze.rules_stacks import places_of
+from shakedown.hang.analyze.rules_stacks import OUTSIDE, places_of
 from shakedown.hang.analyze.situation import WAITING, Situation
-from shakedown.hang.records import Frame, Operation, Place
+from shakedown.hang.records import FlightRecord, Frame, Operation, Place
 
 _CALL = re.compile(r"(?:^|:)(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})$")
 _ALL_TO_ALL = re.compile(r"all_?to_?all")
@@ -44,16 +45,22 @@ def posts_of(s: Situation, rank: int) -> dict[int, list[Post]]:
     found: dict[int, list[Post]] = {}
     undone = [op for op in record.operations if op.p2p and not op.done] if record else []
     for op in sorted(undone, key=lambda o: o.order):
-        match = _CALL.search(op.name)
-        status = record.groups.get(op.group) if record else None
-        members = (status.members if status else ()) or tuple(sorted(s.expected_ranks))
-        if match is None or max(int(match[2]), int(match[3])) >= len(members):
+        post = _post(s, rank, record, op) if record else None
+        if post is None:
             continue
-        post = Post(rank, members[int(match[3])], match[1] == "send", op)
         batch = found.setdefault(post.peer, [])
         if not batch or (op.group, op.seq) == (batch[0].operation.group, batch[0].operation.seq):
             batch.append(post)
     return found
+
+
+def _post(s: Situation, rank: int, record: FlightRecord, op: Operation) -> Post | None:
+    match = _CALL.search(op.name)
+    status = record.groups.get(op.group)
+    members = (status.members if status else ()) or tuple(sorted(s.expected_ranks))
+    if match is None or max(int(match[2]), int(match[3])) >= len(members):
+        return None
+    return Post(rank, members[int(match[3])], match[1] == "send", op)
 
 
 def point_to_point(s: Situation) -> Hypothesis | None:
@@ -130,14 +137,47 @@ def _both(a: Post, b: Post) -> list[Edge]:
     ]
 
 
+class Done:
+    """How many sends and receives each rank is through with, by peer."""
+
+    def __init__(self, s: Situation) -> None:
+        self._situation = s
+        self._ranks: dict[int, Counter[tuple[int, bool]]] = {}
+
+    def by_peer(self, post: Post) -> bool:
+        """The peer is through with its side of a call that is still open here.
+
+        A batch ends as a whole: a part of it that has met its other half stays open with the rest.
+        """
+        mine = self._of(post.rank)[post.peer, post.sends]
+        return self._of(post.peer)[post.rank, not post.sends] > mine
+
+    def _of(self, rank: int) -> Counter[tuple[int, bool]]:
+        if rank not in self._ranks:
+            component = self._situation.ranks.get(rank)
+            record = component.record if component else None
+            calls = [op for op in record.operations if op.p2p and op.done] if record else []
+            self._ranks[rank] = Counter(
+                (post.peer, post.sends)
+                for op in calls
+                if record and (post := _post(self._situation, rank, record, op))
+            )
+        return self._ranks[rank]
+
+
+_SILENT: tuple[Cause, tuple[str, str]] = ("missing_rank", ("", ""))  # no stack tells more
+
+
 def not_posted(s: Situation) -> Hypothesis | None:
     """A peer that has posted nothing and waits for nobody itself."""
     posts = {rank: posts_of(s, rank) for rank in s.ranks}
+    done = Done(s)
     waits = [
-        row[0]
+        post
         for rank, by_peer in posts.items()
         for peer, row in by_peer.items()
-        if rank not in posts.get(peer, {})
+        for post in row[:1]
+        if rank not in posts.get(peer, {}) and not done.by_peer(post)
     ]
     awaited = {w.peer for w in waits} | s.waits.awaited
     waiters = {w.rank for w in waits} | s.waits.waiters
@@ -149,10 +189,13 @@ def not_posted(s: Situation) -> Hypothesis | None:
     if any(s.positions[r].kind in WAITING for r in late):
         return None
     first = next(w for w in waits if w.peer == late[0])
+    position = s.positions[late[0]]
+    cause, says = OUTSIDE[position.kind][:2] if position.kind in OUTSIDE else _SILENT
+    why = f": it {says[0]} ({position.where})" if says[0] and len(late) == 1 else ""
     return Hypothesis(
-        "missing_rank",
+        cause,
         f"{name_ranks(late)} {verb(late, 'has', 'have')} not posted what rank {first.rank} waits "
-        f"for ({first})",
+        f"for ({first}){why}",
         ranks=late,
         victims=sorted(s.expected_ranks - set(late)),
         confidence=0.8,

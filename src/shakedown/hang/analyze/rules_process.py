@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 
 from shakedown.cluster.nodes import is_node_name
+from shakedown.hang.analyze.job_nodes import of_the_job
 from shakedown.hang.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.hang.analyze.position import user_frames
 from shakedown.hang.analyze.situation import Situation
@@ -35,6 +36,8 @@ def root_exception(component: Component) -> LogEvent | None:
 def node_dead(s: Situation) -> Hypothesis | None:
     """Slurm says that a node is down and ranks of it, or of nobody else, are silent."""
     down = [n for n in s.facts.nodes if n.down]
+    mine = of_the_job(s.facts, {n.node for n in down})
+    down = [n for n in down if n.node in mine or n.state == "NODE_FAIL"]
     events = [e for e in s.facts.all_events() if e.kind == "node"]
     lists = {n.node for n in down if n.state == "NODE_FAIL" and not is_node_name(n.node)}
     names = {n.node for n in down} - lists
@@ -162,6 +165,8 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         return None
     if raised and all(r in s.waiting for r in raised):
         return None  # still inside a collective: the cleanup rule says more
+    if raised and _in_teardown(s, raised):
+        return None  # alive, and the others are still in the loop: so does it here
     if len(culprits) == len(s.expected_ranks) and len(culprits) > 1:
         return _every_rank(s, raised, culprits)
     first = culprits[0]
@@ -178,6 +183,11 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         needed=["kernel log (dmesg) for out-of-memory kills"] if not raised else [],
         blame="code" if raised else "environment",
     )
+
+
+def _in_teardown(s: Situation, raised: Mapping[int, LogEvent]) -> bool:
+    torn = all(s.positions[r].kind == "teardown" for r in raised)
+    return torn and any(s.positions[r].path for r in s.waiting if r not in raised)
 
 
 def _every_rank(s: Situation, raised: Mapping[int, LogEvent], ended: list[int]) -> Hypothesis:

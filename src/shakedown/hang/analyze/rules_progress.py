@@ -2,6 +2,7 @@
 
 from shakedown.hang.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.hang.analyze.situation import Situation
+from shakedown.hang.heartbeat import Beat
 
 
 def completed(s: Situation) -> Hypothesis | None:
@@ -82,7 +83,7 @@ def uneven(s: Situation) -> Hypothesis | None:
     if not training or not beyond or len(training) + len(beyond) < len(beats):
         return None
     furthest = max((beats[r].step, beats[r].micro_batch) for r in training)
-    short = [r for r in beyond if (beats[r].step, beats[r].micro_batch) < furthest]
+    short = [r for r in beyond if _ran_out(beats[r], furthest)]
     if len(short) != len(beyond):
         return None
     place = [c.beat.place for r in [*short, *training][:4] if (c := s.ranks[r]).beat]
@@ -97,6 +98,12 @@ def uneven(s: Situation) -> Hypothesis | None:
         evidence=place,
         remedy="give every rank the same number of batches: drop the last ones or pad",
     )
+
+
+def _ran_out(beat: Beat, furthest: tuple[int, int]) -> bool:
+    """It is past the loop with fewer batches; who has finished also at the others' own step."""
+    done = (beat.step, beat.micro_batch)
+    return done < furthest or (beat.phase == "finished" and beat.step <= furthest[0])
 
 
 def unknown(s: Situation) -> Hypothesis:

@@ -8,6 +8,7 @@ import re
 from shakedown.hang.analyze.classes import path_key
 from shakedown.hang.analyze.model import Cause, Edge, Hypothesis
 from shakedown.hang.analyze.position import user_frames
+from shakedown.hang.analyze.servers import outlived, stands_still, went_on
 from shakedown.hang.analyze.situation import Situation
 from shakedown.hang.facts import Component
 from shakedown.hang.records import Frame, LogEvent, Place
@@ -60,7 +61,7 @@ def _starving(s: Situation) -> tuple[list[int], list[Place]]:
         elif s.positions[rank].kind == "batch_wait" and s.positions[rank].place:
             found[rank] = s.positions[rank].place  # type: ignore[assignment]
     loose = [e for e in s.facts.events if e.kind == "starving"]
-    if not s.ranks and loose:
+    if not s.ranks and loose and not went_on(s.facts.ends, loose[-1]):
         return [0], [loose[-1].place]
     others = set(s.alive) - set(found) - set(s.waiting)
     blocked = [r for r in found if s.positions[r].kind == "dead"]
@@ -71,6 +72,8 @@ def _last_starving(component: Component) -> Place | None:
     """The log's last event is the wait for a batch, at most a few lines from its end."""
     starving = [e for e in component.events if e.kind == "starving"]
     if not starving or starving[-1] is not component.events[-1] or component.beats:
+        return None
+    if went_on(component.logs, starving[-1]):
         return None
     end = max((log.place.line for log in component.logs), default=0)
     return starving[-1].place if end - starving[-1].place.line <= 20 else None
@@ -91,7 +94,7 @@ def _who(s: Situation) -> _Finding:
             return cause, [component.role], f"the {component.role} {text}", place, 0.9
     speaking = [c for c in (orchestrator, server) if c]
     event = _last_event(speaking, "server_unhealthy")
-    if event is not None:
+    if event is not None and not (orchestrator and outlived(orchestrator, event)):
         why = f"the inference server does not answer ({event.text})"
         return "server_unhealthy", [INFERENCE], why, [event.place], 0.85
     event = _last_event(speaking, "staleness")
@@ -103,6 +106,10 @@ def _who(s: Situation) -> _Finding:
         roles, why, places = _one_sided(orchestrator, server)
         places.append(beat.place if beat else orchestrator.events[-1].place)
         return "weight_sync_one_sided", roles, why, places, 0.75 if roles else 0.5
+    still = stands_still(server) if server and not (orchestrator and orchestrator.events) else None
+    if still is not None:
+        why = f"the inference server stands in {still[0]} in every sample"
+        return "server_unhealthy", [INFERENCE], why, [still[1]], 0.75
     return _stuck_orchestrator(orchestrator, s)
 
 

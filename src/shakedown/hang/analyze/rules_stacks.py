@@ -91,8 +91,9 @@ def _left(s: Situation, training: list[int]) -> list[int]:
         if not past and position.op in ("barrier", "monitored_barrier"):
             mine = position.path
             if mine not in judged:
-                others = [path for path, count in paths.items() if path != mine or count > 1]
-                judged[mine] = bool(others) and all(_returned_from(mine, o) for o in others)
+                others = [path for path in paths if path != mine]
+                few = 2 * paths[mine] <= len(training)
+                judged[mine] = few and bool(others) and all(_returned_from(mine, o) for o in others)
             past = judged[mine]
         if past:
             found.append(rank)

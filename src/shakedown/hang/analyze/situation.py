@@ -136,12 +136,31 @@ def _divergence(group: GroupFacts, *, frames: bool) -> Divergence | None:
         if _same(list(calls.values()), frames=frames):
             break
         start = seq
+    if start is None and not frames:
+        start = _first_open_unlike(group, common)
     if start is None:
         return None
     calls = {r: v.operations[start] for r, v in group.views.items()}
     if all(op.done for op in calls.values()) and start == max(common):
         return None  # it completed everywhere: the ranks only reached it from different lines
     return Divergence(group, start, calls)
+
+
+def _first_open_unlike(group: GroupFacts, common: set[int]) -> int | None:
+    """Where the newest calls agree again: an earlier one that differs and is not done holds them.
+
+    A call that differs and yet is done was counted differently, and holds nobody.
+    """
+    views = list(group.views.values())
+    lowest = min((v.pending for v in views if v.pending), default=None)
+    later = sorted(seq for seq in common if lowest is not None and seq >= lowest)
+    calls = ([v.operations[seq] for v in views] for seq in later)
+    found = (
+        seq
+        for seq, row in zip(later, calls, strict=True)
+        if not all(op.done for op in row) and not _same(row, frames=False)
+    )
+    return next(found, None)
 
 
 # Operations whose sizes differ between ranks by design.

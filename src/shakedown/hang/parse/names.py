@@ -36,6 +36,7 @@ def identities(names: Sequence[str]) -> Mapping[str, Named]:
     _ranks_of_nodes(found)
     _ranks_of_torchrun(found)
     _of_no_series(found)
+    _of_tasks(found)
     _of_hosts(found)
     _numbers(found)
     return found
@@ -93,6 +94,22 @@ def _of_no_series(found: dict[str, Named]) -> None:
         return
     for name, (identity, _) in found.items():
         found[name] = identity, None
+
+
+def _of_tasks(found: dict[str, Named]) -> None:
+    """`py.5.n1.out`, `py.6.n1.out`: a number that files share is a node; the other is the task."""
+    series: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, (identity, number) in found.items():
+        if number is not None and identity.rank is None:
+            folder, _, leaf = name.rpartition("/")
+            series[folder, template(leaf)].append(name)
+    for names in series.values():
+        ends = {found[name][1] for name in names}
+        fields = [list(map(int, _DIGITS.findall(name.rpartition("/")[2]))) for name in names]
+        unique = [c for c in zip(*fields, strict=True) if sorted(c) == list(range(len(names)))]
+        if len(ends) < len(names) and len(unique) == 1:
+            for name, rank in zip(names, unique[0], strict=True):
+                found[name] = replace(found[name][0], rank=rank), None
 
 
 def _stem(name: str) -> str:

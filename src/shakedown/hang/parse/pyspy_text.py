@@ -23,9 +23,11 @@ _RANKS = re.compile(r"ranks|rank\D?\d+\D{1,4}\d")
 # A file with none of these and without a header holds no stack: a long log is not read by lines.
 _SIGNS = re.compile(
     r"Thread(?: (?:0x)?[0-9A-Fa-f]{1,32})?(?: \([a-z+]{1,40}\))?:|Process \d{1,8}:"
-    r"|Error: (?:Failed to|Permission denied|No such|Couldn't|py-spy)"
+    r"|Error: (?:Failed to|Permission [Dd]enied|No such|Couldn't|py-spy)|Permission Denied: Try"
 )
-_ERROR = re.compile(r"^Error: (Failed to|Permission denied|No such|Couldn't|py-spy)")
+_ERROR = re.compile(
+    r"^(?:Error: (?:Failed to|Permission [Dd]enied|No such|Couldn't|py-spy)|Permission Denied: Try)"
+)
 
 
 @dataclass
@@ -149,6 +151,8 @@ class _Reader:
 def _reason(text: str) -> Literal["gone", "stopped", "denied", "other"]:
     if "ermission" in text or "not permitted" in text:
         return "denied"
+    if "ESRCH" in text:
+        return "gone"  # also said where it wanted to suspend the process first
     if "suspend" in text or "SIGSTOP" in text:
         return "stopped"
     if "No such" in text or "process is running" in text:

@@ -28,7 +28,8 @@ from shakedown.hang.parse import (
 from shakedown.hang.parse.halves import read_all
 from shakedown.hang.parse.moments import order_moments
 from shakedown.hang.parse.source import MAX_FILES, Source, find_files, read_source
-from shakedown.hang.records import Identity, Record, clean
+from shakedown.hang.parse.unread import of_members, rank_of_unread, why_unread
+from shakedown.hang.records import Identity, Record, Unattachable, clean
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,12 @@ def read_paths(paths: Iterable[Path]) -> Evidence:
         skipped.append(Skipped(files.pop()[1], reason))
     named = names.identities([name for _, name in files])
     local: list[str] = []
+    unread: list[Unattachable] = []
     results = read_all([(path, name, *named[name]) for path, name in files], _read)
     for (_, name), result in zip(files, results, strict=True):
         if isinstance(result, str):
             skipped.append(Skipped(name, result))
+            unread += rank_of_unread(name, *named[name], result)
             continue
         found, counts_locally = result
         if counts_locally:
@@ -100,6 +103,7 @@ def read_paths(paths: Iterable[Path]) -> Evidence:
         for label, rows in found.items():
             records += rows
             formats[name] = f"{formats[name]}, {label}" if name in formats else label
+    records += of_members(unread, records)
     return Evidence(order_moments(local_ranks.resolve(records, local)), formats, skipped)
 
 
@@ -112,7 +116,7 @@ def _read(
         source = replace(read_source(path, name), identity=identity, trailing=trailing)
         found = read_one(source)
         if not found:
-            return "unknown format" if source.data else "empty"
+            return why_unread(source.data)
         return found, "log" in found and local_ranks.counts_locally(source)
     except OSError as error:
         return error.strerror or type(error).__name__

@@ -71,5 +71,5 @@ def _job(row: dict[str, str], place: Place) -> list[Record]:
         return [NodeState(name, "NODE_FAIL", True, place)]
     state = "OUT_OF_MEMORY" if match[1] == "OUT_OF_ME" else match[1]
     job = clean(row["JobID"], 40)
-    detail = {"job": job, "state": state}
+    detail = {"job": job, "state": state, "nodes": clean(row.get("NodeList", ""), 200)}
     return [LogEvent("job", Identity(), f"job {job} is {state}", place, (), detail)]

@@ -70,8 +70,11 @@ class Source:
 
     @cached_property
     def looks_binary(self) -> bool:
-        """Text holds no NUL and few undecodable bytes."""
-        head = self.data[:4096]
+        """Text holds no NUL and few undecodable bytes.
+
+        A node that crashes leaves NUL at the end of what it wrote last.
+        """
+        head = self.data[:4096].rstrip(b"\0")
         if b"\0" in head:
             return True
         return head.decode("utf-8", errors="replace").count("�") > len(head) // 20
