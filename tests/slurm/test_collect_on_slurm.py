@@ -1,8 +1,6 @@
-"""`shakedown hang collect --job` on a real cluster: every node, and what one that fails leaves."""
+"""A job's and a stage's collection on a real cluster: every node, and what a dead one leaves."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,19 +9,33 @@ from pathlib import Path
 
 import private_slurm
 import pytest
+from private_slurm import control
 
 from shakedown.hang.parse import read_paths
 from shakedown.hang.records import NodeState, Stack
-from tests.slurm_fixtures import environment, private_cluster, wait_for
+from shakedown.hang.watch import Health
+from shakedown.paths import AttemptPaths
+from shakedown.training.evidence import collect_evidence
+from tests.slurm_fixtures import PATIENCE, environment, private_cluster, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
-RANK = "import time\ndef stands_here():\n    print('ready', flush=True)\n    time.sleep(600)\n"
+RANK = """
+import os, sys, time
+from pathlib import Path
+from shakedown.hang.heartbeat import Heartbeat
+beats = Heartbeat(Path(sys.argv[1]), int(os.environ["SLURM_PROCID"]))
+beats.beat(phase="train", step=3)
+def stands_here():
+    print('ready', flush=True)
+    time.sleep(600)
+stands_here()
+"""
 
 
 @dataclass
 class Job:
-    """Two sleeping ranks on two nodes, started by srun in a batch script."""
+    """Four sleeping ranks on four nodes, started by srun in a batch script."""
 
     folder: Path
     environment: dict[str, str]
@@ -36,15 +48,30 @@ class Job:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
-    def collect(self, out: Path) -> "subprocess.CompletedProcess[str]":
+    def start_collecting(self, out: Path) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "shakedown.cli", "hang", "collect", "--job", self.job_id]
-        return subprocess.run(
+        return subprocess.Popen(
             [*command, "--out", str(out), "--gap", "0.1", "--rounds", "2"],
             env=self.environment,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            check=False,
         )
+
+    def collect(self, out: Path) -> str:
+        """What the command says; it exits 0."""
+        process = self.start_collecting(out)
+        said, _ = process.communicate(timeout=PATIENCE)
+        assert process.returncode == 0, said
+        return said
+
+    @property
+    def attempt(self) -> AttemptPaths:
+        return AttemptPaths(self.folder / "001")
+
+    def nodes(self) -> list[str]:
+        names = self.slurm("squeue", "-h", "-j", self.job_id, "-o", "%N")
+        return self.slurm("scontrol", "show", "hostnames", names).split()
 
     def state(self) -> str:
         return self.slurm("scontrol", "show", "job", self.job_id).partition("JobState=")[2][:9]
@@ -54,61 +81,85 @@ class Job:
 def cluster(slurm_programs: None) -> Iterator[private_slurm.Cluster]:
     """A cluster of its own, whose clients wait 2 s, not 10 s, for a daemon that is silent."""
     settings = ["MessageTimeout=2"]
-    with private_cluster(accounting="none", nodes=2, cpus=2, settings=settings) as made:
+    with private_cluster(accounting="none", nodes=4, cpus=2, settings=settings) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory, cluster: private_slurm.Cluster) -> Iterator[Job]:
     made = Job(tmp_path_factory.mktemp("job"), environment(cluster))
-    (made.folder / "rank.py").write_text(f"{RANK}stands_here()\n")
+    (made.folder / "rank.py").write_text(RANK)
     script = made.folder / "job.sh"
-    script.write_text(
-        f"#!/bin/sh\nsrun --ntasks-per-node=1 {sys.executable} {made.folder}/rank.py\n"
-    )
+    rank = f"{sys.executable} {made.folder}/rank.py {made.attempt.heartbeats}"
+    script.write_text(f"#!/bin/sh\nsrun --ntasks-per-node=1 {rank}\n")
     log = made.folder / "slurm-%j.out"
-    made.job_id = made.slurm("sbatch", "--parsable", "-N2", "-o", str(log), str(script))
+    made.job_id = made.slurm("sbatch", "--parsable", "-N4", "-o", str(log), str(script))
     log = made.folder / f"slurm-{made.job_id}.out"
-    wait_for(lambda: log.exists() and log.read_text().count("ready") == 2, "both ranks")
+    wait_for(lambda: log.exists() and log.read_text().count("ready") == 4, "all ranks")
     yield made
     subprocess.run(["scancel", made.job_id], env=made.environment, check=False)
 
 
 def test_every_node_of_a_job_is_read(job: Job, tmp_path: Path) -> None:
-    done = job.collect(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "2 of 2 processes read on 2 of 2 nodes" in done.stdout
-    assert "hang collect: PASS" in done.stdout
+    said = job.collect(tmp_path)
+    assert "4 of 4 processes read on 4 of 4 nodes" in said
+    assert "hang collect: PASS" in said
     records = read_paths([tmp_path]).records
     stacks = [row for row in records if isinstance(row, Stack) and row.main]
-    assert sorted((row.who.rank, row.sample) for row in stacks) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert sorted((row.who.rank, row.sample) for row in stacks) == [
+        (rank, sample) for rank in range(4) for sample in (1, 2)
+    ]
     assert {row.main.frames[-1].function for row in stacks if row.main} == {"stands_here"}
     assert not [row for row in records if isinstance(row, NodeState) and row.down]
-    assert (tmp_path / f"logs/slurm-{job.job_id}-output.out").read_text().count("ready") == 2
+    assert (tmp_path / f"logs/slurm-{job.job_id}-output.out").read_text().count("ready") == 4
 
 
-def test_node_that_does_not_answer_never_stops_the_other(
-    job: Job, cluster: private_slurm.Cluster, tmp_path: Path
+def test_nodes_that_are_dead_or_frozen_never_stop_the_others(
+    job: Job,
+    cluster: private_slurm.Cluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    nodes = job.slurm("squeue", "-h", "-j", job.job_id, "-o", "%N")
-    first, second = job.slurm("scontrol", "show", "hostnames", nodes).split()
-    (daemon,) = (p.pid for p in cluster.processes if p.name == f"slurmd-{second}")
-    os.kill(daemon, signal.SIGSTOP)
+    own, living, dead, frozen = job.nodes()
+    folder = cluster.plan.folder
+    inside = {"SLURM_JOB_ID": job.job_id, "SLURMD_NODENAME": own}
+    for name, value in {**job.environment, **inside}.items():
+        monkeypatch.setenv(name, value)
+    control.kill(folder, f"slurmd-{dead}")
+    control.pause(folder, f"slurmd-{frozen}")
     try:
-        done = job.collect(tmp_path)
+        of_the_job = job.start_collecting(tmp_path)
+        collect_evidence(job.attempt, {}, Health("stalled", "no rank moves"), job.nodes())
+        said, _ = of_the_job.communicate(timeout=PATIENCE)
     finally:
-        os.kill(daemon, signal.SIGCONT)
-    assert done.returncode == 0, done.stderr
-    body = json.loads((tmp_path / "collected-job.json").read_text())
-    assert body["nodes"][first] == "read"
-    assert body["nodes"][second].startswith("not read: srun: error:")
-    assert "1 of 1 processes read on 1 of 2 nodes" in done.stdout
+        control.resume(folder, f"slurmd-{frozen}")
+        control.start(folder, f"slurmd-{dead}")
+
+    assert of_the_job.returncode == 0
+    assert "2 of 2 processes read on 2 of 4 nodes" in said
+    nodes = json.loads((tmp_path / "collected-job.json").read_text())["nodes"]
+    assert (nodes.pop(own), nodes.pop(living)) == ("read", "read")
+    assert all(why.startswith("not read: srun: error:") for why in nodes.values()), nodes
+
+    evidence = job.attempt.evidence
+    nodes = json.loads((evidence / "collected-job.json").read_text())["nodes"]
+    printed = capsys.readouterr().out
+    assert nodes.pop(living) == "read"
+    assert set(nodes) == {dead, frozen}
+    for name, why in nodes.items():
+        assert why.startswith("not read: srun: error:")
+        assert f"not collected: node {name}: {why}" in printed
+        assert not (evidence / f"collected-{name}.json").exists()
+    for name in (own, living):
+        targets = json.loads((evidence / f"collected-{name}.json").read_text())["targets"]
+        assert targets
+        assert all(row["sources"] for row in targets)
 
 
 def test_job_that_has_ended_is_told_from_slurm_and_its_log(job: Job, tmp_path: Path) -> None:
     job.slurm("scancel", job.job_id)
     wait_for(lambda: job.state().startswith("CANCELLED"), "the end of the job")
-    done = job.collect(tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"job {job.job_id} is CANCELLED: no process is looked at" in done.stdout
+    said = job.collect(tmp_path)
+    assert f"job {job.job_id} is CANCELLED: no process is looked at" in said
     assert (tmp_path / f"logs/slurm-{job.job_id}-output.out").is_file()

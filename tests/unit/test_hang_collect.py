@@ -166,8 +166,9 @@ def test_hooked_process_writes_its_stacks_on_the_signal(tmp_path: Path) -> None:
 
 
 def test_process_that_aborts_writes_its_stacks_and_asks_all_ranks_for_their_dumps(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")  # it need not wait for others
     process = start(ABORTS, str(tmp_path))
     code = process.wait(timeout=60)
     assert process.stdout is not None
@@ -178,6 +179,25 @@ def test_process_that_aborts_writes_its_stacks_and_asks_all_ranks_for_their_dump
     assert "waits_here" in stacks
     assert (tmp_path / hook.REQUEST).is_file()
     assert (tmp_path / "fr-trainer-rank0.json").is_file()
+    assert (tmp_path / "fr-trainer-rank0.pickle").is_file()
+
+
+def test_process_that_aborts_waits_for_dumps_of_all_ranks_since_it_asked(tmp_path: Path) -> None:
+    name = "trainer-rank0"
+    assert not hook.all_have_written(tmp_path, name, "1")
+    for rank in (0, 1):
+        (tmp_path / f"fr-trainer-rank{rank}.pickle").touch()
+        os.utime(tmp_path / f"fr-trainer-rank{rank}.pickle", (1, 1))
+    hook.request(tmp_path)
+    assert not hook.all_have_written(tmp_path, name, "2")
+    (tmp_path / "fr-trainer-rank0.pickle").touch()
+    assert hook.all_have_written(tmp_path, name, "1")
+    assert not hook.all_have_written(tmp_path, name, "2")
+    (tmp_path / "fr-orchestrator-rank0.pickle").touch()
+    assert not hook.all_have_written(tmp_path, name, "2")
+    (tmp_path / "fr-trainer-rank1.pickle").touch()
+    assert hook.all_have_written(tmp_path, name, "2")
+    assert not hook.all_have_written(tmp_path, name, "")
 
 
 def test_dump_of_a_rank_that_an_exception_ends_leaves_an_earlier_one_alone(tmp_path: Path) -> None:
@@ -256,6 +276,7 @@ def test_targets_by_pattern_leave_out_this_process(sleeper: subprocess.Popen[str
 def test_targets_of_an_attempt_are_those_of_this_host(tmp_path: Path) -> None:
     beats = Heartbeat(tmp_path / "heartbeat", 1, "orchestrator")
     beats.beat(phase="data")
+    beats.close()
     (target,) = from_attempt(tmp_path)
     assert (target.name, target.pid) == ("orchestrator-rank1", os.getpid())
     with pytest.raises(UsageError, match="no heartbeats"):

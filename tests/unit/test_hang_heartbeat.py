@@ -20,6 +20,7 @@ from shakedown.hang.heartbeat import (
 def test_beat_is_read_back_with_phase_counts_and_process(tmp_path: Path) -> None:
     beats = Heartbeat(tmp_path, 3)
     beats.beat(phase="train", step=7, micro_batch=2, batch_size=8)
+    beats.close()
     (found,) = read_heartbeats(tmp_path)
     assert (found.role, found.rank, found.phase) == ("trainer", 3, "train")
     assert (found.step, found.micro_batch, found.batch_size) == (7, 2, 8)
@@ -86,7 +87,8 @@ def test_unwritable_folder_is_counted_and_never_raised(tmp_path: Path) -> None:
     blocked.write_text("not a folder")
     beats = Heartbeat(blocked, 0)
     beats.beat(phase="train")
-    assert beats.failures == 1
+    beats.close()
+    assert beats.failures >= 1
 
 
 def test_role_that_leaves_the_folder_is_refused(tmp_path: Path) -> None:

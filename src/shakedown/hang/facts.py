@@ -27,6 +27,7 @@ from shakedown.hang.records import (
     StepLength,
     TargetName,
     Unattachable,
+    UnwrittenBeat,
 )
 from shakedown.hang.watchdog import record_from_watchdog
 
@@ -36,7 +37,7 @@ _LAUNCHER = re.compile(r"torch/distributed/(?:run|launch|elastic)|torchrun|accel
 # Processes beside the ranks: workers of data loaders, trackers, compilers.
 _HELPER = re.compile(
     r"torch/utils/data/_utils/worker\.py$|multiprocessing/(?:resource_tracker|forkserver)\.py$"
-    r"|torch/_inductor/compile_worker|wandb/(?:sdk/)?(?:service|internal)"
+    r"|(?:^|/)beat_writer\.py$|torch/_inductor/compile_worker|wandb/(?:sdk/)?(?:service|internal)"
 )
 _ROLE_COMMAND = (
     (re.compile(r"vllm serve|sglang|vllm\.entrypoints|EngineCore"), "inference"),
@@ -57,6 +58,7 @@ class Component:
     states: list[ProcessState] = field(default_factory=list)
     unattachable: list[Unattachable] = field(default_factory=list)
     beats: list[BeatRecord] = field(default_factory=list)
+    unwritten: list[UnwrittenBeat] = field(default_factory=list)
     flight: list[FlightRecord] = field(default_factory=list)
     events: list[LogEvent] = field(default_factory=list)
     logs: list[LogEnd] = field(default_factory=list)
@@ -260,6 +262,7 @@ _SHELVES: Mapping[type, Callable[[Component], list[Any]]] = {
     Stack: attrgetter("stacks"),
     ProcessState: attrgetter("states"),
     Unattachable: attrgetter("unattachable"),
+    UnwrittenBeat: attrgetter("unwritten"),
     FlightRecord: attrgetter("flight"),
     LogEvent: attrgetter("events"),
     LogEnd: attrgetter("logs"),

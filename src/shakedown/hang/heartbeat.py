@@ -1,5 +1,7 @@
 """A step counter per component: one small file each, overwritten in place by one write.
 
+The write is another process's (beat_channel.py): the component itself never waits for a disk.
+
 Stacks do not show that two ranks count different batches; these records do.
 """
 
@@ -8,11 +10,15 @@ import os
 import re
 import socket
 import time
+import weakref
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from shakedown.hang import beat_writer
+from shakedown.hang.beat_channel import Channel, read_memory
 
 Phase = Literal[
     "init",
@@ -27,10 +33,10 @@ Phase = Literal[
 ]
 PHASES: tuple[str, ...] = get_args(Phase)
 
-# One write below the page size: a reader sees the old or the new record, or the checksum tells.
-RECORD_BYTES = 512
+RECORD_BYTES = beat_writer.RECORD_BYTES
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SUFFIX = ".beat"
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,9 @@ class Beat:
 class Heartbeat:
     """Writes `folder/<role>-rank<rank>.beat`. Call `beat` from the component's main loop.
 
-    A beat costs one `pwrite` of 512 bytes to the page cache. A file system that fails never
-    ends the training: the failure is counted in `failures` and the next beat tries again.
+    A beat is a copy into memory and a byte into a pipe; a process of its own writes the file. A
+    file system that blocks or fails never stops the training: failures are counted in `failures`
+    and tried again. In a forked child a beat does nothing.
 
     Raises:
         ValueError: `role` is not a plain file name.
@@ -73,10 +80,15 @@ class Heartbeat:
         if not _NAME.fullmatch(role):
             raise ValueError(f"role {role!r}: expected letters, digits, '_', '.', '-'")
         self.path = folder / f"{role}-rank{rank}{_SUFFIX}"
-        self.failures = 0
         self._role, self._rank = role, rank
         self._host, self._count = socket.gethostname()[:64], 0
-        self._descriptor = -1
+        self._channel = Channel(self.path)
+        weakref.finalize(self, self._channel.release)
+
+    @property
+    def failures(self) -> int:
+        """Tries at writing the file that failed so far."""
+        return self._channel.failures
 
     def beat(
         self, *, phase: Phase, step: int = 0, micro_batch: int = 0, batch_size: int = 0
@@ -96,27 +108,16 @@ class Heartbeat:
             wall=round(time.time(), 3),
             monotonic=round(time.monotonic(), 3),
         )
-        try:
-            if self._descriptor < 0:
-                self._descriptor = self._open()
-            os.pwrite(self._descriptor, encode(record), 0)
-        except OSError:
-            self.failures += 1
+        self._channel.put(encode(record))
 
     def close(self) -> None:
-        """Close the file; the last record stays."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _open(self) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        """Write the last record within 5 s; a file system that blocks longer is left to itself."""
+        self._channel.close()
 
 
 def encode(beat: Beat) -> bytes:
     """The fixed-size record: CRC-32 in hex, a space, JSON, padding, newline."""
-    body = json.dumps(vars(beat), separators=(",", ":")).encode()
+    body = _to_json(vars(beat)).encode()
     if len(body) + 10 > RECORD_BYTES:
         raise ValueError(f"heartbeat record of {len(body)} bytes does not fit")
     padded = body.ljust(RECORD_BYTES - 10)
@@ -163,6 +164,25 @@ def read_heartbeats(folder: Path) -> list[Beat]:
         if beat is not None:
             beats.append(beat)
     return sorted(beats, key=lambda beat: (beat.role, beat.rank))
+
+
+@dataclass(frozen=True)
+class LiveBeat:
+    """A living component's newest beat, from its memory, and its writer: see `Memory`."""
+
+    beat: Beat
+    writer: int
+    in_file_system: bool
+    failures: int
+
+
+def read_live(pid: int) -> LiveBeat | None:
+    """The newest beat of a process of this host, None where it has none or may not be read."""
+    memory = read_memory(pid)
+    beat = decode(memory.record) if memory is not None else None
+    if memory is None or beat is None:
+        return None
+    return LiveBeat(beat, memory.writer, memory.in_file_system, memory.failures)
 
 
 def _read(path: Path) -> Beat | None:

@@ -247,6 +247,30 @@ class StepLength:
 
 
 @dataclass(frozen=True)
+class UnwrittenBeat:
+    """A beat that its file lacked `seconds` after it was made; `state` is its writer's.
+
+    `step`, `micro_batch`: of the newest beat, which `moves` between rounds; `written`: the step
+    in the file, -1 without one.
+    `in_file_system`: the writer was inside a call of the file system. `failures`: of its writes.
+    """
+
+    who: Identity
+    seconds: float
+    step: int
+    micro_batch: int
+    moves: bool
+    written: int
+    writer: int
+    state: str
+    wchan: str
+    in_file_system: bool
+    failures: int
+    place: Place
+    sample: int = 0
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A supervisor's outcome file, or a launcher's exit codes by component name."""
 
@@ -301,4 +325,5 @@ Record = (
     | NodeState
     | RasRank
     | TargetName
+    | UnwrittenBeat
 )

@@ -1,18 +1,18 @@
 """Collect a stalled attempt's evidence on every node while its processes still live."""
 
-import socket
-import subprocess
-import sys
+import os
+import threading
 from collections.abc import Mapping, Sequence
 
-from shakedown.cluster.ranks import srun_argv
+from shakedown.cluster.nodes import node_name
 from shakedown.errors import UsageError
 from shakedown.hang.collect import Target, collect_local, from_attempt
-from shakedown.hang.heartbeat import read_heartbeats
+from shakedown.hang.collect.steps import READ, Step, collect_nodes
+from shakedown.hang.collect.writer import COLLECTED, Writer
 from shakedown.hang.watch import Health
 from shakedown.paths import AttemptPaths
 
-_SRUN_SECONDS = 120.0
+_STEP_SECONDS = 60.0  # one step on other nodes; their ranks have our hook and answer at once
 _GAP_SECONDS = 2.0  # the watch has looked twice itself, 5 s apart
 
 
@@ -21,22 +21,56 @@ def collect_evidence(
 ) -> None:
     """Sample all components twice and write everything to the attempt's `evidence/`.
 
-    Never raises for what cannot be read: what was missed stands in `collected-<host>.json`.
+    `nodes`: of the stage; this one is read by this process, the others by a step in its job.
+    Never raises for what cannot be read: what was missed stands in `collected-<host>.json`, and
+    of nodes that were not reached in `collected-job.json`.
     """
     print(f"stalled: {health.sentence}; collecting evidence in {attempt.evidence}", flush=True)
-    others = {beat.host for beat in read_heartbeats(attempt.heartbeats)} - {socket.gethostname()}
-    remote = _start_on_other_nodes(attempt, nodes) if others else None
+    others = _OtherNodes(attempt, [node for node in nodes if node != node_name()])
+    others.start()
     report = collect_local(
         _targets(attempt, running), attempt.evidence, logs=attempt.logs, gap=_GAP_SECONDS
     )
     missed = report.missed + [f"{t.name}: {m}" for t in report.targets for m in t.missed]
-    if remote is not None:
-        try:
-            remote.wait(timeout=_SRUN_SECONDS)
-        except subprocess.TimeoutExpired:
-            remote.kill()
-            missed.append(f"other nodes: srun did not end within {_SRUN_SECONDS:.0f} s")
+    missed += others.finish()
     print(f"collected in {report.seconds:.1f} s, {len(missed)} thing(s) missed", flush=True)
+
+
+class _OtherNodes:
+    """The stage's other nodes, collected while this one is."""
+
+    def __init__(self, attempt: AttemptPaths, nodes: Sequence[str]) -> None:
+        root, out = attempt.root.absolute(), attempt.evidence.absolute()
+        arguments = ["--attempt", str(root), "--gap", str(_GAP_SECONDS)]
+        self._nodes = nodes
+        self._step = Step(os.environ.get("SLURM_JOB_ID", ""), out, arguments, _STEP_SECONDS)
+        self._missed: list[str] = []
+        self._thread = threading.Thread(target=self._collect, name="collect-nodes", daemon=True)
+
+    def start(self) -> None:
+        if self._nodes:
+            self._thread.start()
+
+    def finish(self) -> list[str]:
+        """Wait for them, which is bounded; what was missed, also printed."""
+        if self._nodes:
+            seconds = self._step.longest(len(self._nodes))
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                self._missed.append(f"other nodes: not all within {seconds:.0f} s")
+        for text in self._missed:
+            print(f"not collected: {text}", flush=True)
+        return self._missed
+
+    def _collect(self) -> None:
+        step = self._step
+        writer = Writer(step.out)
+        report = collect_nodes(step, self._nodes, writer)
+        lost = [f"node {name}: {said}" for name, said in report.nodes.items() if said != READ]
+        body = {"schema": COLLECTED, "job": step.job_id, "nodes": report.nodes}
+        body |= {"missed": writer.summary(), "files": writer.files}
+        writer.json("collected-job.json", body)
+        self._missed += [*lost, *writer.summary()]
 
 
 def _targets(attempt: AttemptPaths, running: Mapping[str, int]) -> list[Target]:
@@ -51,23 +85,3 @@ def _targets(attempt: AttemptPaths, running: Mapping[str, int]) -> list[Target]:
             role, _, rank = name.partition("-rank")
             targets.append(Target(name, pid, role, int(rank) if rank.isdecimal() else None))
     return targets
-
-
-def _start_on_other_nodes(
-    attempt: AttemptPaths, nodes: Sequence[str]
-) -> "subprocess.Popen[bytes] | None":
-    """One collector a node through srun; a node that does not answer never stops the others."""
-    step = srun_argv(
-        nodes=nodes,
-        tasks=len(nodes),
-        output=attempt.evidence / "collect-%t.log",
-        job_name="collect",
-    )
-    collect = [sys.executable, "-m", "shakedown.cli", "hang", "collect"]
-    folders = ["--attempt", str(attempt.root), "--out", str(attempt.evidence)]
-    gap = ["--gap", str(_GAP_SECONDS)]
-    try:
-        return subprocess.Popen([*step, *collect, *folders, *gap], stdin=subprocess.DEVNULL)
-    except OSError as error:
-        print(f"other nodes: srun could not be started: {error.strerror}", flush=True)
-        return None

@@ -28,10 +28,12 @@ from shakedown.training.evidence import collect_evidence
 from shakedown.training.job import StageJob
 from shakedown.training.monitor import Monitor, stop_signals
 from shakedown.training.outcome import Outcome
+from shakedown.training.port_race import port_was_taken
 from shakedown.training.results import resume_hint, stage_metrics
 from shakedown.training.rollout.recording import check_recording
 from shakedown.verdict import Stopwatch
 
+_PORT_TRIES = 3
 _GRACE_SECONDS = 10.0
 _STOP_GRACE_SECONDS = 5.0  # the ranks had their time to save
 _HUNG_GRACE_SECONDS = 2.0  # what stands still saves nothing
@@ -65,12 +67,23 @@ class StagePlan:
 def run_stage(plan: StagePlan) -> Outcome:
     """Run one new attempt and write its outcome; an interrupted one leaves no stage outcome.
 
+    One more is run, at most twice, where rank 0 could not listen on the port chosen for it.
+
     Raises:
         StorageError: the results folder cannot be written.
         LaunchError: a component could not be started.
         UsageError: the stage wants more nodes or GPUs than there are; the recorded rollouts are
             not all there, or cannot be replayed here.
     """
+    for _ in range(_PORT_TRIES - 1):
+        outcome = _run_attempt(plan)
+        if not port_was_taken(outcome, plan.paths.attempt(outcome.attempt).log("trainer-rank0")):
+            return outcome
+        print("the ranks' port was taken by another process: starting with another one", flush=True)
+    return _run_attempt(plan)
+
+
+def _run_attempt(plan: StagePlan) -> Outcome:
     if plan.replay is not None:
         _check_replay(plan, plan.replay)
     clock = Stopwatch()

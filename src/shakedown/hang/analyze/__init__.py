@@ -6,6 +6,7 @@ from dataclasses import replace
 from shakedown.hang.analyze import (
     gpu_use,
     liveness,
+    rules_beats,
     rules_calls,
     rules_checkpoint,
     rules_collectives,
@@ -38,6 +39,7 @@ RULES: dict[str, Rule] = {
     "mixed jobs": rules_evidence.mixed_jobs,
     "job state": rules_evidence.job_state,
     "checkpoint thread": rules_checkpoint.checkpoint_thread,
+    "heartbeats not written": rules_beats.unwritten_while_moving,
     "progressing": rules_progress.progressing,
     "node dead": rules_process.node_dead,
     "called from two threads": rules_calls.two_threads,
@@ -60,6 +62,7 @@ RULES: dict[str, Rule] = {
     "diverged calls": rules_collectives.diverged,
     "splits": rules_p2p.splits,
     "extra call": rules_collectives.extra_call,
+    "storage of heartbeats": rules_beats.unwritten_where_it_stands,
     "outsider": rules_stacks.outsider,
     "GPUs wait": rules_sync.gpus_wait,
     "point to point": rules_p2p.point_to_point,

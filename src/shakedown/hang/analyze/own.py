@@ -53,7 +53,8 @@ def _component(scope: str, subject: str, facts: Facts) -> Component | None:
 def _paths(component: Component) -> Iterator[tuple[str, int]]:
     records: tuple[_Placed, ...] = (
         *component.stacks, *component.children, *component.states, *component.unattachable,
-        *component.beats, *component.flight, *component.events, *component.logs, *component.ras,
+        *component.beats, *component.unwritten, *component.flight, *component.events,
+        *component.logs, *component.ras,
     )  # fmt: skip
     for record in records:
         yield record.place.path, record.place.line

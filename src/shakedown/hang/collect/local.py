@@ -9,11 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shakedown.cluster.nodes import is_node_name, node_name
-from shakedown.hang.collect import hooked, logs, node, proc, pyspy
+from shakedown.hang.beat_writer import NAME as BEAT_WRITER
+from shakedown.hang.collect import beats, hooked, logs, node, proc, pyspy
 from shakedown.hang.collect.bounded import run_bounded
 from shakedown.hang.collect.targets import Target
 from shakedown.hang.collect.writer import BEATS, COLLECTED, Writer, printable
-from shakedown.hang.heartbeat import read_heartbeats
 
 NODE_SECONDS = 90.0  # all of py-spy's work of one round
 GRACE_SECONDS = 10.0  # for ending the last of them; who takes longer is left behind
@@ -107,6 +107,7 @@ class _Collection:
         self._rows = {t.pid: TargetReport(t.name, t.pid, t.role, t.rank) for t in self._targets}
         self._label = _label()
         self._node: dict[str, str] = {}
+        self._beats = beats.BeatReader()
         self.writer = Writer(out)
         twice = len(targets) - len(self._targets)
         if twice:
@@ -114,11 +115,10 @@ class _Collection:
 
     def beats(self, folder: Path, number: int) -> None:
         """Named by host: collectors of several nodes write into one folder."""
-        beats = read_heartbeats(folder)
-        if beats:
-            rows = [asdict(beat) for beat in beats]
-            taken, began = round(time.time(), 3), _changed(folder)
-            body = {"schema": BEATS, "round": number, "taken": taken, "began": began, "beats": rows}
+        reading = self._beats.read(folder, self._targets)
+        self.writer.missed += [reading.missed] if reading.missed else []
+        if reading.beats:
+            body = beats.to_json(BEATS, number, reading)
             self.writer.json(f"round{number}/beats-{self._label}.json", body)
 
     def stacks(self, number: int) -> None:
@@ -144,9 +144,10 @@ class _Collection:
         self._pyspy(number, [t for t in living if t.pid not in told or self._strays(t)], states)
 
     def _strays(self, target: Target) -> bool:
-        """Whether Python children are no targets: py-spy reads them with their parent."""
+        """Whether Python children, the heartbeat's apart, are no targets: py-spy reads both."""
         own = {t.pid for t in self._targets}
-        return any(c not in own and proc.is_python(c) for c in proc.children(target.pid))
+        found = proc.children(target.pid) - own
+        return any(proc.is_python(c) and not proc.has_thread(c, BEAT_WRITER) for c in found)
 
     def _pyspy(
         self, number: int, targets: Sequence[Target], states: dict[int, proc.ProcState]
@@ -246,14 +247,6 @@ def _label() -> str:
     """What files of this node are called by: Slurm's name, as several nodes may share a host."""
     name = node_name()
     return name if is_node_name(name) else "this-host"
-
-
-def _changed(folder: Path) -> float:
-    """When the folder's last file was made, 0 when it cannot be read."""
-    try:
-        return round(folder.stat().st_mtime, 3)
-    except OSError:
-        return 0.0
 
 
 def _within(folder: Path, out: Path) -> bool:

@@ -18,6 +18,8 @@ from shakedown.paths import AttemptPaths
 MAX_PID = 2**22  # Linux's own limit
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _LIST_SECONDS = 20.0
+# Collectors of other sessions, and the processes that write heartbeats.
+_OWN = re.compile(r"shakedown\.cli hang collect|shakedown/hang/beat_writer\.py")
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def _list() -> list[_Process]:
     for pid in proc.all_pids():
         if pid not in own and proc.owner(pid) == os.getuid():
             text = proc.command(pid)
-            if text and "shakedown.cli hang collect" not in text:
+            if text and not _OWN.search(text):
                 found.append(_Process(pid, proc.parent(pid), text, proc.is_python(pid)))
     return found
 

@@ -17,6 +17,7 @@ from shakedown.hang.records import (
     Record,
     TargetName,
     Unattachable,
+    UnwrittenBeat,
     clean,
 )
 
@@ -96,12 +97,50 @@ def _beats(source: Source, body: Mapping[str, Any]) -> list[Record]:
     sample = body.get("round")
     number = sample if type(sample) is int and 0 <= sample < 1000 else source.sample
     times = [_time(body.get(key)) for key in ("taken", "began")]
-    return [BeatRecord(beat, source.place(), number, *times) for beat in found if beat]
+    late = [_unwritten(source, row, number) for row in _few(body.get("unwritten"), 20_000)]
+    return [
+        *(BeatRecord(beat, source.place(), number, *times) for beat in found if beat),
+        *(row for row in late if row is not None),
+    ]
 
 
 def _time(value: Any) -> float:
     """Unix seconds, 0 where they cannot be true."""
     return float(value) if type(value) in (int, float) and 0 < value < MAX_COUNT else 0.0
+
+
+def _unwritten(source: Source, row: Any, sample: int) -> Record | None:
+    """A row of the collector's; None when it cannot be true."""
+    if not isinstance(row, Mapping) or pid_of(row.get("pid")) is None:
+        return None
+    numbers = [row.get(key) for key in ("step", "micro_batch", "written_step", "failures")]
+    seconds, writer = row.get("seconds"), row.get("writer")
+    if not all(type(n) is int and abs(n) < MAX_COUNT for n in [*numbers, writer]):
+        return None
+    if rank_of(row.get("rank")) is None or not isinstance(seconds, int | float):
+        return None
+    if isinstance(seconds, bool) or not 0 <= seconds < MAX_COUNT:
+        return None
+    role, host, state, wchan = (clean(row.get(k) or "", 80) for k in _TEXTS)
+    text = f"{role}-rank{row['rank']}: not written after {seconds} s, writer {state} {wchan}"
+    return UnwrittenBeat(
+        who=Identity(row["rank"], row["pid"], host, role),
+        seconds=float(seconds),
+        step=row["step"],
+        micro_batch=row["micro_batch"],
+        moves=row.get("moves") is True,
+        written=row["written_step"],
+        writer=row["writer"],
+        state=state[:1],
+        wchan=wchan,
+        in_file_system=row.get("in_file_system") is True,
+        failures=row["failures"],
+        place=source.place(0, text),
+        sample=sample,
+    )
+
+
+_TEXTS = ("role", "host", "state", "wchan")
 
 
 def _collected(source: Source, body: Mapping[str, Any]) -> list[Record]:
@@ -132,6 +171,6 @@ def _target(source: Source, row: Mapping[str, Any], host: str) -> list[Record]:
     return records
 
 
-def _few(rows: Any) -> list[Any]:
+def _few(rows: Any, most: int = 100) -> list[Any]:
     """A collector takes a handful of samples."""
-    return rows[:100] if isinstance(rows, list) else []
+    return rows[:most] if isinstance(rows, list) else []
