@@ -1,6 +1,7 @@
 """The `shakedown` command: one sub-command a stage, nothing but argument parsing."""
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -35,6 +36,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "verdict": ("shakedown.commands.verdict", "print a verdict file for a person"),
 }
 
+# What a path that cannot be one answers, wherever it is first used.
+_NO_PATHS = frozenset({errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP})
+
 _EXIT_CODES = "exit codes: 0 PASS or WARN, 1 FAIL, 2 usage or config error, 3 BLOCKED"
 
 
@@ -52,10 +56,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("shakedown: interrupted", file=sys.stderr)
         return 130
-    except Exception:
-        traceback.print_exc()
-        print("shakedown: internal error, please report the lines above", file=sys.stderr)
-        return int(ExitCode.BLOCKED)
+    except Exception as error:
+        return _unforeseen(error)
+
+
+def _unforeseen(error: Exception) -> int:
+    if isinstance(error, OSError) and error.errno in _NO_PATHS and error.filename:
+        print(f"shakedown: {error.filename!s:.200}: {error.strerror}", file=sys.stderr)
+        return int(ExitCode.USAGE)
+    traceback.print_exc()
+    print("shakedown: internal error, please report the lines above", file=sys.stderr)
+    return int(ExitCode.BLOCKED)
 
 
 def _dispatch(arguments: list[str]) -> int:

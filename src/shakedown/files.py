@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeGuard
 
 from shakedown.errors import StorageError, UsageError
 
@@ -76,6 +76,11 @@ def read_object(path: Path, what: str, *, schema: str = "", hint: str = "") -> d
     if schema and body.pop("schema", None) != schema:
         raise UsageError(f'{path} is no {what}: expected "schema": "{schema}"', hint=hint)
     return body
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether a value out of JSON counts something: an integer from 0 to what a float holds."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shakedown.cluster.allocation import Part, parse_allocation
 from shakedown.config.places import lint_places
-from shakedown.config.schema import Config, StageConfig
+from shakedown.config.schema import Config, GrpoConfig, ServeConfig, StageConfig
 from shakedown.errors import UsageError, did_you_mean
 from shakedown.rows import FORMATS, parse_source
 from shakedown.verdict import Finding
@@ -25,7 +25,7 @@ def lint(
     """
     findings = [*_lint_data(config, rewards), *_lint_serve(config)]
     for name, stage in config.stages.items():
-        findings += _lint_stage(f"stages.{name}", stage, faults, engines)
+        findings += _lint_stage(f"stages.{name}", stage, config.serve, faults, engines)
     return [*findings, *lint_places(config)]
 
 
@@ -93,7 +93,11 @@ def _lint_serve(config: Config) -> list[Finding]:
 
 
 def _lint_stage(
-    key: str, stage: StageConfig, faults: Collection[str], engines: Mapping[str, Collection[str]]
+    key: str,
+    stage: StageConfig,
+    serve: ServeConfig,
+    faults: Collection[str],
+    engines: Mapping[str, Collection[str]],
 ) -> list[Finding]:
     try:
         part, *others = parse_allocation(stage.allocation).parts
@@ -105,7 +109,9 @@ def _lint_stage(
         return [_fail("allocation", f"{key}.allocation", stage.allocation, expected, remedy)]
     findings = _lint_engine(key, stage, part, engines)
     findings += _lint_sizes(key, stage, part.size("d"))
-    findings += _lint_agent(f"{key}.grpo", stage.grpo.agent) if stage.grpo else []
+    if stage.grpo:
+        findings += _lint_agent(f"{key}.grpo", stage.grpo.agent)
+        findings += _lint_server_of(f"{key}.grpo", stage.grpo, serve)
     if stage.fault and stage.fault.kind not in faults:
         remedy = f"choose one{did_you_mean(stage.fault.kind, faults)}"
         expected = "one of " + ", ".join(sorted(faults))
@@ -140,6 +146,19 @@ def _lint_agent(key: str, target: str) -> list[Finding]:
         return []
     expected = "`path/to/file.py:Class` of an existing file, or `package.module:Class`"
     return [_fail("agent", f"{key}.agent", target, expected)]
+
+
+def _lint_server_of(key: str, grpo: GrpoConfig, serve: ServeConfig) -> list[Finding]:
+    """Whether the stage's server can give what is asked of it."""
+    findings = []
+    if serve.engine == "transformers":
+        remedy = "it gives no log-probabilities, and takes no new weights"
+        expected = "vllm or sglang, for rollouts"
+        findings.append(_fail("serve", "serve.engine", serve.engine, expected, remedy))
+    if grpo.max_tokens >= serve.max_model_len:
+        expected = f"less than serve.max_model_len, {serve.max_model_len}: the prompt needs room"
+        findings.append(_fail("serve", f"{key}.max_tokens", grpo.max_tokens, expected))
+    return findings
 
 
 def _lint_sizes(key: str, stage: StageConfig, shares: int) -> list[Finding]:

@@ -95,14 +95,30 @@ def write_resolved(config: Config, path: Path) -> None:
 
 def _read_yaml(path: Path) -> Mapping[str, Any]:
     try:
-        body = yaml.safe_load(path.read_text(encoding="utf-8"))
+        body = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not YAML for us: nested too deeply") from error
     if not isinstance(body, Mapping):
         raise ConfigError(f"{path}: expected a mapping of keys, got {type(body).__name__}")
     return body
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML's own rule, which PyYAML does not keep: a key stands once in a mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key in (key for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r:.40} stands twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
 
 
 def _tuples(body: dict[str, Any]) -> dict[str, Any]:

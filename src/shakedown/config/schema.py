@@ -6,15 +6,19 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
-Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Coefficient = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+# A folder's name: file systems end at 255 bytes, and names are put together.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Sink = Literal["tensorboard", "wandb"]
 
 
 class Section(BaseModel):
     """Strict base: an unknown key or a wrong type is an error, never ignored."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    # Infinite numbers have no form in JSON, which every part of a run is told its settings by.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -53,8 +57,8 @@ class PreflightConfig(Section):
     """Checks before anything is started."""
 
     tier: Literal["quick", "standard", "burn"] = "quick"
-    min_free_disk_gb: float = 2.0
-    min_shm_mb: float = 64.0
+    min_free_disk_gb: Annotated[float, Field(ge=0)] = 2.0
+    min_shm_mb: Annotated[float, Field(ge=0)] = 64.0
     probe_timeout: Seconds = 60.0
 
 
@@ -104,7 +108,7 @@ class OptimizerConfig(Section):
     """AdamW with linear warm-up."""
 
     lr: Annotated[float, Field(gt=0)]
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     warmup_steps: NonNegative = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -163,12 +167,18 @@ class StageConfig(Section):
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
     eval_samples: NonNegative = 400
-    sinks: list[Literal["tensorboard", "wandb"]] = []
+    sinks: list[Sink] = []
     stall_timeout: Seconds = 60.0
     start_timeout: Seconds = 300.0
     debug: Literal["off", "info", "detail", "blocking"] = "off"
     grpo: GrpoConfig | None = None
     fault: FaultConfig | None = None
+
+    @model_validator(mode="after")
+    def _each_sink_once(self) -> "StageConfig":
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ValueError(f"`sinks` names one twice: {', '.join(self.sinks)}")
+        return self
 
     @model_validator(mode="after")
     def _grpo_section_matches(self) -> "StageConfig":
@@ -182,7 +192,7 @@ class Config(Section):
 
     run: Name
     results: str = "results"
-    seed: NonNegative = 0
+    seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     model: ModelConfig
     data: DataConfig
     cluster: ClusterConfig = ClusterConfig()

@@ -15,13 +15,14 @@ The learning rate's schedule is a function of the number of updates and needs no
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from shakedown.errors import StorageError
-from shakedown.files import write_json, write_text
+from shakedown.files import is_count, write_json, write_text
 from shakedown.training.checkpoint_files import damaged
 from shakedown.training.checkpoint_random import load_random, random_name
 from shakedown.training.checkpoint_writing import ENGINE, STAGED, Saving
@@ -30,8 +31,10 @@ from shakedown.training.engines.base import Engine
 from shakedown.training.engines.snapshot import raise_together
 from shakedown.training.fingerprint import differences
 from shakedown.training.folders import publish_folder, storage_errors
+from shakedown.training.progress import beating
 
 _PREFIX = "step_"
+_NAME = re.compile(rf"{_PREFIX}[0-9]{{1,18}}")
 _META = "meta.json"
 _ROUND_SECONDS = 0.1  # of waiting for a thread, before the ranks ask each other again
 # What a rank waits for its thread at the end; the supervisor gives ten seconds.
@@ -103,15 +106,18 @@ def read_meta(folder: Path) -> Meta | str:
     """A checkpoint's own account of itself, or what is wrong with the folder."""
     try:
         meta = Meta(**json.loads((folder / _META).read_text(encoding="utf-8")))
-        sizes, _, _ = dict(meta.files), dict(meta.sums), dict(meta.fingerprint)
+        kept = (meta.files, meta.sums, meta.fingerprint, meta.data)
+        counts = (meta.step, meta.updates, meta.world_size)
+        if not all(isinstance(each, dict) for each in kept) or not all(map(is_count, counts)):
+            return f"unreadable {_META}: not what a checkpoint says of itself"
         whole = not meta.digest or meta.digest == meta.own_digest()
         if not whole or f"{_PREFIX}{meta.step:06d}" != folder.name:
             return f"damaged, {_META} is not as it was written here"
     except FileNotFoundError:
         return f"cut off, no {_META}"
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         return f"unreadable {_META}: {error}"
-    for name, size in sizes.items():
+    for name, size in meta.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:
             return f"cut off, {name} is not {size} bytes long"
@@ -173,7 +179,8 @@ class Checkpoints:
         meta = read_meta(folder)
         if isinstance(meta, str):
             raise StorageError(f"checkpoint {folder} as rank {self._ranks.rank} sees it: {meta}")
-        self._engine.load(folder / ENGINE, updates=meta.updates)
+        with beating(self._beat):
+            self._engine.load(folder / ENGINE, updates=meta.updates)
         if meta.world_size == self._ranks.world_size:  # on another number the seed's draws go on
             load_random(folder / random_name(self._ranks.rank))
         self.data = dict(meta.data)
@@ -343,11 +350,8 @@ def _folders(root: Path) -> list[Path]:
     """Checkpoint folders by ascending step."""
     if not root.is_dir():
         return []
-    named = [p for p in root.iterdir() if p.name.removeprefix(_PREFIX).isdigit() and p.is_dir()]
-    return sorted(
-        (p for p in named if p.name.startswith(_PREFIX)),
-        key=lambda p: int(p.name.removeprefix(_PREFIX)),
-    )
+    named = [p for p in root.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(named, key=lambda p: int(p.name.removeprefix(_PREFIX)))
 
 
 def _nothing() -> None:

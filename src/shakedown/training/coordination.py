@@ -11,12 +11,17 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from shakedown.errors import BlockedError
+from shakedown.errors import BlockedError, ShakedownError
 
 _POLL_SECONDS = 0.02
 _FAILED = "failed:"
+_FAILURES = "_failures"  # a name in the ranks' sum: how many of them failed
 # Rank 0 holds the store: were it gone before the others looked, they would see a broken connection.
 _HEARD_SECONDS = 5.0
+
+
+class PeerFailedError(BlockedError):
+    """Another rank failed, and this one heard of it; it met nothing itself."""
 
 
 class Ranks:
@@ -37,6 +42,34 @@ class Ranks:
         dist.all_reduce(numbers)
         return dict(zip(names, numbers.tolist(), strict=True))
 
+    def sum_unless_failed(
+        self, values: Mapping[str, float], failure: ShakedownError | None
+    ) -> dict[str, float]:
+        """(collective) `sum`, in which a rank that has failed still takes part, to say so.
+
+        Without it the others would stand in their next collective and see a torn connection.
+
+        Args:
+            failure: what this rank met since the last collective; None: nothing.
+
+        Raises:
+            PeerFailedError: another rank failed; on that rank `failure` itself is raised.
+        """
+        self._decisions += 1
+        key = f"{self._decisions}-failure"
+        if failure is not None:  # the text is there before anyone knows that there is one
+            self._store.set(key, f"rank {self.rank} failed: {type(failure).__name__}: {failure}")
+        sums = self.sum({**values, _FAILURES: float(failure is not None)})
+        failed = int(sums.pop(_FAILURES))
+        if not failed:
+            return sums
+        text = self._store.get(key).decode()
+        if failure is None:
+            self._store.add(f"{key}-heard", 1)
+        if self.rank == 0:
+            self._wait_until_heard(key, by=self.world_size - failed)
+        raise PeerFailedError(text) if failure is None else failure
+
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """(collective) The largest over all ranks, element by element, on the CPU.
 
@@ -55,7 +88,8 @@ class Ranks:
             waiting: called many times a second on the other ranks.
 
         Raises:
-            BlockedError: rank 0 failed or is gone; there the error itself is raised.
+            PeerFailedError: rank 0 failed; there the error itself is raised.
+            BlockedError: rank 0 is gone.
         """
         self._decisions += 1
         key = f"{self._decisions}-{key}"
@@ -73,7 +107,7 @@ class Ranks:
         decision: str = self._store.get(key).decode()
         if decision.startswith(_FAILED):
             self._store.add(f"{key}-heard", 1)
-            raise BlockedError(f"rank 0 gave up: {decision.removeprefix(_FAILED)}")
+            raise PeerFailedError(f"rank 0 failed: {decision.removeprefix(_FAILED)}")
         return decision
 
     def _decide(self, key: str, decide: Callable[[], str]) -> str:
@@ -81,15 +115,15 @@ class Ranks:
             decision = decide()
         except BaseException as error:
             self._store.set(key, f"{_FAILED}{type(error).__name__}: {error}")
-            self._wait_until_heard(key)
+            self._wait_until_heard(key, by=self.world_size - 1)
             raise
         self._store.set(key, decision)
         return decision
 
-    def _wait_until_heard(self, key: str) -> None:
-        """Let the others read that rank 0 failed; one that hangs elsewhere is not waited for."""
+    def _wait_until_heard(self, key: str, *, by: int) -> None:
+        """Let the others read who failed; one that hangs elsewhere is not waited for."""
         began = time.monotonic()
-        while self._store.add(f"{key}-heard", 0) < self.world_size - 1:
+        while self._store.add(f"{key}-heard", 0) < by:
             if time.monotonic() - began > _HEARD_SECONDS:
                 return
             time.sleep(_POLL_SECONDS)

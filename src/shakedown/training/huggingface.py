@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from shakedown.errors import UsageError
 from shakedown.training.folders import storage_errors
+from shakedown.training.progress import loaded
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
 _GENERATION = "generation_config.json"
@@ -78,6 +79,7 @@ def read_model(folder: Path) -> Any:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
+    loaded()
     if report["missing_keys"] or report["mismatched_keys"]:
         wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         listed = ", ".join(wrong[:3])

@@ -1,10 +1,11 @@
 """The loop of a training stage on one rank: steps, metrics, checkpoints, evaluation, export."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
+from shakedown.errors import ShakedownError
 from shakedown.training.algorithms import algorithm_class
 from shakedown.training.algorithms.base import Algorithm
 from shakedown.training.checkpoint import Checkpoints
@@ -76,7 +77,8 @@ class Trainer:
         context.data = self._checkpoints.data
         if self._record is not None:
             self._record.begin(done)
-        self._algorithm.begin(done)
+        failure = _failure(lambda: self._algorithm.begin(done))
+        context.ranks.sum_unless_failed({}, failure)
         if done == 0:
             scores = self._evaluate(0)
             if self._record is not None and scores:
@@ -108,9 +110,9 @@ class Trainer:
         result = self._algorithm.step(step)
         values = dict(result.values)
         with context.phases("sync"):
-            self._algorithm.synchronise(step)
+            failure = _failure(lambda: self._algorithm.synchronise(step))
         flags = {"_stop": float(context.stop.requested), **self._checkpoints.flags()}
-        sums = context.ranks.sum({**result.sums, **flags})
+        sums = context.ranks.sum_unless_failed({**result.sums, **flags}, failure)
         stopping = sums.pop("_stop") > 0
         self._checkpoints.agree(sums)
         row = {"step": step, **checked(context, sums | values)}
@@ -201,6 +203,15 @@ class Trainer:
         written = context.lead("export", write, phase="checkpoint")
         if self._leads:
             print(f"model written to {written}", flush=True)
+
+
+def _failure(act: Callable[[], object]) -> ShakedownError | None:
+    """What one rank meets alone, for the next sum of all."""
+    try:
+        act()
+    except ShakedownError as error:
+        return error
+    return None
 
 
 def finish_together(context: Context) -> None:

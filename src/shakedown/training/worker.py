@@ -8,6 +8,7 @@ import argparse
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,17 +23,20 @@ from shakedown.errors import ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.hang.heartbeat import Heartbeat
 from shakedown.hang.hook import install, leave_dump
 from shakedown.training.context import Context
-from shakedown.training.coordination import Ranks
+from shakedown.training.coordination import PeerFailedError, Ranks
 from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import EngineOptions
 from shakedown.training.faults import Injector
 from shakedown.training.job import StageJob, read_job
+from shakedown.training.progress import beating
 from shakedown.training.stopping import StopFlag
 from shakedown.training.trainer import Trainer
 
 INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: come again, it will go on
 # Longer than any watcher waits: a collective that times out takes its evidence with it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# How long a rank that heard of another's failure waits to be ended with the stage.
+_OUTLAST_SECONDS, _POLL_SECONDS = 3.0, 0.05
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -43,6 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return run(read_job(args.job))
+    except PeerFailedError as error:  # nothing is wrong here: that rank's log has the traceback
+        print(f"shakedown: {error}", file=sys.stderr, flush=True)
+        return int(error.exit_code)
     except ShakedownError as error:
         # The traceback goes to this rank's log, where the diagnosis looks for it.
         traceback.print_exc()
@@ -75,23 +82,34 @@ def run(job: StageJob) -> int:
     _join(device, job)
     heartbeat.beat(phase="init")
     faults.at("load")
-    engine = build(
-        Path(job.model),
-        optimizer=job.config.optimizer,
-        dtype=job.dtype,
-        device=device,
-        sizes=sizes,
-        options=EngineOptions(job.config.activation_checkpointing, job.config.compile),
-    )
+    with beating(lambda: heartbeat.beat(phase="init")):
+        engine = build(
+            Path(job.model),
+            optimizer=job.config.optimizer,
+            dtype=job.dtype,
+            device=device,
+            sizes=sizes,
+            options=EngineOptions(job.config.activation_checkpointing, job.config.compile),
+        )
     store = dist.distributed_c10d._get_default_store()
     context = Context(job, engine, Ranks(store, device=device), heartbeat, faults, stop)
     heartbeat.beat(phase="init")
     try:
         completed = Trainer(context).run()
+    except PeerFailedError:
+        _outlast(stop)
+        raise
     except Exception:
         leave_dump(rank, job.attempt.evidence)
         raise
     return 0 if completed else INTERRUPTED
+
+
+def _outlast(stop: StopFlag) -> None:
+    """A stage is told by the exit that is seen first: let the rank that failed be it."""
+    began = time.monotonic()
+    while not stop.requested and time.monotonic() - began < _OUTLAST_SECONDS:
+        time.sleep(_POLL_SECONDS)
 
 
 def _environment(job: StageJob) -> tuple[int, int]:

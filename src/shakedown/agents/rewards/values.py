@@ -3,26 +3,35 @@ r"""Values of short answers such as `2\sqrt{3}`, `\frac{1}{2}`, `45^\circ`; boun
 expression = term { ("+" | "-") term }      term = power { ["*" | "/"] power }
 power = atom [ "^" atom ]                   atom = { "-" } ( number | pi | "(" expression ")" |
                                               \sqrt [ "[" number "]" ] atom | \frac atom atom )
+A whole number before a proper fraction is a mixed number, `1\frac{1}{2}`; bare digits after \frac
+are one each, as in LaTeX.
 """
 
 import math
 import re
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
+
+from shakedown.agents.rewards.text import plain_signs
 
 _LONGEST = 200  # characters of an answer that is read as a value
 _DEEPEST = 20
 _LARGEST_EXPONENT = 64
 _RELATIVE = 1e-9  # far above the rounding of some ten operations, far below rounded answers
 
-_DROPPED = re.compile(
-    r"\\text\{[^{}]*\}(?:\^\{?[23]\}?)?|\\mathrm\{[^{}]*\}(?:\^\{?[23]\}?)?"
-    r"|\^\{?\\circ\}?|\\degree|°|\\left|\\right|\\[,;!: %$]|[$%]|degrees?"
-)
+# Units are in these; where they hold the whole answer, as in `\text{A}`, it is what they hold.
+_WORDS = re.compile(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}(?:\^\{?[23]\}?)?")
+_BOLD = re.compile(r"\\(?:mathbf|textbf|boldsymbol|bm)\{([^{}]*)\}")
+_DROPPED = re.compile(r"\^\{?\\circ\}?|\\degree|°|\\left|\\right|\\[,;!: %$]|[$%]|degrees?")
 _UNIT = re.compile(
     r"(?<=[0-9})])(?:square|cubic|sq\.?)?"
     r"(?:cm|mm|km|m|ft|feet|foot|in|inch|inches|yd|yards|miles|meters|units?)(?:\^\{?[23]\}?)?\.?$"
 )
 _THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+_BARE_FRACTION = re.compile(r"(\\[dt]?frac)\s*([0-9])\s+([0-9])")
+_MIXED = re.compile(r"(?<![0-9.])([0-9]+)\s+([0-9]+)/([0-9]+)")  # `1 1/2` is no `11/2`
+_APART = re.compile(r"(?<=[0-9])\s+(?=[0-9])(?![0-9]{3}(?![0-9]))")  # nor `4 2` a `42`
+_DECIMAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
+_PROPER = re.compile(r"\\frac(?:\{([0-9]+)\}|([0-9]))(?:\{([0-9]+)\}|([0-9]))(?![0-9])")
 _TOKEN = re.compile(
     r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+|\\[dt]?frac|\\sqrt|√|\\pi|π|\\times|×|\\cdot|[-+*/^(){}\[\]]"
 )
@@ -45,24 +54,26 @@ class _NoValueError(Exception):
 def same_value(given: str, expected: str) -> bool:
     """Whether two answers are the same number, or else the same text without spaces.
 
-    Plain decimals are compared exactly, other expressions to a relative 1e-9. An empty text is
-    no answer.
+    Plain decimals are compared exactly, other expressions to a relative 1e-9, texts without regard
+    to capitals. An empty text is no answer.
     """
     left, right = _plain(given), _plain(expected)
     if not left or not right:
         return False
-    try:
+    if _DECIMAL.fullmatch(left) and _DECIMAL.fullmatch(right):
         return Decimal(left) == Decimal(right)
-    except InvalidOperation:
-        first, second = value_of(left), value_of(right)
+    first, second = value_of(left), value_of(right)
     if first is None or second is None:
-        return left == right
+        return left.casefold() == right.casefold()
     return math.isclose(first, second, rel_tol=_RELATIVE, abs_tol=1e-12)
 
 
 def value_of(text: str) -> float | None:
     """The finite value of an expression, or None."""
     plain = _plain(text)
+    if _DECIMAL.fullmatch(plain):
+        number = float(plain)
+        return number if math.isfinite(number) else None
     tokens = _TOKEN.findall(plain) if len(plain) <= _LONGEST else []
     if not tokens or "".join(tokens) != plain:
         return None
@@ -76,9 +87,18 @@ def value_of(text: str) -> float | None:
 
 def _plain(text: str) -> str:
     """Without spaces, units, degrees and thousands separators; what stands after the last `=`."""
-    short = text.rpartition("=")[2] if len(text) <= _LONGEST else text
-    bare = "".join(_DROPPED.sub("", short).split())
-    return _THOUSANDS.sub("", _UNIT.sub("", bare)).rstrip(".") if len(bare) <= _LONGEST else bare
+    if len(text) > _LONGEST:
+        bare = "".join(_DROPPED.sub("", _WORDS.sub("", text)).split())
+        return _tidy(bare) if len(bare) <= _LONGEST else bare
+    short = _BOLD.sub(r"\1", plain_signs(text.rpartition("=")[2]))
+    short = _WORDS.sub("", short) if _WORDS.sub("", short).strip() else _WORDS.sub(r"\1", short)
+    short = _BARE_FRACTION.sub(r"\1{\2}{\3}", _DROPPED.sub("", short))
+    apart = _APART.sub(";", _MIXED.sub(r"\1\\frac{\2}{\3}", short))
+    return _tidy("".join(apart.split()))
+
+
+def _tidy(bare: str) -> str:
+    return _THOUSANDS.sub("", _UNIT.sub("", bare)).rstrip(".")
 
 
 class _Reader:
@@ -140,17 +160,38 @@ class _Reader:
             raise _NoValueError
         token = self._take()
         if token[:1].isdigit() or token[:1] == ".":
-            return float(token)
+            return float(token) + (self._proper() if token.isdigit() else 0.0)
         if token == "\\pi":
             return math.pi
         if token in ("(", "{"):
             return self._closed(token, depth)
         if token == "\\frac":
-            return self._atom(depth + 1) / self._atom(depth + 1)
+            return self._part(depth) / self._part(depth)
         if token == "\\sqrt":
             degree = self._degree(depth)
             return math.pow(self._atom(depth + 1), 1 / degree)
         raise _NoValueError
+
+    def _part(self, depth: int) -> float:
+        r"""Of a fraction: braces, or the one digit that LaTeX takes: `\frac12` is a half."""
+        token = self._next()
+        if token.isdigit() and len(token) > 1:
+            self._tokens[self._place] = token[1:]
+            return float(token[0])
+        return self._atom(depth + 1)
+
+    def _proper(self) -> float:
+        r"""The fraction of a mixed number, `1\frac{1}{2}`, whose whole part was read; else 0."""
+        found = _PROPER.match("".join(self._tokens[self._place : self._place + 7]))
+        if not found:
+            return 0.0
+        above, below = (int(digits) for digits in found.groups() if digits)
+        if not 0 < above < below:  # not mixed: a product
+            return 0.0
+        read = 0
+        while read < found.end():
+            read += len(self._take())
+        return above / below
 
     def _degree(self, depth: int) -> float:
         return self._closed(self._take(), depth) if self._next() == "[" else 2.0

@@ -36,7 +36,11 @@ class Algorithm(Protocol):
         """How long an answer may become in an evaluation."""
 
     def begin(self, done: int) -> None:
-        """Called once, after `done` steps were done by earlier attempts."""
+        """Called once, after `done` steps were done by earlier attempts.
+
+        Raises:
+            ShakedownError: as `synchronise`.
+        """
 
     def step(self, step: int) -> StepResult:
         """Do one step: fetch the batch, compute gradients, update.
@@ -46,7 +50,11 @@ class Algorithm(Protocol):
         """
 
     def synchronise(self, step: int, /) -> float:
-        """Hand the updated weights on, where anyone needs them; returns seconds."""
+        """Hand the updated weights on, where anyone needs them; returns seconds.
+
+        Raises:
+            ShakedownError: on one rank alone, with all collectives done: the others hear of it.
+        """
 
     def attach(self, folder: Path, step: int) -> None:
         """(rank 0 alone) Put what an attempt that goes on after `step` needs into a checkpoint.

@@ -20,6 +20,7 @@ from shakedown.training.algorithms.policy_update import PolicyUpdate
 from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.context import Context, StopRequestedError
 from shakedown.training.data.batch import TokenBatch, take_rows
+from shakedown.training.progress import beating
 from shakedown.training.rollout.batch import RolloutBatch
 from shakedown.training.rollout.exchange import Exchange
 from shakedown.training.rollout.queue import keep_queue
@@ -153,7 +154,8 @@ class Grpo:
     def _load_reference(self) -> ReferenceModel | None:
         if not self._settings.kl_coef:
             return None
-        reference = ReferenceModel(self._context.job, self._context.engine.device)
+        with beating(lambda: self._context.beat("init")):
+            reference = ReferenceModel(self._context.job, self._context.engine.device)
         self._context.phases.follow(reference, logprobs="score")
         self._context.beat("init")
         return reference

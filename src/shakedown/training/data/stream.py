@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shakedown.errors import UsageError
+from shakedown.files import is_count
 from shakedown.training.data.order import epoch_order
 from shakedown.training.data.rows import Row, iter_rows
 
@@ -90,6 +91,8 @@ class RowStream(Generic[Item]):
             position = Position(**saved)
         except TypeError as error:
             raise UsageError(f"{self._source}: {saved} is no position in data") from error
+        if not position.rows or not all(map(is_count, position.to_json().values())):
+            raise UsageError(f"{self._source}: {saved} is no position in data")
         self._open(position)
         if position.index > len(self._items) or not self._items:
             raise UsageError(f"{self._source} ends before the position {saved}")

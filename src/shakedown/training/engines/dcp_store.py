@@ -17,14 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from shakedown.errors import StorageError
 from shakedown.training.engines.base import UNREADABLE_HINT
 from shakedown.training.folders import storage_errors, sync_file
+from shakedown.training.progress import loaded
 
 _FULL_HINT = "free space on that file system; the checkpoint before it is kept"
 
@@ -65,6 +66,14 @@ class DcpStore:
         return buffer.copy_(found.detach(), non_blocking=True)
 
 
+class LoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
+    """torch's own, that beats for every tensor it has read."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        loaded()
+
+
 def read_state(state: dict[str, Any], folder: Path) -> None:
     """(collective) Fill `state` with what was written, on this number of ranks or another.
 
@@ -72,7 +81,7 @@ def read_state(state: dict[str, Any], folder: Path) -> None:
         StorageError: it cannot be read or is not complete.
     """
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=LoadPlanner())
     except (dcp.api.CheckpointException, OSError) as error:
         raise StorageError(
             f"cannot read checkpoint {folder}: {first_reason(error)}",

@@ -29,6 +29,7 @@ from shakedown.training.engines.megatron_cpu import (
     parallel_state,
 )
 from shakedown.training.folders import storage_errors, sync_file
+from shakedown.training.progress import loaded
 
 FORMAT = "shakedown/megatron/1"
 WEIGHT = "weight"
@@ -67,6 +68,7 @@ class MegatronState:
             elif main.numel():
                 moment = piece.to(main.device, torch.float32).view_as(main).clone()
                 self._optimizer.optimizer.state[main][kind] = moment
+            loaded()
 
     def set_updates(self, updates: int) -> None:
         """Tell Adam how many updates its moments have seen."""

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from shakedown.errors import UsageError
 from shakedown.training import huggingface
 from shakedown.training.conversion.shape import FAMILIES
-from shakedown.training.engines.dcp_store import first_reason
+from shakedown.training.engines.dcp_store import LoadPlanner, first_reason
 
 _PLAIN = frozenset({"F32", "F16", "BF16"})  # what a copy into float32 keeps exactly
 
@@ -61,7 +61,8 @@ def fill(module: nn.Module, named: Mapping[str, Any], folder: Path, device: torc
     made = _give_memory(module, device)
     state = {name: made[value].detach() for name, value in named.items()}
     try:
-        dcp.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+        reader = HuggingFaceStorageReader(str(folder))
+        dcp.load(state, storage_reader=reader, planner=LoadPlanner())
     except (dcp.api.CheckpointException, OSError) as error:
         raise UsageError(f"cannot read the weights of {folder}: {first_reason(error)}") from error
 

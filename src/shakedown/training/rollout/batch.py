@@ -83,8 +83,10 @@ class RolloutBatch:
                     f"batch {self.step}: {name} is {array.dtype}{list(array.shape)}, "
                     f"expected {np.dtype(kind)}{list(expected)}"
                 )
-        if not rows:
-            raise UsageError(f"batch {self.step} has no sequences")
+        if not rows or not columns:
+            raise UsageError(f"batch {self.step} has no {'tokens' if rows else 'sequences'}")
+        if (self.tokens < 0).any() or (self.versions < 0).any():
+            raise UsageError(f"batch {self.step} holds tokens or versions below 0")
         self._check_token_versions()
         numbers = [self.rewards, self.logprobs, np.array(list(self.stats.values()), dtype=float)]
         if not all(np.isfinite(each).all() for each in numbers):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.errors import BlockedError, StorageError, UsageError
-from shakedown.files import write_json
+from shakedown.files import is_count, write_json
 from shakedown.training.rollout.batch import RolloutBatch, read_batch, write_batch
 
 _POLL_SECONDS = 0.05
@@ -70,7 +70,7 @@ class Exchange:
 
         Raises:
             BlockedError: it did not arrive within `timeout` seconds.
-            StorageError: it arrived damaged.
+            StorageError: it arrived damaged, or is another step's.
         """
         path, began = self.batch_path(step), time.monotonic()
         while not path.exists():
@@ -81,7 +81,10 @@ class Exchange:
                 )
             on_wait()
             time.sleep(_POLL_SECONDS)
-        return read_batch(path)
+        batch = read_batch(path)
+        if batch.step != step:
+            raise StorageError(f"rollout batch {path} is the batch of step {batch.step}")
+        return batch
 
     def publish_weights(self, version: int, write: Callable[[Path], None]) -> None:
         """Publish the weights after step `version`; `write` fills a folder with them.
@@ -113,8 +116,7 @@ class Exchange:
 
     def latest_version(self) -> int:
         """The newest published version, 0 when there is none."""
-        body = _read(self._weights / "latest.json")
-        return int(body["version"]) if body else 0
+        return _read_version(self._weights / "latest.json")
 
     def latest_weights(self) -> Weights | None:
         """The newest published weights, checked against their manifest; None before the first.
@@ -144,8 +146,7 @@ class Exchange:
 
     def loaded_version(self) -> int:
         """The version that the server answers with."""
-        body = _read(self.root / "loaded.json")
-        return int(body["version"]) if body else 0
+        return _read_version(self.root / "loaded.json")
 
     def finish_trainer(self) -> None:
         """The trainer needs no more batches."""
@@ -168,7 +169,7 @@ class Exchange:
 
 def _number(name: str) -> int:
     digits = name.lstrip("stepv_")
-    return int(digits) if digits.isdigit() else 1 << 60  # a foreign file is never removed
+    return int(digits) if digits.isdecimal() else 1 << 60  # a foreign file is never removed
 
 
 def _manifest(folder: Path) -> dict[str, list[Any]]:
@@ -203,8 +204,23 @@ def _read(path: Path) -> dict[str, Any] | None:
         body = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StorageError(f"cannot read {path}: {error}") from error
     if not isinstance(body, dict):
         raise StorageError(f"{path} is damaged: expected a JSON object")
     return body
+
+
+def _read_version(path: Path) -> int:
+    """The `version` of a file, 0 when it is not there.
+
+    Raises:
+        StorageError: as `_read`, or it holds no number.
+    """
+    body = _read(path)
+    if body is None:
+        return 0
+    version = body.get("version")
+    if not is_count(version):
+        raise StorageError(f"{path} is damaged: version is {version!r:.40}, expected a number")
+    return version

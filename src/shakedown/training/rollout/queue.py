@@ -15,10 +15,9 @@ import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from shakedown.errors import StorageError, UsageError
-from shakedown.files import read_object, write_json
+from shakedown.files import is_count, read_object, write_json
 from shakedown.training.folders import storage_errors, sync_file
 from shakedown.training.rollout.batch import RolloutBatch, read_batch
 from shakedown.training.rollout.episodes import Group, Prompt, draw
@@ -212,14 +211,10 @@ def _read_place(path: Path) -> Place:
     body = read_object(path, "place in the prompts")
     following, unused = body.get("next"), body.get("open")
     numbers = [following, *unused] if isinstance(unused, list) else []
-    if not numbers or not all(map(_counts, numbers)) or max(numbers) != following:
+    if not numbers or not all(map(is_count, numbers)) or max(numbers) != following:
         raise UsageError(f"{path} is no place in the prompts: {json.dumps(body)[:80]}")
     found: list[int] = sorted(set(numbers))
     return Place(found.pop(), tuple(found))
-
-
-def _counts(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool) and number >= 0
 
 
 def _write_place(exchange: Exchange, step: int, place: Place) -> None:
