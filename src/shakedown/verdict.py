@@ -1,12 +1,10 @@
 """The one result type of every stage, its file form and its exit code."""
 
 import os
-import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -103,6 +101,9 @@ def status_of(findings: Iterable[Finding]) -> Status:
 
 def installed_versions(*packages: str) -> dict[str, str]:
     """Versions of python and of the named distributions that are installed."""
+    import platform  # both are a tenth of the start of a command that asks for no versions
+    from importlib import metadata
+
     versions = {"python": platform.python_version()}
     for package in packages:
         try:

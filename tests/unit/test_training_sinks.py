@@ -86,7 +86,7 @@ def test_a_column_stands_in_a_section(column: str, section: str) -> None:
 def test_a_sink_that_fails_is_said_once_and_the_rows_go_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    job = make_job(tmp_path, "tensorboard", "tensorboard")
+    job = make_job(tmp_path, "tensorboard")
     job.paths.tensorboard.write_text("a file where the folder should be")
     record = Record(job)
     record.begin(0)

@@ -48,7 +48,7 @@ def _collect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gap", type=float, default=5.0, help="seconds between samples")
     parser.add_argument("--native", action="store_true", help="C and C++ frames too, by py-spy")
     parser.add_argument(
-        "--py-spy", action="store_true", help="by py-spy also where our hook gives the stacks"
+        "--py-spy", action="store_true", help="by py-spy alone, whatever else could read the stacks"
     )
     parser.add_argument("--this-node", action="store_true", help="with --job: this node alone")
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shakedown.errors import StorageError
-from shakedown.hang import hook
 from shakedown.hang.collect import proc
 
 STACK_SECONDS = 2.0  # the handler runs in microseconds, once the process gets a CPU
@@ -56,7 +55,7 @@ def find(pid: int) -> Hook | None:
             continue
         if proc.link(f"/proc/{proc.parent(pid)}/fd/{number}") == target:  # numbers survive a fork
             return None
-        recorder = proc.has_thread(pid, hook.THREAD_NAME)
+        recorder = _has_recorder(pid)
         stream = Path(folder) / number
         name, role, rank = match.groups()
         return Hook(pid, name, role, int(rank), Path(target).parent, stream, recorder)
@@ -73,8 +72,14 @@ def find_by_file(pid: int, name: str, evidence: Path) -> Hook | None:
     path = evidence / f"faulthandler-{name}.txt"
     if match is None or proc.visible(pid) or not path.is_file():
         return None
-    recorder = proc.has_thread(pid, hook.THREAD_NAME)
+    recorder = _has_recorder(pid)
     return Hook(pid, name, match[2], int(match[3]), evidence, path, recorder)
+
+
+def _has_recorder(pid: int) -> bool:
+    from shakedown.hang import hook  # loads ctypes and logging: not where no process has one
+
+    return proc.has_thread(pid, hook.THREAD_NAME)
 
 
 class Stacks:
@@ -148,6 +153,8 @@ def request_recorders(hooks: Sequence[Hook]) -> tuple[float, list[str]]:
     """Ask for Flight Recorder dumps: (when, what could not be asked)."""
     asked, missed = time.time(), []
     for evidence in sorted({h.evidence for h in hooks if h.recorder}):
+        from shakedown.hang import hook  # see `_has_recorder`
+
         try:
             hook.request(evidence)
         except StorageError as error:

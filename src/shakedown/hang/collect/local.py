@@ -4,7 +4,7 @@ import functools
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from shakedown.cluster.nodes import is_node_name, node_name
 from shakedown.hang.beat_writer import NAME as BEAT_WRITER
 from shakedown.hang.collect import beats, hooked, logs, node, proc, pyspy
 from shakedown.hang.collect.bounded import run_bounded
+from shakedown.hang.collect.remote import Moved, Reader
 from shakedown.hang.collect.targets import Target
 from shakedown.hang.collect.writer import BEATS, COLLECTED, Writer, printable
 
@@ -19,6 +20,8 @@ NODE_SECONDS = 90.0  # all of py-spy's work of one round
 GRACE_SECONDS = 10.0  # for ending the last of them; who takes longer is left behind
 SOURCE_SECONDS = 30.0  # NCCL RAS, GPUs and Slurm together
 WORKERS = 8
+MOMENT = 0.02  # until a process that ran for a moment sleeps again
+MEMORY_SECONDS = 10.0  # our own reading of one round: a millisecond a process, unless one hangs
 
 
 @dataclass
@@ -61,9 +64,9 @@ def collect_local(
 ) -> CollectReport:
     """Sample every target `rounds` times, `gap` seconds apart, and copy dumps and log ends.
 
-    A process with our hook writes its own stacks; py-spy reads the others, and those of which
-    these stacks do not say enough: running ones, those with Python children, those that do not
-    answer.
+    A process with our hook writes its own stacks. Others that sleep are read from their memory,
+    without a pause, where that is certain; py-spy reads the rest: running ones, those with Python
+    children, those whose own stacks do not say enough.
 
     Args:
         out: where everything is written: an attempt's `evidence/`, or any folder.
@@ -104,6 +107,7 @@ class _Collection:
         hooks = [h or hooked.find_by_file(t.pid, t.name, out) for t, h in found]
         self._hooks = [h for h in hooks if h is not None]
         self._stacks = hooked.Stacks(self._hooks)
+        self._reader = Reader()
         self._rows = {t.pid: TargetReport(t.name, t.pid, t.role, t.rank) for t in self._targets}
         self._label = _label()
         self._node: dict[str, str] = {}
@@ -122,7 +126,7 @@ class _Collection:
             self.writer.json(f"round{number}/beats-{self._label}.json", body)
 
     def stacks(self, number: int) -> None:
-        """States first, which touch nobody; then the processes' own dumps; then py-spy."""
+        """States first, which touch nobody; own dumps; memory without a pause; then py-spy."""
         states = {t.pid: proc.read_state(t.pid) for t in self._targets}
         for target in self._targets:
             row = self._rows[target.pid]
@@ -141,7 +145,37 @@ class _Collection:
                 if self.writer.data(name, dumps[target.pid]):
                     row.sources.append(name)
         told = {pid for pid in dumps if not self._always and states[pid].state == "S"}
-        self._pyspy(number, [t for t in living if t.pid not in told or self._strays(t)], states)
+        self._read(number, [t for t in living if t.pid not in told or self._strays(t)], states)
+
+    def _read(
+        self, number: int, targets: Sequence[Target], states: dict[int, proc.ProcState]
+    ) -> None:
+        """The memory of those that sleep, where it is certain; py-spy the others."""
+        asleep = [t for t in targets if states[t.pid].state == "S" and not self._always]
+        read = self._memory(number, [t for t in asleep if not self._strays(t)])
+        self._pyspy(number, [t for t in targets if t.pid not in read], states)
+
+    def _memory(self, number: int, targets: Sequence[Target]) -> set[int]:
+        """The processes whose stacks were read; nothing is said of the others."""
+        texts = self._texts(targets)
+        moved = [target for target in targets if isinstance(texts[target.pid], Moved)]
+        if moved:
+            time.sleep(MOMENT)
+            texts |= self._texts(moved)
+        read = set()
+        for target in targets:
+            text = texts[target.pid]
+            name = f"round{number}/stacks-{target.file_name}.json"
+            if isinstance(text, str):
+                read.add(target.pid)
+                if self.writer.text(name, text):
+                    self._rows[target.pid].sources.append(name)
+        return read
+
+    def _texts(self, targets: Sequence[Target]) -> dict[int, str | Exception | None]:
+        jobs = [functools.partial(self._reader.read, target.pid) for target in targets]
+        results = run_bounded(jobs, 1, MEMORY_SECONDS)
+        return {target.pid: text for target, text in zip(targets, results, strict=True)}
 
     def _strays(self, target: Target) -> bool:
         """Whether Python children, the heartbeat's apart, are no targets: py-spy reads both."""
@@ -188,7 +222,7 @@ class _Collection:
                 row.sources.append(name)
 
     def recorders(self, number: int) -> None:
-        """Flight Recorder dumps; a rank whose interpreter does not answer is read by py-spy."""
+        """Flight Recorder dumps; a rank whose interpreter does not answer is read from outside."""
         asked, lost = hooked.request_recorders(self._hooks)
         self.writer.missed += lost
         silent = hooked.await_recorders(self._hooks, asked) if not lost else []
@@ -200,12 +234,13 @@ class _Collection:
             text = "flight recorder: the process did not answer the request"
             self._rows[found.pid].missed.append(text)
         pids = {h.pid for h in silent}
-        unread = [t for t in self._targets if t.pid in pids and not self._read_by_pyspy(t)]
+        unread = [t for t in self._targets if t.pid in pids and not self._read_from_outside(t)]
         if unread:
-            self._pyspy(number, unread, {t.pid: proc.read_state(t.pid) for t in unread})
+            self._read(number, unread, {t.pid: proc.read_state(t.pid) for t in unread})
 
-    def _read_by_pyspy(self, target: Target) -> bool:
-        return any("/pyspy-" in name for name in self._rows[target.pid].sources)
+    def _read_from_outside(self, target: Target) -> bool:
+        sources = self._rows[target.pid].sources
+        return any(kind in name for name in sources for kind in ("/pyspy-", "/stacks-"))
 
     def ask_node(self) -> None:
         """NCCL RAS, GPUs, Slurm; a driver that never answers is left behind."""
@@ -263,7 +298,7 @@ def _table(report: CollectReport, rounds: int) -> dict[str, object]:
         "collected": datetime.now(UTC).isoformat(timespec="seconds"),
         "rounds": rounds,
         "seconds": report.seconds,
-        "targets": [asdict(row) for row in report.targets],
+        "targets": [vars(row) for row in report.targets],
         "files": [printable(name) for name in report.files],
         "missed": report.missed,
         "node": report.node,

@@ -3,7 +3,7 @@
 import os
 import re
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 MAX_THREADS = 64
@@ -40,7 +40,8 @@ class ProcState:
         return self.alive and self.state not in _STOPPED and self.state != "D"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        threads = [vars(thread).copy() for thread in self.threads]
+        return {"state": self.state, "wchan": self.wchan, "threads": threads}
 
 
 def read_state(pid: int) -> ProcState:
@@ -141,7 +142,12 @@ def _wchan(root: str) -> str:
 
 def _read(path: str) -> str:
     try:
-        with open(path, "rb", buffering=0) as stream:
-            return (stream.read(65536) or b"").decode("utf-8", "replace").strip("\n")
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # thousands: a file object costs as much
     except OSError:
         return ""
+    try:
+        return os.read(file, 65536).decode("utf-8", "replace").strip("\n")
+    except OSError:
+        return ""
+    finally:
+        os.close(file)

@@ -1,11 +1,14 @@
 """py-spy as a bounded child process: JSON for machines, text with the children's stacks."""
 
 import shutil
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import subprocess
 
 PYSPY_SECONDS = 20.0  # one dump takes 12-39 ms; on a busy node much longer
 _KILL_SECONDS = 2.0
@@ -64,6 +67,8 @@ def _attempt(command: list[str], suffix: str, *, pause: bool, until: float) -> D
 
 
 def _run(command: list[str], suffix: str, until: float) -> Dump:
+    import subprocess  # a tenth of the collector's start, mostly not needed
+
     seconds = min(PYSPY_SECONDS, until - time.monotonic())
     if seconds <= 0:
         return Dump(suffix, "", "Error: not started: this node's time is over")
@@ -84,6 +89,8 @@ def _run(command: list[str], suffix: str, until: float) -> Dump:
 
 def _give_up(process: "subprocess.Popen[bytes]", seconds: float) -> str:
     """End it; the kernel lets go of a paused process when its tracer ends."""
+    import subprocess
+
     said = f"Error: py-spy did not answer within {seconds:.0f} s"
     process.kill()
     try:

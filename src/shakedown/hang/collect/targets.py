@@ -20,6 +20,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _LIST_SECONDS = 20.0
 # Collectors of other sessions, and the processes that write heartbeats.
 _OWN = re.compile(r"shakedown\.cli hang collect|shakedown/hang/beat_writer\.py")
+_OF_RANKS = (b"RANK=", b"SLURM")
 
 
 @dataclass(frozen=True)
@@ -190,10 +191,11 @@ def _rank_text(environment: Mapping[str, str]) -> str:
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """As it was when the process's program started."""
+    """What says whose process it is, as it was when its program started."""
     try:
         raw = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return {}
-    pairs = (row.partition("=") for row in raw.decode("utf-8", "replace").split("\0"))
+    rows = (row.decode("utf-8", "replace") for row in raw.split(b"\0") if row.startswith(_OF_RANKS))
+    pairs = (row.partition("=") for row in rows)
     return {key: value for key, _, value in pairs}
