@@ -512,6 +512,13 @@ def test_order_of_the_inputs_does_not_matter() -> None:
     assert diagnose(*files).chosen == diagnose(*reversed(files)).chosen
 
 
-def test_every_rule_speaks_a_cause_of_the_closed_set() -> None:
+def test_every_cause_of_the_closed_set_is_explained_in_the_docs() -> None:
+    page = (Path(__file__).parents[2] / "docs/hang.md").read_text(encoding="utf-8")
+    table = page.partition("## Causes")[2].partition("\n## ")[0]
+
     assert len(CAUSES) == 26
+    assert [cause for cause in CAUSES if f"`{cause}`" not in table] == []
+
+
+def test_no_rule_stands_in_the_list_twice() -> None:
     assert len(RULES) == len({id(rule) for rule in RULES.values()})
