@@ -180,6 +180,11 @@ def disagreement(found: Mapping[str, Any], case: Case) -> str:
     return "" if found["needed"] or case.cause != "unknown" else "unknown, and nothing is needed"
 
 
+def mistake(folder: Path, case: Case) -> str:
+    """What the diagnosis of the case's files says otherwise than its truth; empty where nothing."""
+    return disagreement(diagnosed(folder, case), case)
+
+
 def check(folder: Path, case: Case) -> dict[str, Any]:
     """The diagnosis of the case's files, which must be its truth."""
     found = diagnosed(folder, case)

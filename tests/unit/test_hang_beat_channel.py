@@ -163,6 +163,9 @@ def test_refused_beat_is_counted_and_tried_again_without_another_beat(tmp_path: 
     folder.unlink()
     until(lambda: step_of(folder) == 3, "the beat")
     beats.close()
+    found = written(folder)
+    assert found is not None
+    assert (found.step, found.count) == (3, 1)
 
 
 def test_full_disk_is_counted_and_never_raised(tmp_path: Path) -> None:

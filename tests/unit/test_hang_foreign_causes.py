@@ -15,6 +15,7 @@ from tests.hang_foreign import (
     call,
     check,
     faulthandler,
+    mistake,
     process,
     ranks,
     traceback,
@@ -64,7 +65,7 @@ def test_rank_that_moves_a_checkpoint_while_others_wait_is_storage(
 
 def test_data_set_that_reads_from_a_bucket_is_the_loaders(tmp_path: Path) -> None:
     reads = ("read (botocore/response.py:95)", "__getitem__ (data/bucket.py:20)", *LOADER[2:])
-    check(tmp_path, Case(twice([REDUCE, reads, REDUCE]), "dataloader", (1,)))
+    assert mistake(tmp_path, Case(twice([REDUCE, reads, REDUCE]), "dataloader", (1,))) == ""
 
 
 def test_all_ranks_blocked_in_the_kernel_are_storage_and_nobody(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_all_ranks_blocked_in_the_kernel_are_storage_and_nobody(tmp_path: Path) 
 def test_some_blocked_or_seen_once_tells_nothing_of_all(tmp_path: Path, letters: str) -> None:
     stacks: list[Stack] = [("load_shard (train.py:44)", *MAIN)] * 3
     files = twice(stacks) if "S" in letters else ranks(stacks)
-    check(tmp_path, Case(files | states(letters, "x"), "unknown", state="unknown"))
+    assert mistake(tmp_path, Case(files | states(letters, "x"), "unknown", state="unknown")) == ""
 
 
 # GPUs that wait
@@ -107,7 +108,7 @@ def test_gpus_that_wait_for_one_rank_name_it(
     ids=["one sample", "most elsewhere", "all wait"],
 )
 def test_waiting_gpus_alone_name_nobody(tmp_path: Path, files: dict[str, str]) -> None:
-    check(tmp_path, Case(files, "unknown", state="unknown"))
+    assert mistake(tmp_path, Case(files, "unknown", state="unknown")) == ""
 
 
 # Weights
@@ -145,7 +146,7 @@ def test_weights_that_an_idle_engine_does_not_take_blame_no_rank(
 
 def test_weights_that_trainers_broadcast_among_themselves_are_no_update(tmp_path: Path) -> None:
     begin = call("broadcast", "broadcast_weights (train.py:40)", *MAIN)
-    check(tmp_path, Case(ranks([begin, begin, begin]), "network", pattern="C"))
+    assert mistake(tmp_path, Case(ranks([begin, begin, begin]), "network", pattern="C")) == ""
 
 
 def test_weights_that_one_rank_sends_to_an_engine_that_takes_them_are_no_mismatch(
@@ -154,7 +155,7 @@ def test_weights_that_one_rank_sends_to_an_engine_that_takes_them_are_no_mismatc
     stacks = [call("broadcast", *BROADCAST, *ACTOR), call("barrier", *BROADCAST[1:], *ACTOR)]
     takes = process(80, call("broadcast", "update_weight (openrlhf/worker_wrap.py:45)"))
     files = ranks([*stacks, stacks[1]]) | {"inference.txt": takes}
-    check(tmp_path, Case(files, "network", pattern="C"))
+    assert mistake(tmp_path, Case(files, "network", pattern="C")) == ""
 
 
 # Servers
@@ -181,7 +182,7 @@ def test_server_that_stands_on_its_gpu_is_named_only_when_it_stays_there(
     files["round1/inference.txt"] = process(80, STANDS, command=ENGINE)
     if second is not None:
         files["round2/inference.txt"] = process(80, second, command=ENGINE)
-    check(tmp_path, Case(files, cause, roles=(role,)))
+    assert mistake(tmp_path, Case(files, cause, roles=(role,))) == ""
 
 
 WAITED = "INFO Waiting for training batch to arrive\n"
@@ -198,7 +199,7 @@ def test_trainer_whose_log_ends_with_a_step_does_not_wait_for_a_batch(
 ) -> None:
     files = {"trainer.log": trainer, "orchestrator.log": REFUSED + "INFO step 14 done\n"}
     cause, role = ("server_unhealthy", ("inference",)) if state == "hung" else ("unknown", ())
-    check(tmp_path, Case(files, cause, state=state, roles=role))
+    assert mistake(tmp_path, Case(files, cause, state=state, roles=role)) == ""
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_server_that_its_client_could_not_reach_once_is_named_only_if_the_client
 ) -> None:
     more = "".join(f"INFO rollout {i} is done\n" for i in range(lines))
     files = {"trainer.log": WAITED, "orchestrator.log": REFUSED + more}
-    check(tmp_path, Case(files, cause, roles=(role,)))
+    assert mistake(tmp_path, Case(files, cause, roles=(role,))) == ""
 
 
 # The end of the loop
@@ -225,7 +226,7 @@ def test_ranks_past_the_loop_that_others_are_in_are_pattern_a(
     tmp_path: Path, past: tuple[int, ...]
 ) -> None:
     stacks = [PAST if r in past else TRAINS for r in range(8)]
-    check(tmp_path, Case(ranks(stacks), "exception_in_cleanup", past, pattern="A"))
+    assert mistake(tmp_path, Case(ranks(stacks), "exception_in_cleanup", past, pattern="A")) == ""
 
 
 RAISED = {"rank_0.log": traceback("ValueError: expected 4 microbatches")}
@@ -234,17 +235,17 @@ TORN = call("destroy_process_group", "close (train.py:560)", "<module> (train.py
 
 def test_rank_that_raised_and_waits_in_teardown_is_pattern_a(tmp_path: Path) -> None:
     files = ranks([TORN, TRAINS, TRAINS]) | RAISED
-    check(tmp_path, Case(files, "exception_in_cleanup", (0,), pattern="A"))
+    assert mistake(tmp_path, Case(files, "exception_in_cleanup", (0,), pattern="A")) == ""
 
 
 def test_rank_that_raised_while_no_stack_shows_the_others_has_ended(tmp_path: Path) -> None:
     files = ranks([TORN]) | RAISED | {f"rank_{r}.log": watchdog(r) for r in (1, 2)}
-    check(tmp_path, Case(files, "missing_rank", (0,)))
+    assert mistake(tmp_path, Case(files, "missing_rank", (0,))) == ""
 
 
 def test_most_ranks_past_the_loop_leave_open_who_is_wrong(tmp_path: Path) -> None:
     stacks = [TRAINS if r == 1 else PAST for r in range(8)]
-    check(tmp_path, Case(ranks(stacks), "collective_mismatch", pattern="B"))
+    assert mistake(tmp_path, Case(ranks(stacks), "collective_mismatch", pattern="B")) == ""
 
 
 @pytest.mark.parametrize(("step", "guilty"), [(99, (1,)), (100, ())], ids=["same", "later"])
@@ -259,4 +260,4 @@ def test_rank_that_finished_at_the_step_that_others_train_on_ran_out_of_batches(
     stacks = [REDUCE, call("barrier", "end (train.py:190)", *MAIN), REDUCE]
     files = {f"rank_{r}.txt": faulthandler(stack) for r, stack in enumerate(stacks)}
     named, pattern = ("uneven_inputs", None) if guilty else ("collective_mismatch", "B")
-    check(tmp_path, Case(files, named, guilty, pattern=pattern))
+    assert mistake(tmp_path, Case(files, named, guilty, pattern=pattern)) == ""

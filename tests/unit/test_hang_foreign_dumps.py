@@ -18,6 +18,7 @@ from tests.hang_foreign import (
     REDUCE,
     Case,
     check,
+    mistake,
     pickled,
     process,
     ranks,
@@ -60,7 +61,7 @@ def test_rank_whose_dump_is_damaged_is_not_the_one_without_a_dump(
 
 def test_rank_without_any_file_is_still_the_one_without_a_dump(tmp_path: Path) -> None:
     files = {f"trace_{r}": pickled(recorder(r, 4, last=9)) for r in (0, 1, 3)}
-    check(tmp_path, Case(files, "missing_rank", (2,)))
+    assert mistake(tmp_path, Case(files, "missing_rank", (2,))) == ""
 
 
 @pytest.mark.parametrize("name", ["rollouts_7.pkl", "ckpt/rank_9.pkl", "batch.pkl"])
@@ -68,7 +69,7 @@ def test_damaged_file_of_no_member_is_no_rank(tmp_path: Path, name: str) -> None
     files: dict[str, str | bytes] = {
         f"trace_{r}": pickled(recorder(r, 4, last=9)) for r in range(4)
     }
-    check(tmp_path, Case(files | {name: REFUSED}, "network", pattern="C"))
+    assert mistake(tmp_path, Case(files | {name: REFUSED}, "network", pattern="C")) == ""
 
 
 def test_stack_of_the_rank_whose_dump_is_damaged_explains_the_hang(tmp_path: Path) -> None:
@@ -76,12 +77,12 @@ def test_stack_of_the_rank_whose_dump_is_damaged_explains_the_hang(tmp_path: Pat
         f"trace_{r}": pickled(recorder(r, 4, last=9)) for r in (0, 1, 3)
     }
     files |= {"trace_2": REFUSED, "rank_2.txt": process(102, LOADER)}
-    check(tmp_path, Case(files, "dataloader", (2,)))
+    assert mistake(tmp_path, Case(files, "dataloader", (2,))) == ""
 
 
 def test_text_that_a_crash_padded_with_nul_is_read(tmp_path: Path) -> None:
     files = {n: text.encode() + bytes(64) for n, text in ranks([REDUCE, LOADER, REDUCE]).items()}
-    check(tmp_path, Case(files, "dataloader", (1,)))
+    assert mistake(tmp_path, Case(files, "dataloader", (1,))) == ""
 
 
 def test_damaged_dumps_alone_are_nothing_readable(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_reason_of_a_process_that_py_spy_could_not_read(
 
 def test_processes_that_nobody_may_read_are_unknown(tmp_path: Path) -> None:
     files = {f"rank_{r}.txt": "Permission Denied: Try running again with more" for r in range(3)}
-    check(tmp_path, Case(files, "unknown", state="unknown"))
+    assert mistake(tmp_path, Case(files, "unknown", state="unknown")) == ""
 
 
 # Order
@@ -168,11 +169,11 @@ def test_calls_of_two_groups_entered_the_other_way_round_are_a_cycle(
     tmp_path: Path, orders: list[str], history: int, guilty: tuple[int, ...]
 ) -> None:
     files = two_groups(orders, history=history)
-    check(tmp_path, Case(files, "cross_group_cycle", guilty, pattern="B"))
+    assert mistake(tmp_path, Case(files, "cross_group_cycle", guilty, pattern="B")) == ""
 
 
 def test_calls_of_two_groups_in_one_order_are_no_cycle(tmp_path: Path) -> None:
-    check(tmp_path, Case(two_groups(["ab", "ab", "ab"]), "network", pattern="C"))
+    assert mistake(tmp_path, Case(two_groups(["ab", "ab", "ab"]), "network", pattern="C")) == ""
 
 
 def ahead(rank: int, changed: int, *, done: int) -> Dump:
@@ -188,12 +189,12 @@ def ahead(rank: int, changed: int, *, done: int) -> Dump:
 
 def test_open_call_of_another_size_is_found_below_later_calls_that_agree(tmp_path: Path) -> None:
     files = {f"trace_{r}": pickled(ahead(r, 9, done=8)) for r in range(4)}
-    check(tmp_path, Case(files, "size_mismatch", (1,), pattern="B"))
+    assert mistake(tmp_path, Case(files, "size_mismatch", (1,), pattern="B")) == ""
 
 
 def test_call_of_another_size_that_is_done_holds_nobody(tmp_path: Path) -> None:
     files = {f"trace_{r}": pickled(ahead(r, 5, done=8)) for r in range(4)}
-    check(tmp_path, Case(files, "network", pattern="C"))
+    assert mistake(tmp_path, Case(files, "network", pattern="C")) == ""
 
 
 def ring(rank: int, absent: int, size: int = 4, last: int = 5) -> bytes:
@@ -221,12 +222,15 @@ def test_neighbour_that_is_through_with_its_side_is_not_awaited(
     tmp_path: Path, absent: int
 ) -> None:
     files = {f"trace_{r}": ring(r, absent) for r in range(4)}
-    check(tmp_path, Case(files, "missing_rank", (absent,)))
+    assert mistake(tmp_path, Case(files, "missing_rank", (absent,))) == ""
 
 
 def test_stack_of_the_rank_that_has_not_posted_gives_the_cause(tmp_path: Path) -> None:
     files: dict[str, str | bytes] = {f"trace_{r}": ring(r, 2) for r in range(4)}
-    check(tmp_path, Case(files | {"rank_2.txt": process(102, LOADER)}, "dataloader", (2,)))
+    assert (
+        mistake(tmp_path, Case(files | {"rank_2.txt": process(102, LOADER)}, "dataloader", (2,)))
+        == ""
+    )
 
 
 def test_rank_that_entered_nothing_is_awaited_also_beside_an_unusual_call(tmp_path: Path) -> None:
@@ -241,7 +245,7 @@ def test_rank_that_entered_nothing_is_awaited_also_beside_an_unusual_call(tmp_pa
             body["entries"].append(other | {"retired": False, "state": "started"})
         save = {"1": {"name": "1", "desc": "save", "ranks": "[0, 1]"}} if rank < 2 else {}
         files[f"trace_{rank}"] = pickled(body | {"pg_config": config | save})
-    check(tmp_path, Case(files, "missing_rank", (1,)))
+    assert mistake(tmp_path, Case(files, "missing_rank", (1,))) == ""
 
 
 # Logs, nodes
@@ -249,7 +253,7 @@ def test_rank_that_entered_nothing_is_awaited_also_beside_an_unusual_call(tmp_pa
 
 def test_timeouts_of_one_call_with_other_sizes_are_a_size_mismatch(tmp_path: Path) -> None:
     text = "".join(watchdog(r).replace("4096", "4000" if r == 2 else "4096") for r in range(4))
-    check(tmp_path, Case({"job.log": text}, "size_mismatch", pattern="B"))
+    assert mistake(tmp_path, Case({"job.log": text}, "size_mismatch", pattern="B")) == ""
 
 
 JOINED = "torch.distributed.DistStoreError: Timed out after 901 seconds waiting for clients. "
@@ -257,7 +261,7 @@ JOINED = "torch.distributed.DistStoreError: Timed out after 901 seconds waiting 
 
 def test_rendezvous_that_counts_too_few_is_an_init_deadlock_of_nobody(tmp_path: Path) -> None:
     files = {"agent.log": f"{JOINED}3/4 clients joined.\n"}
-    check(tmp_path, Case(files, "init_deadlock", state="exited"))
+    assert mistake(tmp_path, Case(files, "init_deadlock", state="exited")) == ""
 
 
 def test_rendezvous_that_all_joined_is_no_cause(tmp_path: Path) -> None:
@@ -274,7 +278,7 @@ def test_number_that_files_share_is_a_node_and_the_other_the_task(
         shape.format(task=r, node=r // 4): process(100 + r, LOADER if r == 6 else REDUCE)
         for r in range(8)
     }
-    check(tmp_path, Case(files, "dataloader", (6,)))
+    assert mistake(tmp_path, Case(files, "dataloader", (6,))) == ""
 
 
 DOWN = "NodeName=n05 Arch=x86_64\n   State=DOWN+NOT_RESPONDING ThreadsPerCore=1\n"
@@ -285,7 +289,7 @@ HELD = ranks([REDUCE, LOADER, REDUCE])
 @pytest.mark.parametrize("nodes", ["n[01-02]", "n01,n02"])
 def test_node_that_the_job_does_not_have_is_not_its_dead_node(tmp_path: Path, nodes: str) -> None:
     files = HELD | {"node.txt": DOWN, "job.txt": f"{JOB}{nodes}\n"}
-    check(tmp_path, Case(files, "dataloader", (1,)))
+    assert mistake(tmp_path, Case(files, "dataloader", (1,))) == ""
 
 
 @pytest.mark.parametrize("nodes", ["n[04-06]", "(null)", "n[04-", "n[1-99999999]"])
@@ -293,4 +297,4 @@ def test_node_of_the_job_or_of_a_job_without_a_list_is_its_dead_node(
     tmp_path: Path, nodes: str
 ) -> None:
     files = HELD | {"node.txt": DOWN, "job.txt": f"{JOB}{nodes}\n"}
-    check(tmp_path, Case(files, "node_dead", nodes=("n05",)))
+    assert mistake(tmp_path, Case(files, "node_dead", nodes=("n05",))) == ""

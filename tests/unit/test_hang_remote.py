@@ -105,12 +105,14 @@ if child:
     print(child, flush=True)
 deep(1500 if child else 20)
 """
-RECURSES = """
-import time
+EVEN_AND_ODD = """
+import threading, time
 def even(calls):
-    return odd(calls - 1) if calls else time.sleep(0.004)
+    return odd(calls - 1) if calls else time.sleep(0.003)
 def odd(calls):
-    return even(calls - 1) if calls else time.sleep(0.004)
+    return even(calls - 1) if calls else time.sleep(0.003)
+"""
+RECURSES = f"""{EVEN_AND_ODD}
 def main():
     print("ready", flush=True)
     while True:
@@ -118,12 +120,7 @@ def main():
             even(calls)
 main()
 """
-CHURNS = """
-import threading, time
-def even(calls):
-    return odd(calls - 1) if calls else time.sleep(0.003)
-def odd(calls):
-    return even(calls - 1) if calls else time.sleep(0.003)
+CHURNS = f"""{EVEN_AND_ODD}
 def main():
     print("ready", flush=True)
     calls = 0

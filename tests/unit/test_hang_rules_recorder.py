@@ -109,35 +109,6 @@ def uneven_splits(rows: list[Dump]) -> None:
         rows[rank]["entries"][-1] = call(4, "all_to_all", sizes=(8, received), done=False)
 
 
-@pytest.mark.parametrize(
-    ("fault", "says", "cause", "ranks"),
-    [
-        (missing, "Not all ranks joining", "missing_rank", [1]),
-        (other_type, "has errors", "collective_mismatch", [1]),
-        (other_size, "has errors", "size_mismatch", [1]),
-        (other_dtype, "has errors", "dtype_mismatch", [1]),
-        (other_state, "has errors", "unknown", []),
-        (uneven_splits, "Input/output mismatch", "size_mismatch", []),
-    ],
-)
-def test_fault_that_torchs_analyzer_reports_is_diagnosed_with_its_rank(
-    *,
-    fault: Callable[[list[Dump]], None],
-    says: str,
-    cause: str,
-    ranks: list[int],
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    rows = dumps()
-    fault(rows)
-    chosen = ours(write(tmp_path, rows)).chosen
-    assert says in torchs(rows, caplog)
-    assert (chosen.state, chosen.cause, list(chosen.ranks)) == ("hung", cause, ranks)
-    assert "number 4" in chosen.sentence or "collective 4" in chosen.sentence
-    assert ranks or chosen.needed
-
-
 def test_splits_that_differ_by_rank_and_add_up_are_no_mismatch(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -327,6 +298,12 @@ def exchange_dtype(rows: list[Dump]) -> None:
 @pytest.mark.parametrize(
     ("fault", "says", "cause", "ranks"),
     [
+        (missing, "Not all ranks joining", "missing_rank", [1]),
+        (other_type, "has errors", "collective_mismatch", [1]),
+        (other_size, "has errors", "size_mismatch", [1]),
+        (other_dtype, "has errors", "dtype_mismatch", [1]),
+        (other_state, "has errors", "unknown", []),
+        (uneven_splits, "Input/output mismatch", "size_mismatch", []),
         (gather_size, "does not match found input sizes", "size_mismatch", [1]),
         (scatter_size, "does not match found output sizes", "size_mismatch", [1]),
         (exchange_dtype, "does not match found dtype", "dtype_mismatch", [1]),
@@ -336,10 +313,9 @@ def exchange_dtype(rows: list[Dump]) -> None:
         (coalesced_missing, "Not all ranks joining", "missing_rank", [1]),
         (uneven_gather_size, "does not match found input sizes", "size_mismatch", [1]),
         (other_result, "does not match found dtype", "dtype_mismatch", [1]),
-        (coalesced, "", "network", []),
     ],
 )
-def test_coalesced_calls_are_compared_one_by_one(
+def test_fault_that_torchs_analyzer_reports_is_diagnosed_with_its_rank(
     *,
     fault: Callable[[list[Dump]], None],
     says: str,
@@ -351,8 +327,17 @@ def test_coalesced_calls_are_compared_one_by_one(
     rows = dumps()
     fault(rows)
     chosen = ours(write(tmp_path, rows)).chosen
-    assert (chosen.state, chosen.cause, list(chosen.ranks)) == ("hung", cause, ranks)
     assert says in torchs(rows, caplog)
+    assert (chosen.state, chosen.cause, list(chosen.ranks)) == ("hung", cause, ranks)
+    assert "number 4" in chosen.sentence or "collective 4" in chosen.sentence
+    assert ranks or chosen.needed
+
+
+def test_coalesced_call_that_all_wait_in_is_the_networks(tmp_path: Path) -> None:
+    rows = dumps()
+    coalesced(rows)
+    chosen = ours(write(tmp_path, rows)).chosen
+    assert (chosen.state, chosen.cause, list(chosen.ranks)) == ("hung", "network", [])
 
 
 def exchange(seq: int, rank: int, *, size: int = 8, done: bool) -> list[dict[str, Any]]:
