@@ -16,7 +16,7 @@ from shakedown.training import huggingface, worker
 from shakedown.training.algorithms.sft import negative_log_likelihood
 from shakedown.training.data import Row
 from shakedown.training.data.batch import TokenBatch, pad_rows, rank_share
-from shakedown.training.data.encode import encode_prompt, encode_rows
+from shakedown.training.data.encode import encode_prompt, encode_row
 from shakedown.training.demo import write_model
 from shakedown.training.engines import tensor_parallel
 from shakedown.training.engines.base import EngineOptions, LossPart, Scores
@@ -371,12 +371,13 @@ def test_the_options_of_a_stage_reach_its_engine(
         worker.run(StageJob("sft", stage, str(folder), "float32", "", "", "", 0, 1, root, root))
 
 
-def test_rows_longer_than_the_model_are_left_out(engine: FsdpEngine) -> None:
+def test_rows_longer_than_the_model_are_not_encoded(engine: FsdpEngine) -> None:
     rows = [Row(({"role": "user", "content": "1" * n},), "2") for n in (3, 50)]
 
-    encoded, left_out = encode_rows(engine.tokenizer, rows, longest=20)
+    short, long = (encode_row(engine.tokenizer, row, longest=20) for row in rows)
 
-    assert ([count for _, count in encoded], left_out) == ([2], 1)
+    assert short is not None
+    assert (short[1], long) == (2, None)
 
 
 def test_a_tokenizer_without_chat_template_is_refused(engine: FsdpEngine) -> None:

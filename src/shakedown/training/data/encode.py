@@ -1,6 +1,6 @@
 """Conversations to token ids, the same way for training, evaluation and the server's chat."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shakedown.errors import UsageError
@@ -38,16 +38,3 @@ def encode_row(tokenizer: Any, row: Row, *, longest: int) -> tuple[list[int], in
     answer = encode_answer(tokenizer, row.answer)
     tokens = encode_prompt(tokenizer, row.messages) + answer
     return (tokens, len(answer)) if len(tokens) <= longest else None
-
-
-def encode_rows(
-    tokenizer: Any, rows: Iterable[Row], *, longest: int
-) -> tuple[list[tuple[list[int], int]], int]:
-    """Token ids and the number of trained tokens at their end, for each row that fits.
-
-    Returns:
-        The encoded rows, and how many rows had more than `longest` tokens and are left out.
-    """
-    encoded = [encode_row(tokenizer, row, longest=longest) for row in rows]
-    fitting = [each for each in encoded if each is not None]
-    return fitting, len(encoded) - len(fitting)
