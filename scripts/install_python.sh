@@ -158,5 +158,7 @@ case $flavour in
     cpu) install_cpu ;;
     *) run_pip install -e ".[$flavour,megatron,dev]" || explain_pip ;;
 esac
+# As pip does for all but editable packages; where it cannot, each start compiles anew.
+"$venv/bin/python" -m compileall -q src || true
 touch "$stamp"
 say "done: $venv"
