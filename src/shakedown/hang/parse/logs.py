@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shakedown.hang.parse.candidates import lines_with
+from shakedown.hang.parse.cut_off import cut_tracebacks
 from shakedown.hang.parse.local_ranks import LOCAL
 from shakedown.hang.parse.log_lines import PATTERNS, Row, groups_of
 from shakedown.hang.parse.source import Source
@@ -46,8 +47,9 @@ def parse(source: Source) -> list[Record]:
     lowered = source.text.lower()
     rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
     telling = _telling(lowered, rows)
+    cut = cut_tracebacks(source, lambda line: _strip(line, named))
     events = _Reader(source, named, rows).read(telling) if telling else []
-    found: list[Record] = [*events]
+    found: list[Record] = [*(_within(event, local) for event, local in cut), *events]
     if found or _LOG_NAME.search(source.name.lower()):
         found += [_end(source, named), *step_lengths(source)]
     return found
