@@ -11,8 +11,9 @@ from typing import Any, get_args
 
 from shakedown.errors import UsageError
 from shakedown.hang.analyze.model import CAUSES, State
+from shakedown.hang.beat_writer import framed
 from shakedown.hang.diagnose import diagnose_paths
-from shakedown.hang.heartbeat import Beat, encode
+from shakedown.hang.heartbeat import Beat
 from shakedown.hang.page import render
 from shakedown.hang.parse import numbers, read_paths
 from shakedown.hang.parse.registry import read_one
@@ -23,6 +24,13 @@ from shakedown.verdict import Status
 DATA = Path(__file__).parent / "data"
 CASE = DATA / "hang_dumps" / "b_cond"
 EVIL = '"><zzevil onzz=1><script zz>alert(1)</script>\x1b[31m'
+
+
+def heartbeat_file(beat: Beat) -> bytes:
+    """A heartbeat's file with this beat."""
+    return framed(json.dumps(vars(beat)).encode())
+
+
 BEAT = Beat("trainer", 1, 42, "n1", "train", 3, 0, 8, 7, 1.5e9, 12.0)
 ROW = dict(vars(BEAT))
 
@@ -48,7 +56,7 @@ INLINE: dict[str, bytes] = {
     ).encode(),
     "nodes.txt": b"NodeName=n3 Arch=x86_64\n   State=DOWN+NOT_RESPONDING ThreadsPerCore=1\n",
     "sacct.txt": b"JobID|JobName|State|ExitCode|NodeList\n12|grpo|NODE_FAIL|0:0|n[1-2]\n",
-    "trainer-rank1.beat": encode(BEAT),
+    "trainer-rank1.beat": heartbeat_file(BEAT),
     "beats.json": json.dumps(
         {"schema": "shakedown/beats/1", "round": 1, "taken": 1.6e9, "began": 1.4e9,
          "beats": [ROW, {**ROW, "rank": 2}]}

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from shakedown.hang import beat_channel
+from shakedown.hang.beat_channel import Channel
+from shakedown.hang.beat_writer import BEAT, SLOTS, newest
 from shakedown.hang.collect import collect_local, from_attempt, from_pattern
 from shakedown.hang.diagnose import diagnose_paths
 from shakedown.hang.heartbeat import Beat, Heartbeat, read_heartbeats, read_live
@@ -101,8 +103,9 @@ def test_beat_reaches_the_file_whatever_its_process_does_next(tmp_path: Path, en
 
 
 def test_beats_go_on_while_the_file_system_blocks_and_the_newest_is_written_after(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(beat_channel, "CHECK_SECONDS", 0.0)
     beats = Heartbeat(tmp_path, 0)
     beats.beat(phase="train", step=1)
     until(lambda: step_of(tmp_path) == 1, "the first beat")
@@ -123,7 +126,7 @@ def test_beats_go_on_while_the_file_system_blocks_and_the_newest_is_written_afte
             stop = True
             thread.join()
             fcntl.fcntl(beats._channel._pipe, fcntl.F_SETPIPE_SZ, 4096)
-            for step in range(10_000, 15_000):  # more wake-ups than the pipe holds
+            for step in range(10_000, 15_000):  # more looks at the writer than the pipe holds
                 beats.beat(phase="train", step=step)
             live = read_live(os.getpid())
             assert live is not None
@@ -135,6 +138,34 @@ def test_beats_go_on_while_the_file_system_blocks_and_the_newest_is_written_afte
         thread.join()
     assert beats.failures >= 1  # the file that refused the record
     beats.close()
+
+
+def test_beat_that_is_half_made_leaves_the_one_before(tmp_path: Path) -> None:
+    channel = Channel(tmp_path / "x.beat", b'"rank":3')
+    channel.put(b"train", *range(1, 10))
+    memory = channel._memory
+    assert memory is not None
+    BEAT.pack_into(memory, SLOTS[0], 2, b"eval", *[7] * 9, 1.0, 1.0, 1)  # its end is to come
+
+    record = newest(memory[:])
+
+    assert record.index(b'{"rank":3,"phase":"train","step":1,') == 9
+    channel.release()
+
+
+def test_living_beats_are_never_a_mixture_of_two(tmp_path: Path) -> None:
+    busy = (
+        "step = 0\n"
+        "while True:\n"
+        "    step += 1\n"
+        "    beats.beat(phase='train', step=step, micro_batch=step, batch_size=step)\n"
+    )
+    with rank(RANK + busy, tmp_path) as process:
+        writer_of(process.pid)
+        seen = [live.beat for _ in range(3000) if (live := read_live(process.pid))]
+    assert len(seen) > 500  # without those that changed at each of five looks
+    assert all(beat.step == beat.micro_batch == beat.batch_size == beat.count for beat in seen)
+    assert len({beat.count for beat in seen}) > 50
 
 
 def test_close_is_bounded_where_the_file_system_blocks(
@@ -211,14 +242,13 @@ def test_signals_to_the_whole_session_leave_the_writer_to_its_work(tmp_path: Pat
 def test_writer_that_is_killed_is_counted_and_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beat_channel, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(beat_channel, "CHECK_SECONDS", 0.0)
     beats = Heartbeat(tmp_path, 0)
     beats.beat(phase="train", step=1)
     first = writer_of(os.getpid())
     os.kill(first, signal.SIGKILL)
     until(lambda: is_gone(first), "its end")
-    beats.beat(phase="train", step=2)  # finds nobody at the other end
-    beats.beat(phase="train", step=3)
+    beats.beat(phase="train", step=3)  # finds nobody at the other end
     until(lambda: step_of(tmp_path) == 3, "the beat of the second writer")
     assert beats.failures == 1
     assert writer_of(os.getpid()) != first

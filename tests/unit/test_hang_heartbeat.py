@@ -12,9 +12,9 @@ from shakedown.hang.heartbeat import (
     RECORD_BYTES,
     Heartbeat,
     decode,
-    encode,
     read_heartbeats,
 )
+from tests.hang_inputs import heartbeat_file
 
 
 def test_beat_is_read_back_with_phase_counts_and_process(tmp_path: Path) -> None:
@@ -76,10 +76,20 @@ def test_arbitrary_bytes_never_raise(data: bytes) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_record_of_every_phase_fits_and_survives(tmp_path: Path, phase: str) -> None:
-    Heartbeat(tmp_path, 10**6, "r" * 64).beat(phase=phase, step=10**12)  # type: ignore[arg-type]
+    most = 2**62
+    beats = Heartbeat(tmp_path, 10**6, "r" * 64)
+    beats.beat(
+        phase=phase,  # type: ignore[arg-type]
+        step=most,
+        micro_batch=most,
+        batch_size=-most,
+        given=(most, most, most),
+        run=(most, most, most),
+    )
+    beats.close()
     (found,) = read_heartbeats(tmp_path)
-    assert found.phase == phase
-    assert decode(encode(found)) == found
+    assert (found.phase, found.step, found.batch_size) == (phase, 10**10, -1)
+    assert decode(heartbeat_file(found)) == found
 
 
 def test_unwritable_folder_is_counted_and_never_raised(tmp_path: Path) -> None:

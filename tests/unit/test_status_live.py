@@ -16,9 +16,10 @@ import pytest
 from shakedown import cli
 from shakedown.commands.status import painted
 from shakedown.files import write_json, write_text
-from shakedown.hang.heartbeat import Beat, Heartbeat, Phase, encode
+from shakedown.hang.heartbeat import Beat, Heartbeat, Phase
 from shakedown.paths import RunPaths
 from shakedown.training.observe.live import Limits, last_rows, look, time_left, warnings
+from tests.hang_inputs import heartbeat_file
 from tests.workflow.report_run import grpo_rows, write_run
 
 NOW = 1_795_262_400.0
@@ -179,7 +180,7 @@ def test_damage_is_shown_as_far_as_it_can_be_read(
         out.write("\n".join(rows))
     beats = stage.attempt(1).heartbeats
     for rank, wall in enumerate((float("-inf"), float("nan"), -1e300, 1e300), 2):
-        record = encode(replace(BEAT, rank=rank, wall=wall, role="\x1b]0;x"))
+        record = heartbeat_file(replace(BEAT, rank=rank, wall=wall, role="\x1b]0;x"))
         (beats / f"trainer-rank{rank}.beat").write_bytes(record)
     (stage.attempt(1).root / "job.json").write_text('{"config": {"stall_timeout": 1e999}}')
     (stage.checkpoints / "step_000070").symlink_to("nowhere")

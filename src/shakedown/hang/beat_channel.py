@@ -1,12 +1,13 @@
-"""The way of a component's records to its heartbeat file, which never blocks the component.
+"""The way of a component's beats to its heartbeat file, which never blocks the component.
 
-A record is copied into memory that a small process of its own shares (beat_writer.py), and one
-byte into a pipe wakes that process. It needs no GIL of ours, and what is in the memory outlives
-us: the last record reaches the file also when the next instruction holds the interpreter for
-minutes, stops the process or ends it. Only the newest record counts, so nothing queues up.
+A beat is a few numbers in memory that a small process of its own shares and looks at
+(beat_writer.py). It needs no GIL of ours, and what is in the memory outlives us: the last beat
+reaches the file also when the next instruction holds the interpreter for minutes, stops the
+process or ends it. Only the newest beat counts, so nothing queues up.
 """
 
 import contextlib
+import math
 import mmap
 import os
 import re
@@ -20,36 +21,39 @@ from pathlib import Path
 
 from shakedown.hang import beat_writer
 from shakedown.hang.beat_writer import (
+    BEAT,
     FAILURES,
+    IDENTITY,
     IN_FILE_SYSTEM,
     MEMORY_BYTES,
     NAME,
-    NEWEST,
-    RECORD_BYTES,
+    SLOTS,
     WRITER,
     newest,
+    settled,
 )
 
 CLOSE_SECONDS = 5.0
-RESTART_SECONDS = 10.0  # a writer that was killed is started again, at most this often
+CHECK_SECONDS = 10.0  # between two looks whether the writer lives; one that was killed is replaced
 _PROGRAM = Path(beat_writer.__file__).absolute()
 _MEMORY = re.compile(rf"/memfd:{NAME}(?: \(deleted\))?")
 
 
 class Channel:
-    """Starts the writer with the first record. For one thread of the process that made it.
+    """Starts the writer with the first beat. For one thread of the process that made it.
 
-    `failures` counts records that could not be written at the first try, and lost writers.
+    `identity` is who beats, as members of a JSON object. `failures` counts beats that could not be
+    written at the first try, and lost writers.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path.absolute()
+    def __init__(self, path: Path, identity: bytes) -> None:
+        self._path, self._identity = path.absolute(), identity
         self._owner = os.getpid()
         self._descriptor = self._pipe = -1
         self._memory: mmap.mmap | None = None
         self._writer: subprocess.Popen[bytes] | None = None
-        self._next_start = 0.0
-        self._failures = 0
+        self._next_check = 0.0
+        self._failures = self._count = 0
         _channels.add(self)
 
     @property
@@ -59,32 +63,26 @@ class Channel:
             return self._failures
         return self._failures + int.from_bytes(self._memory[FAILURES : FAILURES + 8], "little")
 
-    def put(self, record: bytes) -> None:
-        """Hand a record over; nothing is raised, and a forked child does nothing."""
-        if os.getpid() != self._owner:
-            return
-        try:
-            memory = self._memory or self._share()
-            slot = 1 - memory[NEWEST]
-            memory[RECORD_BYTES * (1 + slot) : RECORD_BYTES * (2 + slot)] = record
-            memory[NEWEST] = slot
-            if self._pipe < 0 and not self._start():
-                return
-            os.write(self._pipe, b"\n")
-        except BlockingIOError:
-            return  # the pipe is full for a writer that stands: it looks again once it can
-        except BrokenPipeError:  # it was killed
-            self._failures += 1
-            self._hang_up()
-        except OSError:
-            self._failures += 1
+    def put(self, phase: bytes, *counts: int) -> None:
+        """Note a beat; nothing is raised, and a forked child does nothing.
+
+        Args:
+            counts: `beat_writer.COUNTS`.
+        """
+        moment = time.monotonic()
+        if moment >= self._next_check:
+            self._check(moment)
+        if self._memory is not None:
+            self._count = count = self._count + 1
+            slot = SLOTS[count & 1]
+            BEAT.pack_into(self._memory, slot, count, phase, *counts, time.time(), moment, count)
 
     def close(self) -> None:
-        """Let the writer write the last record and end, 5 s long; one that stands is left."""
+        """Let the writer write the last beat and end, 5 s long; one that stands is left."""
         if os.getpid() != self._owner or self._pipe < 0:
             return
         writer = self._hang_up()
-        self._next_start = 0.0
+        self._next_check = 0.0
         try:
             if writer is not None:
                 writer.wait(timeout=CLOSE_SECONDS)
@@ -105,6 +103,32 @@ class Channel:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
         self._pipe = self._descriptor = -1
+        self._memory, self._next_check = None, math.inf
+
+    def _check(self, now: float) -> None:
+        """Make the memory and a writer where there is none; it finds the beat in the memory."""
+        self._next_check = now + CHECK_SECONDS
+        try:
+            if self._memory is None:
+                self._memory = self._share()
+            if self._pipe >= 0:
+                os.write(self._pipe, b"\n")
+        except BlockingIOError:
+            return  # the pipe is full for a writer that stands
+        except BrokenPipeError:  # it was killed
+            self._failures += 1
+            self._hang_up()
+        except OSError:
+            self._failures += 1
+            return
+        if self._pipe < 0:
+            self._try_to_start()
+
+    def _try_to_start(self) -> None:
+        try:
+            self._start()
+        except OSError:
+            self._failures += 1
 
     def _share(self) -> mmap.mmap:
         descriptor = os.memfd_create(NAME)
@@ -114,15 +138,11 @@ class Channel:
         except OSError:
             os.close(descriptor)
             raise
-        self._descriptor, self._memory = descriptor, memory
+        memory[IDENTITY : IDENTITY + len(self._identity)] = self._identity
+        self._descriptor = descriptor
         return memory
 
-    def _start(self) -> bool:
-        """Start a writer where it is time to; the record waits for it in the memory."""
-        now = time.monotonic()
-        if now < self._next_start:
-            return False
-        self._next_start = now + RESTART_SECONDS
+    def _start(self) -> None:
         _ending[:] = [writer for writer in _ending if writer.poll() is None]
         reader, pipe = os.pipe()
         try:
@@ -134,7 +154,6 @@ class Channel:
         finally:
             os.close(reader)
         self._pipe = pipe
-        return True
 
     def _spawn(self, reader: int) -> "subprocess.Popen[bytes]":
         """With all signals blocked, from its first instruction on: Slurm and a supervisor send
@@ -176,7 +195,7 @@ os.register_at_fork(after_in_child=_disown_all)
 
 @dataclass(frozen=True)
 class Memory:
-    """A living component's newest record, and how its writer is doing.
+    """A living component's newest beat as a record, and how its writer is doing.
 
     `in_file_system`: the writer is inside a call of the file system. `failures`: its own.
     """
@@ -211,7 +230,7 @@ def _link(path: str) -> str:
 
 def _read(path: str) -> Memory | None:
     with open(path, "rb", buffering=0) as stream:
-        memory = stream.read(MEMORY_BYTES) or b""
+        memory = settled(lambda: os.pread(stream.fileno(), MEMORY_BYTES, 0))
     if len(memory) < MEMORY_BYTES:
         return None
     return Memory(

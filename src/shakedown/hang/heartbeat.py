@@ -2,18 +2,17 @@
 
 The write is another process's (beat_channel.py): the component itself never waits for a disk.
 
-Stacks do not show that two ranks count different batches; these records do.
+Stacks do not show that two ranks count different batches or run other shapes; these records do.
 """
 
 import json
 import os
 import re
 import socket
-import time
 import weakref
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,10 +32,13 @@ Phase = Literal[
 ]
 PHASES: tuple[str, ...] = get_args(Phase)
 
+Extent = tuple[int, int, int]  # micro-batches, the most rows of one, the most tokens of a row
+NO_EXTENT: Extent = (0, 0, 0)
+
 RECORD_BYTES = beat_writer.RECORD_BYTES
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NAME, _NO_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}"), re.compile(r"[^A-Za-z0-9_.-]")
 _SUFFIX = ".beat"
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_PHASE_BYTES = {phase: phase.encode() for phase in PHASES}
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,9 @@ class Beat:
 
     `count` numbers the beats from 1; `wall` is Unix time and `monotonic` the host's monotonic
     clock, both in seconds; `batch_size` counts sequences of the current micro-batch.
+
+    `given_*` is what this rank's data made for the step: how many micro-batches, the most rows of
+    one, the most tokens of a row; `run_*` what its engine was called with; 0 for not known.
     """
 
     role: str
@@ -58,6 +63,12 @@ class Beat:
     count: int
     wall: float
     monotonic: float
+    given_count: int = 0
+    given_rows: int = 0
+    given_width: int = 0
+    run_count: int = 0
+    run_rows: int = 0
+    run_width: int = 0
 
     @property
     def name(self) -> str:
@@ -68,9 +79,9 @@ class Beat:
 class Heartbeat:
     """Writes `folder/<role>-rank<rank>.beat`. Call `beat` from the component's main loop.
 
-    A beat is a copy into memory and a byte into a pipe; a process of its own writes the file. A
-    file system that blocks or fails never stops the training: failures are counted in `failures`
-    and tried again. In a forked child a beat does nothing.
+    A beat is a few numbers put into memory; a process of its own writes the file. A file system
+    that blocks or fails never stops the training: failures are counted in `failures` and tried
+    again. In a forked child a beat does nothing.
 
     Raises:
         ValueError: `role` is not a plain file name.
@@ -80,9 +91,9 @@ class Heartbeat:
         if not _NAME.fullmatch(role):
             raise ValueError(f"role {role!r}: expected letters, digits, '_', '.', '-'")
         self.path = folder / f"{role}-rank{rank}{_SUFFIX}"
-        self._role, self._rank = role, rank
-        self._host, self._count = socket.gethostname()[:64], 0
-        self._channel = Channel(self.path)
+        host = _NO_NAME.sub("?", socket.gethostname()[:64])
+        identity = f'"role":"{role}","rank":{rank},"pid":{os.getpid()},"host":"{host}"'
+        self._channel = Channel(self.path, identity.encode())
         weakref.finalize(self, self._channel.release)
 
     @property
@@ -91,37 +102,26 @@ class Heartbeat:
         return self._channel.failures
 
     def beat(
-        self, *, phase: Phase, step: int = 0, micro_batch: int = 0, batch_size: int = 0
+        self,
+        *,
+        phase: Phase,
+        step: int = 0,
+        micro_batch: int = 0,
+        batch_size: int = 0,
+        given: Extent = NO_EXTENT,
+        run: Extent = NO_EXTENT,
     ) -> None:
-        """Record that the component is alive in `phase` at `step`."""
-        self._count += 1
-        record = Beat(
-            role=self._role,
-            rank=self._rank,
-            pid=os.getpid(),
-            host=self._host,
-            phase=phase,
-            step=int(step),
-            micro_batch=int(micro_batch),
-            batch_size=int(batch_size),
-            count=self._count,
-            wall=round(time.time(), 3),
-            monotonic=round(time.monotonic(), 3),
-        )
-        self._channel.put(encode(record))
+        """Record that the component is alive in `phase` at `step`.
+
+        Args:
+            given: of this rank's micro-batches of the step, as its data made them.
+            run: of those that the engine was called with.
+        """
+        self._channel.put(_PHASE_BYTES[phase], step, micro_batch, batch_size, *given, *run)
 
     def close(self) -> None:
         """Write the last record within 5 s; a file system that blocks longer is left to itself."""
         self._channel.close()
-
-
-def encode(beat: Beat) -> bytes:
-    """The fixed-size record: CRC-32 in hex, a space, JSON, padding, newline."""
-    body = _to_json(vars(beat)).encode()
-    if len(body) + 10 > RECORD_BYTES:
-        raise ValueError(f"heartbeat record of {len(body)} bytes does not fit")
-    padded = body.ljust(RECORD_BYTES - 10)
-    return b"%08x " % zlib.crc32(padded) + padded + b"\n"
 
 
 def decode(record: bytes) -> Beat | None:
@@ -142,8 +142,9 @@ def beat_from(body: Any) -> Beat | None:
     if not isinstance(body, Mapping):
         return None
     values: dict[str, Any] = {}
-    for key, declared in Beat.__annotations__.items():
-        value = body.get(key)
+    for field in fields(Beat):
+        key, declared = field.name, field.type
+        value = body.get(key, None if field.default is MISSING else field.default)
         if declared is float and type(value) is int and abs(value) < 2**63:
             value = float(value)
         if type(value) is not declared:

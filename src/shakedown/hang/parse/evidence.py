@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from shakedown.hang.beat_writer import COUNTS
 from shakedown.hang.heartbeat import RECORD_BYTES, Beat, beat_from, decode
 from shakedown.hang.parse.numbers import MAX_COUNT, pid_of, rank_of
 from shakedown.hang.parse.source import Source
@@ -45,7 +46,7 @@ def _plausible(beat: Beat | None) -> Beat | None:
     """A beat with names fit to be shown; None when its numbers cannot be true."""
     if beat is None or rank_of(beat.rank) is None:
         return None
-    if not all(abs(n) < MAX_COUNT for n in (beat.step, beat.micro_batch, beat.batch_size)):
+    if not all(abs(getattr(beat, name)) < MAX_COUNT for name in COUNTS):
         return None
     if not (0 <= beat.count < MAX_COUNT and abs(beat.wall) + abs(beat.monotonic) < MAX_COUNT):
         return None  # NaN too: it is not below
