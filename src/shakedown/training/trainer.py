@@ -143,6 +143,7 @@ class Trainer:
                 data=dict(self._context.data),
                 attach=lambda folder: self._algorithm.attach(folder, step),
             )
+        self._context.beat("train")  # or what hangs next has a checkpoint's patience
         self._saved = step
 
     def _evaluate(self, step: int) -> dict[str, float]:
