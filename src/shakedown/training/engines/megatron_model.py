@@ -20,6 +20,7 @@ from shakedown.training.engines.megatron_cpu import (
     get_gpt_layer_local_spec,
     parallel_state,
 )
+from shakedown.training.engines.scoring import kept_columns
 from shakedown.training.engines.vocabulary import score_logits
 
 # What megatron-core's global groups were made for: t, p and torch's default group.
@@ -112,6 +113,7 @@ class Forward:
     def __init__(self, model: Any, *, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._columns: torch.Tensor | None = None
+        self._extent = (0, 0)  # positions and rows of the micro batch in work
         core = model.module if isinstance(model, Float16Module) else model
         if core.post_process:
             core.output_layer.register_forward_pre_hook(self._keep)
@@ -121,9 +123,13 @@ class Forward:
 
         Args:
             wrapped: the model as the schedule holds it (inside of its gradient buffers).
+
+        Raises:
+            RuntimeError: the last stage got hidden states of another shape than its own batch.
         """
         tokens = batch.tokens[:, :-1]
         self._columns = kept_columns(batch) - 1
+        self._extent = tokens.shape[1], tokens.shape[0]
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         # No mask: padding stands after every token that counts, and attention is causal.
         output: torch.Tensor = wrapped(tokens, positions, None)
@@ -141,16 +147,15 @@ class Forward:
         )
 
     def _keep(self, _module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Hidden states are [T, N, H]."""
+        """Hidden states are [T, N, H]. The schedule passes any shape: scored by another batch's
+        columns they would be wrong log-probabilities, not an error."""
+        if args[0].shape[:2] != self._extent:
+            raise RuntimeError(
+                f"this stage got hidden states of the shape {list(args[0].shape)}, but its micro "
+                f"batch has {self._extent[0]} positions in {self._extent[1]} rows: the ranks of "
+                "its pipeline hold different batches"
+            )
         return (args[0][self._columns], *args[1:])
-
-
-def kept_columns(batch: TokenBatch) -> torch.Tensor:
-    """Columns with a trained token; one at least, as the collectives have to match."""
-    columns = batch.mask.any(0).nonzero()[:, 0]
-    if columns.numel() == 0:
-        return torch.ones(1, dtype=torch.int64, device=batch.tokens.device)
-    return columns
 
 
 def _mark_shards(model: Any, shape: ModelShape, place: Place) -> None:
