@@ -8,7 +8,7 @@ FOLDER/results-N.pt.
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,16 @@ def policy_step(engine: Any, rows: int | None = 2) -> dict[str, float]:
 
 def _steps(engine: Any, folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     start = {name: value.clone() for name, value in engine.gather().items()}
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
+
+    def see(index: int, run: Sequence[TokenBatch]) -> None:
+        seen.append((index, len(run)))
+
     found = two_steps(engine, folder / job["save"] if "save" in job else None)
     share = {"rank": engine.data_rank, "world_size": engine.data_world_size}
     parts = rank_share(batch(), **share, micro_batch_size=2)
     engine.forward_backward(
-        parts, lambda scores, *_: LossPart(scores.logprobs.sum(), {}), on_micro_batch=seen.append
+        parts, lambda scores, *_: LossPart(scores.logprobs.sum(), {}), on_micro_batch=see
     )
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, (engine.data_rank, seen, found["logprobs"].tolist()))

@@ -121,16 +121,19 @@ def held_to_reference(folder: Path, allocation: str) -> dict[str, Any]:
     ranks = Ranks(dist.HashStore(), device=CPU)  # nothing is decided by rank 0 here
     update = PolicyUpdate(engine, ranks, settings, micro_batch_size=2, reference=reference)
 
+    def silent(_index: int, _run: object) -> None:
+        pass
+
     def said(model: Any, **keywords: Any) -> torch.Tensor:
         found: torch.Tensor = model.logprobs([batch()], **keywords)[0].clone()
         return found
 
     def by_reference() -> torch.Tensor:
-        return said(reference, temperature=1.0, on_micro_batch=lambda _index: None)
+        return said(reference, temperature=1.0, on_micro_batch=silent)
 
     before, rows = by_reference(), []
     for _ in range(2):
-        sums, values = update.run(token_batch(rollouts(), pad=0), lambda _index, _rows: None)
+        sums, values = update.run(token_batch(rollouts(), pad=0), lambda _parts: silent)
         rows.append(ranks.sum(sums) | values)
     return {"before": before, "after": by_reference(), "policy": said(engine), "rows": rows}
 

@@ -1,133 +1,34 @@
-"""Evidence as our own runtime leaves it, cut down: what gloo's aborts, dumps and roles tell."""
+"""What gloo's aborts, dumps and roles of our own runtime tell."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from shakedown.hang.analyze import Diagnosis, Hypothesis, analyze
+from shakedown.hang.analyze import Hypothesis
 from shakedown.hang.diagnose import diagnose_paths
 from shakedown.hang.facts import build_facts
 from shakedown.hang.parse import read_paths
 from shakedown.hang.records import LogEvent
-
-C10D = "torch/distributed/distributed_c10d.py"
-TRAINER, SUMS = "/srv/shakedown/training/trainer.py", "/srv/shakedown/training/coordination.py"
-OUTER = (("<module>", "/srv/shakedown/training/worker.py", 146), ("_run", TRAINER, 86))
-STEP = (*OUTER, ("_step", TRAINER, 112), ("sum", SUMS, 37))
-FORWARD = (*OUTER, ("_step", TRAINER, 109), ("_score", "/srv/shakedown/engines/fsdp.py", 166))
-EXPORT = (OUTER[0], ("_run", TRAINER, 98), ("gather", "/srv/shakedown/engines/fsdp.py", 155))
-THREAD = (
-    ("_bootstrap", "/usr/lib/python3.11/threading.py", 1002),
-    ("reduce_in_background", "/srv/telemetry.py", 9),
+from tests.hang_own import (
+    EXPORT,
+    FORWARD,
+    OUTER,
+    RESET,
+    STEP,
+    THREAD,
+    TRAINER,
+    aborted,
+    beat,
+    beats,
+    call,
+    chosen,
+    dump,
+    log,
+    outcome,
+    stacks,
+    steps,
 )
-ABORT = (
-    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
-    "  what():  [enforce fail at gloo/transport/tcp/pair.cc:456] op.preamble.length <= op.nbytes. "
-    "{received} vs {expected}. Received data size doesn't match expected size.\n"
-)
-RESET = "RuntimeError: pair.cc:537] Read error [127.0.0.1]:7558: Connection reset by peer.\n"
-CLOSED = "RuntimeError: pair.cc:553] Connection closed by peer [127.0.0.1]:7558.\n"
-Path3 = Sequence[tuple[str, str, int]]
-Entry = dict[str, Any]
-
-
-def call(
-    seq: int,
-    name: str = "all_reduce",
-    size: int = 5,
-    path: Path3 = STEP,
-    *,
-    group: tuple[str, str] = ("0", "default_pg"),
-    done: bool = True,
-    order: int = 0,
-) -> Entry:
-    frames = [{"name": n, "filename": f, "line": line} for n, f, line in reversed(path)]
-    return {
-        "record_id": order or seq, "pg_id": int(group[0]), "process_group": list(group),
-        "collective_seq_id": seq, "p2p_seq_id": 0, "profiling_name": f"gloo:{name}",
-        "input_sizes": [[size]], "output_sizes": [[size]], "input_dtypes": ["Float"],
-        "output_dtypes": ["Float"], "is_p2p": False, "retired": done, "state": "scheduled",
-        "time_discovered_completed_ns": 0, "frames": frames,
-    }  # fmt: skip
-
-
-def steps(count: int = 3) -> list[Entry]:
-    """Two calls a step, all done."""
-    rows = []
-    for number in range(count):
-        rows.append(call(2 * number + 1, "all_gather", 64, FORWARD))
-        rows.append(call(2 * number + 2))
-    return rows
-
-
-def dump(folder: Path, rank: int, *entries: Entry) -> None:
-    """As gloo writes it: one group without a name or members in `pg_config`."""
-    status = {
-        str(e["pg_id"]): {
-            "last_enqueued_collective": e["collective_seq_id"],
-            "last_completed_collective": e["collective_seq_id"] - (not e["retired"]),
-        }
-        for e in entries
-    }
-    config = {"": {"name": "", "desc": "", "ranks": "[]"}}
-    body = {"version": "2.10", "pg_config": config, "pg_status": status, "entries": entries}
-    (folder / f"fr-trainer-rank{rank}.json").write_text(json.dumps(body))
-
-
-def log(folder: Path, name: str, text: str) -> None:
-    (folder / f"{name}.log").write_text(text)
-
-
-def beats(folder: Path, *rows: dict[str, Any], number: int = 1) -> None:
-    body = {"schema": "shakedown/beats/1", "round": number, "beats": rows}
-    (folder / f"beats{number}.json").write_text(json.dumps(body))
-
-
-def beat(
-    rank: int, phase: str = "train", step: int = 4, micro: int = 0, role: str = "trainer"
-) -> dict[str, Any]:
-    size = 4 if phase == "train" else 0
-    return {
-        "role": role, "rank": rank, "pid": 50 + rank + 10 * len(role), "host": "n1",
-        "phase": phase, "step": step, "micro_batch": micro, "batch_size": size, "count": 9,
-        "wall": 1.0, "monotonic": 1.0,
-    }  # fmt: skip
-
-
-def outcome(folder: Path, state: str = "failed", **keys: Any) -> None:
-    body = {"schema": "shakedown/outcome/1", "state": state, "exit_codes": {}, **keys}
-    (folder / "outcome.json").write_text(json.dumps(body))
-
-
-def aborted(folder: Path, rank: int, received: int = 1008, expected: int = 8) -> None:
-    """`rank` died of a message; the supervisor ended the others."""
-    log(folder, f"trainer-rank{rank}", ABORT.format(received=received, expected=expected))
-    codes = {f"trainer-rank{rank}": -6}
-    outcome(folder, failed_component=f"trainer-rank{rank}", exit_codes=codes)
-
-
-def stacks(folder: Path, name: str, *threads: Sequence[str], number: int = 1) -> None:
-    """py-spy's text of one process; the first thread is the main thread."""
-    pid = 400 + len(name)
-    lines = [f"Process {pid}: python", "Python v3.11.7"]
-    for index, frames in enumerate(threads):
-        title = "MainThread" if index == 0 else f"Thread-{index}"
-        lines += ["", f'Thread {pid + index} (idle): "{title}"', *(f"    {f}" for f in frames)]
-    round_ = folder / f"round{number}"
-    round_.mkdir(exist_ok=True)
-    (round_ / f"pyspy-{name}.txt").write_text("\n".join(lines) + "\n")
-
-
-def diagnose(folder: Path) -> Diagnosis:
-    return analyze(build_facts(read_paths([folder]).records))
-
-
-def chosen(folder: Path) -> Hypothesis:
-    return diagnose(folder).chosen
-
 
 # gloo aborts who receives too much: the dumps tell who called otherwise
 
@@ -250,94 +151,6 @@ def test_lone_rank_in_another_group_than_all_others_crossed_the_order(
     found = chosen(tmp_path)
 
     assert (found.cause, list(found.ranks)) == (cause, ranks)
-
-
-# pipelines
-
-
-def test_two_pipelines_make_no_neighbour_of_the_next_rank(tmp_path: Path) -> None:
-    aborted(tmp_path, 0, 10240, 9216)
-    frame = '  File "/v/torch/distributed/pipelining/schedules.py", line 683, in _wait_batch_p2p'
-    trace = f"Traceback (most recent call last):\n{frame}\n    w.wait()\n"
-    for rank, text in ((1, CLOSED), (2, RESET), (3, CLOSED)):
-        log(tmp_path, f"trainer-rank{rank}", trace + text)
-
-    alone = chosen(tmp_path)
-    beats(tmp_path, *(beat(rank) for rank in range(4)))
-    for rank in range(4):
-        pair = call(1, "broadcast", 1, group=(str(1 + rank % 2), "mesh_p"), order=9)
-        dump(tmp_path, rank, *steps(), pair)
-    found = chosen(tmp_path)
-
-    assert (alone.cause, list(alone.ranks)) == ("pipeline_shape_mismatch", [])
-    assert (found.cause, list(found.ranks)) == ("pipeline_shape_mismatch", [])
-    assert "its neighbours in the pipeline: rank 2" in found.sentence
-
-
-SCHEDULE = ("_step_microbatches (torch/distributed/pipelining/schedules.py:1127)",)
-BEHIND = (f"broadcast ({C10D}:3151)", "forward_backward (/srv/archon.py:139)")
-
-
-def pipeline(folder: Path, *micro: int) -> Hypothesis:
-    """Ranks 0 and 1 are through their schedules, ranks 2 and 3 in them."""
-    beats(folder, *(beat(rank, micro=n) for rank, n in enumerate(micro)))
-    for rank in range(4):
-        (folder / f"pyspy_rank{rank}.txt").write_text(
-            f'Process {60 + rank}: python\nThread {60 + rank} (idle): "MainThread"\n'
-            + "".join(f"    {f}\n" for f in (BEHIND if rank < 2 else SCHEDULE))
-        )
-    return chosen(folder)
-
-
-def test_rank_with_fewer_micro_batches_than_the_pipeline_expects_is_named(tmp_path: Path) -> None:
-    found = pipeline(tmp_path, 3, 2, 3, 2)
-    assert (found.cause, list(found.ranks)) == ("pipeline_order", [1])
-    assert "after 3 micro-batches of step 4, of which others run 4; rank 3 waits" in found.sentence
-
-
-MEGATRON = "core/pipeline_parallel"
-SENDS_LAST = (f"P2PCommunicator.send_backward ({MEGATRON}/p2p_communication.py:495)",)
-SENDS_MORE = (f"P2PCommunicator.send_forward_recv_backward ({MEGATRON}/p2p_communication.py:5)",)
-SYNCS = ("_coalescing_manager (torch/distributed/distributed_c10d.py:2935)",)
-
-
-@pytest.mark.parametrize(("last", "ranks"), [(2, [3]), (3, [])])
-def test_last_stage_of_megatron_with_fewer_micro_batches_is_named(
-    tmp_path: Path, last: int, ranks: list[int]
-) -> None:
-    beats(tmp_path, *(beat(rank, micro=3) for rank in range(3)), beat(3, micro=last))
-    for rank, inner in enumerate((SYNCS, SENDS_MORE, SYNCS, SENDS_LAST)):
-        text = f'Process {60 + rank}: python\nThread {60 + rank} (idle): "MainThread"\n'
-        frames = (*inner, f"forward_backward ({MEGATRON}/schedules.py:2230)")
-        text += "".join(f"    {frame}\n" for frame in frames)
-        (tmp_path / f"pyspy_rank{rank}.txt").write_text(text)
-
-    found = chosen(tmp_path)
-
-    assert (found.cause, list(found.ranks)) == ("pipeline_order", ranks)
-
-
-def test_fewer_micro_batches_that_nobody_waits_for_name_nobody(tmp_path: Path) -> None:
-    assert 1 not in pipeline(tmp_path, 3, 2, 3, 3).ranks
-
-
-def test_stage_that_raises_on_a_shape_is_not_the_one_at_fault_for_that(tmp_path: Path) -> None:
-    head = "Traceback (most recent call last):\n"
-    schedule = '  File "/v/megatron/core/pipeline_parallel/schedules.py", line 9, in forward_step\n'
-    own = '  File "/srv/shakedown/training/model.py", line 145, in _keep\n'
-    error = "IndexError: index 9 is out of bounds for dimension 0 with size 9\n"
-    outcome(tmp_path, failed_component="trainer-rank3", exit_codes={"trainer-rank3": 1})
-    for rank in range(3):
-        log(tmp_path, f"trainer-rank{rank}", head + own + CLOSED)
-    log(tmp_path, "trainer-rank3", head + schedule + own + error)
-
-    found = chosen(tmp_path)
-    log(tmp_path, "trainer-rank3", head + own + error)
-    outside = chosen(tmp_path)
-
-    assert (found.cause, list(found.ranks)) == ("pipeline_shape_mismatch", [])
-    assert found.needed
-    assert (outside.cause, list(outside.ranks)) == ("missing_rank", [3])
 
 
 # roles

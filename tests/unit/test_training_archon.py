@@ -182,7 +182,7 @@ def test_ranks_that_split_one_model_take_the_same_rows_and_tell_of_each_micro_ba
     told = ranks["qwen3 d2p2"]["ranks"]
 
     assert [rank for rank, _, _ in told] == [0, 1, 0, 1]
-    assert [seen for _, seen, _ in told] == [[0, 1]] * 4
+    assert [seen for _, seen, _ in told] == [[(0, 2), (1, 2)]] * 4
 
 
 @pytest.mark.slow

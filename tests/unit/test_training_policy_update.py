@@ -301,7 +301,8 @@ class _Trainer:
         )
 
     def run(self, rollouts: RolloutBatch) -> dict[str, float]:
-        sums, values = self._update.run(_batch(rollouts, self.settings), lambda _index, _rows: None)
+        silent = lambda _parts: lambda _index, _run: None  # noqa: E731
+        sums, values = self._update.run(_batch(rollouts, self.settings), silent)
         return sums | values
 
 

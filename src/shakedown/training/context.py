@@ -1,12 +1,12 @@
 """What the parts of a trainer process share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shakedown.hang.heartbeat import Heartbeat, Phase
+from shakedown.hang.heartbeat import NO_EXTENT, Heartbeat, Phase
 from shakedown.training.coordination import Ranks
-from shakedown.training.data.batch import TokenBatch
-from shakedown.training.engines.base import Engine
+from shakedown.training.data.batch import TokenBatch, extent
+from shakedown.training.engines.base import Engine, OnMicroBatch
 from shakedown.training.faults import Injector
 from shakedown.training.job import StageJob
 from shakedown.training.observe.phases import Phases
@@ -37,11 +37,29 @@ class Context:
     phases: Phases = field(default_factory=Phases)
     batch: TokenBatch | None = None
 
-    def beat(self, phase: Phase, *, micro_batch: int = 0, batch_size: int = 0) -> None:
+    def beat(self, phase: Phase) -> None:
         """Tell the watcher where this rank is."""
-        self.heartbeat.beat(
-            phase=phase, step=self.step, micro_batch=micro_batch, batch_size=batch_size
-        )
+        self.heartbeat.beat(phase=phase, step=self.step)
+
+    def beat_training(self, parts: Sequence[TokenBatch]) -> OnMicroBatch:
+        """What an engine calls as it trains on `parts`, this rank's micro batches."""
+        given, ran, step, beat = extent(parts), NO_EXTENT, self.step, self.heartbeat.beat
+
+        def on_micro_batch(index: int, run: Sequence[TokenBatch]) -> None:
+            nonlocal ran
+            if index == 0:
+                ran = extent(run)
+            rows = run[index].tokens.shape[0]
+            beat(
+                phase="train",
+                step=step,
+                micro_batch=index,
+                batch_size=rows,
+                given=given,
+                run=ran,
+            )
+
+        return on_micro_batch
 
     def lead(self, key: str, decide: Callable[[], str], *, phase: Phase) -> str:
         """`Ranks.lead`, with heartbeats in `phase` on the ranks that wait."""

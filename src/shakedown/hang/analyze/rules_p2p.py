@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shakedown.hang.analyze.model import Cause, Edge, Hypothesis, name_ranks, verb
-from shakedown.hang.analyze.rules_process import root_exception
 from shakedown.hang.analyze.rules_stacks import OUTSIDE, places_of
 from shakedown.hang.analyze.situation import WAITING, Situation
 from shakedown.hang.records import FlightRecord, Frame, Operation, Place
@@ -265,23 +264,38 @@ def splits(s: Situation) -> Hypothesis | None:
 
 # py-spy shortens Megatron's paths to `core/...`.
 _WAITS = re.compile(r"torch/distributed/|(?:^|/)core/pipeline_parallel/")
-_SCHEDULE = re.compile(r"torch/distributed/pipelining/|(?:^|/)core/pipeline_parallel/")
+SCHEDULE = re.compile(r"torch/distributed/pipelining/|(?:^|/)core/pipeline_parallel/")
 # Megatron's 1F1B sends a gradient without receiving the next input after its last forward alone.
 _LAST_CALL = "send_backward"
 
 
-def _in_schedule(path: Sequence[Frame]) -> bool:
-    return any(_SCHEDULE.search(f.file) for f in path)
+def in_schedule(path: Sequence[Frame]) -> bool:
+    return any(SCHEDULE.search(f.file) for f in path)
 
 
 def _runs_no_more(path: Sequence[Frame]) -> bool:
     """The rank has begun its step's last micro-batch."""
     last_call = any(f.function == _LAST_CALL for f in path)
-    return bool(path) and (last_call or not _in_schedule(path))
+    return bool(path) and (last_call or not in_schedule(path))
+
+
+_PIPELINE_GROUP = re.compile(r"(?:^|_)(?:pp?|pipe\w*|pipeline\w*)(?:_|\b| )", re.I)
+
+
+def pipeline_peers(s: Situation, rank: int) -> set[int]:
+    """The other ranks of a rank's pipeline, by the process groups of the dumps."""
+    groups = [g for g in s.facts.groups if rank in g.members]
+    found = [set(g.members) for g in groups if _PIPELINE_GROUP.search(g.description)]
+    return set().union(*found) - {rank}
 
 
 def fewer_micro_batches(s: Situation) -> Hypothesis | None:
-    """A rank has run its last micro-batch, and fewer than others, one of which waits for more."""
+    """A rank has run its last micro-batch, and fewer than others, one of which waits for more.
+
+    Of one that has left its schedule only the stages behind it starve, which have begun no more
+    than it did, and those before it wait for gradients when they have begun all: stages count as
+    the ranks of a pipeline do.
+    """
     beats = {r: c.beat.beat for r, c in s.ranks.items() if c.beat and c.beat.beat.phase == "train"}
     if len(beats) < len(s.ranks) or len({b.step for b in beats.values()}) != 1:
         return None
@@ -291,14 +305,16 @@ def fewer_micro_batches(s: Situation) -> Hypothesis | None:
     if not short or 2 * len(short) > len(beats):
         return None
     count = max(beats[r].micro_batch for r in short)
-    left = any(not _in_schedule(s.positions[r].path) for r in short)
-    waiting = [  # a stage behind those that have left starves: it has begun no more than they
+    left = any(not in_schedule(s.positions[r].path) for r in short)
+    near = set().union(*(pipeline_peers(s, r) for r in short)) or set(beats)
+    waiting = [
         r
         for r, b in beats.items()
         if r not in short
-        and _in_schedule(path := s.positions[r].path)
+        and r in near
+        and in_schedule(path := s.positions[r].path)
         and _WAITS.search(path[-1].file)
-        and (b.micro_batch <= count or not left)
+        and (not left or b.micro_batch <= count or (b.micro_batch == most and r < max(short)))
     ]
     if not waiting:
         return None
@@ -319,35 +335,4 @@ def fewer_micro_batches(s: Situation) -> Hypothesis | None:
             Edge(f"rank {a}", f"rank {b}", "a micro-batch not sent") for a in waiting for b in short
         ][:200],
         remedy="give all stages of a pipeline the same number of micro-batches",
-    )
-
-
-_SHAPE = re.compile(
-    r"out of (?:bounds|range)|size of tensor|shape|mat1 and mat2|must match|dimension", re.I
-)
-
-
-def shape_error(s: Situation) -> Hypothesis | None:
-    """A stage of a pipeline raised on a tensor's shape: what it got, or what it expected of it.
-
-    The stage before it, its own batch or its own code may be wrong: the error names none of them.
-    """
-    raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
-    if not raised or len(raised) == len(s.expected_ranks):
-        return None
-    for event in raised.values():
-        scheduled = any(_SCHEDULE.search(f.file) for f in event.frames)
-        if not scheduled or not _SHAPE.search(event.text):
-            return None
-    event = next(iter(raised.values()))
-    return Hypothesis(
-        "pipeline_shape_mismatch",
-        f"pipeline stage on {name_ranks(list(raised))} met a tensor of another shape than it "
-        f"expected: {event.text}",
-        victims=sorted(s.ranks),
-        confidence=0.6,
-        evidence=[e.place for e in list(raised.values())[:6]],
-        needed=["the shapes that each stage sends and expects"],
-        state="hung" if s.stuck else "exited",
-        remedy="compare the output shape of the sending stage with its neighbour's input",
     )

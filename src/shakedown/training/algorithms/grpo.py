@@ -75,7 +75,7 @@ class Grpo:
             level=self._settings.loss_level,
             drop_flat=self._settings.drop_flat_groups,
         )
-        sums, values = self._policy.run(batch, self._beat_training)
+        sums, values = self._policy.run(batch, self._context.beat_training)
         values |= rollout_metrics(rollouts, batch, trained=step - 1)
         values["wait_seconds"] = fetched - began
         values["train_seconds"] = time.monotonic() - fetched
@@ -147,9 +147,6 @@ class Grpo:
 
     def _beat_waiting(self) -> None:
         self._context.beat("rollout_wait")
-
-    def _beat_training(self, micro_batch: int, rows: int) -> None:
-        self._context.beat("train", micro_batch=micro_batch, batch_size=rows)
 
     def _load_reference(self) -> ReferenceModel | None:
         if not self._settings.kl_coef:

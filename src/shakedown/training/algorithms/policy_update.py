@@ -15,7 +15,7 @@ from shakedown.training.algorithms.policy_loss import (
 from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.coordination import Ranks
 from shakedown.training.data.batch import TokenBatch, rank_share
-from shakedown.training.engines.base import Engine, LossPart, Scores
+from shakedown.training.engines.base import Engine, LossPart, OnMicroBatch, Scores
 
 # Averaged over the epochs of a batch; the others are measured before its first update.
 _OVER_EPOCHS = frozenset({"loss", "clip_fraction"})
@@ -96,13 +96,13 @@ class PolicyUpdate:
         engine.entropy_gradient = settings.entropy_coef > 0
 
     def run(
-        self, batch: TokenBatch, beat: Callable[[int, int], None]
+        self, batch: TokenBatch, beat: Callable[[Sequence[TokenBatch]], OnMicroBatch]
     ) -> tuple[dict[str, float], dict[str, float]]:
         """(collective) `epochs` updates on the whole batch; none where no token has a share.
 
         Args:
             batch: as `policy_part` has it, and `place` [N, T], the number of each trained token.
-            beat: called with index and rows of each micro batch.
+            beat: given this rank's micro batches, what the engine calls for each of them.
 
         Returns:
             This rank's sums, and values that are the same on all ranks.
@@ -115,9 +115,7 @@ class PolicyUpdate:
             micro_batch_size=self._micro_batch_size,
         )
 
-        def on_micro_batch(index: int) -> None:
-            beat(index, parts[index].tokens.shape[0])
-
+        on_micro_batch = beat(parts)
         reference = self._score_reference(parts, on_micro_batch)
         total, old = max(batch.trained_tokens, 1), dict[int, torch.Tensor]()
 
@@ -151,7 +149,7 @@ class PolicyUpdate:
         return sums, {"lr": rate, "grad_norm": norm, **self._mismatch(batch, parts, old)}
 
     def _score_reference(
-        self, parts: Sequence[TokenBatch], on_micro_batch: Callable[[int], None]
+        self, parts: Sequence[TokenBatch], on_micro_batch: OnMicroBatch
     ) -> list[torch.Tensor]:
         if self._reference is None:
             return []

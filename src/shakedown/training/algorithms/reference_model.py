@@ -1,12 +1,13 @@
 """The stage's input model, frozen: what the KL term holds the policy to."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from shakedown.training.data.batch import TokenBatch
 from shakedown.training.engines import engine_class, engine_sizes
+from shakedown.training.engines.base import OnMicroBatch
 from shakedown.training.job import StageJob
 
 
@@ -36,11 +37,11 @@ class ReferenceModel:
         batches: Sequence[TokenBatch],
         *,
         temperature: float,
-        on_micro_batch: Callable[[int], None],
+        on_micro_batch: OnMicroBatch,
     ) -> list[torch.Tensor]:
         """(collective) Log-probabilities of the trained tokens, [M] for each micro batch."""
         found = []
         for index, batch in enumerate(batches):  # one at a time: a heartbeat between them
-            on_micro_batch(index)
+            on_micro_batch(index, batches)
             found += self._engine.logprobs([batch], temperature=temperature)
         return found

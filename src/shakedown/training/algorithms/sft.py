@@ -75,11 +75,8 @@ class Sft:
             entropy = scores.entropy.sum() / total
             return LossPart(negative_log_likelihood(scores.logprobs, total), {"entropy": entropy})
 
-        def beat(index: int) -> None:
-            context.beat("train", micro_batch=index, batch_size=parts[index].tokens.shape[0])
-
         rate = engine.learning_rate
-        sums = engine.forward_backward(parts, loss, on_micro_batch=beat)
+        sums = engine.forward_backward(parts, loss, on_micro_batch=context.beat_training(parts))
         values = {
             "lr": rate,
             "grad_norm": engine.step(),

@@ -42,6 +42,12 @@ class TokenBatch:
         )
 
 
+def extent(batches: Sequence[TokenBatch]) -> tuple[int, int, int]:
+    """How many micro batches, the most rows of one, the most tokens of a row with its padding."""
+    shapes = [batch.tokens.shape for batch in batches]
+    return len(shapes), max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
+
+
 def pad_rows(rows: Sequence[Sequence[int]], trained: Sequence[int], *, pad: int) -> TokenBatch:
     """Make a batch of token lists; of row i the last `trained[i]` tokens are trained."""
     width = max(map(len, rows))

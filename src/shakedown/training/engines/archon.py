@@ -29,6 +29,7 @@ from shakedown.training.engines.base import (
     NO_OPTIONS,
     EngineOptions,
     LossFunction,
+    OnMicroBatch,
     Scores,
     refuse_options,
 )
@@ -122,7 +123,7 @@ class ArchonEngine:
         loss: LossFunction,
         *,
         temperature: float = 1.0,
-        on_micro_batch: Callable[[int], None] | None = None,
+        on_micro_batch: OnMicroBatch | None = None,
     ) -> dict[str, float]:
         self._stage.train()
         totals: dict[str, torch.Tensor] = {}
@@ -212,16 +213,18 @@ class ArchonEngine:
         finish: Callable[[Scores, TokenBatch, int], torch.Tensor],
         temperature: float,
         *,
-        on_micro_batch: Callable[[int], None] | None = None,
+        on_micro_batch: OnMicroBatch | None = None,
     ) -> None:
         """All micro batches through the pipeline and, with gradients on, back; `finish` on the
         last stage.
         """
+        if on_micro_batch is not None:
+            on_micro_batch(0, batches)
         here = [batch.to(self.device) for batch in batches]
 
         def begin(index: int) -> TokenBatch:
-            if on_micro_batch is not None:
-                on_micro_batch(index)
+            if on_micro_batch is not None and index > 0:
+                on_micro_batch(index, batches)
             return here[index]
 
         def scored(logits: torch.Tensor, index: int) -> torch.Tensor:

@@ -75,6 +75,9 @@ def refuse_options(engine: str, options: EngineOptions) -> None:
         )
 
 
+# (index of a micro batch that begins on this rank, all of the call's as the engine has them)
+OnMicroBatch = Callable[[int, Sequence[TokenBatch]], None]
+
 # (scores, micro batch, index of the micro batch on this rank) -> its part of the loss
 LossFunction = Callable[[Scores, TokenBatch, int], LossPart]
 
@@ -127,11 +130,12 @@ class Engine(Protocol):
         loss: LossFunction,
         *,
         temperature: float = 1.0,
-        on_micro_batch: Callable[[int], None] | None = None,
+        on_micro_batch: OnMicroBatch | None = None,
     ) -> dict[str, float]:
         """(collective) Add the gradients of all micro batches; returns this rank's sums.
 
-        The sums hold `loss` and everything that the loss function returned.
+        The sums hold `loss` and everything that the loss function returned. A stage of a pipeline
+        calls `on_micro_batch` with index 0 before it waits for its first input.
         """
 
     def step(self) -> float:

@@ -3,7 +3,7 @@
 Over `t` ranks each layer is cut by tensor parallelism beforehand, over `d` FSDP shards the rest.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shakedown.training.engines.base import (
     NO_OPTIONS,
     EngineOptions,
     LossFunction,
+    OnMicroBatch,
     Scores,
 )
 from shakedown.training.engines.dcp_store import DcpStore, load_model, model_state
@@ -104,13 +105,13 @@ class FsdpEngine:
         loss: LossFunction,
         *,
         temperature: float = 1.0,
-        on_micro_batch: Callable[[int], None] | None = None,
+        on_micro_batch: OnMicroBatch | None = None,
     ) -> dict[str, float]:
         self._model.train()
         totals: dict[str, torch.Tensor] = {}
         for index, batch in enumerate(batches):
             if on_micro_batch is not None:
-                on_micro_batch(index)
+                on_micro_batch(index, batches)
             self._expect(last=index == len(batches) - 1)
             here = batch.to(self.device)
             part = loss(self._score(here, temperature), here, index)

@@ -22,6 +22,7 @@ from shakedown.training.engines.base import (
     NO_OPTIONS,
     EngineOptions,
     LossFunction,
+    OnMicroBatch,
     refuse_options,
 )
 from shakedown.training.engines.megatron_model import Forward, build_model, join_groups
@@ -129,7 +130,7 @@ class MegatronEngine:
         loss: LossFunction,
         *,
         temperature: float = 1.0,
-        on_micro_batch: Callable[[int], None] | None = None,
+        on_micro_batch: OnMicroBatch | None = None,
     ) -> dict[str, float]:
         if not self._clean:  # the first call's gradients are already summed over the data ranks
             raise RuntimeError("forward_backward was called twice without a step")
@@ -252,17 +253,19 @@ class MegatronEngine:
         part: Callable[[torch.Tensor, TokenBatch, int], tuple[Any, Any, Any]],
         *,
         forward_only: bool = False,
-        on_micro_batch: Callable[[int], None] | None = None,
+        on_micro_batch: OnMicroBatch | None = None,
     ) -> list[Any]:
         """Megatron's schedule over the micro batches; what `part` gave third, on the last stage."""
 
         def forward(source: Any, wrapped: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
             index, batch = next(source)
-            if on_micro_batch is not None:
-                on_micro_batch(index)
+            if on_micro_batch is not None and index > 0:
+                on_micro_batch(index, batches)
             here = batch.to(self.device)
             return self._forward(wrapped, here), lambda logits: part(logits, here, index)
 
+        if on_micro_batch is not None:
+            on_micro_batch(0, batches)
         with core.calls(self.device):
             found: list[Any] = core.get_forward_backward_func()(
                 forward_step_func=forward,
