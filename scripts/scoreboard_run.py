@@ -33,7 +33,6 @@ _SAMPLED_STEP = 3  # "sample" and what is done to the server come when the train
 _COMMON: dict[str, Any] = {
     "eval_samples": 0,
     "checkpoint_every": 5,
-    "stall_timeout": STALL_SECONDS,
     "start_timeout": START_SECONDS,
 }
 STAGES: dict[str, dict[str, Any]] = {
@@ -76,8 +75,13 @@ class Seen:
     threshold: float | None = None
 
 
-def run_case(case: Case, drawn: Drawn, folder: Path, assets: Path) -> Result:
+def run_case(
+    case: Case, drawn: Drawn, folder: Path, assets: Path, *, stall: float = STALL_SECONDS
+) -> Result:
     """Run, strike, diagnose and judge; everything stays in `folder`.
+
+    Args:
+        stall: the stage's `stall_timeout`, seconds.
 
     Raises:
         CaseError: it cannot be judged.
@@ -85,7 +89,7 @@ def run_case(case: Case, drawn: Drawn, folder: Path, assets: Path) -> Result:
     folder.mkdir(parents=True)
     stage = RunPaths(folder / "run").stage(case.algorithm)
     config = folder / "config.yaml"
-    config.write_text(yaml.safe_dump(case_config(case, drawn, folder)), encoding="utf-8")
+    config.write_text(yaml.safe_dump(case_config(case, drawn, folder, stall)), encoding="utf-8")
     command = [sys.executable, "-m", "shakedown.cli", "train", case.algorithm]
     log = folder / "train.log"
     with log.open("wb") as output:
@@ -96,7 +100,7 @@ def run_case(case: Case, drawn: Drawn, folder: Path, assets: Path) -> Result:
             env=os.environ | {"PYTHONPATH": _search_path(folder), "OMP_NUM_THREADS": "1"},
         )
     try:
-        seen = _follow(process, case, stage, log)
+        seen = _follow(process, case, stage, log, stall)
     finally:
         _end(process)
     diagnosis, sentence = _diagnose(stage)
@@ -135,11 +139,14 @@ def code_of_runs() -> str:
     return digest.hexdigest()[:12]
 
 
-def case_config(case: Case, drawn: Drawn, folder: Path) -> dict[str, Any]:
+def case_config(
+    case: Case, drawn: Drawn, folder: Path, stall: float = STALL_SECONDS
+) -> dict[str, Any]:
     """The demo's config with one small stage and the case's fault."""
     body: dict[str, Any] = load_config(ROOT / "config" / "config.yaml").model_dump(mode="json")
     body |= {"run": "run", "results": str(folder), "order": [case.algorithm]}
     stage = {**body["stages"][case.algorithm], **_COMMON, **STAGES[case.algorithm]}
+    stage["stall_timeout"] = stall
     changes = dict(case.changes)
     if case.algorithm == "grpo":
         stage["grpo"] = {**stage["grpo"], **GRPO, **changes.pop("grpo", {})}
@@ -161,7 +168,9 @@ def _search_path(folder: Path) -> str:
     return os.pathsep.join(filter(None, [str(package.parent), os.environ.get("PYTHONPATH", "")]))
 
 
-def _follow(process: "subprocess.Popen[bytes]", case: Case, stage: StagePaths, log: Path) -> Seen:
+def _follow(
+    process: "subprocess.Popen[bytes]", case: Case, stage: StagePaths, log: Path, stall: float
+) -> Seen:
     """Until the stage has ended, or was sampled; notes when the fault and the threshold came."""
     seen, deadline = Seen(), time.monotonic() + CASE_SECONDS
     touched = False
@@ -176,9 +185,8 @@ def _follow(process: "subprocess.Popen[bytes]", case: Case, stage: StagePaths, l
         if seen.struck is None and _has_struck(stage):
             seen.struck = now
         if seen.threshold is None:
-            seen.threshold = _threshold(
-                log.read_text(encoding="utf-8", errors="replace"), now, case
-            )
+            text = log.read_text(encoding="utf-8", errors="replace")
+            seen.threshold = _threshold(text, now, case, stall)
         time.sleep(_POLL_SECONDS)
     if case.outside and not touched:
         raise CaseError("the stage ended before anything was done to it")
@@ -215,14 +223,14 @@ def _has_struck(stage: StagePaths) -> bool:
     )
 
 
-def _threshold(text: str, now: float, case: Case) -> float | None:
+def _threshold(text: str, now: float, case: Case, stall: float) -> float | None:
     """When the first component's patience ended, by the line that the supervisor writes then."""
     found = _STALLED.search(text)
     if found is None:
         return None
     stood, phase = float(found.group(1)), found.group(2)
     start = float(case.changes.get("start_timeout", START_SECONDS))
-    return now - max(0.0, stood - (start if phase in _LONG_PHASES else STALL_SECONDS))
+    return now - max(0.0, stood - (start if phase in _LONG_PHASES else stall))
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -4,7 +4,6 @@ RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by the test that starts it
 """
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
@@ -36,13 +35,8 @@ def inject(step: int, loss: torch.Tensor) -> None:
         log_extra(loss)
     elif FAULT == "mismatch":
         dist.all_reduce(loss.detach().clone())  # gloo aborts: it meets another all_reduce
-    elif FAULT == "busy":
-        while True:
-            sum(range(1000))
     elif FAULT == "asleep":
         time.sleep(3600)
-    elif FAULT == "stopped":
-        os.kill(os.getpid(), signal.SIGSTOP)
     elif FAULT == "raises":
         raise ValueError("loss is not finite")
 
@@ -71,29 +65,13 @@ def train(beats: Heartbeat) -> None:
         time.sleep(0.05)
 
 
-def swallow(beats: Heartbeat) -> None:
-    try:
-        if RANK == CULPRIT:
-            raise ValueError("bad batch")
-        train(beats)
-    except ValueError:
-        pass  # the fault itself: nobody learns of the exception
-    finally:
-        dist.barrier()
-
-
 def main() -> None:
     torch.set_num_threads(1)
     hook.install(RANK, ATTEMPT / "evidence")
     beats = Heartbeat(ATTEMPT / "heartbeat", RANK)
     beats.beat(phase="init")
-    if FAULT == "no_rendezvous" and RANK == CULPRIT:
-        time.sleep(3600)
     dist.init_process_group("gloo")
-    if FAULT == "swallowed":
-        swallow(beats)
-    else:
-        train(beats)
+    train(beats)
 
 
 if __name__ == "__main__":

@@ -94,13 +94,7 @@ def diagnose(job: Job) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "world", "line"),
-    [
-        ("conditional", 2, "log_extra"),
-        ("conditional", 4, "log_extra"),
-        ("extra_call", 2, "same_call"),
-        ("extra_call", 4, "same_call"),
-    ],
+    ("fault", "world", "line"), [("conditional", 4, "log_extra"), ("extra_call", 2, "same_call")]
 )
 def test_rank_that_calls_an_extra_collective_is_named_with_its_line(
     fault: str, world: int, line: str, tmp_path: Path
@@ -119,39 +113,18 @@ def test_rank_that_calls_an_extra_collective_is_named_with_its_line(
     assert f"hang_job.py:{called}" in summary
 
 
-@pytest.mark.parametrize(
-    ("fault", "cause", "pattern"),
-    [
-        ("asleep", "missing_rank", None),
-        ("busy", "rank_busy", None),
-        ("stopped", "missing_rank", None),
-        ("swallowed", "exception_in_cleanup", "A"),
-        ("no_rendezvous", "init_deadlock", None),
-    ],
-)
-def test_rank_that_does_not_come_is_named_with_its_cause(
-    fault: str, cause: str, pattern: str | None, tmp_path: Path
-) -> None:
-    with running(fault, 3, tmp_path / "001") as job:
+def test_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
+    with running("asleep", 3, tmp_path / "001") as job:
         job.wait_until_stalled()
         job.collect()
     _, diagnosis = diagnose(job)
-    assert (diagnosis["cause"], diagnosis["pattern"]) == (cause, pattern)
+    assert (diagnosis["cause"], diagnosis["pattern"]) == ("missing_rank", None)
     assert diagnosis["culprits"]["ranks"] == [1]
     assert diagnosis["victims"]["ranks"] == [0, 2]
 
 
-@pytest.mark.parametrize(
-    ("fault", "said"), [("raises", "loss is not finite"), ("killed", "signal 9")]
-)
-def test_rank_that_ended_is_named_though_the_others_died_of_it(
-    fault: str, said: str, tmp_path: Path
-) -> None:
-    with running(fault, 3, tmp_path / "001") as job:
-        if fault == "killed":
-            while not (beats := read_heartbeats(job.attempt / "heartbeat")) or beats[-1].step < 2:
-                time.sleep(0.2)
-            job.ranks[1].kill()
+def test_rank_that_raised_is_named_though_the_others_died_of_it(tmp_path: Path) -> None:
+    with running("raises", 3, tmp_path / "001") as job:
         codes = {f"trainer-rank{r}": p.wait(timeout=120) for r, p in enumerate(job.ranks)}
     outcome = {**HUNG, "state": "failed", "exit_codes": codes, "failed_component": "trainer-rank1"}
     verdict = diagnose_stage(job.attempt, outcome)
@@ -159,7 +132,7 @@ def test_rank_that_ended_is_named_though_the_others_died_of_it(
     assert diagnosis["state"] == "exited"
     assert diagnosis["cause"] == "missing_rank"
     assert diagnosis["culprits"]["ranks"] == [1]
-    assert said in verdict.summary
+    assert "loss is not finite" in verdict.summary
 
 
 def test_rank_whose_extra_call_makes_gloo_abort_is_named_by_the_dumps(tmp_path: Path) -> None:

@@ -76,61 +76,6 @@ def _diagnose(tmp_path: Path) -> dict[str, Any]:
     return read_json(stage.diagnosis)
 
 
-def _faulted(train: Train, tmp_path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run a stage to its failure by a fault on rank 1: its outcome and its diagnosis."""
-    process = train({"kind": kind, "rank": 1, "step": 7})
-    _finish(process)
-    assert process.returncode == 1
-    return read_json(_stage(tmp_path).outcome), _diagnose(tmp_path)["diagnosis"]
-
-
-@pytest.mark.parametrize(
-    ("kind", "cause"),
-    [
-        ("conditional_collective", "conditional_collective"),
-        ("exception_in_cleanup", "exception_in_cleanup"),
-        ("busy_rank", "rank_busy"),
-        ("dataloader", "dataloader"),
-        ("dataloader_worker", "dataloader"),
-        ("long_collection", "rank_busy"),
-    ],
-)
-def test_hung_stage_is_ended_and_its_guilty_rank_named(
-    tmp_path: Path, train: Train, kind: str, cause: str
-) -> None:
-    outcome, diagnosis = _faulted(train, tmp_path, kind)
-
-    assert outcome["state"] == "hung"
-    assert diagnosis["cause"] == cause
-    assert diagnosis["culprits"]["ranks"] == [1]
-    assert not processes_that_mention(str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("kind", "cause"), [("size_mismatch", "size_mismatch"), ("out_of_data", "uneven_inputs")]
-)
-def test_call_that_gloo_aborts_on_names_the_rank_that_called_otherwise(
-    tmp_path: Path, train: Train, kind: str, cause: str
-) -> None:
-    outcome, diagnosis = _faulted(train, tmp_path, kind)
-
-    assert outcome["state"] == "failed"
-    assert -signal.SIGABRT in outcome["exit_codes"].values()
-    assert (diagnosis["cause"], diagnosis["culprits"]["ranks"]) == (cause, [1])
-    assert diagnosis["state"] == "exited"
-    assert not processes_that_mention(str(tmp_path))
-
-
-def test_stopped_rank_is_named(tmp_path: Path, train: Train) -> None:
-    _finish(train({"kind": "stop_rank", "rank": 0, "step": 6}))
-
-    diagnosis = _diagnose(tmp_path)["diagnosis"]
-
-    assert diagnosis["culprits"]["ranks"] == [0]
-    assert diagnosis["state"] == "hung"
-    assert not processes_that_mention(str(tmp_path))
-
-
 def test_killed_rank_ends_its_siblings_and_is_the_one_reported(
     tmp_path: Path, train: Train
 ) -> None:
