@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Co
 from shakedown.errors import ConfigError, StorageError
 from shakedown.training import huggingface
 from shakedown.training.conversion import read_shape
+from shakedown.training.data.batch import pad_rows
 from shakedown.training.engines.base import EngineOptions, LossPart
 from shakedown.training.engines.megatron_cpu import calls
-from shakedown.training.engines.megatron_model import build_model, join_groups
+from shakedown.training.engines.megatron_model import Forward, build_model, join_groups
 from shakedown.training.engines.vocabulary import score_logits
 from tests.megatron_ranks import (
     CPU,
@@ -368,3 +370,15 @@ def test_scores_and_their_gradient_are_those_of_log_softmax_without_the_padding(
     assert not logits.grad[:, 7:].any()
     entropy = -(expected.exp() * expected).sum(1)
     torch.testing.assert_close(scores.entropy.double(), entropy.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_hidden_states_of_another_batch_are_refused_by_the_last_stage() -> None:
+    forward = Forward(SimpleNamespace(post_process=False), vocabulary=4)
+    batch = pad_rows([[1, 2, 3, 4], [5, 6]], [2, 1], pad=0)
+
+    def arrived(positions: int) -> torch.Tensor:
+        return forward(lambda *_: forward._keep(None, (torch.ones(positions, 2, 8),))[0], batch)
+
+    assert arrived(3).shape == (3, 2, 8)  # all three positions before a trained token
+    with pytest.raises(RuntimeError, match=r"\[4, 2, 8\], but .* 3 positions in 2"):
+        arrived(4)
