@@ -23,18 +23,26 @@ from tests.hang_own import (
 )
 
 
-def test_two_pipelines_make_no_neighbour_of_the_next_rank(tmp_path: Path) -> None:
-    aborted(tmp_path, 0, 10240, 9216)
+def abort_of_rank_0(folder: Path) -> None:
+    aborted(folder, 0, 10240, 9216)
     frame = '  File "/v/torch/distributed/pipelining/schedules.py", line 683, in _wait_batch_p2p'
     trace = f"Traceback (most recent call last):\n{frame}\n    w.wait()\n"
     for rank, text in ((1, CLOSED), (2, RESET), (3, CLOSED)):
-        log(tmp_path, f"trainer-rank{rank}", trace + text)
+        log(folder, f"trainer-rank{rank}", trace + text)
 
-    alone = chosen(tmp_path)
-    beats(tmp_path, *(beat(rank) for rank in range(4)))
+
+def two_pipelines(folder: Path) -> None:
+    """Dumps: ranks 0 and 2 are one, ranks 1 and 3 the other."""
     for rank in range(4):
         pair = call(1, "broadcast", 1, group=(str(1 + rank % 2), "mesh_p"), order=9)
-        dump(tmp_path, rank, *steps(), pair)
+        dump(folder, rank, *steps(), pair)
+
+
+def test_two_pipelines_make_no_neighbour_of_the_next_rank(tmp_path: Path) -> None:
+    abort_of_rank_0(tmp_path)
+    alone = chosen(tmp_path)
+    beats(tmp_path, *(beat(rank) for rank in range(4)))
+    two_pipelines(tmp_path)
     found = chosen(tmp_path)
 
     assert (alone.cause, list(alone.ranks)) == ("pipeline_shape_mismatch", [])
@@ -128,18 +136,6 @@ def extents(rank: int, run: int = 11, given: int = 11, count: int = 4) -> dict[s
     return {**beat(rank), **made, "run_count": count, "run_rows": 2, "run_width": run}
 
 
-def two_pipelines(folder: Path) -> None:
-    """Ranks 0 and 2, and 1 and 3; rank 0 aborted."""
-    aborted(folder, 0, 10240, 9216)
-    frame = '  File "/v/torch/distributed/pipelining/schedules.py", line 683, in _wait_batch_p2p'
-    trace = f"Traceback (most recent call last):\n{frame}\n    w.wait()\n"
-    for rank, text in ((1, CLOSED), (2, RESET), (3, CLOSED)):
-        log(folder, f"trainer-rank{rank}", trace + text)
-    for rank in range(4):
-        pair = call(1, "broadcast", 1, group=(str(1 + rank % 2), "mesh_p"), order=9)
-        dump(folder, rank, *steps(), pair)
-
-
 @pytest.mark.parametrize(
     ("widths", "named"),
     [
@@ -154,6 +150,7 @@ def two_pipelines(folder: Path) -> None:
 def test_rank_whose_engine_ran_another_shape_than_its_data_made_is_named(
     tmp_path: Path, widths: dict[int, int], named: list[int]
 ) -> None:
+    abort_of_rank_0(tmp_path)
     two_pipelines(tmp_path)
     beats(tmp_path, *(extents(rank, widths.get(rank, 11)) for rank in range(4)))
 
@@ -168,6 +165,7 @@ def test_rank_whose_engine_ran_another_shape_than_its_data_made_is_named(
 
 
 def test_stages_with_other_shapes_by_their_own_data_name_nobody(tmp_path: Path) -> None:
+    abort_of_rank_0(tmp_path)
     two_pipelines(tmp_path)
     beats(tmp_path, *(extents(rank, 10 + (rank > 0), 10 + (rank > 0)) for rank in range(4)))
 
@@ -175,6 +173,7 @@ def test_stages_with_other_shapes_by_their_own_data_name_nobody(tmp_path: Path) 
 
 
 def test_neighbour_without_a_heartbeat_leaves_nobody_to_compare_with(tmp_path: Path) -> None:
+    abort_of_rank_0(tmp_path)
     two_pipelines(tmp_path)
     beats(tmp_path, extents(0, 10), extents(1), extents(3))
 
