@@ -16,7 +16,7 @@ import pytest
 
 from shakedown.hang import beat_channel
 from shakedown.hang.beat_channel import Channel
-from shakedown.hang.beat_writer import BEAT, SLOTS, newest
+from shakedown.hang.beat_writer import BEAT, IDENTITY, MEMORY_BYTES, NAME, SLOTS, newest
 from shakedown.hang.collect import collect_local, from_attempt, from_pattern
 from shakedown.hang.diagnose import diagnose_paths
 from shakedown.hang.heartbeat import Beat, Heartbeat, read_heartbeats, read_live
@@ -151,6 +151,24 @@ def test_beat_that_is_half_made_leaves_the_one_before(tmp_path: Path) -> None:
 
     assert record.index(b'{"rank":3,"phase":"train","step":1,') == 9
     channel.release()
+
+
+@pytest.mark.parametrize(
+    ("identity", "wall"),
+    [(b"\xff" * 16, 1.0), (b'"rank":3', 1e300), (b"no JSON", 1.0), (b'"rank":3', 1.0)],
+    ids=["no text", "too long", "no JSON", "keys missing"],
+)
+def test_strangers_memory_of_the_same_name_is_no_beat(identity: bytes, wall: float) -> None:
+    descriptor = os.memfd_create(NAME)
+    memory = bytearray(MEMORY_BYTES)
+    memory[IDENTITY : IDENTITY + len(identity)] = identity
+    BEAT.pack_into(memory, SLOTS[1], 1, b"train", *[1] * 9, wall, 1.0, 1)
+    os.write(descriptor, memory)
+    with subprocess.Popen(["sleep", "60"], pass_fds=[descriptor]) as stranger:
+        os.close(descriptor)
+        found = read_live(stranger.pid)
+        stranger.kill()
+    assert found is None
 
 
 def test_living_beats_are_never_a_mixture_of_two(tmp_path: Path) -> None:

@@ -207,7 +207,8 @@ class Memory:
 
 
 def read_memory(pid: int) -> Memory | None:
-    """The memory of a process of this host, read without its help; None where it has none.
+    """The memory of a process of this host, read without its help; None where it has none, or
+    one that is not ours.
 
     It is as new as the process itself, whatever the file system does.
     """
@@ -216,7 +217,7 @@ def read_memory(pid: int) -> Memory | None:
         for name in os.listdir(folder):
             if _MEMORY.fullmatch(_link(f"{folder}/{name}")):
                 return _read(f"{folder}/{name}")
-    except OSError:
+    except (OSError, ValueError):
         return None
     return None
 
