@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from shakedown.hang.parse.source import Source
+from shakedown.hang.parse.traceback_lines import HEAD, frame_of
 from shakedown.hang.records import Frame, Identity, LogEvent, clean
 
-_HEAD = "Traceback (most recent call last)"
-_FRAME = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,9}), in (.{1,200})$')
 _ERROR = re.compile(
     r"^(?:\w{1,80}\.){0,9}[A-Z]\w{0,80}(?:Error|Exception|Interrupt|Exit|Timeout|Expired)\b"
 )
@@ -36,15 +35,15 @@ def cut_tracebacks(source: Source, strip: Strip) -> Iterator[tuple[LogEvent, int
     """
     begun: dict[tuple[int | None, int | None], _Begun] = {}
     for number, raw in enumerate(source.lines[:_LONGEST], 1):
-        if _HEAD in raw:  # what follows may be its frames, with other prefixes
+        if HEAD in raw:  # what follows may be its frames, with other prefixes
             return
         line, who, local = strip(raw)
         row = begun.setdefault((who.rank, local), _Begun())
         if row.over or not line.strip():
             continue
-        if match := _FRAME.match(line.rstrip()):
+        if frame := frame_of(line):
             row.number = row.number or number
-            row.frames.append(Frame(clean(match[3], 200), clean(match[1], 300), int(match[2])))
+            row.frames.append(frame)
         elif not line.startswith((" ", "\t")):
             row.over = True
             if row.frames and _ERROR.match(line):

@@ -11,6 +11,7 @@ from shakedown.hang.parse.local_ranks import LOCAL
 from shakedown.hang.parse.log_lines import PATTERNS, Row, groups_of
 from shakedown.hang.parse.source import Source
 from shakedown.hang.parse.step_times import step_lengths
+from shakedown.hang.parse.traceback_lines import HEAD, frame_of
 from shakedown.hang.records import Frame, Identity, LogEnd, LogEvent, Record, clean
 
 # kubectl logs --prefix and --timestamps, Ray, a node's name or a time before torchrun's own prefix
@@ -29,10 +30,8 @@ _LOG_NAME = re.compile(
 
 # py-spy's heads of a process: words of its command line and its paths are no messages.
 _COMMAND = ("Process ", "Parent Process ")
-_TRACEBACK = "Traceback (most recent call last):"
-_FILE_LINE = re.compile(r'^\s+File "([^"]{1,400})", line (\d{1,9})(?:, in (.{1,200}))?$')
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
-_FOLLOWED = tuple(text.lower() for text in (_TRACEBACK, *_CHAINED))
+_FOLLOWED = tuple(text.lower() for text in (HEAD, *_CHAINED))
 _ROOT = "Root Cause"
 _SUMMARY = ("root cause", "(local_rank: ", "exitcode")  # lines of torchrun's summary
 
@@ -99,7 +98,7 @@ class _Reader:
 
     def _line(self, number: int, raw: str) -> None:
         line, who, local = _strip(raw, self._named)
-        opens = _TRACEBACK in line or line.startswith(_CHAINED)
+        opens = HEAD in line or line.startswith(_CHAINED)
         if (opens or (who.rank, local) in self._open) and self._follow(number, line, who, local):
             return
         found = _line_events(self._source, self._rows, number, line, who)
@@ -241,7 +240,7 @@ class _Tracebacks:
 
     def feed(self, number: int, line: str, who: Identity) -> LogEvent | None:
         """The traceback that this line ends, if any."""
-        if _TRACEBACK in line:
+        if HEAD in line:
             ended = self._event("", "") if self.inside else None
             self.inside, self._frames, self._line, self._who = True, [], number, who
             return ended
@@ -252,10 +251,8 @@ class _Tracebacks:
             if line.strip() and not line.startswith(" "):
                 self._chained = False
             return None
-        if match := _FILE_LINE.match(line.rstrip()):
-            self._frames.append(
-                Frame(clean(match[3] or "?", 200), clean(match[1], 300), int(match[2]))
-            )
+        if frame := frame_of(line):
+            self._frames.append(frame)
             return None
         if line.startswith((" ", "\t")) or not line.strip():
             return None
