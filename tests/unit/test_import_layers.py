@@ -71,7 +71,7 @@ def test_imports_run_down_and_rooms_of_a_floor_stay_apart(path: Path) -> None:
 
 
 def test_the_executor_does_not_import_shakedown() -> None:
-    executor = SOURCE / "snakemake_executor_plugin_submitit"
+    executor = SOURCE.parent / "executor" / "src" / "snakemake_executor_plugin_submitit"
     modules = [name for path in executor.rglob("*.py") for name in _imports(path)]
 
     assert modules

@@ -21,13 +21,13 @@ requires = []
 build-backend = "backend"
 backend-path = ["."]
 [project]
-name = "tiny"
+name = "{name}"
 version = "1"
 """
 BACKEND = """
 import shutil
 def build_editable(folder, *_):
-    return shutil.copy("tiny-1-py3-none-any.whl", folder).rpartition("/")[2]
+    return shutil.copy("{name}-1-py3-none-any.whl", folder).rpartition("/")[2]
 """
 
 pytestmark = pytest.mark.slow  # each `python -m venv` takes seconds
@@ -76,13 +76,14 @@ def closed() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project that needs torch alone."""
+    """A project that needs torch alone, and its executor."""
     root = tmp_path_factory.mktemp("project")
     shutil.copytree(SCRIPTS, root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
     (root / "constraints.txt").write_text("torch==2.13.0\n", encoding="utf-8")
-    (root / "pyproject.toml").write_text(PYPROJECT, encoding="utf-8")
-    (root / "backend.py").write_text(BACKEND, encoding="utf-8")
-    make_wheel(root, "tiny", "1", "")
+    for folder, name in ((root, "tiny"), (root / "executor", "tiny_executor")):
+        make_wheel(folder, name, "1", "")
+        (folder / "pyproject.toml").write_text(PYPROJECT.format(name=name), encoding="utf-8")
+        (folder / "backend.py").write_text(BACKEND.format(name=name), encoding="utf-8")
     return root
 
 

@@ -6,14 +6,14 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sender_desk import Cluster, Desk, ready
+from slurm_programs import Programs
 from submitit.core.utils import FailedJobError
 
 from snakemake_executor_plugin_submitit import sending
 from snakemake_executor_plugin_submitit.journal import Journal, open_runs
 from snakemake_executor_plugin_submitit.outbox import StoppedError
 from snakemake_executor_plugin_submitit.work import Prepared
-from tests.unit.sender_desk import Cluster, Desk, ready
-from tests.unit.slurm_programs import Programs
 
 TOO_LARGE = "sbatch: error: Batch job submission failed: Invalid job array specification"
 BUSY = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"

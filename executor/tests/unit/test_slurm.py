@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from slurm_programs import Programs
 
 from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
-from tests.unit.slurm_programs import Programs
 
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 OURS = "-a1b2c3"

@@ -5,12 +5,12 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sender_desk import Cluster, Desk, ready
+from slurm_programs import Programs
 
 from snakemake_executor_plugin_submitit import sending
 from snakemake_executor_plugin_submitit.journal import Entry, Journal
 from snakemake_executor_plugin_submitit.reattach import Candidate
-from tests.unit.sender_desk import Cluster, Desk, ready
-from tests.unit.slurm_programs import Programs
 
 
 @pytest.fixture

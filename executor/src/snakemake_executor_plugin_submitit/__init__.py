@@ -1,10 +1,12 @@
-"""A Snakemake executor for Slurm that submits through submitit; see docs/executor.md.
+"""A Snakemake executor for Slurm that submits through submitit; see docs/further.md.
 
 What Snakemake looks for is imported when it looks: on a node only `node` is needed.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from snakemake_executor_plugin_submitit.executor import Executor

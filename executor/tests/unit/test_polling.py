@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
+from slurm_programs import Programs
 
 from snakemake_executor_plugin_submitit.journal import Entry
 from snakemake_executor_plugin_submitit.polling import Poller
 from snakemake_executor_plugin_submitit.slurm import JobState
 from snakemake_executor_plugin_submitit.status import judge
-from tests.unit.slurm_programs import Programs
 
 RUN = "20260314-101500-a1b2c3"
 TAG = f"{RUN}.1"
