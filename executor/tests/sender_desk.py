@@ -6,17 +6,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from snakemake_executor_plugin_submitit.exclusion import NodeHistory
+from entries import identity
+
+from snakemake_executor_plugin_submitit.exclusion import NodeGuard
 from snakemake_executor_plugin_submitit.journal import Entry, Journal
-from snakemake_executor_plugin_submitit.reattach import Candidate
+from snakemake_executor_plugin_submitit.reattach import Candidates
 from snakemake_executor_plugin_submitit.sending import Sender
 from snakemake_executor_plugin_submitit.settings import ExecutorSettings
-from snakemake_executor_plugin_submitit.submit import Batch
+from snakemake_executor_plugin_submitit.submit import Batch, Submitted
 from snakemake_executor_plugin_submitit.work import Prepared
 
 
 class Reports:
-    """What Snakemake hears: job ids, or words, by the job's key."""
+    """What Snakemake hears: job ids, or words, by what the job makes."""
 
     def __init__(self) -> None:
         self.job_ids: dict[str, str] = {}
@@ -24,12 +26,12 @@ class Reports:
         self.words: dict[str, str] = {}
 
     def submitted(self, job: Any, entry: Entry, *, taken_over: bool) -> None:
-        assert job.key == entry.key
-        self.job_ids[entry.key] = entry.job_id
-        self.taken |= {entry.key} if taken_over else set()
+        assert job.makes == "+".join(entry.identity.makes)
+        self.job_ids[job.makes] = entry.job_id
+        self.taken |= {job.makes} if taken_over else set()
 
     def refused(self, job: Any, words: str) -> None:
-        self.words[job.key] = words
+        self.words[job.makes] = words
 
 
 class Cluster:
@@ -40,13 +42,14 @@ class Cluster:
         self.tried: list[int] = []
         self.refuse: Callable[[Batch], Exception | None] = lambda _batch: None
 
-    def submit(self, batch: Batch, folder: Path) -> list[str]:
-        assert folder.is_dir()
-        self.tried.append(len(batch.work))
+    def submit(self, batch: Batch) -> Submitted:
+        assert batch.folder.is_dir()
+        self.tried.append(len(batch.commands))
         if error := self.refuse(batch):
             raise error
         self.batches.append(batch)
-        return [f"{len(self.batches)}_{index}" for index in range(len(batch.work))]
+        ids = [f"{len(self.batches)}_{index}" for index in range(len(batch.commands))]
+        return Submitted(ids, "")
 
 
 class Desk:
@@ -55,8 +58,8 @@ class Desk:
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
         self.reports = Reports()
-        self.nodes = NodeHistory()
-        self.candidates: dict[str, Candidate] = {}
+        self.nodes = NodeGuard(lambda _words: None)
+        self.candidates = Candidates()
         self.pauses: list[float] = []
 
     def sender(self, **settings: Any) -> Sender:
@@ -65,6 +68,7 @@ class Desk:
             ExecutorSettings(**settings),
             self.candidates,
             self.nodes,
+            self.journal.base / "logs",
             report=self.reports,
             logger=logging.getLogger("test"),
         )
@@ -72,12 +76,18 @@ class Desk:
         return sender
 
 
-def ready(key: str, **changes: Any) -> Prepared:
-    job = SimpleNamespace(name="train", input=[], key=key)
+def ready(*makes: str, how: str = "so", **changes: Any) -> Prepared:
+    """A job for the sender; `makes`: its outputs."""
+    name = "+".join(makes)
     given: dict[str, Any] = {
+        "job": SimpleNamespace(name="train", makes=name),
+        "identity": identity(*makes, how=how),
+        "label": f"train {name}",
+        "log_folder": Path("rule_train"),
+        "command": f"make {name}",
         "parameters": {"mem": "1M"},
         "checkpoints": False,
         "exclude_file": None,
         **changes,
     }
-    return Prepared(job=job, key=key, fingerprint="print", command=f"make {key}", **given)
+    return Prepared(**given)

@@ -97,6 +97,7 @@ def test_a_training_stage_over_two_nodes_saves_is_requeued_and_resumes(workflow:
     paths = stage_workflow(flow)
     stage = paths.stage("sft")
     snakemake = flow.start(
+        "--submitit-keep-successful-logs",
         *("--snakefile", str(ROOT / "workflow" / "Snakefile")),
         *("--configfile", str(flow.folder / "config.yaml"), "--allowed-rules", "train"),
         *("--set-resources", "train:checkpoint_seconds=60", "--", str(stage.outcome)),
@@ -121,6 +122,6 @@ def test_a_training_stage_over_two_nodes_saves_is_requeued_and_resumes(workflow:
     assert [row["step"] for row in rows] == list(range(1, STAGE["steps"] + 1))
     assert restarts(flow, entry["job_id"]) == "1"
     assert stage.attempt(1).log("trainer-rank1").exists()
-    (log,) = flow.folder.glob(".snakemake/submitit/*/*_log.out")
+    (log,) = flow.folder.glob(".snakemake/submitit/logs/rule_train/*/*.log")
     for attempt in ("attempt 001", "attempt 002"):
         assert f"{attempt}: 2 trainer rank(s) on n" in log.read_text(encoding="utf-8")

@@ -17,6 +17,7 @@ rule agents:
         "../envs/shakedown.yaml"
     resources:
         **placement(),
+        gpu=0,
         exclude_file=str(RUN.bad_nodes),
     params:
         section=section("agents", "serve", "model", "data"),

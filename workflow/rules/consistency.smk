@@ -20,6 +20,7 @@ rule consistency:
         "../envs/shakedown.yaml"
     resources:
         **placement(),
+        gpu=0,
         exclude_file=str(RUN.bad_nodes),
     params:
         section=section("consistency", "serve", "model", "data", "seed"),

@@ -12,6 +12,9 @@ from typing import NamedTuple
 from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patience
 
+# scontrol's words for a job that waits to run again already.
+_IS_REQUEUED = "job is pending execution"
+
 
 class Process(NamedTuple):
     """A process. `started`, in clock ticks since boot, tells it from a later one of its number."""
@@ -92,5 +95,6 @@ def requeue(job: str, pause: Callable[[float], None]) -> str:
             sleep=pause,
         )
     except GaveUpError as error:
-        return str(error)
+        # An earlier call came through, though nothing was heard of it.
+        return "" if _IS_REQUEUED in str(error).lower() else str(error)
     return ""

@@ -1,10 +1,12 @@
 """Nodes that were lost under this run's jobs, and nodes that a file names: kept off later jobs."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from snakemake_executor_plugin_submitit import slurm
+from snakemake_executor_plugin_submitit.polling import Answer
 from snakemake_executor_plugin_submitit.resources import Parameters, ResourceError, node_names
-from snakemake_executor_plugin_submitit.slurm import JobState
+from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
 from snakemake_executor_plugin_submitit.status import INTERRUPTED, LIVE
 
 _FILE_LIMIT = 1 << 20
@@ -16,7 +18,6 @@ class NodeHistory:
     def __init__(self) -> None:
         self._ran_on: dict[str, str] = {}
         self._requeued: set[str] = set()
-        self.lost: set[str] = set()
         self.unexplained: set[str] = set()
 
     def suspects(self, states: Mapping[str, JobState]) -> dict[str, str]:
@@ -55,6 +56,61 @@ class NodeHistory:
             for attempt in failed
             if attempt.state == "NODE_FAIL" and attempt.nodes and not set("[,") & set(attempt.nodes)
         }
+
+
+class NodeGuard:
+    """Keeps this run's jobs off nodes that were lost under some of them.
+
+    Args:
+        say: gets warnings.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._history = NodeHistory()
+        self.lost: set[str] = set()
+
+    def look(self, answer: Answer, *, has_accounting: bool) -> None:
+        """Take Slurm's word about all jobs. Nodes of other clusters are left alone."""
+        known = {e.job_id: job for e, job in answer.items() if job is not None and not e.cluster}
+        suspects = self._history.suspects(known)
+        if not suspects and not self._history.unexplained:
+            return
+        names = {entry.name for entry in answer}
+        waiting = [job_id for job_id, job in known.items() if job.waits]
+        try:
+            lost = self._lost_under(suspects, names if has_accounting else ())
+            if lost:
+                self._exclude(lost, waiting)
+        except NoAccountingError:
+            self._history.unexplained.clear()
+        except SlurmError as error:
+            jobs = ", ".join(sorted(suspects))
+            self._say(f"cannot find out what interrupted {jobs}: {error}")
+
+    def _lost_under(self, suspects: Mapping[str, str], names: Collection[str]) -> set[str]:
+        """Nodes, not known as lost yet, that interrupted a job; `names`: whose records to read."""
+        ran_on = {job_id: set(slurm.expand(nodes)) for job_id, nodes in suspects.items()}
+        lost = slurm.lost_nodes(set().union(*ran_on.values()))
+        unexplained = {job_id for job_id, nodes in ran_on.items() if not nodes & lost}
+        self._history.unexplained |= unexplained
+        if self._history.unexplained and names:
+            # A node may be back already: the database knows what ended the attempt.
+            lost |= self._history.explain(slurm.last_attempts(self._history.unexplained, names))
+        return lost - self.lost
+
+    def _exclude(self, lost: set[str], waiting: Sequence[str]) -> None:
+        every = slurm.all_nodes()
+        if 2 * len(self.lost | lost) > len(every):
+            # A fault of the site, not of single nodes: without all of them nothing would run.
+            self._say(
+                f"lost {', '.join(sorted(lost))}: not excluded, as most of the cluster's"
+                f" {len(every)} node(s) would be"
+            )
+            return
+        self.lost |= lost
+        self._say(f"lost {', '.join(sorted(lost))}: excluded for the rest of this run")
+        slurm.exclude_from(waiting, ",".join(sorted(self.lost)))
 
 
 def with_excluded(parameters: Parameters, nodes: Iterable[str]) -> Parameters:

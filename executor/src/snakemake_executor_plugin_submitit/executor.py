@@ -4,8 +4,7 @@ import asyncio
 import os
 import signal
 import threading
-import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -14,24 +13,23 @@ from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 
-from snakemake_executor_plugin_submitit import reattach, slurm, status
-from snakemake_executor_plugin_submitit.exclusion import NodeHistory
+from snakemake_executor_plugin_submitit import efficiency, partitions, reattach, slurm, status
+from snakemake_executor_plugin_submitit.exclusion import NodeGuard
 from snakemake_executor_plugin_submitit.journal import (
     Entry,
     Journal,
     JournalError,
-    name_ends,
+    is_name_of,
     prune,
 )
-from snakemake_executor_plugin_submitit.logs import Follower, last_lines
-from snakemake_executor_plugin_submitit.node import Result, read_result
+from snakemake_executor_plugin_submitit.logs import Follower, keep, last_lines, remove, remove_old
 from snakemake_executor_plugin_submitit.outbox import Outbox
 from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patience
-from snakemake_executor_plugin_submitit.polling import Answer, Poller
+from snakemake_executor_plugin_submitit.polling import Poller
 from snakemake_executor_plugin_submitit.resources import ResourceError
-from snakemake_executor_plugin_submitit.sending import Sender
 from snakemake_executor_plugin_submitit.settings import ExecutorSettings
-from snakemake_executor_plugin_submitit.work import Prepared, Watch, label, prepare
+from snakemake_executor_plugin_submitit.watching import Watch, Watcher
+from snakemake_executor_plugin_submitit.work import Prepared, prepare
 
 # Result files are looked for this often; it costs one directory listing, no call to Slurm.
 _FILE_SECONDS = 0.5
@@ -42,38 +40,54 @@ _RUNS_KEPT = 20
 
 
 class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
-    """Runs each job as `snakemake` on a node; see docs/executor.md."""
+    """Runs each job as `snakemake` on a node; see docs/further.md."""
 
     def __post_init__(self) -> None:
         self.settings: ExecutorSettings = self.workflow.executor_settings or ExecutorSettings()
+        file = partitions.config_file(self.settings.partition_config, os.environ)
+        self._partitions = partitions.read(file) if file else ()
         self._base = Path(self.settings.folder).absolute()
-        self._live: dict[str, Entry] = {}
-        self._follower = Follower() if self.settings.follow else None
-        self._nodes = NodeHistory()
-        self._said: set[str] = set()
-        self._asking: asyncio.Task[Answer | None] | None = None
-        self._poller = Poller(
+        self._logs = Path(self.settings.logdir or self._base / "logs").absolute()
+        # The outbox's thread adds to it, Snakemake's and the polling one remove.
+        self._live: set[Entry] = set()
+        follow = self.settings.follow
+        self._follower = None if follow == "none" else Follower(single=follow == "single")
+        self._nodes = NodeGuard(self.logger.warning)
+        self._labels: dict[str, dict[str, str]] = {}
+        poller = Poller(
             seconds=self.workflow.remote_execution_settings.seconds_between_status_checks,
             patience=self.settings.patience,
             say=self.logger.warning,
         )
+        self._watcher = Watcher(self._base, self.settings, poller, self._nodes, self.logger)
+        # Snakemake imports this module in each job too, which has no use for submitit.
+        from snakemake_executor_plugin_submitit.sending import Sender
+
         self._journal, candidates = self._open()
         self._sender = Sender(
             self._journal,
             self.settings,
             candidates,
             self._nodes,
+            self._logs,
             report=self,
             logger=self.logger,
         )
         self._outbox: Outbox[Prepared] = Outbox(self._send)
         self._sender.sleep = self._outbox.sleep
 
-    def _open(self) -> tuple[Journal, dict[str, reattach.Candidate]]:
+    def _open(self) -> tuple[Journal, reattach.Candidates]:
+        if "\\" in str(self._base):
+            raise WorkflowError(
+                f"--submitit-folder {self._base}: expected a path without a backslash, in which"
+                " Slurm would not put the job's id into a log's name"
+            )
         try:
             journal = Journal(self._base)
-            candidates = {} if self.settings.no_reattach else self._earlier_jobs(journal)
+            found = [] if self.settings.no_reattach else self._earlier_jobs(journal)
             prune(self._base, keep=_RUNS_KEPT)
+            if self.settings.delete_logfiles_older_than > 0:
+                remove_old(self._logs, self.settings.delete_logfiles_older_than)
         except OSError as error:
             raise WorkflowError(
                 f"cannot use --submitit-folder {self._base}: {error}\n"
@@ -84,11 +98,11 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
                 f"cannot find out about the jobs of an earlier run: {error}\n"
                 "Run again when Slurm answers; --submitit-no-reattach ignores those jobs."
             ) from error
-        if candidates:
-            self.logger.info(f"{len(candidates)} jobs of an earlier run may be taken over")
-        return journal, candidates
+        if found:
+            self.logger.info(f"{len(found)} jobs of an earlier run may be taken over")
+        return journal, reattach.Candidates(found)
 
-    def _earlier_jobs(self, journal: Journal) -> dict[str, reattach.Candidate]:
+    def _earlier_jobs(self, journal: Journal) -> list[reattach.Candidate]:
         return with_patience(
             lambda: reattach.find(journal),
             patience=self.settings.patience,
@@ -113,13 +127,17 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
     def _put(self, jobs: Sequence[Any]) -> None:
         """Every job ends up reported: as submitted, or as an error."""
         _take_sigterm()
-        declared = set(self.workflow.global_resources)
+        defaults = self.settings.resource_defaults
         prepared = []
         for job in jobs:
             try:
-                prepared.append(prepare(job, self.format_job_exec(job), declared))
+                ready = prepare(job, self.format_job_exec(job), defaults, self._partitions)
             except ResourceError as error:
                 self.refused(job, str(error))
+                continue
+            prepared.append(ready)
+            for words in ready.warnings:
+                self._watcher.say_once(words)
         self._outbox.put(prepared)
 
     def _send(self, jobs: Sequence[Prepared]) -> None:
@@ -127,22 +145,20 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
 
     def submitted(self, job: Any, entry: Entry, *, taken_over: bool) -> None:
         """The sender's report of a job that Slurm has."""
-        self._live[entry.token] = entry
+        self._live.add(entry)
+        if self.settings.efficiency_report:
+            self._labels.setdefault(entry.cluster, {})[entry.job_id] = entry.label
         if self._follower is not None:
             log = entry.log_file(self._base)
-            self._follower.add(entry.token, label(job, entry), log, from_end=taken_over)
-        self._poller.note_progress()
+            shown = f"{entry.label} {entry.job_id}"
+            self._follower.add(_key(entry), shown, log, from_end=taken_over)
+        self._watcher.poller.note_progress()
         info = SubmittedJobInfo(job, external_jobid=entry.job_id, aux={"watch": Watch(entry)})
         self.report_job_submission(info)
 
     def refused(self, job: Any, words: str) -> None:
         """The sender's report of a job that cannot be submitted."""
         self.report_job_error(SubmittedJobInfo(job), msg=f"{words}\n")
-
-    def _say_once(self, words: str) -> None:
-        if words not in self._said:
-            self._said.add(words)
-            self.logger.warning(words)
 
     def _say_retry(self, words: str, seconds: float) -> None:
         self.logger.warning(f"Slurm: {words}; trying again in {seconds:g} s")
@@ -159,127 +175,51 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         # Snakemake starts this thread before `__post_init__`: without a job nothing is there yet.
         if not active_jobs:
             return
-        results = self._results(active_jobs)
-        answer = await self._answer(active_jobs, results)
+        watches = [info.aux["watch"] for info in active_jobs]
+        judgements = await self._watcher.look(watches, self.status_rate_limiter)
         if self._follower is not None:
             self._follower.poll()
-        for info in active_jobs:
-            watch: Watch = info.aux["watch"]
-            judgement = self._judge(watch, results.get(watch.entry), answer)
+        for info, watch, judgement in zip(active_jobs, watches, judgements, strict=True):
             if judgement.outcome == "succeeded":
                 self._end(watch.entry, "succeeded")
                 self.report_job_success(info)
             elif judgement.outcome == "failed":
                 self._end(watch.entry, "failed")
                 self._report_failure(info, judgement.reason)
-            elif self._poller.is_given_up:
+            elif self._watcher.poller.is_given_up:
                 self._report_silence(info)
             else:
                 yield info
 
-    def _results(self, active_jobs: Iterable[SubmittedJobInfo]) -> dict[Entry, Result]:
-        """Results by entry; one listing a folder also refreshes a network file system's cache."""
-        entries = [info.aux["watch"].entry for info in active_jobs]
-        present = {run: self._listed(run) for run in {entry.run for entry in entries}}
-        found = {
-            entry: read_result(entry.result_file(self._base))
-            for entry in entries
-            if f"{entry.token}.json" in present[entry.run]
-        }
-        return {entry: result for entry, result in found.items() if result is not None}
-
-    def _listed(self, run: str) -> set[str]:
-        """Names of the run's result files; none when the folder cannot be read just now."""
-        try:
-            return set(os.listdir(self._base / run / "results"))
-        except OSError as error:
-            self._say_once(f"cannot look for results: {error}")
-            return set()
-
-    async def _answer(
-        self, active_jobs: Iterable[SubmittedJobInfo], results: dict[Entry, Result]
-    ) -> Answer | None:
-        """Slurm's word about jobs without a success; None when it is not asked or silent.
-
-        It is asked beside the loop: a controller that does not answer holds up no success.
-        """
-        if self._asking is not None:
-            if not self._asking.done():
-                return None
-            answer, self._asking = self._asking.result(), None
-            return answer
-        entries = [info.aux["watch"].entry for info in active_jobs]
-        open_entries = [e for e in entries if e not in results or results[e].exit_code]
-        soon = any(entry in results for entry in open_entries)
-        if open_entries and self._poller.is_due(soon=soon):
-            async with self.status_rate_limiter:
-                self._asking = asyncio.create_task(asyncio.to_thread(self._ask, open_entries))
-        return None
-
-    def _ask(self, entries: Sequence[Entry]) -> Answer | None:
-        answer = self._poller.ask(entries)
-        known = {job_id: job for job_id, job in (answer or {}).items() if job is not None}
-        suspects = self._nodes.suspects(known)
-        if suspects or self._nodes.unexplained:
-            try:
-                self._keep_off_lost(suspects, [i for i, job in known.items() if job.waits])
-            except slurm.NoAccountingError:
-                self._nodes.unexplained.clear()
-            except slurm.SlurmError as error:
-                jobs = ", ".join(sorted(suspects))
-                self.logger.warning(f"cannot find out what interrupted {jobs}: {error}")
-        return answer
-
-    def _keep_off_lost(self, suspects: Mapping[str, str], waiting: Sequence[str]) -> None:
-        """Exclude nodes that were lost under the suspects from what waits and what comes."""
-        ran_on = {job_id: set(slurm.expand(nodes)) for job_id, nodes in suspects.items()}
-        lost = slurm.lost_nodes(set().union(*ran_on.values()))
-        self._nodes.unexplained |= {job_id for job_id, nodes in ran_on.items() if not nodes & lost}
-        if self._nodes.unexplained and self._poller.has_accounting:
-            # A node may be back already: the database knows what ended the attempt.
-            ends = name_ends(self._journal.run)
-            lost |= self._nodes.explain(slurm.last_attempts(self._nodes.unexplained, ends))
-        lost -= self._nodes.lost
-        if not lost:
-            return
-        self._nodes.lost |= lost
-        nodes = ",".join(sorted(self._nodes.lost))
-        self.logger.warning(f"lost {', '.join(sorted(lost))}: excluded for the rest of this run")
-        slurm.exclude_from(waiting, nodes)
-
-    def _judge(
-        self, watch: Watch, result: Result | None, answer: Answer | None
-    ) -> status.Judgement:
-        """`status.judge`, with an unclear state that has lasted too long counted as failed."""
-        if result is not None and result.exit_code == 0:
-            return status.Judgement("succeeded")
-        if answer is None or watch.entry.job_id not in answer:
-            return status.Judgement("running")
-        judgement = status.judge(result, answer[watch.entry.job_id])
-        if judgement.outcome != "unclear":
-            watch.unclear_since = None
-            return judgement
-        now = time.monotonic()
-        if watch.unclear_since is None:
-            watch.unclear_since = now
-        grace = {"requeue": self.settings.requeue_grace, "result": self.settings.result_grace}
-        if now - watch.unclear_since < grace[judgement.patience]:
-            return judgement
-        return status.Judgement("failed", judgement.reason)
-
     def _end(self, entry: Entry, outcome: str) -> None:
         if self._follower is not None:
-            self._follower.remove(entry.token)
-        self._live.pop(entry.token, None)
+            self._follower.remove(_key(entry))
+        self._live.discard(entry)
         try:
             self._journal.end(entry, outcome)
         except OSError as error:  # the next run looks at the job again, and finds its result
-            self._say_once(f"cannot write the journal: {error}")
-        self._poller.note_progress()
+            self._watcher.say_once(f"cannot write the journal: {error}")
+        else:
+            self._tidy(entry, is_success=outcome == "succeeded")
+        self._watcher.poller.note_progress()
+
+    def _tidy(self, entry: Entry, *, is_success: bool) -> None:
+        """Remove an ended job's files, but for a log that somebody may want to read."""
+        log, link = entry.log_file(self._base), Path(entry.log)
+        try:
+            # The first to go: without it a job that Slurm requeues after its end runs nothing.
+            entry.job_file(self._base).unlink(missing_ok=True)
+            entry.result_file(self._base).unlink(missing_ok=True)
+            if is_success and not self.settings.keep_successful_logs:
+                remove(log, link, self._logs)
+            else:
+                keep(log, link)
+        except OSError as error:
+            self._watcher.say_once(f"cannot tidy up after Slurm job {entry.job_id}: {error}")
 
     def _report_failure(self, info: SubmittedJobInfo, reason: str) -> None:
         entry: Entry = info.aux["watch"].entry
-        log = entry.log_file(self._base)
+        log = Path(entry.log)
         lines = last_lines(log, max(self.settings.log_lines, _MEMORY_LINES))
         reason += status.memory_remark(reason, lines)
         shown = lines[-self.settings.log_lines :] if self.settings.log_lines else []
@@ -301,7 +241,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         """Cancel every job of this run.
 
         Snakemake's own list lacks those that are being checked at this moment, and a batch
-        whose sbatch was interrupted: ours and the tag have them.
+        whose sbatch was interrupted: ours and the name have them.
         """
         self._outbox.stop(_CANCEL_PATIENCE)
         if not self._live and not self._sender.has_submitted:
@@ -309,25 +249,38 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         try:
             with_patience(self._cancel_all, patience=_CANCEL_PATIENCE, on_retry=self._say_retry)
         except GaveUpError as error:
-            ids = " ".join(sorted(entry.job_id for entry in list(self._live.values())))
+            ids = " ".join(sorted(entry.job_id for entry in list(self._live)))
             self.logger.error(f"could not cancel: {error}\nWhen Slurm answers: scancel {ids}")
             return
-        for entry in list(self._live.values()):
+        for entry in list(self._live):
             self._end(entry, "cancelled")
 
     def _cancel_all(self) -> None:
-        """By tag: an id alone might be another cluster's job."""
-        live = list(self._live.values())  # the polling thread goes on
-        taken = {entry.tag for entry in live if entry.run != self._journal.run}
-        found = slurm.tagged([self._journal.run, *taken])
-        ours = {entry.job_id for entry in live}
-        # The whole array where all of it is this run's, single tasks of one that was taken over.
-        ids = {
-            job_id if job.comment in taken else job_id.partition("_")[0]
-            for job_id, job in found.items()
-            if job.comment not in taken or job_id in ours
-        }
-        slurm.cancel(sorted(ids))
+        """By name: an id alone might be another cluster's job."""
+        live = list(self._live)  # the polling thread goes on
+        for cluster in self._clusters():
+            taken = {e.job_id: e.name for e in live if e.cluster == cluster}
+            ids = {
+                # The whole array where all of it is this run's, single tasks of one taken over.
+                job_id.partition("_")[0] if is_name_of(self._journal.run, job.name) else job_id
+                for job_id, job in slurm.unfinished(cluster).items()
+                if is_name_of(self._journal.run, job.name) or taken.get(job_id) == job.name
+            }
+            slurm.cancel(sorted(ids), cluster=cluster)
+
+    def _clusters(self) -> set[str]:
+        """Every cluster that has or may have a job of this run."""
+        return self._sender.clusters | {entry.cluster for entry in list(self._live)}
+
+    def _cancel_leftovers(self) -> None:
+        """Ended jobs that Slurm has requeued: held ones would stay in the queue for ever."""
+        for cluster in self._sender.clusters:
+            ids = [
+                job_id
+                for job_id, job in slurm.unfinished(cluster).items()
+                if job.waits and is_name_of(self._journal.run, job.name)
+            ]
+            slurm.cancel(sorted(ids), cluster=cluster)
 
     def shutdown(self) -> None:
         self._outbox.stop(_CANCEL_PATIENCE)
@@ -336,8 +289,27 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
             return
         self._sender.forget_unused()
         if not self._live:
-            self._journal.close_run(self._journal.run)
+            self._close()
         self._journal.close()
+
+    def _close(self) -> None:
+        try:
+            self._cancel_leftovers()
+        except slurm.SlurmError as error:
+            self.logger.warning(f"cannot see whether a job was left in the queue: {error}")
+        if self._nodes.lost:
+            nodes = ", ".join(sorted(self._nodes.lost))
+            self.logger.warning(f"nodes that were lost in this run: {nodes}")
+        path = efficiency.report_path(self.settings.efficiency_report_path, self._journal.run)
+        for cluster, labels in self._labels.items():
+            report = path.with_stem(f"{path.stem}_{cluster}") if cluster else path
+            threshold = self.settings.efficiency_threshold
+            efficiency.report(labels, report, threshold, self.logger.info, cluster)
+        self._journal.close_run(self._journal.run)
+
+
+def _key(entry: Entry) -> str:
+    return f"{entry.run}/{entry.token}"
 
 
 def _take_sigterm() -> None:

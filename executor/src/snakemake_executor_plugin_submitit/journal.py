@@ -2,8 +2,9 @@
 
 Each run of snakemake has its own folder below the executor's, with `journal.jsonl` in it:
 
-    {"event": "batch", "tag": ...}                         before sbatch
-    {"event": "job", "tag": ..., "key": ..., "job_id": ..., ...}   after sbatch
+    {"event": "run", "place": ...}                         the working directory
+    {"event": "batch", "name": ..., "cluster": ...}        before sbatch
+    {"event": "job", "name": ..., "job_id": ..., ...}      after sbatch
     {"event": "end", "token": ..., "outcome": ...}         the job needs no more attention
     {"event": "closed"}                                    nothing of this run is left
 
@@ -13,6 +14,7 @@ A batch without jobs is one whose sbatch may or may not have come through.
 import fcntl
 import json
 import os
+import re
 import secrets
 import shutil
 import threading
@@ -23,7 +25,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from submitit.core.utils import JobPaths
+from snakemake_executor_plugin_submitit.identity import Identity, Place
 
 _FILE = "journal.jsonl"
 
@@ -32,42 +34,57 @@ _FILE = "journal.jsonl"
 class Entry:
     """One submitted job.
 
-    `key` names what it makes, `fingerprint` how; `token` names its result file within its run's
-    folder; `submitted` is in seconds since 1970.
+    `name` is that of its Slurm job, by which alone it is known to be ours; `cluster` is empty for
+    this host's own; `token` names its files within its run's folder; `log` is where its log is
+    shown.
     """
 
-    key: str
-    fingerprint: str
+    identity: Identity
+    label: str
     job_id: str
+    name: str
+    cluster: str
     token: str
-    tag: str
     run: str
-    submitted: float
+    log: str
 
     def result_file(self, base: Path) -> Path:
         return base / self.run / "results" / f"{self.token}.json"
 
+    def job_file(self, base: Path) -> Path:
+        """What its node reads; without it, a job that Slurm runs once more does nothing."""
+        return base / self.run / "jobs" / f"{self.token}.json"
+
     def log_file(self, base: Path) -> Path:
-        """What the job writes to its standard output and error: submitit's name for it."""
-        return Path(JobPaths(base / self.run, job_id=self.job_id).stdout)
+        """What the job writes to its standard output and error."""
+        return base / self.run / "logs" / f"{self.token}.log"
 
 
-def name_ends(run: str) -> str:
-    """How the names of this run's Slurm jobs end: sacct keeps names everywhere, comments not."""
-    return f"-{run.rpartition('-')[2]}"
+def name_ending(run: str, batch: int) -> str:
+    """How the name of a Slurm job ends: unlike that of any other batch, of any run."""
+    return f"-{_mark(run)}.{batch}"
+
+
+def is_name_of(run: str, name: str) -> bool:
+    """Whether a Slurm job's name was given by this run."""
+    return re.search(rf"-{re.escape(_mark(run))}\.\d+$", name) is not None
+
+
+def _mark(run: str) -> str:
+    return run.rpartition("-")[2]
 
 
 @dataclass
 class OldRun:
     """An earlier run's open ends.
 
-    `jobs`: without an end, by token; `lost_tags`: batches of which no job was noted.
+    `jobs`: without an end, by token; `lost`: the names of batches of which no job was noted, with
+    the cluster that was asked for.
     """
 
     name: str
     jobs: dict[str, Entry] = field(default_factory=dict)
-    lost_tags: set[str] = field(default_factory=set)
-    closed: bool = False
+    lost: dict[str, str] = field(default_factory=dict)
 
 
 class JournalError(RuntimeError):
@@ -79,23 +96,29 @@ class Journal:
 
     def __init__(self, base: Path) -> None:
         self.base = base
+        self.place = Place.here()
         # Sorts by time, and differs from every other run's.
-        self.run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        self.run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         self.folder = base / self.run
-        (self.folder / "results").mkdir(parents=True)
-        # Job files hold commands: nobody else reads them, or writes what we would run.
-        for folder in (base, self.folder):
-            folder.chmod(0o700)
+        # Job files hold commands: nobody else reads them, or writes what we would run. A folder
+        # that was there before is its owner's business.
+        base.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            base.mkdir(mode=0o700)
+        self.folder.mkdir(mode=0o700)
+        for name in ("jobs", "logs", "results"):
+            (self.folder / name).mkdir(mode=0o700)
         # Held open and locked for as long as this process lives: others see that we are here.
         self._stream = (self.folder / _FILE).open("a", encoding="utf-8")
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The outbox's thread notes jobs; Snakemake's own and the polling one note ends.
         self._lock = threading.Lock()
+        self._append_to(self.run, {"event": "run", "place": asdict(self.place)})
 
-    def batch(self, tag: str) -> None:
-        """Note that a batch of jobs is about to be submitted under this tag."""
-        self._append_to(self.run, {"event": "batch", "tag": tag})
+    def batch(self, name: str, cluster: str) -> None:
+        """Note that a batch of jobs is about to be submitted under this name."""
+        self._append_to(self.run, {"event": "batch", "name": name, "cluster": cluster})
 
     def jobs(self, entries: Iterable[Entry]) -> None:
         """Note jobs that Slurm has accepted."""
@@ -133,14 +156,15 @@ def _append(stream: IO[str], *events: Mapping[str, Any]) -> None:
     os.fsync(stream.fileno())
 
 
-def open_runs(base: Path) -> list[OldRun]:
-    """Runs below `base` that are not closed and whose snakemake is dead, oldest first.
+def open_runs(base: Path, place: Place) -> list[OldRun]:
+    """Runs of this working directory that are not closed and whose snakemake is dead, oldest first.
 
     Raises:
         JournalError: a journal of another form.
     """
-    paths = [path for path in sorted(base.glob(f"*/{_FILE}")) if not _in_use(path)]
-    return [run for run in map(_replay, paths) if not run.closed]
+    dead = (path for path in sorted(base.glob(f"*/{_FILE}")) if not _in_use(path))
+    runs = (_replay(path, place) for path in dead)
+    return [run for run in runs if run is not None]
 
 
 def _in_use(path: Path) -> bool:
@@ -155,10 +179,16 @@ def _in_use(path: Path) -> bool:
     return False
 
 
-def _replay(path: Path) -> OldRun:
+def _replay(path: Path, place: Place) -> OldRun | None:
+    """The run's open ends; None when it is closed or another directory's."""
+    events = list(_events(path))
+    if _is_closed(events):
+        return None
     run = OldRun(path.parent.name)
-    for event in _events(path):
+    for event in events:
         try:
+            if event["event"] == "run" and not Place(**event["place"]).is_same(place):
+                return None
             _apply(run, event)
         except (KeyError, TypeError) as error:
             raise JournalError(
@@ -168,18 +198,21 @@ def _replay(path: Path) -> OldRun:
     return run
 
 
+def _is_closed(events: Iterable[Mapping[str, Any]]) -> bool:
+    return any(event.get("event") == "closed" for event in events)
+
+
 def _apply(run: OldRun, event: dict[str, Any]) -> None:
     match event.pop("event", None):
         case "batch":
-            run.lost_tags.add(event["tag"])
+            run.lost[event["name"]] = event["cluster"]
         case "job":
-            entry = Entry(**event)
+            made = event.pop("identity")
+            entry = Entry(Identity(tuple(made["makes"]), made["how"]), **event)
             run.jobs[entry.token] = entry
-            run.lost_tags.discard(entry.tag)
+            run.lost.pop(entry.name, None)
         case "end":
             run.jobs.pop(event["token"], None)
-        case "closed":
-            run.closed = True
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -196,6 +229,6 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 def prune(base: Path, *, keep: int) -> None:
     """Remove the oldest closed runs' folders beyond the newest `keep`."""
     paths = [path for path in sorted(base.glob(f"*/{_FILE}")) if not _in_use(path)]
-    closed = [path.parent for path in paths if _replay(path).closed]
+    closed = [path.parent for path in paths if _is_closed(_events(path))]
     for folder in closed[: max(0, len(closed) - keep)]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -1,7 +1,15 @@
-"""Jobs' logs for a terminal: the end of a failed one, and what running ones write meanwhile."""
+"""Jobs' logs: where they stand, the end of a failed one, what running ones write meanwhile.
 
+Slurm writes the logs of an array by one pattern, so all of them stand in their run's folder. A
+link by rule and wildcards leads to each; a log that stays takes its link's place.
+"""
+
+import hashlib
 import os
+import re
 import sys
+import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -10,6 +18,58 @@ from typing import TextIO
 _AT_ONCE = 64 * 1024
 # Characters of a line that a failure's message shows.
 _WIDEST = 2000
+
+
+# File systems allow 255 bytes.
+_LONGEST_NAME = 200
+_LOG_NAME = re.compile(r"\d+(?:_\d+)?(?:\.[\w.-]+)?\.log")
+
+
+def file_name(text: str) -> str:
+    """`text` as the name of one file: no separator, nothing hidden, no control characters."""
+    plain = re.sub(r"[/\x00-\x1f\x7f]|^\.", "_", text)
+    raw = plain.encode()
+    if len(raw) <= _LONGEST_NAME:
+        return plain
+    mark = hashlib.sha256(raw).hexdigest()[:8]
+    return f"{raw[:_LONGEST_NAME].decode(errors='ignore')}-{mark}"
+
+
+def show(log: Path, link: Path, top: Path) -> None:
+    """Let `link`, below `top`, lead to a job's log, which need not be there yet."""
+    top.mkdir(mode=0o700, parents=True, exist_ok=True)  # logs may hold what is nobody's business
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.unlink(missing_ok=True)  # of a cluster whose ids begin anew
+    link.symlink_to(os.path.relpath(log, link.parent.resolve()))
+
+
+def keep(log: Path, link: Path) -> None:
+    """Put an ended job's log where its link stands."""
+    with suppress(FileNotFoundError):  # Slurm may not have made it
+        log.replace(link)
+
+
+def remove(log: Path, link: Path, top: Path) -> None:
+    """Remove an ended job's log, its link, and folders below `top` that are empty then."""
+    log.unlink(missing_ok=True)
+    link.unlink(missing_ok=True)
+    for folder in link.parents:
+        if folder == top or top not in folder.parents:
+            return
+        try:
+            folder.rmdir()
+        except OSError:  # other logs are in it
+            return
+
+
+def remove_old(top: Path, days: float) -> None:
+    """Remove logs of this executor below `top` that nobody has written for `days`."""
+    oldest = time.time() - days * 24 * 3600
+    # All of them first: folders that become empty go too.
+    for path in [*top.glob("rule_*/**/*.log"), *top.glob("group_*/**/*.log")]:
+        with suppress(FileNotFoundError):  # another run tidies up as well
+            if _LOG_NAME.fullmatch(path.name) and path.lstat().st_mtime < oldest:
+                remove(path, path, top)
 
 
 def last_lines(path: Path, count: int) -> list[str]:
@@ -42,9 +102,14 @@ class _Followed:
 
 
 class Follower:
-    """Prints new lines of running jobs' logs, each with its job in front."""
+    """Prints new lines of running jobs' logs, each with its job in front.
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    Args:
+        single: only while there is one job: lines of several are hard to read.
+    """
+
+    def __init__(self, *, single: bool = False, stream: TextIO | None = None) -> None:
+        self._single = single
         self._stream = stream or sys.stderr
         self._jobs: dict[str, _Followed] = {}
 
@@ -55,14 +120,18 @@ class Follower:
 
     def poll(self) -> None:
         """Print what is new in every log."""
-        for job in list(self._jobs.values()):  # the outbox's thread adds to it meanwhile
+        jobs = list(self._jobs.values())  # the outbox's thread adds to it meanwhile
+        if self._single and len(jobs) != 1:
+            return
+        for job in jobs:
             self._read(job)
         self._stream.flush()
 
     def remove(self, key: str) -> None:
         """Print the rest of a job's log and follow it no longer."""
+        is_shown = not self._single or len(self._jobs) == 1
         job = self._jobs.pop(key, None)
-        if job is None:
+        if job is None or not is_shown:
             return
         self._read(job)
         if job.rest:

@@ -1,9 +1,12 @@
 """What runs on a job's first node: one command in a child process, and its result as a file.
 
+Started as `python -m snakemake_executor_plugin_submitit.node FOLDER BATCH`. It starts with every job,
+so it imports no more than it needs.
+
 | signal to the batch process | what happens |
 |---|---|
 | none | the command's own end is written as the result |
-| SIGUSR2, Slurm's warning | it goes to the command's processes that handle it; when the command then ends without success, the job is requeued, up to a limit, and no result is written |
+| Slurm's warning (`--signal`) | it goes to the command's processes that handle it; when the command then ends without success, the job is requeued, up to a limit, and no result is written |
 | SIGTERM: time limit, preemption, lost node, scancel | it goes to all of the command's processes; no result is written and Slurm's word about the job stands alone |
 """  # noqa: E501  # a table
 
@@ -33,6 +36,8 @@ _SIGNAL_LAG = 1.0
 # Between two looks for processes that have installed a handler since Slurm's warning.
 _LOOK_SECONDS = 1.0
 _STOPPED = 128 + signal.SIGTERM
+# A job may start before its submission was heard of, and network file systems show files late.
+_FILE_PATIENCE = 60.0
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _CHILD = Path(__file__).with_name("child.py")
 # Words of a shell command without any meaning to the shell beyond quotes.
@@ -65,33 +70,71 @@ def read_result(path: Path) -> Result | None:
         return None
 
 
-def run_command(command: str, result_file: str, requeue_limit: int = 0) -> None:
-    """Run a shell command and write its result; called by submitit on the node.
+@dataclass(frozen=True)
+class JobFile:
+    """What a job's node has to do.
 
-    Args:
-        command: for `/bin/sh`; a plain `PYTHON -m snakemake ARGUMENTS` is run without a shell.
-        requeue_limit: how often the job may be requeued after Slurm's warning.
+    `command`: for `/bin/sh`; a plain `PYTHON -m snakemake ARGUMENTS` is run without a shell.
+    `requeue_limit`: how often the job may be requeued after Slurm's warning. `signal`: the name
+    of the warning, empty where none was asked for.
+    """
+
+    command: str
+    requeue_limit: int = 0
+    signal: str = ""
+
+    def write(self, path: Path) -> None:
+        """For the user alone: a command may hold what others must not see."""
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+            json.dump(asdict(self), stream)
+
+    @classmethod
+    def read(cls, path: Path) -> "JobFile":
+        """
+        Raises:
+            OSError, ValueError, TypeError: it is not there, or of another form.
+        """
+        return cls(**json.loads(path.read_text(encoding="utf-8")))
+
+
+def main(folder: Path, batch: str) -> None:
+    """Run this job or array task.
 
     Raises:
-        SystemExit: the command failed, or the job was told to stop. Submitit lets it pass, so
-            that the batch step ends with this exit code.
+        SystemExit: always; with the command's own exit code where it came to its end.
     """
-    path = Path(result_file)
+    token = f"{batch}-{os.environ.get('SLURM_ARRAY_TASK_ID', '0')}"
+    path = folder / "jobs" / f"{token}.json"
+    deadline = time.monotonic() + _FILE_PATIENCE
+    while not path.exists():
+        if time.monotonic() > deadline:
+            sys.exit(f"no {path}: its job has succeeded before, or its submission was taken back")
+        time.sleep(0.5)
+    run_job(JobFile.read(path), folder / "results" / f"{token}.json")
+
+
+def run_job(job: JobFile, path: Path) -> None:
+    """Run a job's command and write its result to `path`.
+
+    Raises:
+        SystemExit: the command failed, or the job was told to stop.
+    """
     earlier = read_result(path)
     if earlier is not None and earlier.exit_code == 0:
         print(f"the command succeeded before Slurm requeued the job: {path}", flush=True)
         return
     path.unlink(missing_ok=True)  # an interrupted attempt's
     started = time.time()
-    watch = _Watch()
-    with _hidden(command) as (argv, descriptor):
+    watch = _Watch(job.signal)
+    with _hidden(job.command) as (argv, descriptor):
         code = _shell_code(watch.run(argv, descriptor))
     if code:
         watch.pause(_SIGNAL_LAG)
     note = ""
     watch.leave_if_told()
-    if code and watch.warned and requeue_limit > 0:
-        note = _go_back(watch, requeue_limit)
+    if code and watch.warned and job.requeue_limit > 0:
+        note = _go_back(watch, job.requeue_limit)
     watch.leave_if_told()
     _write(path, code, started, note)
     sys.exit(code)
@@ -116,8 +159,10 @@ def _hidden(command: str) -> Iterator[tuple[list[str], int]]:
     The file has no name, so that nobody else can open it and nothing of it is left.
     """
     argv = _snakemake_call(command)
+    # Behind a `--precommand` only a shell can start it.
+    shell = command.replace(" -m snakemake ", f" {shlex.quote(str(_CHILD))} - ", 1)
     with tempfile.TemporaryFile() as script:
-        script.write((json.dumps(argv[3:]) if argv else f"{command}\n").encode())
+        script.write((json.dumps(argv[3:]) if argv else f"{shell}\n").encode())
         script.flush()
         script.seek(0)
         number = script.fileno()
@@ -136,17 +181,20 @@ def _snakemake_call(command: str) -> list[str]:
 
 def _environment() -> dict[str, str]:
     # A profile of the submitting shell must not change what the job runs.
-    dropped = {"SNAKEMAKE_PROFILE", "SUBMITIT_EXECUTOR", "SUBMITIT_FOLDER"}
+    dropped = {"SNAKEMAKE_PROFILE", "SUBMITIT_EXECUTOR"}
+    # An srun inside the job would take it for its own, and for more than its -n.
+    dropped.add("SLURM_NTASKS_PER_GPU")
     return {name: value for name, value in os.environ.items() if name not in dropped}
 
 
 class _Watch:
     """A command's processes and the signals that come meanwhile.
 
-    `told`: SIGTERM came, the job ends. `warned`: SIGUSR2 came, its time is nearly over.
+    `told`: SIGTERM came, the job ends. `warned`: Slurm's warning came, its time is nearly over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warning: str) -> None:
+        self._warning = signal.Signals[f"SIG{warning}"] if warning else None
         self.told = False
         self.warned = False
         self._reached: set[checkpoint.Process] = set()  # have the warning
@@ -157,8 +205,9 @@ class _Watch:
         for end in (self._ear, mouth):
             os.set_blocking(end, False)
         signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGCHLD):
-            signal.signal(number, self._hear)
+        for number in (signal.SIGTERM, self._warning, signal.SIGCHLD):
+            if number is not None:
+                signal.signal(number, self._hear)
 
     def run(self, argv: Sequence[str], descriptor: int) -> int:
         """Run a command to its end; its return code, negative for a signal.
@@ -200,29 +249,27 @@ class _Watch:
 
     def _hear(self, number: int, _frame: FrameType | None) -> None:
         self.told |= number == signal.SIGTERM
-        self.warned |= number == signal.SIGUSR2
+        self.warned |= number == self._warning
 
     def _pass_on(self) -> None:
         if self.told and not self._ended:
             self._ended = True
             for process in checkpoint.descendants(os.getpid()):
                 _send(process.pid, signal.SIGTERM)
-        elif self.warned and not self.told:
-            self._warn()
+        elif self._warning is not None and self.warned and not self.told:
+            self._warn(self._warning)
 
-    def _warn(self) -> None:
+    def _warn(self, number: signal.Signals) -> None:
         """Also those that install their handler only now, or are started now."""
         living = checkpoint.descendants(os.getpid())
         fresh = [
-            process
-            for process in living - self._reached
-            if checkpoint.catches(process.pid, signal.SIGUSR2)
+            process for process in living - self._reached if checkpoint.catches(process.pid, number)
         ]
         if fresh:
             pids = " ".join(str(process.pid) for process in fresh)
             print(f"Slurm's warning before the end goes to process {pids}", flush=True)
         for process in fresh:
-            _send(process.pid, signal.SIGUSR2)
+            _send(process.pid, number)
         self._reached.update(fresh)
 
     @staticmethod
@@ -259,3 +306,7 @@ def _write(path: Path, code: int, started: float, note: str) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     temporary.replace(path)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

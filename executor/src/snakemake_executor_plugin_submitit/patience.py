@@ -1,35 +1,110 @@
-"""Patience with a controller or a database that is down, busy or restarting."""
+"""Patience with a controller or a database that is down, busy or restarting.
 
+Whatever is not known to last is tried again: a munge that is down, a message lost on the way, a
+full queue, a configuration that is being replaced, words of a Slurm to come.
+"""
+
+import errno
+import re
 import time
 from collections.abc import Callable
 from typing import TypeVar
-
-from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from snakemake_executor_plugin_submitit.slurm import SlurmError
 
 _T = TypeVar("_T")
 
-# Slurm's words for a controller or database that is busy, restarting or out of reach, or for a
-# full queue.
-_TRANSIENT = (
-    "unable to contact slurm controller",
-    "slurm controller not responding",
-    "temporarily unable to accept job",
-    "resource temporarily unavailable",
-    "standby mode",
-    "socket timed out",
-    "connection refused",
-    "connection reset",
-    "connection timed out",
-    "transport endpoint is not connected",
-    "zero bytes were transmitted",
-    "unexpected message received",
-    "maxsubmitjob",
-    "grpsubmitjob",
-    "does not answer",
-    "problem talking to the database",
-    "slurmdbd",
+# Of several lines this one has Slurm's own answer; a site's plugins may say anything before it.
+_ANSWER = re.compile(r"(?:Batch job submission failed|fatal): (.*)")
+# What Slurm 22.05 to 26.11 call a request that stays wrong, in lower case.
+LASTING = (
+    # Who asks, and where it may run.
+    "access/permission denied",
+    "burst buffer permission denied",
+    "invalid user id",
+    "invalid group id",
+    "unable to resolve user id",
+    "invalid account or account/partition",
+    "invalid or unknown association",
+    "invalid qos specification",
+    "invalid wckey specification",
+    "invalid mcs_label specified",
+    "invalid partition name specified",
+    "invalid partition specified",
+    "no partition specified or system default partition",
+    "multiple partition job request not supported",
+    "not permitted to use this partition",
+    "access denied to requested reservation",
+    "requested reservation is invalid",
+    "known by database",
+    # What it asks for. The partition's own limits, where EnforcePartLimits has them checked,
+    # are "not available now" until somebody changes them; a partition or nodes that are down,
+    # drained or busy refuse nothing: the job waits in the queue.
+    "requested partition configuration not available now",
+    "requested node configuration is not available",
+    "requested topology configuration is not available",
+    "requested nodes not in this partition",
+    "more processors requested than permitted",
+    "requested more tasks than available processors",
+    "cannot request more threads per core",
+    "count specification invalid",
+    "distribution specification invalid",
+    "job size specification needs to be provided",
+    "memory required by task is not available",
+    "requested time limit is invalid",
+    "time limit specification required",
+    "invalid time-min specification",
+    "invalid time specified",
+    "invalid node name specified",
+    "invalid node list specified",
+    "feature specification",
+    "invalid extra constraints",
+    "invalid license specification",
+    "generic resource (gres) specification",
+    "invalid gres specification",
+    "requested gres option unsupported",
+    "invalid trackable resource (tres) specification",
+    "burst buffer request invalid",
+    "job --batch option is invalid",
+    "invalid job array specification",
+    "job dependency problem",
+    "circular job dependency",
+    "container support is not configured",
+    "requested operation not supported on this system",
+    "parameter too long",
+    "without the current working directory",
+    # A job that is to be requeued or cancelled.
+    "invalid job id",
+    "job is pending execution",
+    "already completing or completed",
+    "requested operation is presently disabled",
+    # sbatch's own look at its options and its script.
+    "unrecognized option",
+    "unrecognized --",
+    "invalid option",
+    "doesn't allow an argument",
+    "requires an argument",
+    "is ambiguous",
+    "mutually exclusive",
+    "invalid --",
+    "invalid numeric value",
+    "invalid number of",
+    "invalid directive",
+    "is not a valid node count",
+    "only permitted by root",
+    "unable to open file",
+    "could not open user environment file",
+    "batch script",
+    # What is not there at all.
+    "is not installed",
+    "accounting storage is disabled",
+)
+_POLICY = "accounting/qos policy"
+# The line before tells which policy; one without a word of it is not known to last.
+_POLICY_LIMIT = re.compile(r"(?:^|: )((?:QOS|Assoc|Max)\w+)$", re.M)
+_LASTING_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM}
+    | {errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG}
 )
 _FIRST_DELAY, _LONGEST_DELAY = 2.0, 60.0
 
@@ -42,9 +117,24 @@ class GaveUpError(RuntimeError):
         self.lasting = lasting
 
 
-def is_transient(message: str) -> bool:
-    """Whether Slurm's words say that the same request may succeed later."""
-    return any(words in message.lower() for words in _TRANSIENT)
+def is_lasting(message: str) -> bool:
+    """Whether Slurm's words say that the same request will be refused again."""
+    answers = _ANSWER.findall(message)
+    answer = answers[-1].lower() if answers else message.lower()
+    if _POLICY in answer:
+        # A limit on submitted jobs passes when jobs end. All others that are checked by sbatch
+        # are about the size or the time of this one job (DenyOnLimit).
+        return any("submit" not in limit.lower() for limit in _POLICY_LIMIT.findall(message))
+    return any(words in answer for words in LASTING)
+
+
+def _lasts(error: Exception) -> bool:
+    """The system's errors are judged by their number, Slurm's by their words."""
+    cause = error.__cause__ if isinstance(error, SlurmError) else error
+    if isinstance(cause, OSError):
+        return cause.errno in _LASTING_ERRNOS
+    # Others are ours or submitit's own, such as a journal of another form: they come again.
+    return not isinstance(error, SlurmError) or is_lasting(str(error))
 
 
 def with_patience(
@@ -62,7 +152,8 @@ def with_patience(
     `on_retry` is told the error's words and the pause in seconds.
 
     Raises:
-        GaveUpError: a lasting refusal, or the patience is over.
+        GaveUpError: a lasting refusal, an error of ours such as a full disk, or the patience
+            is over.
     """
     deadline = clock() + patience
     delay = _FIRST_DELAY
@@ -72,10 +163,10 @@ def with_patience(
             if again:
                 clean_up()
             return attempt()
-        except (FailedJobError, FailedSubmissionError, SlurmError, OSError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:
             words = str(error).strip() or type(error).__name__
             left = deadline - clock()
-            if not is_transient(words):
+            if _lasts(error):
                 raise GaveUpError(words, lasting=True) from error
             if left <= 0:
                 raise GaveUpError(words, lasting=False) from error

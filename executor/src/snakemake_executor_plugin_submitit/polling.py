@@ -1,15 +1,16 @@
 """When Slurm is asked about jobs, and what its answers or its silence mean."""
 
 import time
-from collections.abc import Callable, Collection
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from snakemake_executor_plugin_submitit import slurm
-from snakemake_executor_plugin_submitit.journal import Entry, name_ends
+from snakemake_executor_plugin_submitit.journal import Entry
 from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
 from snakemake_executor_plugin_submitit.status import LIVE
 
-# Slurm's word by job id; None where it knows of no such job of ours.
-Answer = dict[str, JobState | None]
+# Slurm's word by job; None where it knows of no such job of ours.
+Answer = dict[Entry, JobState | None]
 
 # Asked again this soon when a failure on file waits for Slurm's word.
 _SOON = 2.0
@@ -68,7 +69,7 @@ class Poller:
     def ask(self, entries: Collection[Entry]) -> Answer | None:
         """Slurm's word about `entries`; None when it does not answer."""
         try:
-            states = slurm.states({entry.job_id for entry in entries})
+            known = ask(entries)
         except SlurmError as error:
             self._note_silence(error)
             return None
@@ -77,10 +78,8 @@ class Poller:
         if self._silent_since is not None:
             self._say("Slurm answers again")
             self._silent_since = None
-        # Job ids begin anew in a cluster that was set up again: the tag tells ours.
-        known = {e.job_id: states[e.job_id] for e in entries if is_ours(states, e)}
-        forgotten = [entry for entry in entries if entry.job_id not in known]
-        return {**dict.fromkeys(e.job_id for e in forgotten), **known, **self._look_up(forgotten)}
+        forgotten = [entry for entry in entries if entry not in known]
+        return {**dict.fromkeys(forgotten), **known, **self._look_up(forgotten)}
 
     def _note_silence(self, error: SlurmError) -> None:
         if self._silent_since is None:
@@ -90,12 +89,11 @@ class Poller:
         else:
             self._delay = min(2 * self._delay, _LONGEST_DELAY)
 
-    def _look_up(self, entries: Collection[Entry]) -> dict[str, JobState]:
+    def _look_up(self, entries: Collection[Entry]) -> dict[Entry, JobState]:
         if not entries or not self.has_accounting:
             return {}
-        ends = tuple({name_ends(entry.run) for entry in entries})
         try:
-            found = slurm.accounted({entry.job_id for entry in entries}, ends)
+            found = _accounted(entries)
         except NoAccountingError:
             self.has_accounting = False
             return {}
@@ -103,11 +101,11 @@ class Poller:
             return self._without_database(entries, error)
         self._database_silent_since = None
         # Of a job that the controller has lost the database may say for ever that it runs.
-        return {job_id: job for job_id, job in found.items() if job.state not in LIVE}
+        return {entry: job for entry, job in found.items() if job.state not in LIVE}
 
     def _without_database(
         self, entries: Collection[Entry], error: SlurmError
-    ) -> dict[str, JobState]:
+    ) -> dict[Entry, JobState]:
         """Jobs that only the database knows count as unfinished while there is patience."""
         if self._database_silent_since is None:
             self._say(f"no word from the accounting database: {error}")
@@ -115,9 +113,39 @@ class Poller:
         if self._clock() - self._database_silent_since > self._patience:
             return {}
         waiting = JobState("PENDING", "the accounting database does not answer")
-        return dict.fromkeys([entry.job_id for entry in entries], waiting)
+        return dict.fromkeys(entries, waiting)
 
 
-def is_ours(states: dict[str, JobState], entry: Entry) -> bool:
-    """Whether squeue's job of this id is the one that was submitted."""
-    return entry.job_id in states and states[entry.job_id].comment == entry.tag
+def ask(entries: Iterable[Entry]) -> Mapping[Entry, slurm.JobState]:
+    """Slurm's word about jobs, by one squeue a cluster; what it has forgotten is left out.
+
+    An id begins anew in a cluster that was set up again: the name tells our job.
+
+    Raises:
+        SlurmError: a controller does not answer.
+    """
+    found = {}
+    for cluster, members in _by_cluster(entries).items():
+        states = slurm.states({entry.job_id for entry in members}, cluster)
+        for entry in members:
+            state = states.get(entry.job_id)
+            if state is not None and state.name == entry.name:
+                found[entry] = state
+    return found
+
+
+def _by_cluster(entries: Iterable[Entry]) -> Mapping[str, list[Entry]]:
+    """Jobs by the cluster that has to be asked about them."""
+    groups: dict[str, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        groups[entry.cluster].append(entry)
+    return groups
+
+
+def _accounted(entries: Collection[Entry]) -> dict[Entry, JobState]:
+    found = {}
+    for cluster, members in _by_cluster(entries).items():
+        names = {entry.name for entry in members}
+        jobs = slurm.accounted({entry.job_id for entry in members}, names, cluster)
+        found.update({entry: jobs[entry.job_id] for entry in members if entry.job_id in jobs})
+    return found

@@ -1,16 +1,14 @@
 """Jobs of an earlier snakemake that was killed: which of them this run may take over."""
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from snakemake_executor_plugin_submitit import slurm
+from snakemake_executor_plugin_submitit.identity import Identity
 from snakemake_executor_plugin_submitit.journal import Entry, Journal, OldRun, open_runs
 from snakemake_executor_plugin_submitit.node import read_result
-from snakemake_executor_plugin_submitit.polling import is_ours
+from snakemake_executor_plugin_submitit.polling import ask
 from snakemake_executor_plugin_submitit.status import judge
 
 
@@ -22,64 +20,83 @@ class Candidate:
     live: bool
 
 
-def identity(job: Any) -> tuple[str, str]:
-    """A job's key, what it makes, and its fingerprint, how it makes it.
+class Candidates:
+    """The jobs that wait to be taken over, by what they make."""
 
-    Code of `script:` and `run:` blocks is not part of the fingerprint.
-    """
-    members = sorted(job.jobs, key=str) if job.is_group() else [job]
-    outputs = sorted(str(path) for member in members for path in member.output)
-    names = [f"{member.rule.name} {dict(member.wildcards_dict)}" for member in members]
-    how = [[m.rule.name, sorted(map(str, m.input)), str(m.shellcmd)] for m in members]
-    digest = hashlib.sha256(json.dumps(how).encode()).hexdigest()[:16]
-    return json.dumps(outputs or names), digest
+    def __init__(self, found: Iterable[Candidate] = ()) -> None:
+        self._open: dict[Entry, Candidate] = {}
+        self._makers: dict[str, list[Entry]] = defaultdict(list)
+        for candidate in found:
+            self.add(candidate)
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[Candidate]:
+        return iter(self._open.values())
+
+    def add(self, candidate: Candidate) -> None:
+        """Offer a job."""
+        self._open[candidate.entry] = candidate
+        for path in candidate.entry.identity.makes:
+            self._makers[path].append(candidate.entry)
+
+    def take(self, identity: Identity) -> tuple[Candidate | None, list[Candidate]]:
+        """The candidate that is this very job, and those that would get into its way.
+
+        The latter make an output of it, or made it otherwise: they must have ended before it is
+        submitted.
+        """
+        makers = [entry for path in identity.makes for entry in self._makers.pop(path, [])]
+        touched = [self._open.pop(entry) for entry in dict.fromkeys(makers) if entry in self._open]
+        touched.reverse()  # the newest first
+        same = [candidate for candidate in touched if candidate.entry.identity == identity]
+        return (same[0] if same else None), [c for c in touched if c not in same[:1]]
 
 
-def find(journal: Journal) -> dict[str, Candidate]:
-    """Candidates by key. Ends what is lost, and cancels batches that nobody can follow any more.
+def find(journal: Journal) -> list[Candidate]:
+    """Candidates, oldest first. Ends what is lost, and cancels batches that nobody can follow.
 
     Raises:
         SlurmError: the controller does not answer; without it a job might run twice.
         JournalError: a journal of another form.
     """
-    candidates: dict[str, Candidate] = {}
-    for run in open_runs(journal.base):
-        if run.lost_tags:
-            slurm.cancel(sorted(slurm.tagged(run.lost_tags)))
+    candidates: list[Candidate] = []
+    for run in open_runs(journal.base, journal.place):
+        for name, cluster in run.lost.items():
+            cancel_named(name, cluster)
         found = _of_run(run, journal)
-        candidates.update((candidate.entry.key, candidate) for candidate in found)
+        candidates += found
         if not found:
             journal.close_run(run.name)
     return candidates
 
 
+def cancel_named(name: str, cluster: str) -> None:
+    """Cancel whatever was submitted under this name, if anything was.
+
+    Raises:
+        SlurmError: the controller does not answer.
+    """
+    jobs = slurm.unfinished(cluster)
+    ids = [job_id for job_id, job in jobs.items() if job.name == name]
+    slurm.cancel(sorted({job_id.partition("_")[0] for job_id in ids}), cluster=cluster)
+
+
 def _of_run(run: OldRun, journal: Journal) -> list[Candidate]:
-    states = slurm.states([entry.job_id for entry in run.jobs.values()])
+    states = ask(run.jobs.values())
     found = []
     for entry in run.jobs.values():
-        # Another cluster's job may have the same id.
-        state = states[entry.job_id] if is_ours(states, entry) else None
-        judgement = judge(read_result(entry.result_file(journal.base)), state)
+        judgement = judge(read_result(entry.result_file(journal.base)), states.get(entry))
         if judgement.outcome == "succeeded":
             found.append(Candidate(entry, live=False))
         elif judgement.outcome == "running" or judgement.patience == "requeue":
             found.append(Candidate(entry, live=True))
         else:
+            # Should it run in spite of what is known of it, its successor must not run beside it.
+            slurm.cancel([entry.job_id], name=entry.name, cluster=entry.cluster)
             journal.end(entry, "lost")
     return found
-
-
-def is_stale(candidate: Candidate, fingerprint: str, inputs: Iterable[str]) -> bool:
-    """True when the job would be made otherwise today: another command, or a newer input."""
-    if candidate.entry.fingerprint != fingerprint:
-        return True
-    return not candidate.live and _newest(inputs) > candidate.entry.submitted
-
-
-def _newest(paths: Iterable[str]) -> float:
-    """The newest modification, seconds since 1970; what is not a local file does not count."""
-    files = [Path(path) for path in paths]
-    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
 def cancel_and_wait(
@@ -90,14 +107,15 @@ def cancel_and_wait(
     clock: Callable[[], float],
 ) -> bool:
     """Cancel a job and wait until Slurm has ended it; False when that takes too long."""
-    slurm.cancel([entry.job_id])
+    slurm.cancel([entry.job_id], name=entry.name, cluster=entry.cluster)
     deadline = clock() + seconds
-    while _is_live(slurm.states([entry.job_id]), entry):
+    while _is_live(entry):
         if clock() > deadline:
             return False
         sleep(1.0)
     return True
 
 
-def _is_live(states: dict[str, slurm.JobState], entry: Entry) -> bool:
-    return is_ours(states, entry) and judge(None, states[entry.job_id]).outcome == "running"
+def _is_live(entry: Entry) -> bool:
+    state = ask([entry]).get(entry)
+    return state is not None and judge(None, state).outcome == "running"

@@ -4,21 +4,26 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from snakemake_executor_plugin_submitit import reattach, slurm
-from snakemake_executor_plugin_submitit.exclusion import (
-    NodeHistory,
-    nodes_of_file,
-    with_excluded,
-)
-from snakemake_executor_plugin_submitit.journal import Entry, Journal, name_ends
+from snakemake_executor_plugin_submitit.accounts import Accounts, guess, wants_account
+from snakemake_executor_plugin_submitit.exclusion import NodeGuard, nodes_of_file, with_excluded
+from snakemake_executor_plugin_submitit.journal import Entry, Journal, name_ending
+from snakemake_executor_plugin_submitit.logs import show
 from snakemake_executor_plugin_submitit.outbox import StoppedError
 from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patience
 from snakemake_executor_plugin_submitit.resources import Parameters, ResourceError
 from snakemake_executor_plugin_submitit.settings import ExecutorSettings
-from snakemake_executor_plugin_submitit.submit import Batch, is_array_too_large, job_name, submit
+from snakemake_executor_plugin_submitit.submit import (
+    Batch,
+    Submitted,
+    is_array_too_large,
+    job_comment,
+    job_name,
+    submit,
+)
 from snakemake_executor_plugin_submitit.work import Prepared
 
 _T = TypeVar("_T")
@@ -42,8 +47,9 @@ class Sender:
         self,
         journal: Journal,
         settings: ExecutorSettings,
-        candidates: dict[str, reattach.Candidate],
-        nodes: NodeHistory,
+        candidates: reattach.Candidates,
+        nodes: NodeGuard,
+        logs: Path,
         *,
         report: Report,
         logger: Any,
@@ -53,9 +59,13 @@ class Sender:
         self._settings = settings
         self._candidates = candidates
         self._nodes = nodes
+        self._logs = logs
         self._report = report
         self._logger = logger
         self._batches = 0
+        self.clusters: set[str] = set()
+        self._accounts = Accounts()
+        self._guessed: str | None = None
         self._largest = settings.array_size
 
     @property
@@ -85,9 +95,26 @@ class Sender:
     def _parameters(self, prepared: Prepared) -> Parameters:
         """The job's own, and the nodes that it must avoid as things are now."""
         nodes = set(self._nodes.lost)
+        parameters = dict(prepared.parameters)
+        if prepared.accounts:
+            parameters["account"] = self._accounts.chosen(prepared.accounts)
+        elif self._guessed:
+            parameters.setdefault("account", self._guessed)
         if prepared.exclude_file is not None:
             nodes.update(nodes_of_file(prepared.exclude_file))
-        return dict(sorted(with_excluded(prepared.parameters, nodes).items()))
+        return dict(sorted(with_excluded(parameters, nodes).items()))
+
+    def _guess_account(self, refusal: str, parameters: Parameters) -> bool:
+        """Whether a job that names no account may go out once more, with a guessed one."""
+        if "account" in parameters or self._guessed is not None or not wants_account(refusal):
+            return False
+        self._guessed = guess() or ""
+        if self._guessed:
+            self._logger.warning(
+                f"Slurm wants an account and none is given: trying {self._guessed!r};"
+                " name it in the resource slurm_account"
+            )
+        return bool(self._guessed)
 
     def _send_group(self, jobs: Sequence[Prepared], parameters: Parameters) -> None:
         """In as few arrays as the cluster allows; an error of ours is no reason to hang."""
@@ -95,6 +122,8 @@ class Sender:
         try:
             while waiting:
                 chunk = waiting[: self._array_size(len(waiting))]
+                if self._guessed:
+                    parameters = {"account": self._guessed, **parameters}
                 if self._submit(chunk, parameters):
                     del waiting[: len(chunk)]
         except StoppedError:
@@ -123,59 +152,96 @@ class Sender:
         )
 
     def _submit(self, jobs: Sequence[Prepared], parameters: Parameters) -> bool:
-        """One sbatch; False when the array was too large and smaller ones must be tried."""
-        batch = self._batch(jobs, parameters)
-        self._journal.batch(batch.tag)
-        take_back = partial(_take_back, batch.tag)
+        """One sbatch; False when it must be tried again: smaller, or with an account."""
+        tries: list[Batch] = []
         try:
-            job_ids = self._patiently(
-                lambda: submit(batch, self._journal.folder),
-                # sbatch may have come through unheard: without its job files it runs nothing.
-                clean_up=take_back,
+            submitted = self._patiently(
+                lambda: self._try(tries, jobs, parameters),
+                clean_up=lambda: _take_back(tries[-1]),
             )
         except GaveUpError as error:
-            if is_array_too_large(str(error)) and len(jobs) > 1:
-                allowed = self._ask_largest()
-                # SchedulerParameters may allow fewer than MaxArraySize does.
-                self._largest = allowed if allowed < len(jobs) else len(jobs) // 2
-                return False
-            words = "sbatch did not accept it" if error.lasting else "no answer to sbatch"
-            for prepared in jobs:
-                self._report.refused(prepared.job, f"{words}: {error}")
-            return True
+            return self._is_given_up(jobs, parameters, error)
         try:
-            entries = self._note(jobs, batch, job_ids)
+            entries = self._note(jobs, tries[-1], submitted)
         except OSError:  # what no later run would find must not run
-            self._patiently(take_back)
+            self._patiently(lambda: _take_back(tries[-1]))
             raise
-        main = job_ids[0].partition("_")[0]
-        self._logger.info(f"Slurm job {main} has {len(jobs)} job(s): {batch.name}")
         for prepared, entry in zip(jobs, entries, strict=True):
+            self._logger.info(f"Slurm job {entry.job_id}: {entry.label}, log {entry.log}")
             self._report.submitted(prepared.job, entry, taken_over=False)
         return True
 
-    def _note(self, jobs: Sequence[Prepared], batch: Batch, job_ids: Sequence[str]) -> list[Entry]:
-        now = time.time()
+    def _try(
+        self, tries: list[Batch], jobs: Sequence[Prepared], parameters: Parameters
+    ) -> Submitted:
+        """Each try has a name and files of its own, and is noted in `tries`.
+
+        An earlier one that came through unheard, even late, finds no files, so that it runs
+        nothing.
+
+        Raises:
+            SlurmError: sbatch failed or did not answer.
+            GaveUpError: the same array will be refused again.
+        """
+        tries.append(self._batch(jobs, parameters))
+        self._journal.batch(tries[-1].name, tries[-1].cluster)
+        try:
+            return submit(tries[-1])
+        except slurm.SlurmError as error:
+            if len(jobs) > 1 and is_array_too_large(str(error)):
+                raise GaveUpError(str(error), lasting=True) from error
+            raise
+
+    def _is_given_up(
+        self, jobs: Sequence[Prepared], parameters: Parameters, error: GaveUpError
+    ) -> bool:
+        """Whether the jobs were reported as refused; else they may be tried in another way."""
+        if is_array_too_large(str(error)) and len(jobs) > 1:
+            allowed = self._ask_largest()
+            # SchedulerParameters or a limit on queued jobs may allow fewer than MaxArraySize does.
+            self._largest = allowed if allowed < len(jobs) else len(jobs) // 2
+            return False
+        if self._guess_account(str(error), parameters):
+            return False
+        words = "sbatch did not accept it" if error.lasting else "no answer to sbatch"
+        for prepared in jobs:
+            self._report.refused(prepared.job, f"{words}: {error}")
+        return True
+
+    def _note(self, jobs: Sequence[Prepared], batch: Batch, submitted: Submitted) -> list[Entry]:
         entries = [
-            Entry(p.key, p.fingerprint, job_id, path.stem, batch.tag, self._journal.run, now)
-            for p, job_id, (_, path) in zip(jobs, job_ids, batch.work, strict=True)
+            Entry(
+                identity=prepared.identity,
+                label=prepared.label,
+                job_id=job_id,
+                name=batch.name,
+                cluster=submitted.cluster,
+                token=token,
+                run=self._journal.run,
+                log=str(self._logs / prepared.log_folder / _log_name(job_id, submitted.cluster)),
+            )
+            for prepared, job_id, token in zip(jobs, submitted.job_ids, batch.tokens, strict=True)
         ]
         self._journal.jobs(entries)
+        for entry in entries:
+            show(entry.log_file(self._journal.base), Path(entry.log), self._logs)
         return entries
 
     def _batch(self, jobs: Sequence[Prepared], parameters: Parameters) -> Batch:
         self._batches += 1
-        results = self._journal.folder / "results"
-        return Batch(
-            name=job_name([p.job.name for p in jobs], name_ends(self._journal.run)),
-            tag=f"{self._journal.run}.{self._batches}",
+        ending = name_ending(self._journal.run, self._batches)
+        names = [str(prepared.job.name) for prepared in jobs]
+        batch = Batch(
+            number=self._batches,
+            name=job_name(names, prefix=self._settings.jobname_prefix, ending=ending),
+            comment=job_comment([prepared.label for prepared in jobs]),
             parameters=parameters,
-            work=[
-                (prepared.command, results / f"{self._batches}-{index}.json")
-                for index, prepared in enumerate(jobs)
-            ],
+            commands=[prepared.command for prepared in jobs],
+            folder=self._journal.folder,
             requeue_limit=self._settings.requeue_limit if jobs[0].checkpoints else 0,
         )
+        self.clusters.update(batch.cluster.split(","))
+        return batch
 
     def _say_retry(self, words: str, seconds: float) -> None:
         self._logger.warning(f"Slurm: {words}; trying again in {seconds:g} s")
@@ -184,30 +250,34 @@ class Sender:
 
     def _take_over(self, prepared: Prepared) -> bool:
         """Watch an earlier run's job instead of submitting; False when there is none to take."""
-        candidate = self._candidates.pop(prepared.key, None)
-        if candidate is None:
-            return False
-        entry = candidate.entry
-        inputs = [str(path) for path in prepared.job.input]
-        if reattach.is_stale(candidate, prepared.fingerprint, inputs):
+        same, others = self._candidates.take(prepared.identity)
+        for candidate in others:
             self._drop(candidate)
+        if same is None:
             return False
-        what = "still runs" if candidate.live else "has ended well"
-        self._logger.info(f"took over Slurm job {entry.job_id} of an earlier run: it {what}")
-        self._report.submitted(prepared.job, entry, taken_over=True)
+        what = "still runs" if same.live else "has ended well"
+        self._logger.info(
+            f"took over Slurm job {same.entry.job_id} of an earlier run: it {what}:"
+            f" {same.entry.label}, log {same.entry.log}"
+        )
+        self._report.submitted(prepared.job, same.entry, taken_over=True)
         return True
 
     def _drop(self, candidate: reattach.Candidate) -> None:
         """End an outdated job first: two of them would write the same files."""
         entry = candidate.entry
         if candidate.live:
-            self._logger.info(f"cancelling outdated Slurm job {entry.job_id} of an earlier run")
+            self._logger.info(
+                f"cancelling Slurm job {entry.job_id} of an earlier run: {entry.label} is made"
+                " otherwise now (code, params, inputs, software or config)"
+            )
             gone = self._patiently(
                 lambda: reattach.cancel_and_wait(
                     entry, seconds=_CANCEL_PATIENCE, sleep=self.sleep, clock=time.monotonic
                 )
             )
             if not gone:
+                self._candidates.add(candidate)
                 raise GaveUpError(
                     f"outdated Slurm job {entry.job_id} does not end; next: scancel {entry.job_id}",
                     lasting=True,
@@ -216,18 +286,21 @@ class Sender:
 
     def keep(self, entry: Entry) -> None:
         """Offer a job that was given up, but may still run, to a retry of the same job."""
-        self._candidates[entry.key] = reattach.Candidate(entry, live=True)
+        self._candidates.add(reattach.Candidate(entry, live=True))
 
     def forget_unused(self) -> None:
         """Close the book on jobs that nobody asked for: their outputs were found complete."""
-        for candidate in self._candidates.values():
+        for candidate in self._candidates:
             if not candidate.live:
                 self._journal.end(candidate.entry, "not asked for")
 
 
-def _take_back(tag: str) -> None:
-    """Cancel what was submitted under this tag, if anything was."""
-    slurm.cancel(sorted(slurm.tagged([tag])))
+def _take_back(batch: Batch) -> None:
+    reattach.cancel_named(batch.name, batch.cluster)
+
+
+def _log_name(job_id: str, cluster: str) -> str:
+    return f"{job_id}.{cluster}.log" if cluster else f"{job_id}.log"
 
 
 def _words(error: Exception) -> str:

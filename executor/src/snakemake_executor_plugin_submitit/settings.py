@@ -1,9 +1,15 @@
 """The executor's settings: each field is a `--submitit-...` option and a profile key."""
 
+import re
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.settings import CommonSettings, ExecutorSettingsBase
+
+from snakemake_executor_plugin_submitit.values import ResourceError, option
+
+_PREFIX = re.compile(r"[A-Za-z0-9_-]{0,50}")
 
 
 @dataclass
@@ -47,22 +53,103 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
         default=30,
         metadata={"help": "Lines of a failed job's log to print; 0 prints none."},
     )
+    partition_config: str = field(
+        default="",
+        metadata={
+            "help": "YAML file of partitions and their limits: a job that names no partition gets "
+            "the one that fits best. Without it the variable SNAKEMAKE_SLURM_PARTITIONS counts."
+        },
+    )
+    qos: str = field(
+        default="",
+        metadata={"help": "Quality of service of jobs that name none."},
+    )
+    reservation: str = field(
+        default="",
+        metadata={"help": "Reservation of jobs that name none."},
+    )
+    jobname_prefix: str = field(
+        default="",
+        metadata={
+            "help": "Put in front of the jobs' names: letters, digits, `_` and `-`, at most 50."
+        },
+    )
     # A flag's default must be False: Snakemake makes it `store_true`.
+    no_requeue: bool = field(
+        default=False,
+        metadata={
+            "help": "Slurm does not requeue jobs that lost their node or were preempted, unless "
+            "they ask for it by `requeue` or `checkpoint_seconds`."
+        },
+    )
     no_reattach: bool = field(
         default=False,
         metadata={"help": "Do not adopt jobs of an earlier snakemake that was killed."},
     )
-    follow: bool = field(
+    follow: str = field(
+        default="none",
+        metadata={
+            "help": "Print what running jobs write, each line with its job in front: of a job that "
+            "runs alone (single), of all jobs, or of none.",
+            "choices": ["none", "single", "all"],
+        },
+    )
+    efficiency_report: bool = field(
         default=False,
-        metadata={"help": "Print what running jobs write, each line with its job in front."},
+        metadata={"help": "Write how much of their CPUs and memory the jobs used, at the end."},
+    )
+    efficiency_report_path: str = field(
+        default="",
+        metadata={"help": "File or folder of that report; default: the working directory."},
+    )
+    efficiency_threshold: float = field(
+        default=0.8,
+        metadata={"help": "CPU efficiency, above 0 to 1, below which that report names a job."},
+    )
+    logdir: str = field(
+        default="",
+        metadata={"help": "Folder of jobs' logs, by rule and wildcards; default: logs in folder."},
+    )
+    keep_successful_logs: bool = field(
+        default=False,
+        metadata={"help": "Keep the logs of jobs that succeeded."},
+    )
+    delete_logfiles_older_than: int = field(
+        default=10,
+        metadata={"help": "Days for which logs are kept; 0 or less: for ever."},
     )
 
     def __post_init__(self) -> None:
         if not self.folder:
             raise WorkflowError("--submitit-folder is empty: expected a folder's path")
         for name, value in asdict(self).items():
-            if isinstance(value, int):
+            if isinstance(value, int) and name != "delete_logfiles_older_than":
                 _at_least(name, value, 0)
+        if not 0 < self.efficiency_threshold <= 1:
+            raise WorkflowError(
+                f"--submitit-efficiency-threshold {self.efficiency_threshold}: expected a number"
+                " above 0, at most 1"
+            )
+        for name in ("qos", "reservation"):
+            _check_option(name, getattr(self, name))
+        if not _PREFIX.fullmatch(self.jobname_prefix):
+            raise WorkflowError(
+                f"--submitit-jobname-prefix {self.jobname_prefix!r}: expected at most 50 letters,"
+                " digits, `_` and `-`"
+            )
+
+    @property
+    def resource_defaults(self) -> dict[str, Any]:
+        """Resources of jobs that do not say otherwise."""
+        found: dict[str, Any] = {"qos": self.qos, "reservation": self.reservation}
+        return {**found, "requeue": False} if self.no_requeue else found
+
+
+def _check_option(name: str, value: str) -> None:
+    try:
+        option(f"--submitit-{name}", value)
+    except ResourceError as error:
+        raise WorkflowError(str(error)) from error
 
 
 def _at_least(name: str, value: float, least: float) -> None:

@@ -1,20 +1,21 @@
-"""The questions to Slurm: what my jobs do, which jobs a tag has, how nodes are; and to cancel."""
+"""The questions to Slurm: what my jobs do, which jobs have a name, how nodes are; and to cancel."""
 
-import getpass
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 _TIMEOUT = 60.0
-# squeue's columns: id with array index, state, reason, nodes, comment.
-_SQUEUE_FORMAT = "%i|%T|%r|%N|%k"
-# The comment is in the database only where the cluster keeps it, the name always.
+# squeue's columns: id with array index, state, reason, nodes, expected start, name. The name is
+# last: only other jobs' names may hold the separator.
+_SQUEUE_FORMAT = "%i|%T|%r|%N|%S|%j"
+_SQUEUE_COLUMNS = 6
 _SACCT_FORMAT = "JobID,State,ExitCode,NodeList,JobName"
 _ATTEMPTS_FORMAT = "JobID,State,End,NodeList,JobName"
-_COLUMNS = 5
+_SACCT_COLUMNS = 5
 # Slurm's words for "on no node".
 _NO_NODES = ("(null)", "none assigned")
 # Arguments of one call: far below the kernel's limit.
@@ -24,22 +25,30 @@ _KEPT = ("SLURM_CONF", "SLURM_TIME_FORMAT")
 # sacct's words for no database, and ours for no sacct.
 _ABSENT = " is not installed"
 _NO_RECORDS = ("accounting storage is disabled", f"sacct{_ABSENT}")
+# States that a job does not leave any more.
+_ENDED = frozenset(
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}
+    | {"DEADLINE", "OUT_OF_MEMORY", "REVOKED"}
+)
+# Held jobs among them, whose state some versions of Slurm name otherwise.
+WAITS = frozenset({"PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"})
 _LOST = ("DOWN", "FAIL", "ERROR", "NO_RESPOND", "UNKNOWN", "POWERED_DOWN")
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm says about one job or array task."""
+    """What Slurm says about one job or array task; `start`: when it expects to start the job."""
 
     state: str
     reason: str = ""
     nodes: str = ""
-    comment: str = ""
+    start: str = ""
+    name: str = ""
 
     @property
     def waits(self) -> bool:
         """Whether it may still be kept off a node."""
-        return self.state in ("PENDING", "REQUEUED")
+        return self.state in WAITS
 
 
 class SlurmError(RuntimeError):
@@ -50,8 +59,11 @@ class NoAccountingError(SlurmError):
     """The cluster keeps no records of ended jobs."""
 
 
-def states(job_ids: Collection[str]) -> dict[str, JobState]:
+def states(job_ids: Collection[str], cluster: str = "") -> dict[str, JobState]:
     """One squeue call about these jobs and array tasks; what Slurm has forgotten is left out.
+
+    Args:
+        cluster: one of several that share a database; empty: the one of this host.
 
     Raises:
         SlurmError: the controller does not answer.
@@ -62,67 +74,72 @@ def states(job_ids: Collection[str]) -> dict[str, JobState]:
     # Very many ids are not named: all of this user's jobs are cheaper then.
     named = ("--jobs", ",".join(main_ids)) if len(main_ids) <= _IDS_AT_ONCE else ()
     try:
-        return _squeue(*named)
+        return _squeue(cluster, *named)
     except SlurmError as error:
         if "Invalid job id" in str(error):  # a single id that Slurm has forgotten
             return {}
         raise
 
 
-def tagged(tags: Collection[str]) -> dict[str, JobState]:
-    """This user's unfinished jobs whose comment is one of `tags` or begins with it and a dot.
+def unfinished(cluster: str = "") -> dict[str, JobState]:
+    """All of this user's jobs that have not ended, also those that are held after a requeue.
 
     Raises:
         SlurmError: the controller does not answer.
     """
-    mine = _squeue(states="PENDING,RUNNING,SUSPENDED,CONFIGURING")
-    starts = tuple(f"{tag}." for tag in tags)
-    return {
-        job_id: job
-        for job_id, job in mine.items()
-        if job.comment in tags or job.comment.startswith(starts)
-    }
+    return {job_id: job for job_id, job in _squeue(cluster).items() if job.state not in _ENDED}
 
 
-def _squeue(*selection: str, states: str = "all") -> dict[str, JobState]:
-    # --user makes the controller send this user's jobs alone.
-    command = ["squeue", "--noheader", "--array", "--user", getpass.getuser()]
-    command += ["--states", states, "--format", _SQUEUE_FORMAT, *selection]
-    return parse_squeue(run(command))
+def _squeue(cluster: str, *selection: str) -> dict[str, JobState]:
+    # --user makes the controller send this user's jobs alone. By number: LOGNAME and USER may
+    # name somebody else.
+    command = ["squeue", "--noheader", "--array", "--user", str(os.getuid()), *_at(cluster)]
+    return parse_squeue(run([*command, "--states", "all", "--format", _SQUEUE_FORMAT, *selection]))
+
+
+def _at(cluster: str) -> list[str]:
+    return ["--clusters", cluster] if cluster else []
 
 
 def parse_squeue(text: str) -> dict[str, JobState]:
     """Lines of `_SQUEUE_FORMAT` by job id; a line of another form is not about a job."""
-    rows = (line.split("|", _COLUMNS - 1) for line in text.splitlines())
-    return {row[0]: JobState(*row[1:]) for row in rows if len(row) == _COLUMNS}
+    rows = (line.split("|", _SQUEUE_COLUMNS - 1) for line in text.splitlines())
+    return {row[0]: JobState(*row[1:]) for row in rows if len(row) == _SQUEUE_COLUMNS}
 
 
-def accounted(job_ids: Collection[str], name_ends: tuple[str, ...]) -> dict[str, JobState]:
-    """One sacct call about jobs that squeue has forgotten; only those whose name ends so.
+def accounted(
+    job_ids: Collection[str], names: Collection[str], cluster: str = ""
+) -> dict[str, JobState]:
+    """One sacct call about jobs that squeue has forgotten; only those with one of the names.
 
     Raises:
         NoAccountingError: the cluster has no accounting database, or this host no sacct.
         SlurmError: the database does not answer.
     """
     main_ids = sorted({job_id.partition("_")[0] for job_id in job_ids})
-    command = ["sacct", "--noheader", "--parsable2", "--allocations", "--format", _SACCT_FORMAT]
-    return parse_sacct(_records([*command, "--jobs", ",".join(main_ids)]), name_ends)
+    command = ["sacct", "--noheader", "--parsable2", "--allocations", *_at(cluster)]
+    command += ["--format", _SACCT_FORMAT, "--jobs", ",".join(main_ids)]
+    return parse_sacct(_records(command), names)
 
 
-def parse_sacct(text: str, name_ends: tuple[str, ...]) -> dict[str, JobState]:
+def parse_sacct(text: str, names: Collection[str]) -> dict[str, JobState]:
     """Lines of `_SACCT_FORMAT` by job id; the name tells our jobs from another cluster's."""
-    rows = (line.split("|", _COLUMNS - 1) for line in text.splitlines())
     found = {}
-    for job_id, state, exit_code, nodes, name in (row for row in rows if len(row) == _COLUMNS):
-        if name.endswith(name_ends):
+    for job_id, state, exit_code, nodes, name in _sacct_rows(text):
+        if name in names:
             code = f"ExitCode {exit_code}" if exit_code not in ("", "0:0") else ""
             ran_on = "" if nodes.lower() in _NO_NODES else nodes
             # CANCELLED by 1000
-            found[job_id] = JobState(state.partition(" ")[0], code, ran_on)
+            found[job_id] = JobState(state.partition(" ")[0], code, ran_on, name=name)
     return found
 
 
-def last_attempts(job_ids: Collection[str], name_ends: str) -> dict[str, JobState]:
+def _sacct_rows(text: str) -> Iterator[list[str]]:
+    rows = (line.split("|", _SACCT_COLUMNS - 1) for line in text.splitlines())
+    return (row for row in rows if len(row) == _SACCT_COLUMNS)
+
+
+def last_attempts(job_ids: Collection[str], names: Collection[str]) -> dict[str, JobState]:
     """How the last attempt of these requeued jobs ended, by one sacct; those that it knows.
 
     Raises:
@@ -132,17 +149,16 @@ def last_attempts(job_ids: Collection[str], name_ends: str) -> dict[str, JobStat
     command = ["sacct", "--noheader", "--parsable2", "--allocations", "--duplicates"]
     return parse_attempts(
         _records([*command, "--format", _ATTEMPTS_FORMAT, "--jobs", ",".join(sorted(job_ids))]),
-        name_ends,
+        names,
     )
 
 
-def parse_attempts(text: str, name_ends: str) -> dict[str, JobState]:
+def parse_attempts(text: str, names: Collection[str]) -> dict[str, JobState]:
     """Lines of `_ATTEMPTS_FORMAT`, a job's attempts in order: the last one that has ended."""
-    rows = (line.split("|", _COLUMNS - 1) for line in text.splitlines())
     return {
         job_id: JobState(state.partition(" ")[0], nodes="" if nodes.lower() in _NO_NODES else nodes)
-        for job_id, state, end, nodes, name in (row for row in rows if len(row) == _COLUMNS)
-        if name.endswith(name_ends) and end != "Unknown"
+        for job_id, state, end, nodes, name in _sacct_rows(text)
+        if name in names and end != "Unknown"
     }
 
 
@@ -168,6 +184,15 @@ def lost_nodes(nodes: Collection[str]) -> set[str]:
     )
     rows = (line.partition("|") for line in text.splitlines())
     return {name for name, _, state in rows if is_lost(state.strip())}
+
+
+def all_nodes() -> set[str]:
+    """The cluster's nodes, by one sinfo.
+
+    Raises:
+        SlurmError: the controller does not answer.
+    """
+    return set(run(["sinfo", "--noheader", "--Node", "--format", "%N"]).split())
 
 
 def is_lost(state: str) -> bool:
@@ -196,7 +221,7 @@ def exclude_from(job_ids: Collection[str], nodes: str) -> None:
     """
     if not job_ids:
         return
-    command = ["squeue", "--noheader", "--array", "--user", getpass.getuser()]
+    command = ["squeue", "--noheader", "--array", "--user", str(os.getuid())]
     rows = run([*command, "--states", "PENDING", "--format", "%i|%x"]).splitlines()
     # An update replaces the list, so jobs with equal lists are updated together.
     alike: dict[str, list[str]] = {}
@@ -222,14 +247,25 @@ def largest_array() -> int:
     return max(1, int(match[1]) - 1)
 
 
-def cancel(job_ids: Sequence[str]) -> None:
+def cancel(job_ids: Sequence[str], *, name: str = "", cluster: str = "") -> None:
     """scancel; jobs that have ended meanwhile are no error.
+
+    Args:
+        name: cancel only those that have it: an id alone may be another cluster's job.
 
     Raises:
         SlurmError: the controller does not answer.
     """
+    command = ["scancel", "--quiet", *_at(cluster)]
+    if name:
+        command += ["--user", str(os.getuid()), "--name", name]
     for first in range(0, len(job_ids), _IDS_AT_ONCE):
-        run(["scancel", "--quiet", *job_ids[first : first + _IDS_AT_ONCE]])
+        try:
+            run([*command, *job_ids[first : first + _IDS_AT_ONCE]])
+        except SlurmError as error:
+            # With a name, scancel fails without a word where no such job is left.
+            if not name or str(error) != "scancel: ":
+                raise
 
 
 def run(command: Sequence[str]) -> str:
@@ -239,18 +275,41 @@ def run(command: Sequence[str]) -> str:
         SlurmError: it is not installed, could not start, failed, or did not answer.
     """
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT, check=False
+        # A session of its own: Ctrl-C must not cut an sbatch short, whose job would be unheard.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
         )
     except FileNotFoundError as error:
         raise SlurmError(f"{command[0]}{_ABSENT} or not on the PATH") from error
-    except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{command[0]} does not answer after {_TIMEOUT:g} s") from error
     except OSError as error:  # such as no process or memory left for this user
         raise SlurmError(f"cannot run {command[0]}: {error}") from error
-    if done.returncode:
-        raise SlurmError(f"{command[0]}: {(done.stderr or done.stdout).strip()}")
-    return done.stdout
+    with process:
+        try:
+            out, words = process.communicate(timeout=_TIMEOUT)
+        except BaseException as error:
+            # A site's wrapper may have children that hold the pipes open.
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise SlurmError(
+                    f"{command[0]} does not answer after {_TIMEOUT:g} s{_so_far(error)}"
+                ) from error
+            raise
+    if process.returncode:
+        raise SlurmError(f"{command[0]}: {(words or out).strip()}")
+    return out
+
+
+def _so_far(error: subprocess.TimeoutExpired) -> str:
+    """What a program said before its time was up: sbatch tries again by itself and says why."""
+    words = error.stderr or b""
+    text = (words if isinstance(words, str) else words.decode(errors="replace")).strip()
+    return f": {text}" if text else ""
 
 
 @contextmanager

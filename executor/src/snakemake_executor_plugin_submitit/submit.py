@@ -1,97 +1,193 @@
 """Submission: jobs of equal parameters as one sbatch through submitit."""
 
+import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from submitit import Job, SlurmExecutor
 
-from snakemake_executor_plugin_submitit.node import run_command
+from snakemake_executor_plugin_submitit import slurm
+from snakemake_executor_plugin_submitit.node import JobFile
 from snakemake_executor_plugin_submitit.resources import Parameters
-from snakemake_executor_plugin_submitit.slurm import outside_of_any_job
+from snakemake_executor_plugin_submitit.slurm import SlurmError
 
 _NAME_LENGTH = 60
-# sbatch's words for an array of more tasks than the cluster allows.
-_ARRAY_TOO_LARGE = "invalid job array specification"
+_COMMENT_LENGTH = 200
+_NODE = "snakemake_executor_plugin_submitit.node"
+# sbatch's words for an array of more tasks than the cluster, or a limit on queued jobs, allows.
+_ARRAY_TOO_LARGE = re.compile(r"invalid job array specification|\b\w*SubmitJob\w*Limit", re.I)
+# What `sbatch --parsable` prints, on a line of its own: a site's own words may stand around it.
+_PARSABLE = re.compile(r"(?P<id>\d+)(?:;(?P<cluster>[\w.-]+))?")
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Jobs with equal Slurm parameters. `work`: for each its command and its result file.
+    """Jobs with equal Slurm parameters, of each its command.
 
-    `requeue_limit`: how often a job that was warned of its end may requeue itself.
+    `tokens` name their files; `folder` is the run's. `requeue_limit`: how often a job that was
+    warned of its end may requeue itself.
     """
 
+    number: int
     name: str
-    tag: str
+    comment: str
     parameters: Parameters
-    work: Sequence[tuple[str, Path]]
+    commands: Sequence[str]
+    folder: Path
     requeue_limit: int = 0
 
+    @property
+    def tokens(self) -> list[str]:
+        return [f"{self.number}-{index}" for index in range(len(self.commands))]
 
-def submit(batch: Batch, folder: Path) -> list[str]:
-    """One sbatch; the job ids in the order of `batch.work`, `main_index` in an array.
+    @property
+    def cluster(self) -> str:
+        """The cluster, or several with commas, that was asked for; empty: this host's own."""
+        return str(self.parameters.get("additional_parameters", {}).get("clusters", ""))
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """Slurm's ids in the order of the batch; `cluster` is empty where none was asked for."""
+
+    job_ids: Sequence[str]
+    cluster: str
+
+
+class _Sbatch(SlurmExecutor):  # type: ignore[misc]  # untyped base
+    """Submitit's sbatch file and options; our own command on the node, and a call that ends."""
+
+    def __init__(self, batch: Batch) -> None:
+        super().__init__(folder=batch.folder)
+        self._batch = batch
+
+    @property
+    def _submitit_command_str(self) -> str:
+        # exec: the batch step is the Python process itself, so Slurm's signals and its exit code
+        # pass through no shell. -P: a file of the working directory must not pass for a module.
+        python = shlex.join([sys.executable, "-P", "-u", "-m", _NODE])
+        return f"exec {python} {shlex.quote(str(self._batch.folder))} {self._batch.number}"
+
+    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        return ["sbatch", "--parsable", str(submission_file_path)]
+
+    def _submit_command(self, command: str) -> Job[Any]:
+        raise NotImplementedError("`send` is the only way to submit")
+
+    def send(self) -> Submitted:
+        """One sbatch, with a time limit.
+
+        Raises:
+            SlurmError: sbatch failed or did not answer; the message is its standard error.
+        """
+        path = self._batch.folder / f"{self._batch.number}.sh"
+        path.write_text(self._make_submission_file_text(self._submitit_command_str, ""))
+        try:
+            with slurm.outside_of_any_job():
+                text = slurm.run(self._make_submission_command(path))
+        finally:
+            path.unlink()  # Slurm has a copy: `scontrol write batch_script ID`
+        main, cluster = self._answered(text)
+        if len(self._batch.commands) == 1:
+            return Submitted([main], cluster)
+        return Submitted([f"{main}_{i}" for i in range(len(self._batch.commands))], cluster)
+
+    def _answered(self, text: str) -> tuple[str, str]:
+        """The new job's id and cluster; where sbatch's words have none, squeue knows it."""
+        found = [
+            match for line in text.splitlines() if (match := _PARSABLE.fullmatch(line.strip()))
+        ]
+        if len(found) == 1:
+            return found[0]["id"], found[0]["cluster"] or ""
+        cluster = self._batch.cluster
+        jobs = slurm.unfinished(cluster)
+        ids = {i.partition("_")[0] for i, job in jobs.items() if job.name == self._batch.name}
+        if len(ids) != 1:
+            raise SlurmError(f"sbatch: expected the new job's id alone on a line, got {text!r}")
+        return ids.pop(), cluster
+
+
+def submit(batch: Batch) -> Submitted:
+    """One sbatch. Its jobs find their files only when it was heard to have come through.
 
     Raises:
-        FailedJobError, FailedSubmissionError: sbatch failed; the message is its standard error.
+        SlurmError: sbatch failed or did not answer; the message is its standard error.
+        OSError: the files cannot be written.
         RuntimeError: Slurm's programs are not installed.
     """
-    # exec: the batch step is the Python process itself, so Slurm's signals and its exit code
-    # pass through no shell.
-    executor = SlurmExecutor(folder=folder, python=f"exec {shlex.quote(sys.executable)}")
-    executor.update_parameters(**_submitit_parameters(batch))
-    commands = [command for command, _ in batch.work]
-    results = [str(path) for _, path in batch.work]
-    limits = [batch.requeue_limit] * len(batch.work)
-    with outside_of_any_job():
-        jobs = executor.map_array(run_command, commands, results, limits)
-    _keep_private(jobs)
-    return [job.job_id for job in jobs]
+    sbatch = _Sbatch(batch)
+    sbatch.update_parameters(**_submitit_parameters(batch))
+    if len(batch.commands) > 1:
+        sbatch.parameters["map_count"] = len(batch.commands)
+    signal = _signal(batch)
+    jobs = [JobFile(command, batch.requeue_limit, signal) for command in batch.commands]
+    paths = [batch.folder / "jobs" / f"{token}.json" for token in batch.tokens]
+    hidden = [path.with_name(f".{path.name}") for path in paths]
+    try:
+        for path, job in zip(hidden, jobs, strict=True):
+            job.write(path)
+        submitted = sbatch.send()
+        for old, new in zip(hidden, paths, strict=True):
+            old.rename(new)
+    finally:
+        for path in hidden:
+            path.unlink(missing_ok=True)
+    return submitted
 
 
 def is_array_too_large(words: str) -> bool:
     """Whether sbatch refused because of the number of tasks."""
-    return _ARRAY_TOO_LARGE in words.lower()
+    return _ARRAY_TOO_LARGE.search(words) is not None
 
 
-def job_name(names: Sequence[str], ends: str) -> str:
-    """A name for squeue that ends in this run's mark and holds nothing but plain letters."""
-    plain = re.sub(r"[^A-Za-z0-9_.+-]", "_", "+".join(dict.fromkeys(names)))
-    return plain[: _NAME_LENGTH - len(ends)] + ends
+def job_name(names: Sequence[str], *, prefix: str, ending: str) -> str:
+    """A name for squeue that ends in the batch's mark and holds nothing but plain letters."""
+    start = f"{prefix}-" if prefix else ""
+    plain = re.sub(r"[^A-Za-z0-9_.+-]", "_", start + "+".join(dict.fromkeys(names)))
+    return plain[: _NAME_LENGTH - len(ending)] + ending
+
+
+def job_comment(labels: Sequence[str]) -> str:
+    """The rules and wildcards of a batch, as far as they go into one line of squeue."""
+    text = re.sub(r"[^\x21-\x7e]", " ", "; ".join(labels))
+    return text if len(text) <= _COMMENT_LENGTH else f"{text[: _COMMENT_LENGTH - 4]} ..."
+
+
+def _signal(batch: Batch) -> str:
+    """The name of the signal by which Slurm warns the jobs; empty when it does not."""
+    given = str(batch.parameters.get("additional_parameters", {}).get("signal", ""))
+    return given.rpartition(":")[2].partition("@")[0].removeprefix("SIG")
 
 
 def _submitit_parameters(batch: Batch) -> dict[str, Any]:
     own = dict(batch.parameters)
-    # Slurm may warn before the batch process listens: that must not end it.
-    setup = ["trap '' USR2"] if batch.requeue_limit else None
-    extra = {"requeue": True, **own.pop("additional_parameters", {})}
+    extra = own.pop("additional_parameters", {})
+    if "no-requeue" not in extra:
+        extra = {"requeue": True, **extra}
+    index = "%a" if len(batch.commands) > 1 else "0"
+    # Slurm replaces %X in the path, and in one without a backslash %% stands for itself.
+    logs = os.fspath(batch.folder / "logs").replace("%", "%%")
+    signal = _signal(batch)
     return {
         # Without a time the partition's own limit holds, as for plain sbatch.
         "time": None,
         **own,
         "job_name": batch.name,
-        "comment": batch.tag,
+        "comment": batch.comment,
         # The command runs once, in the batch step on the first node; it may srun over all.
         "use_srun": False,
         "stderr_to_stdout": True,
-        "array_parallelism": len(batch.work),
-        # No warning signal, unless `checkpoint_seconds` asks for one in `extra`.
+        "array_parallelism": len(batch.commands),
+        # No warning signal, unless one is asked for in `extra`.
         "signal_delay_s": 0,
         # Submitit's own; a cluster that tracks keys may refuse one that it does not know.
         "wckey": None,
-        "setup": setup,
-        "additional_parameters": extra,
+        # Slurm may warn before the batch process listens: that must not end it.
+        "setup": [f"trap '' {signal}"] if signal else None,
+        "additional_parameters": {**extra, "output": f"{logs}/{batch.number}-{index}.log"},
     }
-
-
-def _keep_private(jobs: Sequence[Job[Any]]) -> None:
-    """The folder is closed to others already; this holds when somebody opens it."""
-    for job in jobs:
-        for path in (job.paths.submitted_pickle, job.paths.submission_file):
-            with suppress(OSError):  # an array has one submission file
-                path.chmod(0o600)

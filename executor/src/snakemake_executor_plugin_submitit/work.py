@@ -1,13 +1,14 @@
-"""A job on its way: from Snakemake's object to what is submitted and watched."""
+"""A job on its way: from Snakemake's object to what is submitted."""
 
-import shlex
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snakemake_executor_plugin_submitit.journal import Entry
-from snakemake_executor_plugin_submitit.reattach import identity
+from snakemake_executor_plugin_submitit.identity import Identity, identify
+from snakemake_executor_plugin_submitit.logs import file_name
+from snakemake_executor_plugin_submitit.partitions import Partition, choose
+from snakemake_executor_plugin_submitit.request import doubtful_names, request
 from snakemake_executor_plugin_submitit.resources import (
     Parameters,
     checkpoint_seconds,
@@ -17,48 +18,80 @@ from snakemake_executor_plugin_submitit.resources import (
 
 @dataclass(frozen=True)
 class Prepared:
-    """A job that is ready for sbatch. `exclude_file`: None when it names none."""
+    """A job that is ready for sbatch.
+
+    `label`: its rule and wildcards; `log_folder`: where its log belongs, below that of all logs.
+    `exclude_file`: None when it names none. `accounts`: those to choose from, none when the job
+    names none. `warnings`: to be said once.
+    """
 
     job: Any
-    key: str
-    fingerprint: str
+    identity: Identity
+    label: str
+    log_folder: Path
     command: str
     parameters: Parameters
     checkpoints: bool
     exclude_file: Path | None
+    accounts: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
-@dataclass
-class Watch:
-    """A submitted job under watch; `unclear_since` is monotonic seconds."""
+def prepare(
+    job: Any,
+    command: str,
+    defaults: Mapping[str, Any] | None = None,
+    partitions: tuple[Partition, ...] = (),
+) -> Prepared:
+    """Check a job's resources, choose its partition and note what is needed to submit it.
 
-    entry: Entry
-    unclear_since: float | None = None
-
-
-def prepare(job: Any, command: str, declared: Collection[str]) -> Prepared:
-    """Check a job's resources and note what is needed to submit it.
+    Args:
+        job: Snakemake's object.
+        command: what the job runs.
+        defaults: resources that hold where the job does not say otherwise.
+        partitions: those to choose from for a job that names none.
 
     Raises:
         ResourceError: a resource that Slurm cannot be given.
     """
     resources = dict(job.resources.items())
-    parameters = slurm_parameters(resources, _threads(job), declared)
-    exclude_file = resources.get("exclude_file")
+    asked = request(resources, _threads(job), defaults)
+    parameters = slurm_parameters(asked)
+    warnings = [*doubtful_names(resources).values()]
+    if partitions and "partition" not in parameters:
+        partition, reasons = choose(partitions, asked)
+        if partition:
+            parameters["partition"] = partition
+        else:
+            warnings.append(f"{job.name}: no partition fits ({reasons}); Slurm's default holds")
+    exclude_file = asked.resources.get("exclude_file")
     return Prepared(
         job,
-        *identity(job),
+        identify(job),
+        label(job),
+        log_folder(job),
         command,
         parameters,
-        checkpoints=checkpoint_seconds(resources) > 0,
-        exclude_file=Path(str(exclude_file)) if exclude_file else None,
+        checkpoints=checkpoint_seconds(asked) > 0,
+        exclude_file=Path(exclude_file) if exclude_file else None,
+        accounts=asked.accounts,
+        warnings=tuple(warnings),
     )
 
 
-def label(job: Any, entry: Entry) -> str:
-    """How a followed log's lines name their job."""
-    wildcards = () if job.is_group() else job.wildcards_dict.values()
-    return shlex.join([str(job.name), *map(str, wildcards), entry.job_id])
+def label(job: Any) -> str:
+    """A job's rule and wildcards, for a person: `align sample=a lane=2`."""
+    wildcards = {} if job.is_group() else dict(job.wildcards_dict)
+    return " ".join([str(job.name), *(f"{name}={value}" for name, value in wildcards.items())])
+
+
+def log_folder(job: Any) -> Path:
+    """Where a job's log belongs: `rule_align/a_2`, as the names are with other executors."""
+    if job.is_group():
+        return Path(file_name(f"group_{job.name}"))
+    folder = Path(file_name(f"rule_{job.name}"))
+    values = "_".join(map(str, dict(job.wildcards_dict).values()))
+    return folder / file_name(values) if values else folder
 
 
 def _threads(job: Any) -> int:

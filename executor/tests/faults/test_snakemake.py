@@ -60,7 +60,29 @@ def test_jobs_of_a_killed_snakemake_are_taken_over_and_run_once(workflow: Make) 
     flow = workflow(two_jobs_and_a_last(UNTIL_GO))
     killed(flow)
 
-    assert_taken_over(flow)
+    assert_taken_over(flow, "--rerun-incomplete")
+
+
+def test_an_output_that_was_made_unwatched_needs_rerun_incomplete(workflow: Make) -> None:
+    """Nobody has recorded how it was made: a change since then would not be noticed."""
+    flow = workflow(rule("a", UNTIL_GO))
+    flow.start()
+    wait_for(lambda: flow.has_run("a"), "the job")
+    flow.kill()
+    flow.touch("go")
+    wait_for(lambda: not flow.live_jobs(), "the end of the job")
+    assert flow.run("--unlock").returncode == 0
+
+    refused = flow.run()
+    done = flow.run("--rerun-incomplete")
+    nothing = flow.run()
+
+    assert refused.returncode == 1
+    assert "--rerun-incomplete" in refused.stdout
+    assert done.returncode == 0
+    assert "it has ended well" in done.stdout
+    assert "Nothing to be done" in nothing.stdout
+    assert flow.runs() == {"a": "start end"}
 
 
 def test_a_running_jobs_half_written_output_needs_rerun_incomplete(workflow: Make) -> None:

@@ -8,8 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from entries import entry, identity
 
 from snakemake_executor_plugin_submitit import reattach, slurm
+from snakemake_executor_plugin_submitit.identity import Place
 from snakemake_executor_plugin_submitit.journal import (
     Entry,
     Journal,
@@ -22,15 +24,13 @@ from snakemake_executor_plugin_submitit.slurm import JobState
 DEAD_RUN = """
 import sys
 from pathlib import Path
-from snakemake_executor_plugin_submitit.journal import Entry, Journal
+from entries import entry
+from snakemake_executor_plugin_submitit.journal import Journal
 journal = Journal(Path(sys.argv[1]))
-for tag, ids in (("a", ["7_0", "7_1"]), ("b", ["8"]), ("lost", [])):
-    journal.batch(f"{journal.run}.{tag}")
-    journal.jobs(
-        Entry(f"key {i}", "print", i, f"token {i}", f"{journal.run}.{tag}", journal.run, 1000.0)
-        for i in ids
-    )
-journal.end(Entry("key 8", "print", "8", "token 8", "b", journal.run, 1000.0), "succeeded")
+for name, ids in (("a", ["7_0", "7_1"]), ("b", ["8"]), ("lost", [])):
+    journal.batch(name, "")
+    journal.jobs(entry(i, name=name, run=journal.run) for i in ids)
+journal.end(entry("8", name="b", run=journal.run), "succeeded")
 print(journal.run)
 """
 
@@ -39,7 +39,11 @@ print(journal.run)
 def dead_run(tmp_path: Path) -> str:
     """The name of a run with open jobs 7_0 and 7_1, one ended and one batch without jobs."""
     done = subprocess.run(
-        [sys.executable, "-c", DEAD_RUN, tmp_path], capture_output=True, text=True, check=True
+        [sys.executable, "-c", DEAD_RUN, tmp_path],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return done.stdout.strip()
 
@@ -52,21 +56,21 @@ def journal(tmp_path: Path) -> Iterator[Journal]:
 
 
 def test_a_dead_runs_open_ends_are_found(tmp_path: Path, dead_run: str) -> None:
-    (run,) = open_runs(tmp_path)
+    (run,) = open_runs(tmp_path, Place.here())
 
     assert run.name == dead_run
     assert [entry.job_id for entry in run.jobs.values()] == ["7_0", "7_1"]
-    assert run.lost_tags == {f"{dead_run}.lost"}
+    assert run.lost == {"lost": ""}
 
 
 def test_a_living_runs_jobs_are_not_for_the_taking(tmp_path: Path, journal: Journal) -> None:
-    journal.batch("tag")
+    journal.batch("train", "")
 
-    while_it_lives = open_runs(tmp_path)
+    while_it_lives = open_runs(tmp_path, Place.here())
     journal.close()
 
     assert while_it_lives == []
-    assert [run.name for run in open_runs(tmp_path)] == [journal.run]
+    assert [run.name for run in open_runs(tmp_path, Place.here())] == [journal.run]
 
 
 def test_a_line_that_a_crash_cut_short_is_skipped(
@@ -74,12 +78,12 @@ def test_a_line_that_a_crash_cut_short_is_skipped(
 ) -> None:
     path = tmp_path / dead_run / "journal.jsonl"
     with path.open("a") as stream:
-        stream.write('{"event": "job", "key": "ha')
+        stream.write('{"event": "job", "name": "ha')
 
-    (run,) = open_runs(tmp_path)
+    (run,) = open_runs(tmp_path, Place.here())
     journal.end(run.jobs["token 7_0"], "failed")
 
-    (run,) = open_runs(tmp_path)
+    (run,) = open_runs(tmp_path, Place.here())
     assert [entry.job_id for entry in run.jobs.values()] == ["7_1"]
 
 
@@ -89,7 +93,7 @@ def test_a_journal_of_another_form_is_refused_with_its_path(tmp_path: Path, dead
         stream.write('\n{"event": "job", "colour": "green"}\n')
 
     with pytest.raises(JournalError, match=dead_run):
-        open_runs(tmp_path)
+        open_runs(tmp_path, Place.here())
 
 
 def test_a_closed_run_is_pruned_and_an_open_one_kept(
@@ -105,16 +109,45 @@ def test_a_closed_run_is_pruned_and_an_open_one_kept(
     assert journal.folder.exists()
 
 
+def test_a_journal_of_an_earlier_version_is_no_hindrance_when_it_is_closed(tmp_path: Path) -> None:
+    folder = tmp_path / "20200101-000000-ffffff"
+    folder.mkdir()
+    old = '{"event": "job", "key": "a", "tag": "b"}\n'
+
+    (folder / "journal.jsonl").write_text(old)
+    with pytest.raises(JournalError, match="squeue --me"):
+        open_runs(tmp_path, Place.here())
+    (folder / "journal.jsonl").write_text(f'{old}{{"event": "closed"}}\n')
+
+    assert open_runs(tmp_path, Place.here()) == []
+
+
+def test_the_runs_of_another_working_directory_are_left_alone(
+    tmp_path: Path, dead_run: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (tmp_path / dead_run / "journal.jsonl").open("a") as stream:
+        stream.write('{"event": "job", "colour": "green"}')
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+
+    assert open_runs(tmp_path, Place.here()) == []
+
+
 class FakeSlurm:
     """Slurm's answers, and what it was told to cancel."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, states: dict[str, JobState]) -> None:
         self.cancelled: list[str] = []
-        monkeypatch.setattr(slurm, "states", lambda ids: {i: states[i] for i in ids if i in states})
+        known = {**states, "9_0": JobState("PENDING", name="lost")}
         monkeypatch.setattr(
-            slurm, "tagged", lambda tags: {f"job of {tag}": JobState("PENDING") for tag in tags}
+            slurm, "states", lambda ids, _cluster: {i: known[i] for i in ids if i in known}
         )
-        monkeypatch.setattr(slurm, "cancel", self.cancelled.extend)
+        monkeypatch.setattr(slurm, "unfinished", lambda _cluster: known)
+        monkeypatch.setattr(slurm, "cancel", self._cancel)
+
+    def _cancel(self, ids: list[str], *, name: str = "", cluster: str = "") -> None:
+        assert cluster == ""
+        self.cancelled += [f"{job_id} {name}".strip() for job_id in ids]
 
 
 def write_success(path: Path) -> None:
@@ -123,108 +156,96 @@ def write_success(path: Path) -> None:
     )
 
 
+def live_by_id(found: list[reattach.Candidate]) -> dict[str, bool]:
+    return {candidate.entry.job_id: candidate.live for candidate in found}
+
+
 def test_live_and_succeeded_jobs_are_candidates_and_lost_batches_are_cancelled(
     tmp_path: Path, dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = FakeSlurm(monkeypatch, {"7_0": JobState("RUNNING", comment=f"{dead_run}.a")})
+    fake = FakeSlurm(monkeypatch, {"7_0": JobState("RUNNING", name="a")})
     write_success(tmp_path / dead_run / "results" / "token 7_1.json")
 
     found = reattach.find(journal)
 
-    assert {key: candidate.live for key, candidate in found.items()} == {
-        "key 7_0": True,
-        "key 7_1": False,
-    }
-    assert fake.cancelled == [f"job of {dead_run}.lost"]
+    assert live_by_id(found) == {"7_0": True, "7_1": False}
+    assert fake.cancelled == ["9"]
 
 
 def test_a_run_of_which_nothing_is_left_is_closed(
     tmp_path: Path, dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tag = f"{dead_run}.a"
-    ended = {"7_0": JobState("FAILED", comment=tag), "7_1": JobState("CANCELLED", comment=tag)}
+    ended = {"7_0": JobState("FAILED", name="a"), "7_1": JobState("CANCELLED", name="a")}
     FakeSlurm(monkeypatch, ended)
 
     found = reattach.find(journal)
 
-    assert found == {}
-    assert open_runs(tmp_path) == []
+    assert found == []
+    assert open_runs(tmp_path, Place.here()) == []
     assert (tmp_path / dead_run).exists()
 
 
-@pytest.mark.parametrize("comment", ["", "lab", "20200101-000000-abcdef.a"])
-def test_a_running_job_of_the_same_id_but_another_tag_is_not_taken_over(
-    dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch, comment: str
+@pytest.mark.parametrize("name", ["", "lab", "b", "a.2"])
+def test_a_running_job_of_the_same_id_but_another_name_is_not_taken_over(
+    dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    stranger = JobState("RUNNING", comment=comment)
+    stranger = JobState("RUNNING", name=name)
     fake = FakeSlurm(monkeypatch, {"7_0": stranger, "7_1": stranger})
 
     found = reattach.find(journal)
 
-    assert found == {}
-    assert fake.cancelled == [f"job of {dead_run}.lost"]
+    assert found == []
+    # Our own jobs of these ids, should they be alive after all, and nobody else's.
+    assert fake.cancelled == ["9", "7_0 a", "7_1 a"]
 
 
 def test_an_interrupted_job_may_be_taken_over(
     dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tag = f"{dead_run}.a"
-    FakeSlurm(monkeypatch, {"7_0": JobState("PREEMPTED", comment=tag)})
+    FakeSlurm(monkeypatch, {"7_0": JobState("PREEMPTED", name="a")})
 
-    found = reattach.find(journal)
-
-    assert found["key 7_0"].live
+    assert live_by_id(reattach.find(journal)) == {"7_0": True}
 
 
-def test_the_folders_are_closed_to_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o755, 0o2770])
+def test_a_folder_that_was_there_keeps_its_mode_and_a_runs_is_closed_to_others(
+    tmp_path: Path, mode: int
+) -> None:
     base = tmp_path / "open to all"
-    base.mkdir(mode=0o777)
+    base.mkdir()
+    base.chmod(mode)
 
     with closing(Journal(base)) as journal:
-        modes = [folder.stat().st_mode & 0o777 for folder in (base, journal.folder)]
+        folders = [journal.folder, *(p for p in journal.folder.iterdir() if p.is_dir())]
 
-    assert modes == [0o700, 0o700]
-
-
-def test_an_ended_job_is_stale_when_an_input_is_newer(tmp_path: Path) -> None:
-    entry = Entry("key", "print", "7", "token", "tag", "run", submitted=1000.0)
-    source = tmp_path / "input"
-    source.touch()
-
-    os.utime(source, (999, 999))
-    fresh = reattach.is_stale(reattach.Candidate(entry, live=False), "print", [str(source)])
-    os.utime(source, (1001, 1001))
-    stale = reattach.is_stale(reattach.Candidate(entry, live=False), "print", [str(source)])
-
-    assert not fresh
-    assert stale
-
-
-def test_a_job_with_another_command_is_stale() -> None:
-    entry = Entry("key", "print", "7", "token", "tag", "run", submitted=1000.0)
-
-    assert reattach.is_stale(reattach.Candidate(entry, live=True), "other", [])
+    assert base.stat().st_mode & 0o7777 == mode
+    assert {folder.stat().st_mode & 0o777 for folder in folders} == {0o700}
+    assert len(folders) == 4
 
 
 class Cancelling:
     """Slurm that ends a cancelled job after some questions; `pauses` in seconds."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, entry: Entry, questions: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, job: Entry, questions: int) -> None:
         self.cancelled: list[str] = []
         self.pauses: list[float] = []
         self._left = questions
-        self._entry = entry
+        self._job = job
         monkeypatch.setattr(slurm, "states", self._states)
-        monkeypatch.setattr(slurm, "cancel", self.cancelled.extend)
+        monkeypatch.setattr(slurm, "cancel", self._cancel)
 
-    def _states(self, ids: list[str]) -> dict[str, JobState]:
+    def _cancel(self, ids: list[str], *, name: str, cluster: str) -> None:
+        assert (name, cluster) == (self._job.name, self._job.cluster)
+        self.cancelled += ids
+
+    def _states(self, ids: list[str], _cluster: str) -> dict[str, JobState]:
         self._left -= 1
         state = "COMPLETING" if self._left >= 0 else "CANCELLED"
-        return {i: JobState(state, comment=self._entry.tag) for i in ids}
+        return {i: JobState(state, name=self._job.name) for i in ids}
 
     def wait(self) -> bool:
         return reattach.cancel_and_wait(
-            self._entry, seconds=10, sleep=self.pauses.append, clock=lambda: sum(self.pauses)
+            self._job, seconds=10, sleep=self.pauses.append, clock=lambda: sum(self.pauses)
         )
 
 
@@ -232,11 +253,24 @@ class Cancelling:
 def test_an_outdated_job_is_cancelled_and_waited_for(
     monkeypatch: pytest.MonkeyPatch, questions: int, ends: bool
 ) -> None:
-    entry = Entry("key", "print", "7_1", "token", "tag", "run", submitted=1000.0)
-    cluster = Cancelling(monkeypatch, entry, questions)
+    cluster = Cancelling(monkeypatch, entry("7_1"), questions)
 
     gone = cluster.wait()
 
     assert gone is ends
     assert cluster.cancelled == ["7_1"]
     assert len(cluster.pauses) == min(questions, 11)
+
+
+def test_the_newest_of_equal_jobs_is_taken_and_the_others_are_in_its_way() -> None:
+    jobs = [entry(job_id, identity=identity("a")) for job_id in ("7", "8")]
+    other = entry("9", identity=identity("b"))
+    waiting = reattach.Candidates(reattach.Candidate(job, live=True) for job in [*jobs, other])
+
+    same, others = waiting.take(identity("a"))
+
+    assert same is not None
+    assert same.entry.job_id == "8"
+    assert [candidate.entry.job_id for candidate in others] == ["7"]
+    assert [candidate.entry.job_id for candidate in waiting] == ["9"]
+    assert waiting.take(identity("a")) == (None, [])

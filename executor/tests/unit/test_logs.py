@@ -1,11 +1,21 @@
 """Logs on a terminal: the end of a failed job's, and what running jobs write meanwhile."""
 
 import io
+import os
 from pathlib import Path
 
 import pytest
 
-from snakemake_executor_plugin_submitit.logs import Follower, last_lines, printable
+from snakemake_executor_plugin_submitit.logs import (
+    Follower,
+    file_name,
+    keep,
+    last_lines,
+    printable,
+    remove,
+    remove_old,
+    show,
+)
 
 LIMIT = 64 * 1024
 
@@ -16,7 +26,7 @@ class Followed:
     def __init__(self, path: Path, *, from_end: bool = False) -> None:
         self.path = path
         self._stream = io.StringIO()
-        self.follower = Follower(self._stream)
+        self.follower = Follower(stream=self._stream)
         self.follower.add("key", "train 7", path, from_end=from_end)
 
     def write(self, text: str | bytes) -> None:
@@ -137,7 +147,7 @@ def test_jobs_may_be_added_while_the_logs_are_read(tmp_path: Path) -> None:
             return super().write(text)
 
     stream = Stream()
-    follower = Follower(stream)
+    follower = Follower(stream=stream)
     (tmp_path / "log").write_text("one\n")
     follower.add("key", "train 7", tmp_path / "log", from_end=False)
 
@@ -166,3 +176,96 @@ def test_a_very_long_line_is_cut(tmp_path: Path) -> None:
 def test_a_log_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
     assert last_lines(tmp_path / "absent", 3) == []
     assert last_lines(tmp_path, 3) == []
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """A job's log in its run's folder."""
+    path = tmp_path / "run" / "logs" / "1-0.log"
+    path.parent.mkdir(parents=True)
+    path.write_text("step one")
+    return path
+
+
+def test_a_link_leads_to_a_running_jobs_log_and_a_kept_log_takes_its_place(
+    tmp_path: Path, log: Path
+) -> None:
+    top = tmp_path / "logs"
+    link = top / "rule_train" / "7" / "12.log"
+
+    show(log, link, top)
+    running = link.read_text()
+    keep(log, link)
+
+    assert running == "step one"
+    assert link.read_text() == "step one"
+    assert not link.is_symlink()
+    assert not log.exists()
+    assert top.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_removed_log_takes_its_empty_folders_along_and_no_others(
+    tmp_path: Path, log: Path
+) -> None:
+    top = tmp_path / "logs"
+    links = [top / "rule_train" / number / "12.log" for number in ("7", "8")]
+    for link in links:
+        show(log, link, top)
+
+    remove(log, links[0], top)
+    left = [path for path in top.rglob("*") if not path.is_dir()]
+    remove(log, links[1], top)
+
+    assert left == [links[1]]
+    assert list(top.iterdir()) == []
+    assert not log.exists()
+
+
+def test_old_logs_go_and_what_is_no_log_of_ours_stays(tmp_path: Path) -> None:
+    names = ("rule_a/1/12_3.log", "rule_a/new.log", "group_b/13.east.log", "rule_a/1/notes.txt")
+    files = [tmp_path / name for name in (*names, "mine/12.log", "12.log")]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (1, 1))
+    young = tmp_path / "rule_a" / "14.log"
+    young.touch()
+
+    remove_old(tmp_path, days=10)
+
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {
+        "rule_a/new.log",
+        "rule_a/1/notes.txt",
+        "mine/12.log",
+        "12.log",
+        "rule_a/14.log",
+    }
+
+
+@pytest.mark.parametrize("text", ["a/b", "..", ".hidden", "a\nb", "x" * 300])
+def test_any_text_becomes_the_name_of_one_visible_file(text: str) -> None:
+    name = file_name(text)
+
+    assert "/" not in name
+    assert not name.startswith(".")
+    assert name.isprintable()
+    assert len(name.encode()) <= 255
+
+
+def test_of_a_job_that_runs_alone_the_log_is_followed_and_of_several_none(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    follower = Follower(single=True, stream=stream)
+    logs = [tmp_path / name for name in "ab"]
+    for path in logs:
+        path.write_text(f"{path.name} begins\n")
+    follower.add("a", "a", logs[0], from_end=False)
+    follower.poll()
+    follower.add("b", "b", logs[1], from_end=False)
+    follower.poll()
+    both = stream.getvalue()
+    follower.remove("a")
+    follower.poll()
+
+    assert both == "[a] a begins\n"
+    assert stream.getvalue() == "[a] a begins\n[b] b begins\n"

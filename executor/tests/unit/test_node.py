@@ -15,8 +15,9 @@ from snakemake_executor_plugin_submitit.node import Result, read_result
 # Slurm's job has no command in its own command line either.
 RUN = """
 import os, sys
-from snakemake_executor_plugin_submitit.node import run_command
-run_command(os.environ.pop("COMMAND"), sys.argv[1])
+from pathlib import Path
+from snakemake_executor_plugin_submitit.node import JobFile, run_job
+run_job(JobFile(os.environ.pop("COMMAND")), Path(sys.argv[1]))
 """
 # A Snakefile's own view of all processes, and of its config.
 LISTS_COMMAND_LINES = """

@@ -3,27 +3,21 @@
 from pathlib import Path
 
 import pytest
+from entries import NAME, entry
 from slurm_programs import Programs
 
-from snakemake_executor_plugin_submitit.journal import Entry
 from snakemake_executor_plugin_submitit.polling import Poller
 from snakemake_executor_plugin_submitit.slurm import JobState
 from snakemake_executor_plugin_submitit.status import judge
 
-RUN = "20260314-101500-a1b2c3"
-TAG = f"{RUN}.1"
-NAME = "train-a1b2c3"
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
 NO_DATABASE = "sacct: error: slurmdbd: Connection refused"
 PATIENCE = 900.0
 
 
-def entry(job_id: str) -> Entry:
-    return Entry(f"key {job_id}", "print", job_id, f"token {job_id}", TAG, RUN, 1000.0)
-
-
 ENTRIES = [entry("7_0"), entry("7_1"), entry("8")]
-RUNNING = "".join(f"{e.job_id}|RUNNING|None|n1|{TAG}\n" for e in ENTRIES)
+START = "2026-03-14T10:15:00"
+RUNNING = "".join(f"{e.job_id}|RUNNING|None|n1|{START}|{NAME}\n" for e in ENTRIES)
 
 
 class Watched:
@@ -62,34 +56,32 @@ def test_jobs_that_squeue_knows_cost_one_call(programs: Programs, watched: Watch
 
     answer = watched.poller.ask(ENTRIES)
 
-    assert answer == {e.job_id: JobState("RUNNING", "None", "n1", TAG) for e in ENTRIES}
+    assert answer == {e: JobState("RUNNING", "None", "n1", START, NAME) for e in ENTRIES}
     assert programs.called("squeue") == 1
     assert programs.called("sacct") == 0
 
 
 def test_all_that_squeue_has_forgotten_cost_one_sacct(programs: Programs, watched: Watched) -> None:
-    programs.answer("squeue", f"8|RUNNING|None|n1|{TAG}\n")
+    programs.answer("squeue", f"8|RUNNING|None|n1|{START}|{NAME}\n")
     programs.answer("sacct", f"7_0|TIMEOUT|0:0|n2|{NAME}\n7_1|FAILED|1:0|n2|stranger\n")
 
     answer = watched.poller.ask(ENTRIES)
 
     assert answer == {
-        "8": JobState("RUNNING", "None", "n1", TAG),
-        "7_0": JobState("TIMEOUT", "", "n2"),
-        "7_1": None,
+        entry("8"): JobState("RUNNING", "None", "n1", START, NAME),
+        entry("7_0"): JobState("TIMEOUT", "", "n2", name=NAME),
+        entry("7_1"): None,
     }
     assert programs.called("squeue") == 1
     assert programs.called("sacct") == 1
 
 
-@pytest.mark.parametrize("comment", ["", f"{RUN}.2", "20200101-000000-ffffff.1", f"{TAG}|x"])
-def test_a_job_of_another_tag_is_not_ours(
-    programs: Programs, watched: Watched, comment: str
-) -> None:
-    programs.answer("squeue", f"8|RUNNING|None|n1|{comment}\n")
+@pytest.mark.parametrize("name", ["", "train", f"{NAME}0", f"other-{NAME}", f"{NAME}|x"])
+def test_a_job_of_another_name_is_not_ours(programs: Programs, watched: Watched, name: str) -> None:
+    programs.answer("squeue", f"8|RUNNING|None|n1|{START}|{name}\n")
     programs.answer("sacct")
 
-    assert watched.poller.ask([entry("8")]) == {"8": None}
+    assert watched.poller.ask([entry("8")]) == {entry("8"): None}
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING"])
@@ -101,8 +93,8 @@ def test_a_job_that_the_controller_lost_does_not_run_for_ever(
 
     answer = watched.poller.ask([entry("8")])
 
-    assert answer == {"8": None}
-    assert judge(None, answer["8"]).outcome == "unclear"
+    assert answer == {entry("8"): None}
+    assert judge(None, answer[entry("8")]).outcome == "unclear"
 
 
 def test_polls_keep_their_distance(programs: Programs, watched: Watched) -> None:
@@ -214,7 +206,7 @@ def test_without_accounting_sacct_is_asked_once(
 
     answers = [watched.poller.ask([entry("8")]) for _ in range(3)]
 
-    assert answers == [{"8": None}] * 3
+    assert answers == [{entry("8"): None}] * 3
     assert programs.called("sacct") == installed
     assert watched.said == []
 
@@ -232,9 +224,9 @@ def test_while_the_database_is_down_forgotten_jobs_count_as_unfinished(
     too_late = watched.poller.ask([entry("8")])
 
     assert first is not None
-    assert judge(None, first["8"]).outcome == "running"
+    assert judge(None, first[entry("8")]).outcome == "running"
     assert last == first
-    assert too_late == {"8": None}
+    assert too_late == {entry("8"): None}
     assert len(watched.said) == 1
     assert not watched.poller.is_given_up
 
@@ -253,6 +245,22 @@ def test_a_database_that_came_back_gets_the_whole_patience_again(
 
     unfinished = watched.poller.ask([entry("8")])
 
-    assert known == {"8": JobState("COMPLETED", "", "n1")}
+    assert known == {entry("8"): JobState("COMPLETED", "", "n1", name=NAME)}
     assert unfinished is not None
-    assert judge(None, unfinished["8"]).outcome == "running"
+    assert judge(None, unfinished[entry("8")]).outcome == "running"
+
+
+def test_jobs_of_several_clusters_are_told_apart_by_one_call_each(
+    programs: Programs, watched: Watched
+) -> None:
+    programs.answer("squeue", f"CLUSTER: east\n8|RUNNING|None|n1|{START}|{NAME}\n")
+    programs.answer("sacct")
+    here, east = entry("8", name="other"), entry("8", cluster="east")
+
+    answer = watched.poller.ask([here, east])
+
+    assert answer is not None
+    assert answer[here] is None
+    assert answer[east] is not None
+    asked = [call for call in programs.calls if call.startswith("squeue")]
+    assert ["--clusters east" in call for call in asked] == [False, True]

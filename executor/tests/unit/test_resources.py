@@ -4,13 +4,23 @@ from typing import Any
 
 import pytest
 
+from snakemake_executor_plugin_submitit.request import doubtful_names, request
 from snakemake_executor_plugin_submitit.resources import (
-    VALID,
+    Parameters,
     ResourceError,
     checkpoint_seconds,
-    node_names,
     slurm_parameters,
 )
+
+
+def parameters(given: dict[str, Any], threads: int = 1, **defaults: Any) -> Parameters:
+    return slurm_parameters(request(given, threads, defaults))
+
+
+def options(given: dict[str, Any], **defaults: Any) -> Parameters:
+    """Those that submitit has no parameter for."""
+    found: Parameters = parameters(given, 1, **defaults).get("additional_parameters", {})
+    return found
 
 
 def test_every_resource_reaches_its_parameter() -> None:
@@ -29,11 +39,12 @@ def test_every_resource_reaches_its_parameter() -> None:
         "nodelist": "n1,n2",
         "exclusive": True,
         "reservation": "night",
+        "clusters": "north,south",
         "checkpoint_seconds": 180,
         "slurm_extra": "--licenses=x:1 --hold '--comment2=a b'",
     }
 
-    assert slurm_parameters(given, threads=8) == {
+    assert parameters(given, threads=8) == {
         "time": 90,
         "nodes": 2,
         "cpus_per_task": 8,
@@ -51,6 +62,7 @@ def test_every_resource_reaches_its_parameter() -> None:
             "hold": True,
             "comment2": "a b",
             "reservation": "night",
+            "clusters": "north,south",
             "ntasks": 16,
             "signal": "B:USR2@180",
         },
@@ -58,155 +70,300 @@ def test_every_resource_reaches_its_parameter() -> None:
 
 
 def test_empty_texts_and_no_gpu_mean_not_given() -> None:
-    texts = ("slurm_partition", "exclude", "exclude_file", "gres", "slurm_extra")
-    given = {**dict.fromkeys(texts, ""), "gpu": 0, "checkpoint_seconds": 0, "exclusive": False}
+    texts = ("slurm_partition", "slurm_account", "exclude", "exclude_file", "gres", "slurm_extra")
+    zeros = ("gpu", "checkpoint_seconds", "runtime", "tasks", "tasks_per_node", "mem_mb_per_cpu")
+    given = {**dict.fromkeys(texts, ""), **dict.fromkeys(zeros, 0), "exclusive": False, "mpi": ""}
 
-    assert slurm_parameters(given, threads=1) == {"cpus_per_task": 1}
-
-
-def test_snakemakes_own_resources_and_declared_counters_are_left_alone() -> None:
-    given = {"_cores": 4, "_nodes": 1, "tmpdir": "scratch", "disk_mb": 1, "mem": "1 GB", "vllm": 1}
-
-    assert slurm_parameters(given, threads=1, declared={"vllm"}) == {"cpus_per_task": 1}
+    assert parameters({**given, "qos": None}) == {"cpus_per_task": 1}
 
 
-def test_a_counter_without_a_limit_is_refused_with_the_way_to_declare_it() -> None:
-    with pytest.raises(ResourceError, match="--resources vllm=N"):
-        slurm_parameters({"vllm": 1}, threads=1)
+def test_snakemakes_own_resources_and_the_workflows_counters_are_left_alone() -> None:
+    own = {"_cores": 4, "_nodes": 1, "tmpdir": "scratch", "disk_mb": 1, "mem": "1 GB"}
+    counters = {"io": 1, "load": 50, "vllm": 1, "gpu_manufacturer": "nvidia", "note": "a\nb"}
+
+    assert parameters({**own, **counters}) == {"cpus_per_task": 1}
+    assert doubtful_names({**own, **counters, "licenses": 3, "network": 2}) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("partition", "slurm_partition"),
+        ("account", "slurm_account"),
+        ("gpus", "gpu"),
+        ("walltime", "runtime"),
+        ("time", "runtime"),
+        ("mem_gb", "mem_mb"),
+        ("ntasks", "tasks"),
+        ("slurm_partitoin", "slurm_partition"),
+        ("runtimes", "runtime"),
+        ("task", "tasks"),
+        ("node", "nodes"),
+    ],
+)
+def test_a_name_that_seems_meant_for_slurm_passes_with_a_warning(name: str, meant: str) -> None:
+    assert parameters({name: "x"}) == {"cpus_per_task": 1}
+    assert list(doubtful_names([name, "gpu", "load"])) == [name]
+    assert f"resource {name!r}" in doubtful_names([name])[name]
+    assert f"did you mean {meant!r}?" in doubtful_names([name])[name]
+
+
+# --- texts
 
 
 @pytest.mark.parametrize("name", ["qos", "constraint", "reservation"])
 def test_a_name_with_slurm_in_front_means_the_same(name: str) -> None:
-    short = slurm_parameters({name: "x"}, threads=1)
+    short = parameters({name: "x"})
 
-    assert slurm_parameters({f"slurm_{name}": "x"}, threads=1) == short
-    assert slurm_parameters({f"slurm_{name}": "x", name: "x"}, threads=1) == short
+    assert short != parameters({})
+    assert parameters({f"slurm_{name}": "x"}) == short
+    assert parameters({f"slurm_{name}": "x", name: "x"}) == short
     with pytest.raises(ResourceError, match=f"{name} and slurm_{name} differ"):
-        slurm_parameters({f"slurm_{name}": "x", name: "y"}, threads=1)
+        parameters({name: "y", f"slurm_{name}": "x"})
 
 
-def test_gpus_ask_for_nothing_else() -> None:
-    assert slurm_parameters({"gpu": 2}, threads=1) == {"cpus_per_task": 1, "gres": "gpu:2"}
+@pytest.mark.parametrize("name", ["cluster", "clusters", "slurm_cluster"])
+def test_a_cluster_may_be_named_in_three_ways(name: str) -> None:
+    assert options({name: "north"}) == {"clusters": "north"}
+
+
+def test_texts_that_yaml_reads_as_numbers_are_texts() -> None:
+    found = parameters({"slurm_account": 4711, "qos": 1, "gpu_model": 4090, "gpu": "2"})
+
+    assert found == {
+        "cpus_per_task": 1,
+        "account": "4711",
+        "qos": "1",
+        "gres": "gpu:4090:2",
+    }
+
+
+def test_of_several_accounts_all_are_offered_and_the_first_stands() -> None:
+    asked = request({"slurm_account": "lab, other third"}, 1)
+
+    assert asked.accounts == ("lab", "other", "third")
+    assert slurm_parameters(asked)["account"] == "lab"
+    assert request({}, 1).accounts == ()
 
 
 def test_exclusive_may_say_for_whom() -> None:
-    assert slurm_parameters({"exclusive": "user"}, threads=1)["exclusive"] == "user"
-
-
-def test_node_names_are_kept_in_order_each_once() -> None:
-    names = node_names(" n[1-3,7], gpu-01.rack_2,n[1-3,7],a[1-2]b[3],", "resource exclude")
-
-    assert names == ["n[1-3,7]", "gpu-01.rack_2", "a[1-2]b[3]"]
+    assert parameters({"exclusive": "user"})["exclusive"] == "user"
+    assert parameters({"exclusive": "True"})["exclusive"] is True
 
 
 @pytest.mark.parametrize("resource", ["exclude", "nodelist"])
-@pytest.mark.parametrize(
-    "text",
-    ["None assigned", "(null)", "--wrap=x", "-n1", "n1;id", "n1 n2", "n[1-2", "n1]", "n[a]", "n$X"],
-)
-def test_what_is_no_nodes_name_reaches_no_option(resource: str, text: str) -> None:
+def test_what_is_no_nodes_name_reaches_no_option(resource: str) -> None:
     with pytest.raises(ResourceError, match=f"resource {resource}: .* is not a node's name"):
-        slurm_parameters({resource: text}, threads=1)
+        parameters({resource: "n1;id"})
 
 
-@pytest.mark.timeout(60)  # a quadratic search takes hours
-@pytest.mark.parametrize("text", ["[" * 10**6, "n" * 10**6 + "!", "n[1," * 10**6])
-def test_a_huge_list_of_nodes_is_refused_in_few_words(text: str) -> None:
-    with pytest.raises(ResourceError, match="is not a node's name") as caught:
-        node_names("," * 10**6 + text, "resource exclude")
-
-    assert len(str(caught.value)) < 200
+def test_a_file_of_nodes_does_not_part_jobs_that_are_otherwise_equal() -> None:
+    assert parameters({"exclude_file": "bad_nodes.txt"}) == parameters({})
 
 
-def test_a_warning_takes_a_whole_number_of_seconds_below_the_time_limit() -> None:
-    assert checkpoint_seconds({"checkpoint_seconds": 59, "runtime": 1}) == 59
-    assert checkpoint_seconds({"checkpoint_seconds": "", "runtime": 1}) == 0
-    assert checkpoint_seconds({}) == 0
+# --- CPUs, memory, GPUs
 
 
-def test_cpus_per_task_outranks_threads() -> None:
-    assert slurm_parameters({"cpus_per_task": 3}, threads=8) == {"cpus_per_task": 3}
+@pytest.mark.parametrize(
+    ("given", "cpus"),
+    [({}, 8), ({"cpus_per_task": 3}, 3), ({"cpus_per_task": 0}, 1), ({"cpus_per_task": -1}, None)],
+)
+def test_cpus_per_task_outrank_threads(given: dict[str, Any], cpus: int | None) -> None:
+    assert parameters(given, threads=8).get("cpus_per_task") == cpus
+
+
+@pytest.mark.parametrize(("cpus", "option"), [(4, {"cpus-per-gpu": 4}), (0, None), (-1, None)])
+def test_cpus_per_gpu_replace_threads(cpus: int, option: Parameters | None) -> None:
+    found = parameters({"gpu": 2, "cpus_per_gpu": cpus}, threads=8)
+
+    assert found.get("additional_parameters") == option
+    assert "cpus_per_task" not in found
+
+
+def test_cpus_per_gpu_of_a_job_without_gpus_say_nothing() -> None:
+    assert parameters({"cpus_per_gpu": 4}, threads=8) == {"cpus_per_task": 8}
 
 
 def test_memory_per_cpu_outranks_memory_per_node() -> None:
-    given = {"mem_mb": 1000, "mem_mb_per_cpu": 500}
+    assert parameters({"mem_mb": 1000, "mem_mb_per_cpu": 500}) == {
+        "cpus_per_task": 1,
+        "mem_per_cpu": "500M",
+    }
+    assert parameters({"mem_mb": 0})["mem"] == "0M"
 
-    assert slurm_parameters(given, threads=1)["mem_per_cpu"] == "500M"
-    assert "mem" not in slurm_parameters(given, threads=1)
+
+@pytest.mark.parametrize(
+    ("given", "gres"),
+    [
+        ({"gpu": 2}, "gpu:2"),
+        ({"gpu": 2, "gpu_model": "a100"}, "gpu:a100:2"),
+        ({"gpu_model": "a100"}, "gpu:a100:1"),
+        ({"gpu_model": "a100", "gpu": 0}, None),
+        ({"gpu": 8, "nodes": 2}, "gpu:4"),
+        ({"gres": "gpu:2,nvme:1"}, "gpu:2,nvme:1"),
+        ({"gres": "nvme:1", "gpu": 2}, "nvme:1,gpu:2"),
+        ({"gres": "nvme:1"}, "nvme:1"),
+        ({"gres": "gpu:2", "gpu": 0, "gpu_model": "a100"}, "gpu:2"),
+    ],
+)
+def test_gpus_are_those_of_each_node(given: dict[str, Any], gres: str | None) -> None:
+    assert parameters(given).get("gres") == gres
 
 
-def test_gres_is_passed_as_given() -> None:
-    assert slurm_parameters({"gres": "gpu:2,nvme:1"}, threads=1)["gres"] == "gpu:2,nvme:1"
+def test_gpus_that_cannot_be_spread_evenly_are_spread_by_slurm() -> None:
+    found = parameters({"gpu": 3, "nodes": 2, "gpu_model": "a100", "gres": "nvme:1"})
+
+    assert found["additional_parameters"] == {"gpus": "a100:3"}
+    assert found["gres"] == "nvme:1"
+
+
+# --- tasks
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        # Of the whole job, on as many nodes as needed.
+        ({"tasks": 6}, {"ntasks": 6, "nodes": "1-6", "use-min-nodes": True}),
+        ({"tasks": 1}, {"ntasks": 1}),
+        ({"tasks": 6, "nodes": 2}, {"ntasks": 6}),
+        ({"tasks": 1, "nodes": 2}, {"ntasks": 2}),
+        ({"tasks_per_node": 4, "nodes": 2}, {"ntasks-per-node": 4}),
+        (
+            {"tasks": 8, "tasks_per_node": 4},
+            {"ntasks": 8, "ntasks-per-node": 4, "nodes": "1-8", "use-min-nodes": True},
+        ),
+        # With GPUs.
+        ({"gpu": 4, "tasks": 2}, {"ntasks-per-gpu": 2}),
+        ({"gres": "gpu:4", "tasks": 2}, {"ntasks-per-gpu": 2}),
+        ({"gpu": 4, "tasks": 4, "nodes": 2}, {"ntasks": 4}),
+        ({"gpu": 4, "tasks": 9, "tasks_per_gpu": 2}, {"ntasks-per-gpu": 2}),
+        ({"gpu": 4, "tasks": 9, "tasks_per_gpu": 2, "nodes": 2}, {"ntasks-per-gpu": 2}),
+        ({"gpu": 4, "tasks": 2, "tasks_per_gpu": -1}, {}),
+        ({"gpu": 4, "tasks_per_node": 2}, {"ntasks-per-node": 2}),
+        ({"tasks_per_gpu": 2}, {}),
+        ({"gpu": 4, "slurm_extra": "--ntasks=8"}, {"ntasks": 8}),
+        # MPI.
+        ({"mpi": "srun", "tasks": 6}, {"ntasks": 6, "nodes": "1-6", "use-min-nodes": True}),
+        ({"mpi": True, "tasks_per_node": 4}, {"ntasks-per-node": 4}),
+        ({"mpi": "mpirun", "tasks_per_node": 4, "nodes": 2}, {"ntasks-per-node": 4}),
+        (
+            {"mpi": "srun", "gpu": 8, "tasks_per_node": 4},
+            {"gpus": "8", "ntasks-per-node": 4, "nodes": "1-8", "use-min-nodes": True},
+        ),
+        (
+            {"mpi": "srun", "gpu": 2, "gpu_model": "x", "tasks": 2},
+            {"gpus": "x:2", "ntasks-per-gpu": 2, "nodes": "1-4", "use-min-nodes": True},
+        ),
+        ({"mpi": "srun", "gpu": 4, "tasks": 4, "nodes": 2}, {"ntasks": 4}),
+        ({"mpi": "srun", "gres": "gpu:2", "tasks": 2}, {"ntasks-per-gpu": 2}),
+    ],
+)
+def test_tasks_are_asked_for(given: dict[str, Any], expected: Parameters) -> None:
+    assert options(given) == expected
+    assert parameters(given).get("nodes") == given.get("nodes")
+
+
+# --- requeue, warning
+
+
+def test_requeue_may_be_forbidden() -> None:
+    assert options({"requeue": False}) == {"no-requeue": True}
+    assert options({"requeue": "false"}) == {"no-requeue": True}
+    assert options({"slurm_extra": "--no-requeue"}) == {"no-requeue": True}
+    assert options({"requeue": True}) == {}
+
+
+def test_a_warning_takes_a_whole_number_of_seconds_below_the_time_limit() -> None:
+    given = {"checkpoint_seconds": 59, "runtime": 1}
+
+    assert checkpoint_seconds(request(given, 1)) == 59
+    assert checkpoint_seconds(request({**given, "checkpoint_seconds": ""}, 1)) == 0
+    assert checkpoint_seconds(request({}, 1)) == 0
+
+
+# --- settings, and options in slurm_extra
+
+
+def test_a_resource_outranks_a_setting() -> None:
+    settings = {"qos": "low", "reservation": "night", "requeue": False}
+
+    assert parameters({"slurm_qos": "high", "requeue": True}, 1, **settings) == {
+        "cpus_per_task": 1,
+        "qos": "high",
+        "additional_parameters": {"reservation": "night"},
+    }
+    assert parameters({}, 1, **settings)["qos"] == "low"
+    assert options({}, **settings) == {"reservation": "night", "no-requeue": True}
+    assert options({"slurm_extra": "-q high"}, qos="low") == {}
+
+
+def test_a_job_that_saves_is_requeued_whatever_the_setting() -> None:
+    assert options({"checkpoint_seconds": 60}, requeue=False) == {"signal": "B:USR2@60"}
+
+
+def test_an_option_is_the_resource_that_it_names() -> None:
+    found = parameters({"slurm_extra": "-p main -t 1:00:00 --mem=2G -G a100:2 -M north -x n1"})
+
+    assert found == {
+        "cpus_per_task": 1,
+        "partition": "main",
+        "time": 60,
+        "mem": "2048M",
+        "gres": "gpu:a100:2",
+        "exclude": "n1",
+        "additional_parameters": {"clusters": "north"},
+    }
+
+
+def test_an_option_may_repeat_a_resource() -> None:
+    given = {"slurm_partition": "main", "nodes": 2, "slurm_extra": "-p main -N 2"}
+
+    assert parameters(given) == parameters({"slurm_partition": "main", "nodes": 2})
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"runtime": 0}, "runtime=0: expected at least 1"),
+        ({"runtime": -1}, "runtime=-1: expected at least 0"),
         ({"runtime": "1h"}, "expected a whole number"),
         ({"nodes": 1.5}, "expected a whole number"),
         ({"nodes": True}, "expected a whole number"),
+        ({"nodes": 0}, "expected at least 1"),
         ({"nodes": float("inf")}, "expected a whole number"),
         ({"mem_mb": float("nan")}, "expected a whole number"),
         ({"gpu": -1}, "at least 0"),
-        ({"gpu": 3, "nodes": 2}, "cannot be spread evenly over nodes=2"),
         ({"gpu": 2, "gres": "gpu:2"}, "keep one"),
-        ({"slurm_partition": 3}, "expected a text"),
+        ({"gpu_model": "'tesla'"}, "expected a model's name"),
+        ({"gpu_model": "a100:2,b"}, "expected a model's name"),
+        ({"slurm_partition": True}, "expected a text"),
+        ({"slurm_partition": "a\\"}, "no backslash"),
         ({"constraint": "a\n#SBATCH --x"}, "expected a text of one line"),
-        ({"slurm_extra": "licenses=x"}, "is not --name"),
-        ({"slurm_extra": "-p main"}, "is not --name"),
-        ({"slurm_extra": "--output=/dev/null"}, "--output is set by the executor"),
-        ({"slurm_extra": "--outp=/dev/null"}, "--output is set by the executor"),
-        ({"slurm_extra": "--hold --no-requeue"}, "--no-requeue is set by the executor"),
-        ({"slurm_extra": "--signal=B:9@1"}, "use the resource checkpoint_seconds"),
-        ({"slurm_extra": "--ntasks=3"}, "use the resource tasks"),
-        ({"slurm_extra": "--mem=1G"}, "use the resource mem_mb"),
-        ({"slurm_extra": "--partit=x"}, "use the resource slurm_partition"),
-        ({"slurm_extra": "--gpus=2"}, "use the resource gpu"),
-        ({"slurm_extra": "--quiet"}, "--quiet is set by the executor"),
-        ({"slurm_extra": "--clusters=other"}, "--clusters is set by the executor"),
         ({"exclude": ["n1"]}, "expected node names"),
-        ({"exclude_file": 3}, "expected a text"),
+        ({"exclude_file": 3.5}, "expected a text"),
         ({"exclude_file": "a\0b"}, "expected a text of one line"),
+        ({"exclusive": 2}, "expected true or false"),
+        ({"requeue": "perhaps"}, "expected true or false"),
         ({"checkpoint_seconds": "soon"}, "expected a whole number"),
         ({"checkpoint_seconds": -1}, "at least 0"),
         ({"checkpoint_seconds": 70000}, "at most 65535"),
         ({"checkpoint_seconds": 60, "runtime": 1}, "expected less than runtime=1 minutes"),
-        ({"tasks": 0}, "at least 1"),
-        ({"tasks": 2, "nodes": 3}, "fewer than nodes=3"),
-        ({"slurm_extra": "--a='"}, "No closing quotation"),
-        ({"slurm_partitoin": "x"}, "did you mean 'slurm_partition'"),
-        ({"slurm_moon": "x"}, "unknown resource 'slurm_moon'"),
-        ({"runtimes": 3}, "did you mean 'runtime'"),
-        ({"partition": "x"}, "give slurm_partition"),
-        ({"gpus": 1}, "give gpu"),
-        ({"mpi": "srun"}, "start the ranks by srun"),
-        ({"ntasks": 2}, "give tasks"),
+        ({"checkpoint_seconds": 60, "requeue": False}, "requeue=false forbids"),
+        ({"checkpoint_seconds": 60, "slurm_extra": "--signal=USR1@9"}, "keep one"),
+        ({"tasks": -1}, "at least 0"),
+        ({"mpi": "srun"}, "expected tasks or tasks_per_node"),
+        ({"mpi": "srun", "tasks": 2, "tasks_per_node": 2}, "keep one"),
+        ({"tasks": 2, "slurm_extra": "--ntasks=4"}, "keep one"),
+        ({"tasks": 4, "gpu": 1, "slurm_extra": "--ntasks=4"}, "keep one"),
+        ({"cluster": "a", "slurm_cluster": "b"}, "resources cluster and slurm_cluster differ"),
+        ({"mem_mb": 200, "slurm_extra": "--mem=4G"}, "mem_mb=200 and slurm_extra, which says 4096"),
+        ({"slurm_extra": "--output=x"}, "slurm_extra: --output: "),
+        ({"slurm_extra": 3.5}, "expected a text of one line"),
+        ({"slurm_extra": "-x n1;id"}, "resource exclude: 'n1;id' is not a node's name"),
     ],
 )
 def test_a_mistake_is_named(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ResourceError) as caught:
-        slurm_parameters(given, threads=1)
+        parameters(given)
 
     assert words in str(caught.value)
-
-
-NUMBERS = ("runtime", "nodes", "tasks", "cpus_per_task", "mem_mb", "mem_mb_per_cpu", "gpu")
-
-
-# The file is read when the job is submitted.
-@pytest.mark.parametrize("name", [name for name in VALID if name != "exclude_file"])
-def test_no_valid_name_is_taken_for_a_slip(name: str) -> None:
-    numbers = {*NUMBERS, "checkpoint_seconds"}
-    value: Any = 2 if name in numbers else "--hold" if name == "slurm_extra" else "x"
-    others = {"gpu": 2} if name == "gpu_model" else {}  # a model alone asks for nothing
-
-    parameters = slurm_parameters({**others, name: value}, threads=1)
-
-    assert parameters != slurm_parameters(others, threads=1)
-
-
-def test_a_file_of_nodes_does_not_part_jobs_that_are_otherwise_equal() -> None:
-    with_file = slurm_parameters({"exclude_file": "bad_nodes.txt"}, threads=1)
-
-    assert with_file == slurm_parameters({}, threads=1)

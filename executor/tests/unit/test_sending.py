@@ -8,13 +8,21 @@ from pathlib import Path
 import pytest
 from sender_desk import Cluster, Desk, ready
 from slurm_programs import Programs
-from submitit.core.utils import FailedJobError
 
 from snakemake_executor_plugin_submitit import sending
-from snakemake_executor_plugin_submitit.journal import Journal, open_runs
+from snakemake_executor_plugin_submitit.journal import Journal, name_ending, open_runs
 from snakemake_executor_plugin_submitit.outbox import StoppedError
+from snakemake_executor_plugin_submitit.slurm import SlurmError
 from snakemake_executor_plugin_submitit.work import Prepared
 
+TOO_MANY = (
+    "sbatch: error: AssocMaxSubmitJobLimit\nsbatch: error: Batch job submission failed: Job"
+    " violates accounting/QOS policy (job submit limit, user's size and/or time limits)"
+)
+NO_ACCOUNT = (
+    "sbatch: error: Batch job submission failed: Invalid account or account/partition combination"
+    " specified"
+)
 TOO_LARGE = "sbatch: error: Batch job submission failed: Invalid job array specification"
 BUSY = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
 WRONG = "sbatch: error: invalid partition specified: moon"
@@ -53,7 +61,7 @@ def test_jobs_with_equal_parameters_go_out_together(desk: Desk, cluster: Cluster
 
     sender.send([ready("a"), ready("b", parameters={"mem": "2M"}), ready("c")])
 
-    assert [[command for command, _ in batch.work] for batch in cluster.batches] == [
+    assert [batch.commands for batch in cluster.batches] == [
         ["make a", "make c"],
         ["make b"],
     ]
@@ -74,11 +82,21 @@ def test_the_journal_has_every_job_that_was_reported(desk: Desk, cluster: Cluste
     desk.sender().send(many(3))
     desk.journal.close()
 
-    (run,) = open_runs(desk.journal.base)
+    (run,) = open_runs(desk.journal.base, desk.journal.place)
 
-    assert {entry.key: entry.job_id for entry in run.jobs.values()} == desk.reports.job_ids
-    assert run.lost_tags == set()
-    assert {entry.tag for entry in run.jobs.values()} == {cluster.batches[0].tag}
+    noted = {entry.identity.makes[0]: entry.job_id for entry in run.jobs.values()}
+    assert noted == desk.reports.job_ids
+    assert run.lost == {}
+    assert {entry.name for entry in run.jobs.values()} == {cluster.batches[0].name}
+
+
+def test_a_link_by_rule_and_wildcards_leads_to_each_jobs_log(desk: Desk, cluster: Cluster) -> None:
+    desk.sender().send([ready("a", log_folder=Path("rule_train/7"))])
+    (desk.journal.folder / "logs" / "1-0.log").write_text("step one")
+
+    link = desk.journal.base / "logs" / "rule_train" / "7" / "1_0.log"
+
+    assert link.read_text() == "step one"
 
 
 def test_an_array_is_no_larger_than_the_setting(desk: Desk, cluster: Cluster) -> None:
@@ -86,7 +104,7 @@ def test_an_array_is_no_larger_than_the_setting(desk: Desk, cluster: Cluster) ->
 
     assert cluster.tried == [4, 4, 2]
     assert len(desk.reports.job_ids) == 10
-    assert len({batch.tag for batch in cluster.batches}) == 3
+    assert len({batch.name for batch in cluster.batches}) == 3
 
 
 def test_the_cluster_is_asked_for_its_limit_when_there_are_very_many(
@@ -108,7 +126,7 @@ def test_an_array_that_is_too_large_is_split(
     desk: Desk, cluster: Cluster, programs: Programs
 ) -> None:
     programs.answer("scontrol", "MaxArraySize = 5\n")
-    cluster.refuse = lambda batch: FailedJobError(TOO_LARGE) if len(batch.work) > 4 else None
+    cluster.refuse = lambda batch: SlurmError(TOO_LARGE) if len(batch.commands) > 4 else None
 
     desk.sender().send(many(10))
 
@@ -121,7 +139,7 @@ def test_an_array_is_halved_where_the_clusters_limit_does_not_explain_it(
     desk: Desk, cluster: Cluster, programs: Programs
 ) -> None:
     programs.answer("scontrol", "MaxArraySize = 1001\n")
-    cluster.refuse = lambda batch: FailedJobError(TOO_LARGE) if len(batch.work) > 4 else None
+    cluster.refuse = lambda batch: SlurmError(TOO_LARGE) if len(batch.commands) > 4 else None
 
     desk.sender().send(many(32))
 
@@ -133,7 +151,7 @@ def test_splitting_ends_though_the_cluster_refuses_every_array(
     desk: Desk, cluster: Cluster, programs: Programs
 ) -> None:
     programs.answer("scontrol", "MaxArraySize = 1001\n")
-    cluster.refuse = lambda _batch: FailedJobError(TOO_LARGE)
+    cluster.refuse = lambda _batch: SlurmError(TOO_LARGE)
 
     desk.sender().send(many(3))
 
@@ -145,7 +163,7 @@ def test_a_refusal_is_reported_for_every_job_of_the_array_and_no_other(
     desk: Desk, cluster: Cluster
 ) -> None:
     bad = {"partition": "moon"}
-    cluster.refuse = lambda batch: FailedJobError(WRONG) if batch.parameters == bad else None
+    cluster.refuse = lambda batch: SlurmError(WRONG) if batch.parameters == bad else None
 
     desk.sender().send([ready("a", parameters=bad), ready("b"), ready("c", parameters=bad)])
 
@@ -159,24 +177,25 @@ def test_a_refusal_is_reported_for_every_job_of_the_array_and_no_other(
 def test_a_busy_controller_is_asked_again_after_what_came_through_is_cancelled(
     desk: Desk, cluster: Cluster, programs: Programs
 ) -> None:
-    answers = iter([FailedJobError(BUSY), None])
+    answers = iter([SlurmError(BUSY), None])
     cluster.refuse = lambda _batch: next(answers)
-    tag = f"{desk.journal.run}.1"
-    programs.answer("squeue", f"5_0|PENDING|None||{tag}\n6_0|PENDING|None||{tag}0\n")
+    unheard = f"train{name_ending(desk.journal.run, 1)}"
+    rows = (f"5_0|PENDING|None||N/A|{unheard}", f"6_0|PENDING|None||N/A|{unheard}0", "7|RUNNING")
+    programs.answer("squeue", "\n".join(rows))
 
     desk.sender().send([ready("a")])
 
     assert desk.pauses == [2]
-    assert [call for call in programs.calls if call.startswith("scancel")] == [
-        "scancel --quiet 5_0"
-    ]
+    assert [call for call in programs.calls if call.startswith("scancel")] == ["scancel --quiet 5"]
     assert desk.reports.job_ids == {"a": "1_0"}
+    # Should the unheard one appear later still, it finds no files of its own name.
+    assert cluster.batches[0].name == f"train{name_ending(desk.journal.run, 2)}"
 
 
 def test_no_answer_within_the_patience_is_reported_as_that(
     desk: Desk, cluster: Cluster, programs: Programs
 ) -> None:
-    cluster.refuse = lambda _batch: FailedJobError(BUSY)
+    cluster.refuse = lambda _batch: SlurmError(BUSY)
 
     desk.sender(patience=0).send(many(2))
 
@@ -200,7 +219,8 @@ def test_jobs_that_cannot_be_noted_are_cancelled_and_reported(
     def fail(_entries: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    programs.answer("squeue", f"1_0|RUNNING|None|n1|{desk.journal.run}.1\n")
+    name = f"train{name_ending(desk.journal.run, 1)}"
+    programs.answer("squeue", f"1_0|RUNNING|None|n1|N/A|{name}\n")
     monkeypatch.setattr(desk.journal, "jobs", fail)
 
     desk.sender().send([ready("a")])
@@ -217,7 +237,7 @@ def test_the_end_of_the_run_interrupts_the_patience(
     def stopped(_seconds: float) -> None:
         raise StoppedError
 
-    cluster.refuse = lambda _batch: FailedJobError(BUSY)
+    cluster.refuse = lambda _batch: SlurmError(BUSY)
     sender = desk.sender()
     sender.sleep = stopped
 
@@ -259,3 +279,59 @@ def test_a_bad_file_of_nodes_fails_its_own_jobs_alone(
     assert "is not a node's name" in desk.reports.words["a"]
     assert desk.reports.job_ids == {"b": "1_0"}
     assert len(cluster.batches) == 1
+
+
+def test_an_array_above_a_limit_on_queued_jobs_goes_out_in_parts(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    """As a whole it would be refused for ever."""
+    programs.answer("scontrol", "MaxArraySize = 1001\n")
+    cluster.refuse = lambda batch: SlurmError(TOO_MANY) if len(batch.commands) > 3 else None
+
+    desk.sender().send(many(8))
+
+    assert cluster.tried == [8, 4, 2, 2, 2, 2]
+    assert len(desk.reports.job_ids) == 8
+    assert desk.pauses == []
+
+
+def test_a_full_queue_is_waited_for_with_a_single_job(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    answers = iter([SlurmError(TOO_MANY), None])
+    cluster.refuse = lambda _batch: next(answers)
+
+    desk.sender().send([ready("a")])
+
+    assert desk.pauses == [2]
+    assert desk.reports.job_ids == {"a": "1_0"}
+
+
+def test_where_slurm_wants_an_account_the_users_own_is_tried_once(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    programs.answer("sacctmgr", "lab\n")
+    cluster.refuse = lambda batch: (
+        None if batch.parameters.get("account") == "lab" else SlurmError(NO_ACCOUNT)
+    )
+    sender = desk.sender()
+
+    sender.send([ready("a")])
+    sender.send([ready("b"), ready("c", parameters={"mem": "1M", "account": "moon"})])
+
+    assert desk.reports.job_ids == {"a": "1_0", "b": "2_0"}
+    assert "Invalid account" in desk.reports.words["c"]
+    assert programs.called("sacctmgr") == 1
+
+
+def test_without_an_account_to_guess_the_refusal_is_reported(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    programs.answer("sacctmgr")
+    programs.answer("sacct")
+    cluster.refuse = lambda _batch: SlurmError(NO_ACCOUNT)
+
+    desk.sender().send([ready("a")])
+
+    assert "Invalid account" in desk.reports.words["a"]
+    assert cluster.tried == [1]

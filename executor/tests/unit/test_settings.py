@@ -30,11 +30,23 @@ def test_snakemake_finds_the_plugin_and_its_settings() -> None:
         ("patience", -1),
         ("requeue_limit", -1),
         ("log_lines", -1),
+        ("qos", "a\nb"),
+        ("reservation", "a\\"),
+        ("jobname_prefix", "a b"),
+        ("jobname_prefix", "x" * 51),
+        ("jobname_prefix", "é"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_its_options_name(option: str, value: Any) -> None:
     with pytest.raises(WorkflowError, match=f"--submitit-{option.replace('_', '-')}"):
         plugin.ExecutorSettings(**{option: value})
+
+
+def test_settings_that_are_resources_are_their_defaults() -> None:
+    settings = plugin.ExecutorSettings(qos="low", no_requeue=True, jobname_prefix="my_run-1")
+
+    assert settings.resource_defaults == {"qos": "low", "reservation": "", "requeue": False}
+    assert "requeue" not in plugin.ExecutorSettings().resource_defaults
 
 
 def test_the_executor_and_shakedown_do_not_import_each_other() -> None:

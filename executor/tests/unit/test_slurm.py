@@ -1,5 +1,6 @@
 """The questions to Slurm, asked of programs that answer as Slurm does."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
 
 DOWN = "slurm_load_jobs error: Unable to contact slurm controller (connect failure)"
-OURS = "-a1b2c3"
+OURS = "train-a1b2c3d4.7"
 
 
 @pytest.fixture
@@ -19,33 +20,33 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
 
 def test_saccts_lines_become_states_by_job_and_array_task() -> None:
     text = (
-        f"7_0|COMPLETED|0:0|n1|prep{OURS}\n"
-        f"7_11|CANCELLED by 1000|0:15|n[1-2]|train{OURS}\n"
-        f"8|FAILED|3:0|None assigned|a|b{OURS}\n"
+        f"7_0|COMPLETED|0:0|n1|{OURS}\n"
+        f"7_11|CANCELLED by 1000|0:15|n[1-2]|{OURS}\n"
+        f"8|FAILED|3:0|None assigned|{OURS}\n"
     )
 
-    assert slurm.parse_sacct(text, (OURS,)) == {
-        "7_0": JobState("COMPLETED", "", "n1"),
-        "7_11": JobState("CANCELLED", "ExitCode 0:15", "n[1-2]"),
-        "8": JobState("FAILED", "ExitCode 3:0", ""),
+    assert slurm.parse_sacct(text, {OURS}) == {
+        "7_0": JobState("COMPLETED", "", "n1", name=OURS),
+        "7_11": JobState("CANCELLED", "ExitCode 0:15", "n[1-2]", name=OURS),
+        "8": JobState("FAILED", "ExitCode 3:0", "", name=OURS),
     }
 
 
-@pytest.mark.parametrize("name", ["prep", "prep-ffffff", f"prep{OURS}x", ""])
+@pytest.mark.parametrize("name", ["train", "train-ffffffff.7", f"{OURS}0", f"a|{OURS}", ""])
 def test_a_record_of_another_name_is_another_clusters_job(name: str) -> None:
-    assert slurm.parse_sacct(f"7_0|FAILED|1:0|n1|{name}\n", (OURS,)) == {}
+    assert slurm.parse_sacct(f"7_0|FAILED|1:0|n1|{name}\n", {OURS}) == {}
 
 
 def test_what_is_no_record_is_left_out() -> None:
-    text = f"sacct: warning: x\n\n7_0|FAILED\n7_1|TIMEOUT|0:0|n1|x{OURS}\n"
+    text = f"sacct: warning: x\n\n7_0|FAILED\n7_1|TIMEOUT|0:0|n1|{OURS}\n"
 
-    assert list(slurm.parse_sacct(text, (OURS,))) == ["7_1"]
+    assert list(slurm.parse_sacct(text, {OURS})) == ["7_1"]
 
 
 def test_array_tasks_are_asked_for_by_their_array(programs: Programs) -> None:
-    programs.answer("sacct", f"7_0|COMPLETED|0:0|n1|x{OURS}\n")
+    programs.answer("sacct", f"7_0|COMPLETED|0:0|n1|{OURS}\n")
 
-    found = slurm.accounted(["7_0", "7_1", "8"], (OURS,))
+    found = slurm.accounted(["7_0", "7_1", "8"], {OURS})
 
     assert set(found) == {"7_0"}
     assert programs.calls[0].endswith("--jobs 7,8")
@@ -53,14 +54,14 @@ def test_array_tasks_are_asked_for_by_their_array(programs: Programs) -> None:
 
 def test_no_database_and_no_sacct_are_told_from_one_that_is_down(programs: Programs) -> None:
     with pytest.raises(NoAccountingError, match="not installed"):
-        slurm.accounted(["7"], (OURS,))
+        slurm.accounted(["7"], {OURS})
     programs.answer("sacct", error="Slurm accounting storage is disabled")
     with pytest.raises(NoAccountingError, match="disabled"):
-        slurm.accounted(["7"], (OURS,))
+        slurm.accounted(["7"], {OURS})
     programs.answer("sacct", error="sacct: error: Problem talking to the database")
 
     with pytest.raises(SlurmError, match="Problem talking") as caught:
-        slurm.accounted(["7"], (OURS,))
+        slurm.accounted(["7"], {OURS})
 
     assert not isinstance(caught.value, NoAccountingError)
 
@@ -81,7 +82,7 @@ def test_no_job_is_no_call(programs: Programs) -> None:
 
 
 def test_very_many_jobs_are_not_named_one_by_one(programs: Programs) -> None:
-    programs.answer("squeue", "7|RUNNING|None|n1|tag\n")
+    programs.answer("squeue", "7|RUNNING|None|n1|N/A|train\n")
 
     slurm.states([str(number) for number in range(500)])
     slurm.states([str(number) for number in range(501)])
@@ -91,14 +92,43 @@ def test_very_many_jobs_are_not_named_one_by_one(programs: Programs) -> None:
     assert "--jobs" not in many
 
 
-def test_a_tag_finds_its_own_jobs_and_those_of_its_batches(programs: Programs) -> None:
-    comments = ["run.1", "run.1.2", "run.12", "run", "other", "", "xrun.1"]
+def test_jobs_that_are_held_after_a_requeue_are_unfinished(programs: Programs) -> None:
+    held = "job requeued in held state"
     programs.answer(
-        "squeue", "".join(f"{i}|PENDING|None||{comment}\n" for i, comment in enumerate(comments))
+        "squeue",
+        f"1|PENDING|{held}||N/A|a\n2|SPECIAL_EXIT|{held}||N/A|b\n3|REQUEUE_HOLD|{held}||N/A|c\n"
+        "4|COMPLETED|None|n1|N/A|d\n5|CANCELLED|None|n1|N/A|e\n6|COMPLETING|None|n1|N/A|f\n",
     )
 
-    assert set(slurm.tagged(["run.1"])) == {"0", "1"}
-    assert set(slurm.tagged(["run"])) == {"0", "1", "2", "3"}
+    assert set(slurm.unfinished()) == {"1", "2", "3", "6"}
+
+
+def test_jobs_are_those_of_the_user_who_runs_this_whatever_he_calls_himself(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs.answer("squeue")
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.setenv(name, "nobody")
+
+    slurm.states(["7"])
+
+    assert f"--user {os.getuid()} " in programs.calls[0]
+
+
+def test_a_job_is_cancelled_by_id_and_name_and_one_that_is_gone_is_no_error(
+    programs: Programs,
+) -> None:
+    scancel = Path(os.environ["PATH"]) / "scancel"
+    programs.answer("scancel")
+    scancel.write_text(scancel.read_text().replace("exit 0", "exit 1"))
+
+    slurm.cancel(["7_1"], name=OURS, cluster="east")
+
+    (call,) = programs.calls
+    who = f"--user {os.getuid()} --name {OURS}"
+    assert call == f"scancel --quiet --clusters east {who} 7_1"
+    with pytest.raises(SlurmError):
+        slurm.cancel(["7_1"])
 
 
 @pytest.mark.parametrize("command", [["absent"], ["folder"], ["refusing"]])
@@ -115,11 +145,12 @@ def test_a_program_that_does_not_run_is_slurms_error(
 def test_a_program_that_hangs_is_slurms_error(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With its children, which would hold its output open."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(slurm, "_TIMEOUT", 0.01)
 
-    with pytest.raises(SlurmError, match=r"sleep does not answer after 0\.01 s"):
-        slurm.run(["sleep", "60"])
+    with pytest.raises(SlurmError, match=r"sh does not answer after 0\.01 s"):
+        slurm.run(["sh", "-c", "sleep 60; true"])
 
     assert programs.calls == []
 

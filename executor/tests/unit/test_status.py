@@ -69,12 +69,14 @@ def test_a_failure_on_file_counts_once_slurm_has_forgotten_the_job() -> None:
     assert "exit code 3 on n1" in judgement.reason
 
 
-def test_squeues_lines_become_states_and_a_comment_may_hold_bars() -> None:
-    text = "12_0|RUNNING|None|n1|run.1\n12_1|PENDING|(Resources)||a|b\nslurm_load_jobs: what\n"
+def test_squeues_lines_become_states_and_a_strangers_name_may_hold_bars() -> None:
+    text = (
+        "12_0|RUNNING|None|n1|N/A|train\n12_1|PENDING|Resources||N/A|a|b\nslurm_load_jobs: what\n"
+    )
 
     assert parse_squeue(text) == {
-        "12_0": JobState("RUNNING", "None", "n1", "run.1"),
-        "12_1": JobState("PENDING", "(Resources)", "", "a|b"),
+        "12_0": JobState("RUNNING", "None", "n1", "N/A", "train"),
+        "12_1": JobState("PENDING", "Resources", "", "N/A", "a|b"),
     }
 
 

@@ -1,10 +1,12 @@
 """What the outbox's thread does with jobs of an earlier run that wait to be taken over."""
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from entries import entry, identity
 from sender_desk import Cluster, Desk, ready
 from slurm_programs import Programs
 
@@ -36,17 +38,16 @@ def desk(tmp_path: Path) -> Iterator[Desk]:
         yield Desk(journal)
 
 
-def earlier(desk: Desk, key: str, *, live: bool, fingerprint: str = "print") -> Entry:
+def earlier(desk: Desk, *makes: str, live: bool, how: str = "so") -> Entry:
     """A job that an earlier run has left, as a candidate of this one."""
-    run = "20200101-000000-ffffff"
-    (desk.journal.base / run).mkdir(exist_ok=True)
-    entry = Entry(key, fingerprint, f"90_{key}", f"token {key}", f"{run}.1", run, 1000.0)
-    desk.candidates[key] = Candidate(entry, live=live)
-    return entry
+    found = entry(f"90_{'+'.join(makes)}", identity=identity(*makes, how=how))
+    (desk.journal.base / found.run).mkdir(exist_ok=True)
+    desk.candidates.add(Candidate(found, live=live))
+    return found
 
 
-def noted_ends(desk: Desk, entry: Entry) -> list[str]:
-    path = desk.journal.base / entry.run / "journal.jsonl"
+def noted_ends(desk: Desk, ended: Entry) -> list[str]:
+    path = desk.journal.base / ended.run / "journal.jsonl"
     return [line for line in path.read_text().splitlines() if line] if path.exists() else []
 
 
@@ -70,14 +71,15 @@ def test_an_earlier_runs_job_is_taken_over_once_and_not_submitted(
 def test_an_outdated_job_is_ended_before_its_successor_is_submitted(
     desk: Desk, cluster: Cluster, programs: Programs
 ) -> None:
-    entry = earlier(desk, "a", live=True, fingerprint="another")
+    old = earlier(desk, "a", live=True, how="otherwise")
 
     desk.sender().send([ready("a")])
 
-    assert "scancel --quiet 90_a" in programs.calls
+    (call,) = [call for call in programs.calls if call.startswith("scancel")]
+    assert call == f"scancel --quiet --user {os.getuid()} --name {old.name} 90_a"
     assert desk.reports.job_ids == {"a": "1_0"}
     assert desk.reports.taken == set()
-    assert "outdated" in noted_ends(desk, entry)[-1]
+    assert "outdated" in noted_ends(desk, old)[-1]
     assert len(cluster.batches) == 1
 
 
@@ -85,22 +87,22 @@ def test_an_outdated_job_that_does_not_end_keeps_its_successor_back(
     desk: Desk, cluster: Cluster, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sending, "_CANCEL_PATIENCE", -1.0)
-    entry = earlier(desk, "a", live=True, fingerprint="another")
-    programs.answer("squeue", f"{entry.job_id}|COMPLETING|None|n1|{entry.tag}\n")
+    old = earlier(desk, "a", live=True, how="otherwise")
+    programs.answer("squeue", f"{old.job_id}|COMPLETING|None|n1|N/A|{old.name}\n")
 
     desk.sender().send([ready("a"), ready("b")])
 
     assert "next: scancel 90_a" in desk.reports.words["a"]
     assert desk.reports.job_ids == {"b": "1_0"}
-    assert noted_ends(desk, entry) == []
+    assert noted_ends(desk, old) == []
     assert len(cluster.batches) == 1
 
 
 def test_an_error_at_a_takeover_is_reported_and_ends_no_other_job(
     desk: Desk, cluster: Cluster
 ) -> None:
-    entry = earlier(desk, "a", live=False, fingerprint="another")
-    (desk.journal.base / entry.run).rmdir()
+    old = earlier(desk, "a", live=False, how="otherwise")
+    (desk.journal.base / old.run).rmdir()
 
     desk.sender().send([ready("a"), ready("b")])
 
@@ -117,3 +119,31 @@ def test_ended_jobs_that_nobody_asked_for_are_closed_and_running_ones_stay(desk:
     (line,) = noted_ends(desk, ended)
     assert ended.token in line
     assert runs.token not in line
+
+
+@pytest.mark.parametrize("makes", [("a", "b"), ("a",), ("a", "b", "c")])
+def test_a_job_that_makes_a_part_of_the_same_is_ended_first(
+    desk: Desk, cluster: Cluster, programs: Programs, makes: tuple[str, ...]
+) -> None:
+    """Else it would write its old version over the new one when it ends."""
+    old = earlier(desk, *makes, live=True)
+
+    desk.sender().send([ready("a", "d")])
+
+    assert desk.reports.job_ids == {"a+d": "1_0"}
+    assert programs.called("scancel") == 1
+    assert "outdated" in noted_ends(desk, old)[-1]
+    assert len(cluster.batches) == 1
+
+
+def test_of_two_jobs_that_make_the_same_the_right_one_is_taken_and_the_other_ended(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    outdated = earlier(desk, "a", live=True, how="otherwise")
+    desk.candidates.add(Candidate(entry("91", identity=identity("a")), live=True))
+
+    desk.sender().send([ready("a")])
+
+    assert desk.reports.job_ids == {"a": "91"}
+    assert "outdated" in noted_ends(desk, outdated)[-1]
+    assert cluster.batches == []

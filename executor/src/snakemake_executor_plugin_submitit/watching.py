@@ -1,0 +1,157 @@
+"""What becomes of submitted jobs: their result files, Slurm's word, and both together."""
+
+import asyncio
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from snakemake_executor_plugin_submitit import slurm, status
+from snakemake_executor_plugin_submitit.exclusion import NodeGuard
+from snakemake_executor_plugin_submitit.journal import Entry
+from snakemake_executor_plugin_submitit.node import Result, read_result
+from snakemake_executor_plugin_submitit.polling import Answer, Poller
+from snakemake_executor_plugin_submitit.settings import ExecutorSettings
+from snakemake_executor_plugin_submitit.status import Judgement
+from snakemake_executor_plugin_submitit.waiting import Pending, WaitReport
+
+
+@dataclass
+class Watch:
+    """A submitted job under watch; `unclear_since` is monotonic seconds.
+
+    `doomed`: why it counts as failed as soon as Slurm says that it is gone, for which it is
+    `cancelled` first.
+    """
+
+    entry: Entry
+    unclear_since: float | None = None
+    doomed: str = ""
+    cancelled: bool = False
+
+
+class Watcher:
+    """Watches jobs by their files, twice a second, and by Slurm's word, when the poller asks."""
+
+    def __init__(
+        self, base: Path, settings: ExecutorSettings, poller: Poller, nodes: NodeGuard, logger: Any
+    ) -> None:
+        self.poller = poller
+        self._base = base
+        self._grace = {"requeue": settings.requeue_grace, "result": settings.result_grace}
+        self._nodes = nodes
+        self._logger = logger
+        self._waiting = WaitReport(logger.info)
+        self._asking: asyncio.Task[Answer | None] | None = None
+        self._said: set[str] = set()
+
+    async def look(
+        self, watches: Sequence[Watch], limiter: AbstractAsyncContextManager[Any]
+    ) -> list[Judgement]:
+        """What each job is now. `limiter`: entered for each question to Slurm."""
+        results = self._results([watch.entry for watch in watches])
+        answer = await self._answer(watches, results, limiter)
+        return [self._judge(watch, results.get(watch.entry), answer) for watch in watches]
+
+    def say_once(self, words: str) -> None:
+        """Warn; of the same words only the first time."""
+        if words not in self._said:
+            self._said.add(words)
+            self._logger.warning(words)
+
+    def _results(self, entries: Collection[Entry]) -> dict[Entry, Result]:
+        """Results by entry; one listing a folder also refreshes a network file system's cache."""
+        present = {run: self._listed(run) for run in {entry.run for entry in entries}}
+        found = {
+            entry: read_result(entry.result_file(self._base))
+            for entry in entries
+            if f"{entry.token}.json" in present[entry.run]
+        }
+        return {entry: result for entry, result in found.items() if result is not None}
+
+    def _listed(self, run: str) -> set[str]:
+        """Names of the run's result files; none when the folder cannot be read just now."""
+        try:
+            return set(os.listdir(self._base / run / "results"))
+        except OSError as error:
+            self.say_once(f"cannot look for results: {error}")
+            return set()
+
+    async def _answer(
+        self,
+        watches: Sequence[Watch],
+        results: Mapping[Entry, Result],
+        limiter: AbstractAsyncContextManager[Any],
+    ) -> Answer | None:
+        """Slurm's word about jobs without a success; None when it is not asked or silent.
+
+        It is asked beside the loop: a controller that does not answer holds up no success.
+        """
+        if self._asking is not None:
+            if not self._asking.done():
+                return None
+            answer, self._asking = self._asking.result(), None
+            return answer
+        unfinished = [w for w in watches if not _is_success(results.get(w.entry))]
+        soon = any(w.entry in results or (w.doomed and not w.cancelled) for w in unfinished)
+        if unfinished and self.poller.is_due(soon=soon):
+            async with limiter:
+                self._asking = asyncio.create_task(asyncio.to_thread(self._ask, unfinished))
+        return None
+
+    def _ask(self, watches: Sequence[Watch]) -> Answer | None:
+        doomed = [watch for watch in watches if watch.doomed and not watch.cancelled]
+        try:
+            for watch in doomed:
+                entry = watch.entry
+                slurm.cancel([entry.job_id], name=entry.name, cluster=entry.cluster)
+        except slurm.SlurmError as error:
+            self._logger.warning(f"cannot make sure that a lost job does not run: {error}")
+            doomed = []
+        answer = self.poller.ask([watch.entry for watch in watches])
+        if answer is not None:
+            for watch in doomed:
+                watch.cancelled = True
+            self._waiting.update(_pending(answer))
+            self._nodes.look(answer, has_accounting=self.poller.has_accounting)
+        return answer
+
+    def _judge(self, watch: Watch, result: Result | None, answer: Answer | None) -> Judgement:
+        """`status.judge`, with an unclear state that has lasted too long counted as failed.
+
+        Before that Slurm is told to end the job, and must say that it is gone: what only seems to
+        be lost would run beside its retry.
+        """
+        if _is_success(result):
+            return Judgement("succeeded")
+        if answer is None or watch.entry not in answer:
+            return Judgement("running")
+        judgement = status.judge(result, answer[watch.entry])
+        if watch.doomed:
+            if judgement.outcome == "running" or not watch.cancelled:
+                return Judgement("running")
+            return Judgement("failed", watch.doomed)
+        if judgement.outcome != "unclear":
+            watch.unclear_since = None
+            return judgement
+        now = time.monotonic()
+        if watch.unclear_since is None:
+            watch.unclear_since = now
+        if now - watch.unclear_since >= self._grace[judgement.patience]:
+            watch.doomed = judgement.reason
+        return judgement
+
+
+def _is_success(result: Result | None) -> bool:
+    return result is not None and result.exit_code == 0
+
+
+def _pending(answer: Answer) -> list[Pending]:
+    return [
+        Pending(entry.label, entry.job_id, job.reason, job.start)
+        for entry, job in answer.items()
+        if job is not None and job.waits
+    ]

@@ -1,0 +1,29 @@
+"""Jobs as the journal has them."""
+
+from typing import Any
+
+from snakemake_executor_plugin_submitit.identity import Identity
+from snakemake_executor_plugin_submitit.journal import Entry, name_ending
+
+RUN = "20260314-101500-a1b2c3d4"
+NAME = f"train{name_ending(RUN, 1)}"
+
+
+def identity(*makes: str, how: str = "so") -> Identity:
+    return Identity(makes, how)
+
+
+def entry(job_id: str, **changes: Any) -> Entry:
+    """A job of `RUN` that makes a file named after its id."""
+    given: dict[str, Any] = {
+        "identity": identity(f"made by {job_id}"),
+        "label": "train",
+        "job_id": job_id,
+        "name": NAME,
+        "cluster": "",
+        "token": f"token {job_id}",
+        "run": RUN,
+        "log": f"logs/rule_train/{job_id}.log",
+        **changes,
+    }
+    return Entry(**given)
