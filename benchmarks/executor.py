@@ -6,7 +6,8 @@ The workflow is prep -> parts -> gather: 1 + (size - 2) + 1 jobs. For each execu
 memory, and how often which Slurm program was called, by the submitting Snakemake and, apart,
 inside the jobs. Programs are counted by wrappers that come first in PATH; the controller's own
 count of requests (sdiag) is beside it. A run counts only when every job ran once and the gathered
-file is right. The peer is installed into a temporary folder that only its own runs can see.
+file is right. The peer is installed into a temporary folder that only its own runs can see; from
+these our plugin is hidden.
 """
 
 import argparse
