@@ -5,7 +5,7 @@ EXTRA ?=
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system demo test lint format bench scoreboard slurm-demo clean
+.PHONY: help install system demo test lint format bench snakemake-tests scoreboard slurm-demo clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -37,7 +37,11 @@ format: install ## rewrite the code as the linters want it
 	@$(BIN)/snakefmt workflow
 
 bench: install system ## every benchmark, ours and the peer side by side
-	@for script in benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done
+	@for script in $(filter-out benchmarks/snakemake_tests.py,$(wildcard benchmarks/[!_]*.py)); do \
+		$(BIN)/python $$script || exit 1; done
+
+snakemake-tests: install system ## Snakemake's own tests, ours and the official executor (an hour)
+	@$(BIN)/python benchmarks/snakemake_tests.py
 
 scoreboard: install ## every fault into real stages, the diagnoses scored: docs/scoreboard.md
 	@$(BIN)/python scripts/scoreboard.py
