@@ -11,10 +11,8 @@ these our plugin is hidden.
 """
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import resource
 import shutil
@@ -24,14 +22,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-PEER = ("snakemake-executor-plugin-slurm==2.8.0", "snakemake-executor-plugin-slurm-jobstep==0.6.1")
-PROGRAMS = ("sbatch", "squeue", "sacct", "sacctmgr", "scontrol", "scancel", "sinfo", "srun")
-CLUSTER = Path(__file__).resolve().parents[1] / "scripts" / "slurm_cluster.py"
+from _slurm import PROGRAMS, Cluster, environment, install_peer, private_cluster, real, surroundings
 
 SNAKEFILE = """
 rule gather:
@@ -47,25 +42,6 @@ rule prep:
     shell: "echo prep >> ran.txt; echo seed > {output}"
 """
 
-# One appended line is one write, so that parallel calls do not mix. The official jobstep drops
-# SLURM_CONF in front of its nested srun; without it no private cluster is found.
-WRAPPER = """#!/bin/sh
-if [ -n "$SLURM_JOB_ID" ]; then where=job; else where=client; fi
-echo "$where {program}" >> {log}
-export SLURM_CONF="${{SLURM_CONF:-{slurm_conf}}}"
-exec {real} "$@"
-"""
-
-# Snakemake imports every executor that it finds: the peer's runs must not pay for ours.
-SITECUSTOMIZE = """
-import pkgutil
-_every = pkgutil.iter_modules
-def iter_modules(*args, **kwargs):
-    own = "snakemake_executor_plugin_submitit"
-    return (module for module in _every(*args, **kwargs) if module.name != own)
-pkgutil.iter_modules = iter_modules
-"""
-
 OPTIONS = {
     "ours": ["--executor", "submitit"],
     "peer": [
@@ -74,15 +50,6 @@ OPTIONS = {
         *("--slurm-init-seconds-before-status-checks", "2"),
     ],
 }
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """The private cluster: its configuration, and the folder and log of the wrappers."""
-
-    slurm_conf: Path
-    wrappers: Path
-    log: Path
 
 
 @dataclass(frozen=True)
@@ -159,57 +126,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def install_peer(folder: Path) -> Path:
-    """The official executor and its jobstep, without what Snakemake already brought."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
-    subprocess.run([*command, "--target", os.fspath(folder), *PEER], check=True)
-    (folder / "sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
-    return folder
-
-
-@contextmanager
-def private_cluster(folder: Path, nodes: int, cpus: int) -> Iterator[Cluster]:
-    """A cluster with accounting, for as long as the block runs."""
-    home = folder / "slurm"
-    size = ["--nodes", str(nodes), "--cpus", str(cpus), "--accounting", "db"]
-    command = [sys.executable, os.fspath(CLUSTER)]
-    subprocess.run(
-        [*command, "start", os.fspath(home), *size], check=True, stdout=subprocess.DEVNULL
-    )
-    try:
-        cluster = Cluster(home / "etc" / "slurm.conf", folder / "bin", folder / "calls.log")
-        write_wrappers(cluster)
-        yield cluster
-    finally:
-        subprocess.run([*command, "stop", os.fspath(home)], check=True)
-
-
-def write_wrappers(cluster: Cluster) -> None:
-    """A counting stand-in for each Slurm program."""
-    cluster.wrappers.mkdir()
-    for program in PROGRAMS:
-        text = WRAPPER.format(
-            program=program,
-            log=cluster.log,
-            slurm_conf=cluster.slurm_conf,
-            real=shutil.which(program),
-        )
-        path = cluster.wrappers / program
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o755)
-
-
 def run_workflow(tool: str, jobs: int, folder: Path, cluster: Cluster, peer: Path | None) -> Run:
     """One workflow from an empty folder, measured and checked."""
     folder.mkdir()
     (folder / "Snakefile").write_text(SNAKEFILE, encoding="utf-8")
     cluster.log.write_text("", encoding="utf-8")
     variables = environment(cluster, peer)
-    subprocess.run([_real("sdiag"), "--reset"], env=variables, check=True, capture_output=True)
+    subprocess.run([real("sdiag"), "--reset"], env=variables, check=True, capture_output=True)
     began = time.monotonic()
     code, usage = _measured(command(tool, jobs), folder, variables, seconds=120 + 6 * jobs)
     wall = time.monotonic() - began
-    sdiag = subprocess.run([_real("sdiag")], env=variables, check=True, capture_output=True)
+    sdiag = subprocess.run([real("sdiag")], env=variables, check=True, capture_output=True)
     calls = count_calls(cluster.log.read_text(encoding="utf-8").splitlines())
     return Run(
         tool=tool,
@@ -222,17 +149,6 @@ def run_workflow(tool: str, jobs: int, folder: Path, cluster: Cluster, peer: Pat
         cpu_s=round(usage.ru_utime + usage.ru_stime, 1),
         fault=f"exit code {code}, see {folder}/out.txt" if code else fault(folder, jobs),
     )
-
-
-def environment(cluster: Cluster, peer: Path | None) -> dict[str, str]:
-    """Slurm's wrappers first; the peer only where it is given."""
-    # Bytecode is kept, as in any user's shell; else each job compiles what pip did not install.
-    dropped = ("SLURM_", "SNAKEMAKE_", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")
-    variables = {k: v for k, v in os.environ.items() if not k.startswith(dropped)}
-    programs = [os.fspath(cluster.wrappers), os.fspath(Path(sys.executable).parent)]
-    variables["PATH"] = os.pathsep.join([*programs, variables.get("PATH", os.defpath)])
-    variables["SLURM_CONF"] = os.fspath(cluster.slurm_conf)
-    return variables if peer is None else {**variables, "PYTHONPATH": os.fspath(peer)}
 
 
 def command(tool: str, jobs: int) -> list[str]:
@@ -324,28 +240,6 @@ def ratios(runs: Sequence[Run]) -> list[str]:
         for size in sizes
         if ("ours", size) in walls and ("peer", size) in walls
     ]
-
-
-def surroundings() -> dict[str, object]:
-    """What the figures depend on."""
-    packages = ["snakemake", "submitit", "snakemake-interface-executor-plugins"]
-    slurm = subprocess.run([_real("slurmctld"), "-V"], capture_output=True, text=True, check=True)
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
-        "versions": {
-            "python": platform.python_version(),
-            "slurm": slurm.stdout.split()[-1],
-            "peer": list(PEER),
-            **{name: importlib.metadata.version(name) for name in packages},
-        },
-    }
-
-
-def _real(program: str) -> str:
-    """The program itself; a user's PATH often lacks the daemons' folders."""
-    path = f"{os.environ.get('PATH', os.defpath)}:/usr/local/sbin:/usr/sbin:/sbin"
-    return shutil.which(program, path=path) or program
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from executor import PROGRAMS, Cluster, environment, install_peer, private_cluster, surroundings
+from _slurm import PROGRAMS, Cluster, environment, install_peer, private_cluster, surroundings
 
 PLUGIN = Path(__file__).with_name("_snakemake_tests_plugin.py")
 NAMES = {"ours": "submitit", "peer": "slurm"}

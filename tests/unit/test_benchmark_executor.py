@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from _slurm import WRAPPER
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "executor.py"
 
@@ -30,9 +31,7 @@ def test_a_wrapper_notes_its_call_and_place_and_passes_arguments_and_exit_code_o
     real.chmod(0o755)
     log = tmp_path / "calls.log"
     wrapper = tmp_path / "sbatch"
-    wrapper.write_text(
-        benchmark.WRAPPER.format(program="sbatch", log=log, slurm_conf="/etc/x", real=real)
-    )
+    wrapper.write_text(WRAPPER.format(program="sbatch", log=log, slurm_conf="/etc/x", real=real))
     command = ["/bin/sh", str(wrapper), "--wrap", "two words"]
 
     outside = subprocess.run(command, env={}, capture_output=True, text=True, check=False)
