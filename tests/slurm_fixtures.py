@@ -15,6 +15,7 @@ from typing import Any
 
 import private_slurm
 import psutil
+import pytest
 from private_slurm import processes
 
 from tests.workflow.helpers import processes_that_mention
@@ -224,3 +225,24 @@ def workflows(folder: Path, variables: dict[str, str]) -> Iterator[Callable[[str
         finally:
             flow.print_all()
             flow.end()
+
+
+# --- fixtures, for the conftest.py of a folder of tests that shares one cluster
+
+
+@pytest.fixture(scope="session")
+def slurm_programs() -> None:
+    install_slurm()
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster(slurm_programs: None) -> Iterator[private_slurm.Cluster]:
+    """Four nodes with four fake GPUs each and accounting, alive for the whole session."""
+    with private_cluster(accounting="db", nodes=4, cpus=4) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def slurm_env(slurm_cluster: private_slurm.Cluster) -> dict[str, str]:
+    """The environment of a program that uses the cluster; this Python's programs come first."""
+    return environment(slurm_cluster)

@@ -10,16 +10,13 @@ from private_slurm import control
 from tests.slurm_fixtures import (
     Workflow,
     environment,
-    install_slurm,
     private_cluster,
+    slurm_programs,
     wait_for,
     workflows,
 )
 
-
-@pytest.fixture(scope="session")
-def slurm_programs() -> None:
-    install_slurm()
+__all__ = ["shared_cluster", "slurm_cluster", "slurm_programs", "workflow"]
 
 
 @pytest.fixture(scope="session")

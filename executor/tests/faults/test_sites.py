@@ -1,6 +1,5 @@
 """What real sites do to a run: chatter, odd paths, held jobs, names of users, a blind squeue."""
 
-import os
 import re
 import shutil
 import signal
@@ -212,7 +211,9 @@ def full(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "full"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "none", str(folder)]
-    subprocess.run(mount, check=True)
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"no file system may be mounted here: {done.stderr.strip()}")
     try:
         (folder / "block").write_bytes(bytes(4096))
         yield folder
@@ -220,7 +221,6 @@ def full(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 def test_a_full_disk_is_said_in_one_sentence_before_anything_is_submitted(
     workflow: Make, full: Path
 ) -> None:
