@@ -29,9 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shakedown.hang.analyze import analyze
-from shakedown.hang.facts import build_facts
-from shakedown.hang.records import Frame, Identity, Place, Stack, Thread
+from shakedown.diagnosis.analyze import analyze
+from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.records import Frame, Identity, SourceRef, Stack, Thread
 
 TENSOR_PARALLEL = 8
 PATHS = 64
@@ -141,7 +141,7 @@ def measure(command: Sequence[str], limit: float) -> Run:
 def stacks(ranks: int) -> None:
     """Merge and classify; reading is not part of it."""
     records = [
-        Stack(Identity(r), (Thread("MainThread", _path(r % PATHS)),), Place(f"{r}"), "py-spy")
+        Stack(Identity(r), (Thread("MainThread", _path(r % PATHS)),), SourceRef(f"{r}"), "py-spy")
         for r in range(ranks)
     ]
     gc.disable()  # as `diagnose_paths` does

@@ -22,9 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shakedown.hang.collect.pyspy import find_pyspy
-from shakedown.hang.parse import read_paths
-from shakedown.hang.records import Stack
+from shakedown.diagnosis.read import read_paths
+from shakedown.diagnosis.records import Stack
+from shakedown.monitor.collect.pyspy import find_pyspy
 
 THREADS, DEPTH = 3, 40
 VICTIM = f"""
@@ -39,7 +39,7 @@ def deep(calls):
     time.sleep(3600)
 everybody = threading.Barrier({THREADS + 1})
 if sys.argv[2:]:
-    from shakedown.hang import hook
+    from shakedown.monitor import hook
     hook.install(int(sys.argv[2]), Path(sys.argv[1]))
 for _ in range({THREADS}):
     threading.Thread(target=deep, args=({DEPTH},), daemon=True).start()

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv with the pinned packages: scripts/install_python.sh [cpu|cuda|sglang]
 # Called by the Makefile; a second call that finds nothing new returns at once, and a call after
-# one that was killed mends what that one left. Without an argument: as .venv is, or else cpu.
+# one that was killed fixes what that one left. Without an argument: as .venv is, or else cpu.
 #
 #   PYTHON           the interpreter to build on; default: the first in PATH that is new enough
 #   TORCH_CPU_INDEX  asked for the CPU build of torch where pip's own index has only CUDA builds,
@@ -108,7 +108,7 @@ explain_pip() {
     local page
     page=$(unanswered)
     [ -z "$page" ] || die "a package index cannot be read: $page; expected a page of packages;" \
-        "next: mend the network, the proxy or the index (PIP_INDEX_URL and what else" \
+        "next: fix the network, the proxy or the index (PIP_INDEX_URL and what else" \
         "'pip config list' shows; TORCH_CPU_INDEX), then: make install"
     die "${1:-pip failed: its error is above, its whole log is $log}; next: ${2:-make install}"
 }

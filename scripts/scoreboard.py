@@ -27,9 +27,9 @@ from scoreboard_run import (
     write_assets,
 )
 
-from shakedown.errors import UsageError, did_you_mean
-from shakedown.files import read_object, write_json, write_text
-from shakedown.verdict import installed_versions
+from shakedown.core.errors import UsageError, did_you_mean
+from shakedown.core.files import read_object, write_json, write_text
+from shakedown.core.verdict import installed_versions
 
 PAGE = ROOT / "docs" / "scoreboard.md"
 _RESULT = "result.json"
@@ -131,7 +131,7 @@ def _one(case: Case, seed: int, keep: Path, *, make: bool) -> Result:
 
 def page(results: Sequence[Result], *, seed: int, failures: dict[str, str]) -> str:
     """The Markdown page."""
-    faults = [r for r in results if r.guilty != "nobody"]
+    faults = [r for r in results if r.culprit != "nobody"]
     seconds = [r.seconds for r in faults if r.seconds is not None]
     versions = installed_versions("shakedown", "torch")
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -151,7 +151,7 @@ def page(results: Sequence[Result], *, seed: int, failures: dict[str, str]) -> s
         "several nodes are not in it.",
         f"Seed {seed}; {told}; stall timeout {STALL_SECONDS:.0f} s. All runs are of one state of "
         f"the code (fingerprint {code_of_runs()}, the diagnosis itself left out); kept runs are "
-        "diagnosed anew, by rules that may have been mended on them.",
+        "diagnosed anew, by rules that may have been fixed on them.",
         _table(("figure", "value"), rows),
         "Seconds count from the end of the stall timeout to the written diagnosis (confirmation, "
         "two samples 2 s apart and the ending of all processes are in it); where a stage ends by "
@@ -173,10 +173,10 @@ def _rows(results: Sequence[Result]) -> list[tuple[str, ...]]:
     return [
         (
             r.case,
-            f"{r.rank}, {r.step}" if r.guilty.startswith("rank") else "-",
+            f"{r.rank}, {r.step}" if r.culprit.startswith("rank") else "-",
             f"`{r.truth}`",
             f"`{r.cause}`" + ("" if r.cause_right else " (wrong)"),
-            r.guilty,
+            r.culprit,
             _named(r) + (" (false)" if r.false_blame else ""),
             "-" if r.seconds is None else f"{r.seconds:.0f}",
         )

@@ -17,7 +17,7 @@ class Case:
     Attributes:
         causes: the true cause, and others that are as right.
         kind: of the injected fault; empty: none.
-        guilty: who a diagnosis should name: the rank that the fault is drawn for, a role, nobody.
+        culprit: who a diagnosis should name: the rank that the fault is drawn for, a role, nobody.
         algorithm: of the stage: sft on 4 ranks; grpo on 2, with orchestrator and server.
         outside: what is done to the run from outside, once it trains.
         changes: to the stage's config.
@@ -28,7 +28,7 @@ class Case:
     name: str
     causes: tuple[str, ...]
     kind: str = ""
-    guilty: Literal["rank", "orchestrator", "inference", "nobody"] = "rank"
+    culprit: Literal["rank", "orchestrator", "inference", "nobody"] = "rank"
     algorithm: Literal["sft", "grpo"] = "sft"
     outside: Outside = ""
     changes: Mapping[str, Any] = field(default_factory=dict)
@@ -149,7 +149,7 @@ class Result:
     rank: int
     step: int
     truth: str
-    guilty: str
+    culprit: str
     state: str
     cause: str
     ranks: tuple[int, ...]
@@ -176,19 +176,19 @@ def judge(
 ) -> Result:
     """Compare the `diagnosis` of a diagnosis.json with the truth.
 
-    Exact: precisely the guilty are named. False blame: an innocent rank, role or node is named.
+    Exact: precisely the culprit are named. False blame: an innocent rank, role or node is named.
     """
     named = diagnosis["culprits"]
     ranks, roles, nodes = (tuple(named[key]) for key in ("ranks", "roles", "nodes"))
-    true_ranks = {drawn.rank} if case.guilty == "rank" else set()
-    true_roles = {case.guilty} if case.guilty in ("orchestrator", "inference") else set()
+    true_ranks = {drawn.rank} if case.culprit == "rank" else set()
+    true_roles = {case.culprit} if case.culprit in ("orchestrator", "inference") else set()
     innocent = set(ranks) - true_ranks or set(roles) - true_roles or nodes
     return Result(
         case=case.name,
         rank=drawn.rank,
         step=drawn.step,
         truth=case.causes[0],
-        guilty=f"rank {drawn.rank}" if case.guilty == "rank" else case.guilty,
+        culprit=f"rank {drawn.rank}" if case.culprit == "rank" else case.culprit,
         state=state,
         cause=diagnosis["cause"],
         ranks=ranks,

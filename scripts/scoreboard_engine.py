@@ -1,4 +1,4 @@
-"""A small inference server for drills, in SGLang's documented protocol, by transformers on the CPU.
+"""A small inference server for the scoreboard: SGLang's protocol, transformers on the CPU.
 
 Started in place of SGLang (`python -m sglang.launch_server`, see `scoreboard_run`); its answers
 and log-probabilities are the model's own. `--hang-at-update N`: its Nth weight update never ends.

@@ -19,9 +19,9 @@ from scoreboard_cases import Case, Drawn, Result, judge
 
 from shakedown.commands.assets import SCHEMA
 from shakedown.config import load_config
-from shakedown.files import write_json
-from shakedown.hang.heartbeat import read_heartbeats
-from shakedown.paths import RunPaths, StagePaths
+from shakedown.core.files import write_json
+from shakedown.core.paths import RunPaths, StagePaths
+from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.training.demo import addition_rows, write_model, write_rows
 
 ROOT = Path(__file__).parents[1]
@@ -111,7 +111,7 @@ def run_case(
         diagnosis,
         state=_state(stage, case),
         sentence=sentence,
-        seconds=None if began is None or case.guilty == "nobody" else time.monotonic() - began,
+        seconds=None if began is None or case.culprit == "nobody" else time.monotonic() - began,
     )
 
 
@@ -130,7 +130,7 @@ def judge_again(case: Case, drawn: Drawn, folder: Path, before: Result) -> Resul
 def code_of_runs() -> str:
     """A fingerprint of what a run depends on: the diagnosis itself is made anew each time."""
     package = ROOT / "src" / "shakedown"
-    made_anew = [package / "hang" / name for name in ("analyze", "parse", "diagnose.py")]
+    made_anew = [package / "diagnosis" / name for name in ("analyze", "read", "diagnose.py")]
     files = [*package.rglob("*.py"), *Path(__file__).parent.glob("scoreboard_*.py")]
     digest = hashlib.sha256()
     for path in sorted(files):
@@ -218,7 +218,7 @@ def _step(stage: StagePaths) -> int:
 def _has_struck(stage: StagePaths) -> bool:
     logs = stage.attempt(1).logs
     return any(
-        "drill: " in path.read_text(encoding="utf-8", errors="replace")
+        "injected fault: " in path.read_text(encoding="utf-8", errors="replace")
         for path in logs.glob("*.log")
     )
 

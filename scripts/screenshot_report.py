@@ -15,8 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shakedown.errors import BlockedError, ShakedownError, UsageError
-from shakedown.paths import RunPaths
+from shakedown.core.errors import BlockedError, ShakedownError, UsageError
+from shakedown.core.paths import RunPaths
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shakedown.training.data.batch import TokenBatch, rank_share
+from shakedown.training.batch import TokenBatch, rank_share
 from shakedown.training.engines import archon_model, engine_class
 from shakedown.training.engines.base import EngineOptions, LossPart, Scores
 from tests import exactness

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from shakedown.hang.heartbeat import read_live
-
 
 @contextmanager
 def blocked_heartbeat(path: Path, pid: int) -> Iterator[None]:
@@ -19,17 +17,15 @@ def blocked_heartbeat(path: Path, pid: int) -> Iterator[None]:
     A lease of ours makes the kernel hold back whoever opens the file for writing. Leaving the
     block lets it go on.
     """
-    live = read_live(pid)
-    assert live is not None
     before = signal.signal(signal.SIGIO, signal.SIG_IGN)  # how the kernel asks for the lease
-    _, hard = resource.prlimit(live.writer, resource.RLIMIT_FSIZE)
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     # its open file refuses the next record, so it opens another one
-    resource.prlimit(live.writer, resource.RLIMIT_FSIZE, (0, hard))
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
     descriptor = os.open(path, os.O_RDONLY)
     try:
         _until(lambda: _leased(descriptor), "the lease")
-        _until(lambda: _stands(pid), "a writer that stands in open(2)")
-        resource.prlimit(live.writer, resource.RLIMIT_FSIZE, (hard, hard))
+        _until(lambda: _stands(pid), "a thread that stands in open(2)")
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))
         yield
     finally:
         os.close(descriptor)
@@ -45,10 +41,8 @@ def _leased(descriptor: int) -> bool:
 
 
 def _stands(pid: int) -> bool:
-    live = read_live(pid)
-    if live is None or not live.in_file_system:
-        return False
-    return Path(f"/proc/{live.writer}/wchan").read_text() == "__break_lease"
+    places = Path(f"/proc/{pid}/task").glob("*/wchan")
+    return any(place.read_text() == "__break_lease" for place in places)
 
 
 def _until(condition: Callable[[], bool], what: str) -> None:

@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from shakedown.cluster.allocation import parse_allocation
 from shakedown.config import OptimizerConfig
-from shakedown.training import huggingface
+from shakedown.models import huggingface
 from shakedown.training.algorithms.sft import negative_log_likelihood
-from shakedown.training.data.batch import TokenBatch, pad_rows, rank_share
+from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import NO_OPTIONS, EngineOptions, LossPart, Scores
 from tests.forked import fork_ranks

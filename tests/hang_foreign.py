@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shakedown.hang.diagnose import diagnose_paths
+from shakedown.diagnosis.diagnose import diagnose_paths
 
 C10D = "torch/distributed/distributed_c10d.py"
 PIPE = "megatron/core/pipeline_parallel"
@@ -56,9 +56,9 @@ def ranks(stacks: Iterable[Sequence[str]], **options: str) -> dict[str, str]:
     return {f"rank_{r}.txt": process(100 + r, st, **options) for r, st in enumerate(stacks)}
 
 
-def loader_at(guilty: int, count: int = 4) -> list[tuple[int, tuple[str, ...]]]:
+def loader_at(culprit: int, count: int = 4) -> list[tuple[int, tuple[str, ...]]]:
     """(rank, stack): one in its data loader, the others in an all-reduce."""
-    return [(rank, LOADER if rank == guilty else REDUCE) for rank in range(count)]
+    return [(rank, LOADER if rank == culprit else REDUCE) for rank in range(count)]
 
 
 def behind(prefix: str, text: str) -> str:

@@ -9,17 +9,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any, get_args
 
-from shakedown.errors import UsageError
-from shakedown.hang.analyze.model import CAUSES, State
-from shakedown.hang.beat_writer import framed
-from shakedown.hang.diagnose import diagnose_paths
-from shakedown.hang.heartbeat import Beat
-from shakedown.hang.page import render
-from shakedown.hang.parse import numbers, read_paths
-from shakedown.hang.parse.registry import read_one
-from shakedown.hang.parse.source import Source, identity_of_name
-from shakedown.hang.records import FlightRecord, Identity, LogEvent, Outcome, Stack
-from shakedown.verdict import Status
+from shakedown.core.errors import UsageError
+from shakedown.core.verdict import Status
+from shakedown.diagnosis.analyze.model import CAUSES, State
+from shakedown.diagnosis.diagnose import diagnose_paths
+from shakedown.diagnosis.read import numbers, read_paths
+from shakedown.diagnosis.read.registry import read_one
+from shakedown.diagnosis.read.source import EvidenceFile, identity_of_name
+from shakedown.diagnosis.records import FlightRecord, Identity, JobExit, LogEvent, Stack
+from shakedown.monitor.heartbeat import Beat, encode
+from shakedown.report.diagnosis_page import render
 
 DATA = Path(__file__).parent / "data"
 CASE = DATA / "hang_dumps" / "b_cond"
@@ -28,7 +27,7 @@ EVIL = '"><zzevil onzz=1><script zz>alert(1)</script>\x1b[31m'
 
 def heartbeat_file(beat: Beat) -> bytes:
     """A heartbeat's file with this beat."""
-    return framed(json.dumps(vars(beat)).encode())
+    return encode(beat)
 
 
 BEAT = Beat("trainer", 1, 42, "n1", "train", 3, 0, 8, 7, 1.5e9, 12.0)
@@ -172,7 +171,7 @@ def parse(name: str, data: bytes) -> list[Any]:
     """The records of one file; the exceptions that the reader lists give none."""
     identity, trailing = identity_of_name(name)
     try:
-        found = read_one(Source(Path(name), name, data, 0, 0, identity, trailing))
+        found = read_one(EvidenceFile(Path(name), name, data, 0, 0, identity, trailing))
     except REFUSALS:
         return []
     return [record for rows in found.values() for record in rows]
@@ -241,7 +240,7 @@ def check_verdict(paths: list[Path]) -> int:
             told = [record.detail.get(k) for k in ("task", "rank_a", "rank_b", "group_rank")]
             named |= {*told, *record.detail.get("ranks", [])}
             named |= set(range(min(record.detail.get("world", 0), 100_000)))
-        if isinstance(record, Outcome):
+        if isinstance(record, JobExit):
             named |= {int(n.rsplit("rank", 1)[-1]) for n in record.exit_codes if n[-1:].isdigit()}
         if isinstance(record, Stack):
             guessed += 1  # without any rank they are given by process

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shakedown.hang.analyze import Diagnosis, Hypothesis, analyze
-from shakedown.hang.facts import build_facts
-from shakedown.hang.parse import read_paths
+from shakedown.diagnosis.analyze import Diagnosis, Hypothesis, analyze
+from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.read import read_paths
 
 C10D = "torch/distributed/distributed_c10d.py"
 TRAINER, SUMS = "/srv/shakedown/training/trainer.py", "/srv/shakedown/training/coordination.py"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shakedown.verdict import Finding, Verdict
+from shakedown.core.verdict import Finding, Verdict
 
 BASE = ["<module> (launch.py:15)", "main (train.py:120)", "train (train.py:88)"]
 

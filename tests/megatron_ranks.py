@@ -17,16 +17,16 @@ import torch
 import torch.distributed as dist
 
 from shakedown.config import GrpoConfig, OptimizerConfig, StageConfig
+from shakedown.rollout.batch import RolloutBatch
 from shakedown.training.algorithms.grpo import token_batch
 from shakedown.training.algorithms.policy_update import PolicyUpdate
 from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.algorithms.sft import negative_log_likelihood
+from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.coordination import Ranks
-from shakedown.training.data.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import LossPart, Scores
-from shakedown.training.job import StageJob
-from shakedown.training.rollout.batch import RolloutBatch
+from shakedown.training.stage.job import StageJob
 
 OPTIMIZER = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5)
 CPU = torch.device("cpu")

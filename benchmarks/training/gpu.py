@@ -174,7 +174,7 @@ def _ours(model: Path, tokens: Any, device: Any) -> Callable[[], float]:
 
     from shakedown.config import OptimizerConfig
     from shakedown.training.algorithms.sft import negative_log_likelihood
-    from shakedown.training.data.batch import TokenBatch
+    from shakedown.training.batch import TokenBatch
     from shakedown.training.engines import engine_class
     from shakedown.training.engines.base import LossPart, Scores
 

@@ -108,8 +108,8 @@ def _encoded(model: Path, train: Path) -> list[dict[str, list[int]]]:
     """Rows as token ids and labels (-100 where nothing is trained), in the order of our steps."""
     from transformers import AutoTokenizer
 
-    from shakedown.training.data import epoch_order, load_rows
-    from shakedown.training.data.encode import encode_row
+    from shakedown.data_sources import epoch_order, load_rows
+    from shakedown.models.chat import encode_row
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = load_rows(str(train))

@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
         ("stop", _stop, "end every process of the cluster"),
         ("env", _env, "print the lines that point a shell at the cluster"),
         ("status", _status, "say which daemons live; exit 1 when one does not"),
-        ("daemon", _daemon, "end, freeze or bring back one daemon, for drills"),
+        ("daemon", _daemon, "end, freeze or bring back one daemon, to inject a fault"),
         ("run", _run, "start, run the command after --, always stop; exit with its code"),
     ):
         sub = commands.add_parser(

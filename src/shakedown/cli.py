@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 
 from shakedown import __version__
-from shakedown.errors import ExitCode, ShakedownError, UsageError, did_you_mean
+from shakedown.core.errors import ExitCode, ShakedownError, UsageError, did_you_mean
 
 # name -> (module with add_arguments(parser) and run(args) -> exit code, one line of help).
 # Only the chosen command's module is imported: help answers without torch.

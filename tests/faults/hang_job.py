@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
-from shakedown.hang import hook
-from shakedown.hang.heartbeat import Heartbeat
+from shakedown.monitor import hook
+from shakedown.monitor.heartbeat import Heartbeat
 
 FAULT, ATTEMPT = sys.argv[1], Path(sys.argv[2])
 RANK = int(os.environ["RANK"])

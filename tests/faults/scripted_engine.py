@@ -63,7 +63,7 @@ def logprob(version: int) -> float:
 class ScriptedEngine(ThreadingHTTPServer):
     """`seconds`: of one token but a probe's; `prompts`: of every generation but a probe's.
 
-    `bad_every`: every so many generations are no numbers.
+    `bad_every`: every so many generations are NaN.
     """
 
     daemon_threads = True

@@ -1,4 +1,4 @@
-"""Every fault of the scoreboard, for real: cause right, the guilty named and nobody else."""
+"""Every fault of the scoreboard, for real: cause right, the culprit named and nobody else."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from shakedown.hang import hook
-from shakedown.hang.collect import CollectReport, Target, collect_local
-from shakedown.hang.diagnose import diagnose_stage
-from shakedown.hang.heartbeat import read_heartbeats
-from shakedown.hang.watch import Watch
+from shakedown.diagnosis.diagnose import diagnose_stage
+from shakedown.monitor import hook
+from shakedown.monitor.collect import CollectReport, Target, collect_local
+from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.monitor.watch import Watch
 
 JOB = Path(__file__).with_name("hang_job.py")
 HUNG = {"schema": "shakedown/outcome/1", "state": "hung", "sentence": "stalled", "exit_codes": {}}

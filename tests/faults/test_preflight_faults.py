@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.verdict import Verdict, read_verdict
+from shakedown.core.verdict import Verdict, read_verdict
 
 HERE = socket.gethostname()
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -19,16 +19,16 @@ import pytest
 import yaml
 
 from shakedown.config import GrpoConfig, StageConfig, load_config
-from shakedown.errors import ServerError, UsageError
-from shakedown.hang.heartbeat import read_heartbeats
-from shakedown.paths import RunPaths, StagePaths
-from shakedown.serving.client import Client
-from shakedown.serving.engines import get_token_engine
-from shakedown.training.job import StageJob
-from shakedown.training.rollout import orchestrator
-from shakedown.training.rollout.batch import RolloutBatch
-from shakedown.training.rollout.exchange import Exchange
-from shakedown.training.rollout.generation import BadAnswerError, Generation
+from shakedown.core.errors import ServerError, UsageError
+from shakedown.core.paths import RunPaths, StagePaths
+from shakedown.inference.client import Client
+from shakedown.inference.engines import get_token_engine
+from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.rollout.batch import RolloutBatch
+from shakedown.rollout.generation import BadAnswerError, Generation
+from shakedown.rollout.store import RolloutStore
+from shakedown.training.stage import orchestrator
+from shakedown.training.stage.job import StageJob
 from tests.demo_assets import write_assets
 from tests.faults.scripted_engine import FAULTS, ScriptedEngine, logprob
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
@@ -62,12 +62,12 @@ CAUSES = {
     61: "a token outside of the vocabulary of 98",
     62: "asked for 3 samples and answered 2",
     63: "it has no tokens",
-    64: "a logprob that is no number",
+    64: "a logprob that is NaN or infinite",
     65: "a logprob above 0",
     66: "more than 6 tokens",
     67: "it ended by 'abort'",
     68: "a token outside of the vocabulary of 98",
-    69: "a logprob that is no number",
+    69: "a logprob that is NaN or infinite",
 }
 
 
@@ -130,7 +130,7 @@ class Rollout:
     def __init__(self, assets: Path, root: Path, engine: ScriptedEngine) -> None:
         self._assets, self._root, self.engine = assets, root, engine
         self._attempt = StagePaths(root / "stage").new_attempt()
-        self.exchange = Exchange(self._attempt.exchange)
+        self.exchange = RolloutStore(self._attempt.exchange)
         self.batches: list[RolloutBatch] = []
 
     def run(self, kind: str = "vllm", *, trainer: Callable[[], None], **grpo: Any) -> int:
@@ -216,7 +216,7 @@ def test_a_server_whose_answers_are_all_bad_ends_the_stage_with_the_cause(
     assert code == 3
     said = capsys.readouterr().err
     assert "BadAnswerError" in said
-    assert "a logprob that is no number" in said.splitlines()[-1]
+    assert "a logprob that is NaN or infinite" in said.splitlines()[-1]
 
 
 def test_a_slow_server_is_waited_for(assets: Path, tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shakedown.errors import ServerError, UsageError
-from shakedown.serving.engines import LaunchSpec
-from shakedown.serving.folder import ServerOrder, read_endpoint, read_state
-from shakedown.serving.lease import Lease
-from shakedown.serving.server import ensure, start, status, stop
+from shakedown.core.errors import ServerError, UsageError
+from shakedown.inference.engines import LaunchSpec
+from shakedown.inference.folder import ServerOrder, read_endpoint, read_state
+from shakedown.inference.lease import Lease
+from shakedown.inference.server import ensure, start, status, stop
 
 ENGINE = Path(__file__).with_name("fake_engine.py")
 
@@ -179,12 +179,12 @@ def test_server_in_use_outlives_its_lease(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_server_ends_with_its_keeper(folder: Path, number: signal.Signals) -> None:
+def test_server_ends_with_its_daemon(folder: Path, number: signal.Signals) -> None:
     pids = family(start(order(), folder).pid)
     state = read_state(folder / "state.json")
     assert state is not None
 
-    os.kill(state.keeper_pid, number)
+    os.kill(state.daemon_pid, number)
 
     assert until(lambda: not any(lives(pid) for pid in pids))
     assert until(lambda: not status(folder).alive)

@@ -12,9 +12,8 @@ import pytest
 import yaml
 
 from shakedown.config import load_config
-from shakedown.hang.heartbeat import read_heartbeats
-from shakedown.paths import RunPaths
-from shakedown.training.observe.log_times import read_clocks
+from shakedown.core.paths import RunPaths
+from shakedown.monitor.heartbeat import read_heartbeats
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = pytest.mark.slow
@@ -111,8 +110,6 @@ def test_sigterm_saves_and_the_next_attempt_goes_on(tmp_path: Path, train: Train
     assert again.returncode == 0
     log = stage.attempt(2).log("trainer-rank0").read_text(encoding="utf-8")
     assert "resuming from" in log
-    times = read_clocks(stage.attempt(2).log_times)
-    assert times["trainer-rank0"].sizes[-1] > 0, "the supervisor notes when the logs grow"
 
 
 def test_a_rank_that_hangs_does_not_hang_the_stop(

@@ -19,12 +19,12 @@ import pytest
 from shakedown.config import StageConfig
 from shakedown.config.lint import trainer_world
 from shakedown.consistency.compare import METRICS
-from shakedown.hang.heartbeat import read_heartbeats
-from shakedown.paths import StagePaths
-from shakedown.training import huggingface
-from shakedown.training.job import StageJob
-from shakedown.training.rollout.batch import RolloutBatch
-from shakedown.training.rollout.exchange import Exchange
+from shakedown.core.paths import StagePaths
+from shakedown.models import huggingface
+from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.rollout.batch import RolloutBatch
+from shakedown.rollout.store import RolloutStore
+from shakedown.training.stage.job import StageJob
 from tests.demo_assets import write_assets
 from tests.event_files import points
 from tests.measured import without_measured
@@ -139,7 +139,14 @@ class Stage:
         }
         with job.attempt.log(f"trainer-rank{rank}").open("w", encoding="utf-8") as log:
             return subprocess.Popen(
-                [*wrapper, sys.executable, "-m", "shakedown.training.worker", "--job", job_file],
+                [
+                    *wrapper,
+                    sys.executable,
+                    "-m",
+                    "shakedown.training.stage.worker",
+                    "--job",
+                    job_file,
+                ],
                 env=environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -404,7 +411,7 @@ def _batch(step: int, *, version: int = 0) -> RolloutBatch:
 
 def test_grpo_waits_updates_on_batches_and_publishes_weights(stage: Stage) -> None:
     job = stage.start(GRPO)
-    exchange = Exchange(job.attempt.exchange)
+    exchange = RolloutStore(job.attempt.exchange)
     stage.wait_until(lambda: _waits_for_rollouts(job))
     exchange.publish_batch(_batch(1))
     stage.wait_until(lambda: exchange.latest_version() >= 1)
@@ -444,7 +451,7 @@ def test_grpo_on_one_rank_in_micro_batches_has_the_rows_of_two(assets: Path, sta
         for step in (1, 2):
             batch = _batch(step)
             batch.rewards[:4] = 1.0  # a group without signal
-            Exchange(job.attempt.exchange).publish_batch(batch)
+            RolloutStore(job.attempt.exchange).publish_batch(batch)
         assert each.end() == [0] * job.world_size, each.log(0)
 
     two, one = (without_measured(each.rows()) for each in (stage, other))
@@ -462,7 +469,7 @@ def test_grpo_on_the_same_rollouts_is_the_same_on_three_pipeline_stages(
         stage = Stage(assets, tmp_path / allocation.replace(":", "-"))
         job = stage.start(GRPO, allocation=allocation, micro_batch_size=5)
         for step in (1, 2):
-            Exchange(job.attempt.exchange).publish_batch(_batch(step))
+            RolloutStore(job.attempt.exchange).publish_batch(_batch(step))
         assert stage.end() == codes, stage.log(0)
         rows[allocation] = without_measured(stage.rows())
 
@@ -484,13 +491,13 @@ def _first_token_probability(model: Any) -> float:
 
 def test_grpo_stopped_while_it_waits_saves_and_republishes_its_weights(stage: Stage) -> None:
     job = stage.start(GRPO)
-    Exchange(job.attempt.exchange).publish_batch(_batch(1))
+    RolloutStore(job.attempt.exchange).publish_batch(_batch(1))
     stage.wait_until(lambda: stage.paths.metrics.exists() and len(stage.rows()) == 1)
     stage.signal(signal.SIGUSR2)
     codes = stage.end()
 
     job = stage.start(GRPO)
-    exchange = Exchange(job.attempt.exchange)
+    exchange = RolloutStore(job.attempt.exchange)
     stage.wait_until(lambda: _waits_for_rollouts(job))
     versions = exchange.latest_version()
     exchange.publish_batch(_batch(2, version=1))
@@ -516,7 +523,7 @@ def test_grpo_whose_weights_do_not_fit_on_the_disk_publishes_none_and_says_so(
 ) -> None:
     full_on_rank_0 = _FULL_ON_RANK_1.replace("= 0", "= 1")
     job = stage.start(GRPO, wrapper=("bash", "-c", full_on_rank_0, "bash"))
-    exchange = Exchange(job.attempt.exchange)
+    exchange = RolloutStore(job.attempt.exchange)
     exchange.publish_batch(_batch(1))
 
     codes = stage.end()

@@ -11,11 +11,11 @@ import private_slurm
 import pytest
 from private_slurm import control
 
-from shakedown.hang.parse import read_paths
-from shakedown.hang.records import NodeState, Stack
-from shakedown.hang.watch import Health
-from shakedown.paths import AttemptPaths
-from shakedown.training.evidence import collect_evidence
+from shakedown.core.paths import AttemptPaths
+from shakedown.diagnosis.read import read_paths
+from shakedown.diagnosis.records import NodeState, Stack
+from shakedown.monitor.watch import Health
+from shakedown.training.stage.evidence import collect_evidence
 from tests.slurm_fixtures import PATIENCE, environment, private_cluster, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 RANK = """
 import os, sys, time
 from pathlib import Path
-from shakedown.hang.heartbeat import Heartbeat
+from shakedown.monitor.heartbeat import Heartbeat
 beats = Heartbeat(Path(sys.argv[1]), int(os.environ["SLURM_PROCID"]))
 beats.beat(phase="train", step=3)
 def stands_here():

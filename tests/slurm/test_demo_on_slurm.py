@@ -1,4 +1,4 @@
-"""The demo's ladder on a real Slurm cluster, small: every stage a job, training over two nodes."""
+"""The demo on a real Slurm cluster, small: every stage a job, training over two nodes."""
 
 import subprocess
 import sys
@@ -6,7 +6,7 @@ import sys
 import pytest
 import yaml
 
-from shakedown.paths import RunPaths
+from shakedown.core.paths import RunPaths
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.vllm]
@@ -43,7 +43,7 @@ def demo(slurm_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     return RunPaths(folder / "demo"), result
 
 
-def test_whole_ladder_is_accepted(demo: Demo) -> None:
+def test_whole_workflow_is_accepted(demo: Demo) -> None:
     paths, done = demo
 
     assert done.returncode == 0

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from shakedown.config import load_config
-from shakedown.hang.heartbeat import read_heartbeats
-from shakedown.paths import RunPaths
+from shakedown.core.paths import RunPaths
+from shakedown.monitor.heartbeat import read_heartbeats
 from tests.slurm_fixtures import Workflow, wait_for, workflows
 from tests.workflow.helpers import ROOT, read_json
 

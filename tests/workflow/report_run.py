@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from shakedown.files import write_json, write_text
-from shakedown.paths import RunPaths, StagePaths
-from shakedown.verdict import Finding, Verdict
+from shakedown.core.files import write_json, write_text
+from shakedown.core.paths import RunPaths, StagePaths
+from shakedown.core.verdict import Finding, Verdict
 
 CONFIG = """\
 run: demo
@@ -74,7 +74,7 @@ def write_agents(paths: RunPaths) -> None:
         "agents",
         "PASS",
         "512 of 512 episodes ok at once, in groups of 8",
-        [Finding(rung, "pass", "cluster", rung) for rung in ("single", "concurrent", "controller")],
+        [Finding(step, "pass", "cluster", step) for step in ("single", "concurrent", "controller")],
         metrics={"episodes": 512, "latency_p50": 0.84, "latency_p99": 2.31, "loop_lag_max": 0.021},
         seconds=14.9,
     )
@@ -148,7 +148,7 @@ def write_hung_grpo(paths: StagePaths) -> None:
     where = "_maybe_sync (shakedown/training/algorithms/grpo.py:88)"
     evidence = attempt / "evidence" / "pyspy_1.txt"
     write_text(evidence, "Thread 0x7f\n")
-    guilty = Finding(
+    culprit = Finding(
         "conditional_collective",
         "fail",
         "rank",
@@ -164,7 +164,7 @@ def write_hung_grpo(paths: StagePaths) -> None:
         "diagnose grpo",
         "FAIL",
         "Rank 1 entered all_reduce at grpo.py:88 under a condition that rank 0 did not meet",
-        [guilty],
+        [culprit],
         next=f"shakedown hang analyze {paths.latest}",
         extra={"diagnosis": diagnosis(where)},
     )

@@ -1,4 +1,4 @@
-"""`make demo` from end to end: the whole ladder on this machine, with the shipped config."""
+"""`make demo` from end to end: the whole workflow on this machine, with the shipped config."""
 
 import subprocess
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from shakedown.paths import RunPaths
+from shakedown.core.paths import RunPaths
 from tests.workflow.helpers import Run, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.hang.diagnose import diagnose_paths
-from shakedown.hang.page import render, write_page
+from shakedown.diagnosis.diagnose import diagnose_paths
+from shakedown.report.diagnosis_page import render, write_page
 from tests.hang_verdicts import large
 from tests.workflow.test_report_in_chromium import (
     CHROMIUM,

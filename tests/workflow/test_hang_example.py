@@ -1,4 +1,4 @@
-"""The hang example: one sentence, the guilty rank and line, and a rerun of that stage alone."""
+"""The hang example: one sentence, the culprit rank and line, and a rerun of that stage alone."""
 
 import subprocess
 from pathlib import Path
@@ -7,13 +7,13 @@ import pandas as pd
 import pytest
 import yaml
 
-from shakedown.paths import RunPaths
+from shakedown.core.paths import RunPaths
 from tests.workflow.helpers import ROOT, Run, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 EXAMPLE = ROOT / "config" / "examples" / "hang.yaml"
-# The same ladder with less work before the hang.
+# The same workflow with less work before the hang.
 SMALL = {
     "agents": {"prompts": 4, "group_size": 2},
     "consistency": {"samples": 8},

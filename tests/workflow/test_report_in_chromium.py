@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from shakedown import cli
-from shakedown.files import write_text
-from shakedown.paths import RunPaths
+from shakedown.core.files import write_text
+from shakedown.core.paths import RunPaths
 from tests.workflow.report_run import write_run
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)

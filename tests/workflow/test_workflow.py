@@ -27,7 +27,7 @@ def snakemake(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[
     )
 
 
-def test_dry_run_plans_every_rule_of_the_ladder(tmp_path: Path) -> None:
+def test_dry_run_plans_every_rule_of_the_workflow(tmp_path: Path) -> None:
     result = snakemake("-n", "--config", f"results={tmp_path}")
 
     output = result.stdout + result.stderr

@@ -24,7 +24,7 @@ rule agents:
         out=RUN.agents,
         config=RUN.config,
     shell:
-        "{{ shakedown agent ladder --config {params.config:q} --endpoint {input.endpoint:q} "
+        "{{ shakedown agent checks --config {params.config:q} --endpoint {input.endpoint:q} "
         "--out {params.out:q} "
         "|| [ -s {output.verdict:q} ]; }} 2>&1 | tee {log:q}; touch {output.ran:q}"
 
@@ -41,4 +41,4 @@ rule accept_agents:
     conda:
         "../envs/shakedown.yaml"
     shell:
-        "shakedown accept {input.verdict:q} --ticket {input.ran:q} --out {output:q} 2>&1 | tee {log:q}"
+        "shakedown accept {input.verdict:q} --remove-on-fail {input.ran:q} --out {output:q} 2>&1 | tee {log:q}"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from shakedown.commands.lint import require_sound
+from shakedown.training.lint import require_sound
 from shakedown.config import dump_config, parse_config, write_resolved
 from shakedown.config.places import ranks_a_node
-from shakedown.errors import ShakedownError
-from shakedown.paths import RunPaths
+from shakedown.core.errors import ShakedownError
+from shakedown.core.paths import RunPaths
 
 # A prefix replaces Snakemake's own strict mode, so it has to ask for it again: without pipefail
 # a command that fails in front of `| tee` would count as done.

@@ -44,4 +44,4 @@ rule accept_consistency:
     conda:
         "../envs/shakedown.yaml"
     shell:
-        "shakedown accept {input.verdict:q} --ticket {input.ran:q} --out {output:q} 2>&1 | tee {log:q}"
+        "shakedown accept {input.verdict:q} --remove-on-fail {input.ran:q} --out {output:q} 2>&1 | tee {log:q}"

@@ -68,4 +68,4 @@ rule accept_stage:
         "../envs/shakedown.yaml"
     shell:
         "shakedown accept {input.outcome:q} --diagnosis {input.diagnosis:q} "
-        "--ticket {input.outcome:q} --out {output:q} 2>&1 | tee {log:q}"
+        "--remove-on-fail {input.outcome:q} --out {output:q} 2>&1 | tee {log:q}"

@@ -1,4 +1,4 @@
-"""A private Slurm cluster for the drills of this folder; each drill leaves it whole."""
+"""A private Slurm cluster for the faults of this folder; each test leaves it whole."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ def shared_cluster(slurm_programs: None) -> Iterator[private_slurm.Cluster]:
 
 @pytest.fixture
 def slurm_cluster(shared_cluster: private_slurm.Cluster) -> Iterator[private_slurm.Cluster]:
-    """The shared cluster; daemons that a drill has ended are started again."""
+    """The shared cluster; daemons that a test has ended are started again."""
     yield shared_cluster
     folder = shared_cluster.plan.folder
     for name in private_slurm.status(folder).dead:

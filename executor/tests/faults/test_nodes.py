@@ -21,7 +21,7 @@ def test_a_job_of_a_node_set_down_runs_again_and_later_jobs_avoid_the_node(workf
     wait_for(lambda: flow.has_run("first"), "the first attempt")
     ((job_id, node),) = flow.places("first")
 
-    flow.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=drill")
+    flow.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     wait_for(lambda: flow.has_run("first", "start start"), "the second attempt")
     # By itself: ReturnToService=2 and a living slurmd. Slurm would use it again.
     state = ("sinfo", "-h", "-p", "main", "-n", node, "-o", "%T")

@@ -248,7 +248,7 @@ rule stage:
     (node,) = flow.slurm("squeue", "--noheader", "--format", "%N").split()
 
     try:
-        flow.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=drill")
+        flow.slurm("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
         code = snakemake.wait(PATIENCE)
     finally:
         # By itself: ReturnToService=2 and a living slurmd.

@@ -173,7 +173,7 @@ def test_a_partition_that_takes_no_jobs_just_now_is_tried_again(state: str) -> N
 
 @pytest.mark.parametrize("state", ["down", "drain"])
 def test_nodes_that_are_not_available_refuse_no_job(state: str) -> None:
-    slurm.run(["scontrol", "update", "NodeName=n1,n2", f"State={state}", "Reason=drill"])
+    slurm.run(["scontrol", "update", "NodeName=n1,n2", f"State={state}", "Reason=test"])
     try:
         job_id = sbatch("--nodes=2")
         slurm.run(["scancel", job_id])

@@ -1,16 +1,13 @@
 """What the outbox's thread does with ready jobs: every one is reported, whatever happens."""
 
 import errno
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 from sender_desk import Cluster, Desk, ready
 from slurm_programs import Programs
 
-from snakemake_executor_plugin_submitit import sending
-from snakemake_executor_plugin_submitit.journal import Journal, name_ending, open_runs
+from snakemake_executor_plugin_submitit.journal import name_ending, open_runs
 from snakemake_executor_plugin_submitit.outbox import StoppedError
 from snakemake_executor_plugin_submitit.slurm import SlurmError
 from snakemake_executor_plugin_submitit.work import Prepared
@@ -30,29 +27,6 @@ WRONG = "sbatch: error: invalid partition specified: moon"
 
 def many(count: int) -> list[Prepared]:
     return [ready(str(number)) for number in range(count)]
-
-
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    programs = Programs(folder, monkeypatch)
-    programs.answer("squeue")
-    programs.answer("scancel")
-    return programs
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster()
-    monkeypatch.setattr(sending, "submit", cluster.submit)
-    return cluster
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    with closing(Journal(tmp_path / "submitit")) as journal:
-        yield Desk(journal)
 
 
 def test_jobs_with_equal_parameters_go_out_together(desk: Desk, cluster: Cluster) -> None:

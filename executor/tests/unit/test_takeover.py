@@ -1,9 +1,6 @@
 """What the outbox's thread does with jobs of an earlier run that wait to be taken over."""
 
 import os
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 
 import pytest
 from entries import entry, identity
@@ -11,31 +8,8 @@ from sender_desk import Cluster, Desk, ready
 from slurm_programs import Programs
 
 from snakemake_executor_plugin_submitit import sending
-from snakemake_executor_plugin_submitit.journal import Entry, Journal
+from snakemake_executor_plugin_submitit.journal import Entry
 from snakemake_executor_plugin_submitit.reattach import Candidate
-
-
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    programs = Programs(folder, monkeypatch)
-    programs.answer("squeue")
-    programs.answer("scancel")
-    return programs
-
-
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    cluster = Cluster()
-    monkeypatch.setattr(sending, "submit", cluster.submit)
-    return cluster
-
-
-@pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
-    with closing(Journal(tmp_path / "submitit")) as journal:
-        yield Desk(journal)
 
 
 def earlier(desk: Desk, *makes: str, live: bool, how: str = "so") -> Entry:

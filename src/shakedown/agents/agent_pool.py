@@ -19,7 +19,7 @@ from typing import Any, Self
 from shakedown.agents.agent_worker import ALIVE_SECONDS, LONGEST_LINE
 from shakedown.agents.contract import Reward
 from shakedown.agents.worker_process import WorkerProcess, start_worker
-from shakedown.errors import UsageError
+from shakedown.core.errors import UsageError
 
 _START_SECONDS = 120.0  # of Python and the agent's imports, on a busy machine
 _SILENCE_SECONDS = 10.0 + ALIVE_SECONDS  # beyond what an episode may take

@@ -27,9 +27,9 @@ from shakedown.agents.causes import classify
 from shakedown.agents.contract import AgentExitError, accepts_model, judge_return, load_agent
 from shakedown.agents.episode_tag import EPISODE_KEY, tagged
 from shakedown.agents.looplag import LoopMonitor
-from shakedown.agents.runner import Endpoint, environment, shared_client
+from shakedown.agents.runner import AgentEndpoint, environment, shared_client
 from shakedown.agents.wire import CURRENT_EPISODE, Wire
-from shakedown.errors import ShakedownError
+from shakedown.core.errors import ShakedownError
 
 ALIVE_SECONDS = 1.0
 LONGEST_LINE = 1 << 26  # bytes: a row of data with its images
@@ -82,7 +82,7 @@ class Host:
             lambda: asyncio.StreamReaderProtocol(lines), os.fdopen(orders, "rb", buffering=0)
         )
         with (
-            environment(Endpoint(root, "None", order["model"])),
+            environment(AgentEndpoint(root, "None", order["model"])),
             tagged(order["host"], int(order["port"])),
             self._wire.open(),
         ):

@@ -10,7 +10,7 @@ import numbers
 from types import ModuleType
 
 from shakedown.agents.imports import last_frame, load_target
-from shakedown.errors import UsageError, did_you_mean
+from shakedown.core.errors import UsageError, did_you_mean
 
 # What every agent is given by keyword; AReaL gives the same three.
 EXTRA_KWARGS = ("base_url", "api_key", "http_client")

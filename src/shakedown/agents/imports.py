@@ -7,7 +7,7 @@ import traceback
 from pathlib import Path
 from types import ModuleType
 
-from shakedown.errors import UsageError, did_you_mean
+from shakedown.core.errors import UsageError, did_you_mean
 
 
 def load_target(target: str, *, what: str, name: str) -> tuple[ModuleType, str]:

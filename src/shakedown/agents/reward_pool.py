@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from shakedown.agents.worker_process import WorkerProcess, start_worker
-from shakedown.errors import ShakedownError, UsageError
+from shakedown.core.errors import ShakedownError, UsageError
 
 Cause = Literal["timeout", "memory", "exit", "exception", "bad_return"]
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 from shakedown.agents.contract import BadReturnError, judge_number
 from shakedown.agents.imports import last_frame
 from shakedown.agents.rewards import RewardFunction, get_reward
-from shakedown.errors import ShakedownError
+from shakedown.core.errors import ShakedownError
 
 _ALARM_GRACE = 1.0  # seconds that the parent has to be first: it knows more
 _LONGEST_DETAIL = 500

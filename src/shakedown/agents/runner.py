@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from shakedown.agents.causes import classify, status_code
 from shakedown.agents.contract import AgentExitError, Reward, accepts_model, judge_return
 from shakedown.agents.looplag import LoopMonitor
-from shakedown.agents.wire import CURRENT_EPISODE, Exchange, Wire
+from shakedown.agents.wire import CURRENT_EPISODE, HttpCall, Wire
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -21,7 +21,7 @@ _CANCEL_GRACE = 2.0  # seconds that a cancelled episode has to let go
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class AgentEndpoint:
     """Where agents send requests; `base_url` ends in `/v1`. Empty: whatever the agent defaults to.
 
     `model` is the name that the server answers to; it is offered as `model` and OPENAI_MODEL.
@@ -36,14 +36,14 @@ class Endpoint:
 class RunSettings:
     """How to run: episodes at once, samples a row, seconds an episode may take.
 
-    `drill` holds episode numbers that are made to fail, to show that others do not suffer.
+    `fail_on_purpose`: numbers of episodes that fail, to show that others do not suffer.
     """
 
     concurrency: int = 64
     group_size: int = 1
     episode_timeout: float = 120.0
     share_tls: bool = True
-    drill: frozenset[int] = frozenset()
+    fail_on_purpose: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class RunResult:
     """Every episode in order, and what was measured around them (times in seconds)."""
 
     episodes: list[Episode] = field(default_factory=list)
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[HttpCall] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
     blocked_at: dict[str, float] = field(default_factory=dict)
     interrupted: int = 0
@@ -100,7 +100,7 @@ class AgentRunner:
     watches the wire and the event loop.
     """
 
-    def __init__(self, agent: type, endpoint: Endpoint, settings: RunSettings) -> None:
+    def __init__(self, agent: type, endpoint: AgentEndpoint, settings: RunSettings) -> None:
         self.agent = agent
         self.endpoint = endpoint
         self.settings = settings
@@ -177,8 +177,8 @@ class AgentRunner:
 
     async def _call(self, index: int, row: Row) -> Reward:
         CURRENT_EPISODE.set(index)
-        if index in self.settings.drill:
-            raise DrillError("made to fail by the drill")
+        if index in self.settings.fail_on_purpose:
+            raise InjectedError("made to fail on purpose")
         try:
             return judge_return(await self.agent().run(dict(row), **self._kwargs))
         except SystemExit as error:
@@ -186,12 +186,12 @@ class AgentRunner:
             raise AgentExitError(f"the agent called sys.exit({error.code!r})") from error
 
 
-class DrillError(Exception):
+class InjectedError(Exception):
     """A failure made on purpose."""
 
 
 async def run_episodes(
-    agent: type, rows: Sequence[Row], endpoint: Endpoint, settings: RunSettings
+    agent: type, rows: Sequence[Row], endpoint: AgentEndpoint, settings: RunSettings
 ) -> RunResult:
     """Run every row `group_size` times, at most `concurrency` episodes at once."""
     runner = AgentRunner(agent, endpoint, settings)
@@ -223,7 +223,7 @@ def drive(main: Coroutine[Any, Any, T]) -> T:
 
 
 @contextlib.contextmanager
-def environment(endpoint: Endpoint) -> Iterator[None]:
+def environment(endpoint: AgentEndpoint) -> Iterator[None]:
     """Set OPENAI_* and ANTHROPIC_* for agents that read the environment; restored afterwards."""
     root = endpoint.base_url.removesuffix("/v1")
     wanted = {

@@ -22,7 +22,7 @@ _Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 @dataclass
-class Exchange:
+class HttpCall:
     """One HTTP request on the wire; times in seconds.
 
     `pool_wait` is the time until a connection of the client's pool was free, `connect` the time
@@ -40,9 +40,9 @@ class Exchange:
 
 @dataclass
 class Wire:
-    """What was seen while open: one `Exchange` a request, and what TLS contexts cost."""
+    """What was seen while open: one `HttpCall` a request, and what TLS contexts cost."""
 
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchanges: list[HttpCall] = field(default_factory=list)
     tls_contexts: int = 0
     tls_seconds_each: float = 0.0
     libraries: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Wire:
 
     def _watching(self, original: _Handler) -> _Handler:
         async def handle_async_request(transport: Any, request: Any) -> Any:
-            seen = Exchange(episode=CURRENT_EPISODE.get())
+            seen = HttpCall(episode=CURRENT_EPISODE.get())
             self.exchanges.append(seen)
             begin = time.perf_counter()
             request.extensions = {
@@ -112,7 +112,7 @@ class Wire:
 
 
 def _tracer(
-    seen: Exchange, begin: float, inner: Callable[..., Awaitable[None]] | None
+    seen: HttpCall, begin: float, inner: Callable[..., Awaitable[None]] | None
 ) -> Callable[[str, dict[str, Any]], Awaitable[None]]:
     """httpcore's `trace` extension: its first event ends the wait for a free connection."""
     marks: dict[str, float] = {}

@@ -5,7 +5,7 @@ import os
 import sys
 from dataclasses import dataclass
 
-from shakedown.errors import LaunchError
+from shakedown.core.errors import LaunchError
 
 
 @dataclass(frozen=True)

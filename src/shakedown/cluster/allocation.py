@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from shakedown.errors import UsageError, did_you_mean
+from shakedown.core.errors import UsageError, did_you_mean
 
 INFERENCE = ("sglang", "vllm")
 TRAINING = ("fsdp", "megatron", "archon")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from shakedown.cluster.gpus import visible_gpus
-from shakedown.errors import LaunchError, UsageError
+from shakedown.core.errors import LaunchError, UsageError
 
 
 def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:

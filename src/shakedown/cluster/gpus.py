@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from shakedown.errors import UsageError
+from shakedown.core.errors import UsageError
 
 # GPUs of a rank's node, from 0, as `4,5`; the launcher's word to the ranks. On another node it is
 # applied there: Slurm sets CUDA_VISIBLE_DEVICES anew for each step.

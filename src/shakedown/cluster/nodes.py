@@ -6,8 +6,8 @@ import socket
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from shakedown.errors import UsageError
-from shakedown.files import write_text
+from shakedown.core.errors import UsageError
+from shakedown.core.files import write_text
 
 MAX_NODES = 65536  # `n[1-999999999]` must not fill the memory
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shakedown.cluster.allocation import TRAINING, Allocation, Part
-from shakedown.errors import UsageError
+from shakedown.core.errors import UsageError
 
 TRAINING_ORDER = "pdct"
 EXPERT_ORDER = "pdet"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shakedown.cluster.gpus import visible_gpus
 from shakedown.cluster.supervise import Component
-from shakedown.errors import UsageError
+from shakedown.core.errors import UsageError
 
 # One line of srun gives every task the same variables; these would make it refuse the step
 # when the job was started with options that exclude each other (--mem and --mem-per-cpu).

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from shakedown.cluster.guard import members, send
-from shakedown.errors import LaunchError, StorageError
+from shakedown.core.errors import LaunchError, StorageError
 
 _POLL_SECONDS = 0.02
 _KILL_SECONDS = 10.0  # a killed process may finish an I/O wait first

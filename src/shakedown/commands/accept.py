@@ -1,25 +1,27 @@
 """`shakedown accept FILE`: the gate after a stage.
 
 Good: writes the accepted verdict and exits 0. Not good: says so in one sentence and removes the
-ticket, a file that the workflow tracks as the stage's output, so that the same `snakemake` command
-runs exactly that stage again. Verdicts, evidence and attempts stay where they are.
+file of `--remove-on-fail`, which the workflow tracks as the stage's output, so that the same
+`snakemake` command runs exactly that stage again. Verdicts, evidence and attempts stay.
 """
 
 import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from shakedown.files import read_object, write_text
-from shakedown.paths import StagePaths
-from shakedown.training.outcome import SCHEMA as OUTCOME_SCHEMA
-from shakedown.training.outcome import Outcome, read_outcome
-from shakedown.verdict import Finding, Stopwatch, Verdict, finish, read_verdict
+from shakedown.core.files import read_object, write_text
+from shakedown.core.outcome import SCHEMA as OUTCOME_SCHEMA
+from shakedown.core.outcome import judge_outcome, read_outcome
+from shakedown.core.paths import StagePaths
+from shakedown.core.verdict import Verdict, finish, read_verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="a verdict.json or a stage's outcome.json")
     parser.add_argument("--diagnosis", type=Path, help="the stage's diagnosis.json")
-    parser.add_argument("--ticket", type=Path, help="file to remove when it is not accepted")
+    parser.add_argument(
+        "--remove-on-fail", type=Path, help="a file to remove when it is not accepted"
+    )
     parser.add_argument("--out", type=Path, help="where to write the accepted verdict")
     parser.add_argument("--strict", action="store_true", help="do not accept warnings")
 
@@ -31,8 +33,8 @@ def run(args: argparse.Namespace) -> int:
     if not good:
         if args.diagnosis is not None:
             _archive(args.diagnosis)
-        if args.ticket is not None:
-            args.ticket.unlink(missing_ok=True)
+        if args.remove_on_fail is not None:
+            args.remove_on_fail.unlink(missing_ok=True)
     return code
 
 
@@ -47,39 +49,7 @@ def _archive(diagnosis: Path) -> None:
 def _judge(file: Path, diagnosis: Path | None) -> Verdict:
     if read_object(file, "verdict").get("schema") != OUTCOME_SCHEMA:
         verdict = read_verdict(file)
-        advice = f"mend the cause (see {file}), then run the same command again"
+        advice = f"fix the cause (see {file}), then run the same command again"
         return verdict if verdict.status in ("PASS", "WARN") else replace(verdict, next=advice)
     outcome = read_outcome(file)
     return judge_outcome(outcome, read_verdict(diagnosis) if diagnosis else None, file.parent)
-
-
-def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path) -> Verdict:
-    """A completed stage passes; any other fails with the diagnosis' sentence."""
-    clock = Stopwatch()
-    completed = outcome.state == "completed"
-    sentence = outcome.sentence
-    evidence = [str(stage_root / "outcome.json")]
-    if not completed and diagnosis is not None:
-        sentence = f"{diagnosis.summary} ({outcome.sentence})"
-        evidence.append(str(stage_root / "diagnosis.html"))
-    finding = Finding(
-        check="outcome",
-        status="pass" if completed else "fail",
-        scope="role",
-        subject=outcome.failed_component or outcome.stage,
-        measured=outcome.state,
-        expected="completed",
-        blame="none" if completed else "code",
-        evidence=evidence,
-        remedy="" if completed else f"read {stage_root / 'diagnosis.html'}",
-    )
-    return Verdict(
-        stage=f"accept {outcome.stage}",
-        status="PASS" if completed else "FAIL",
-        summary=f"stage {outcome.stage} {outcome.state}: {sentence}",
-        findings=[finding],
-        metrics=outcome.metrics,
-        started=clock.started,
-        seconds=clock.seconds,
-        next="" if completed else "mend the cause, then run the same snakemake command again",
-    )

@@ -1,4 +1,4 @@
-"""`shakedown agent run` and `shakedown agent ladder`: does an agent class stand real load?"""
+"""`shakedown agent run` and `shakedown agent checks`: does an agent class stand real load?"""
 
 import argparse
 import json
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shakedown.commands.arguments import above_zero, number, positive
-from shakedown.errors import UsageError
-from shakedown.files import write_text
-from shakedown.rows import read_rows
-from shakedown.verdict import Stopwatch, Verdict, finish, installed_versions, status_of
+from shakedown.core.errors import UsageError
+from shakedown.core.files import write_text
+from shakedown.core.verdict import Stopwatch, Verdict, finish, installed_versions, status_of
+from shakedown.data_sources import read_rows
 
 if TYPE_CHECKING:
-    from shakedown.agents.ladder import Rung
-    from shakedown.agents.runner import Endpoint, Episode
+    from shakedown.agent_checks.checks import CheckResult
+    from shakedown.agents.runner import AgentEndpoint, Episode
 
 _NO_KEY = "None"  # a local server wants some key; the guides give this one
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `run` and `ladder`."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="run|ladder")
+    """Add `run` and `checks`."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="run|checks")
     form = argparse.ArgumentDefaultsHelpFormatter
     run_parser = actions.add_parser("run", help="run a class over data rows", formatter_class=form)
     run_parser.add_argument("target", help="package.module:Class or path/to/file.py:Class")
@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_parser.add_argument("--model", default="", help="model name (else what the server serves)")
     run_parser.add_argument("--min-success-rate", type=number(0, 1), default=1.0, help="0..1")
     run_parser.set_defaults(act=_run)
-    ladder = actions.add_parser("ladder", help="climb the concurrency ladder", formatter_class=form)
-    ladder.add_argument("--config", nargs="+", type=Path, required=True, help="YAML files")
-    ladder.add_argument("--endpoint", type=Path, required=True, help="endpoint.json of `serve`")
-    ladder.add_argument("--data", help="rows to use (else the config's held-out rows)")
-    ladder.set_defaults(act=_ladder)
-    for each, timeout in ((run_parser, 120.0), (ladder, None)):
+    checks = actions.add_parser("checks", help="run the checks in order", formatter_class=form)
+    checks.add_argument("--config", nargs="+", type=Path, required=True, help="YAML files")
+    checks.add_argument("--endpoint", type=Path, required=True, help="endpoint.json of `serve`")
+    checks.add_argument("--data", help="rows to use (else the config's held-out rows)")
+    checks.set_defaults(act=_checks)
+    for each, timeout in ((run_parser, 120.0), (checks, None)):
         each.add_argument("--out", type=Path, default=Path("results/agent"), help="results folder")
         each.add_argument(
             "--episode-timeout",
@@ -63,10 +63,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from shakedown.agent_checks.judge import judge_run, metrics, summary, to_extra
+    from shakedown.agent_checks.server_view import ask_server
     from shakedown.agents.contract import load_agent
-    from shakedown.agents.judge import judge_run, metrics, summary, to_extra
     from shakedown.agents.runner import RunSettings, drive, run_episodes
-    from shakedown.agents.server_view import ask_server
 
     watch = Stopwatch()
     agent = load_agent(args.target)
@@ -99,20 +99,20 @@ def _run(args: argparse.Namespace) -> int:
     return finish(verdict, args.out / "verdict.json", strict=args.strict)
 
 
-def _ladder(args: argparse.Namespace) -> int:
+def _checks(args: argparse.Namespace) -> int:
+    from shakedown.agent_checks.checks import CheckPlan, CheckSettings, check_metrics, run_checks
     from shakedown.agents.contract import load_agent
-    from shakedown.agents.ladder import Climb, LadderSettings, climb, rung_metrics
     from shakedown.agents.runner import drive
     from shakedown.commands.assets_file import heldout_source
     from shakedown.config import load_config
-    from shakedown.serving.folder import ServerFolder
-    from shakedown.serving.lease import Lease
-    from shakedown.serving.server import ensure
+    from shakedown.inference.folder import ServerFolder
+    from shakedown.inference.lease import Lease
+    from shakedown.inference.server import ensure
 
     watch = Stopwatch()
     config = load_config(*args.config)
     served = ensure(args.endpoint)
-    settings = LadderSettings(
+    settings = CheckSettings(
         prompts=config.agents.prompts,
         group_size=config.agents.group_size,
         episode_timeout=args.episode_timeout or config.agents.episode_timeout,
@@ -121,17 +121,17 @@ def _ladder(args: argparse.Namespace) -> int:
     )
     agent = load_agent(config.agents.target)
     rows = read_rows(args.data or heldout_source(config), limit=settings.prompts)
-    plan = Climb(agent, rows, _endpoint(served.base_url, served.served_name), settings)
+    plan = CheckPlan(agent, rows, _endpoint(served.base_url, served.served_name), settings)
     with Lease(ServerFolder(args.endpoint.parent).lease):
-        rungs = drive(climb(plan, progress=lambda line: print(f"  {line}", flush=True)))
-    _write_episodes(args.out, [e for r in rungs if r.result for e in r.result.episodes], rungs)
-    findings = [finding for rung in rungs for finding in rung.findings]
+        checks = drive(run_checks(plan, progress=lambda line: print(f"  {line}", flush=True)))
+    _write_episodes(args.out, [e for r in checks if r.result for e in r.result.episodes], checks)
+    findings = [finding for check in checks for finding in check.findings]
     verdict = Verdict(
         stage="agents",
         status=status_of(findings),
-        summary=_climbed(rungs),
+        summary=_summary(checks),
         findings=findings,
-        metrics=rung_metrics(rungs),
+        metrics=check_metrics(checks),
         started=watch.started,
         seconds=watch.seconds,
         versions=_versions(),
@@ -140,19 +140,19 @@ def _ladder(args: argparse.Namespace) -> int:
     return finish(verdict, args.out / "verdict.json", strict=args.strict)
 
 
-def _climbed(rungs: "list[Rung]") -> str:
-    for rung in rungs:
-        if not rung.held:
-            return f"rung `{rung.name}` does not hold: {rung.sentence}"
-    total = sum(len(rung.result.episodes) for rung in rungs if rung.result)
-    names = ", ".join(rung.name for rung in rungs)
-    return f"all rungs hold ({names}): {total} episodes"
+def _summary(checks: "list[CheckResult]") -> str:
+    for check in checks:
+        if not check.passed:
+            return f"check `{check.name}` failed: {check.sentence}"
+    total = sum(len(check.result.episodes) for check in checks if check.result)
+    names = ", ".join(check.name for check in checks)
+    return f"all checks passed ({names}): {total} episodes"
 
 
-def _endpoint(base_url: str | None, model: str) -> "Endpoint":
+def _endpoint(base_url: str | None, model: str) -> "AgentEndpoint":
     """Normalise the URL and ask for the served model's name; a dead server is judged later."""
-    from shakedown.agents.runner import Endpoint, drive
-    from shakedown.agents.server_view import ask_server, with_version
+    from shakedown.agent_checks.server_view import ask_server, with_version
+    from shakedown.agents.runner import AgentEndpoint, drive
 
     url = base_url or os.environ.get("OPENAI_BASE_URL", "")
     if url and not url.startswith(("http://", "https://")):
@@ -161,14 +161,19 @@ def _endpoint(base_url: str | None, model: str) -> "Endpoint":
     key = os.environ.get("OPENAI_API_KEY") or (_NO_KEY if url else "")
     if url and not model:
         model = next(iter(drive(ask_server(url, key)).models), "")
-    return Endpoint(url, key, model)
+    return AgentEndpoint(url, key, model)
 
 
-def _write_episodes(out: Path, episodes: "Iterable[Episode]", rungs: "Iterable[Rung]" = ()) -> None:
-    """One line an episode; a ladder's lines name their rung."""
-    rung_of = {id(e): rung.name for rung in rungs if rung.result for e in rung.result.episodes}
+def _write_episodes(
+    out: Path, episodes: "Iterable[Episode]", checks: "Iterable[CheckResult]" = ()
+) -> None:
+    """One line an episode; lines of checks name their check."""
+    check_of = {
+        id(e): check.name for check in checks if check.result for e in check.result.episodes
+    }
     lines: list[dict[str, Any]] = [
-        {**({"rung": rung_of[id(e)]} if id(e) in rung_of else {}), **e.to_json()} for e in episodes
+        {**({"check": check_of[id(e)]} if id(e) in check_of else {}), **e.to_json()}
+        for e in episodes
     ]
     write_text(out / "episodes.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 

@@ -47,7 +47,7 @@ def above_zero(text: str) -> float:
 
 
 def _float(text: str) -> float:
-    """NaN, which lies in no range, for what is no number."""
+    """NaN, which lies in no range, for what is not a number."""
     try:
         return float(text)
     except ValueError:

@@ -9,13 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shakedown.config import Config, load_config
-from shakedown.errors import UsageError
-from shakedown.files import write_json
-from shakedown.rows import parse_source
-from shakedown.verdict import Finding, Stopwatch, Verdict, finish, installed_versions, status_of
+from shakedown.core.errors import UsageError
+from shakedown.core.files import write_json
+from shakedown.core.verdict import (
+    Finding,
+    Stopwatch,
+    Verdict,
+    finish,
+    installed_versions,
+    status_of,
+)
+from shakedown.data_sources import parse_source
 
 if TYPE_CHECKING:
-    from shakedown.training.data import Row
+    from shakedown.data_sources import Row
 
 SCHEMA = "shakedown/assets/1"
 DEMO = "demo"
@@ -23,7 +30,7 @@ DEMO = "demo"
 
 @dataclass(frozen=True)
 class Assets:
-    """Resolved: a model folder, and two sources of rows as `shakedown.rows` names them."""
+    """Resolved: a model folder, and two sources of rows as `shakedown.data_sources` names them."""
 
     model: str
     train: str
@@ -134,9 +141,9 @@ def _check(assets: Assets) -> tuple[list[Finding], dict[str, float]]:
     Raises:
         UsageError: model, tokenizer or data cannot be used; says where.
     """
-    from shakedown.training import huggingface
-    from shakedown.training.data import load_rows
-    from shakedown.training.data.encode import encode_prompt
+    from shakedown.data_sources import load_rows
+    from shakedown.models import huggingface
+    from shakedown.models.chat import encode_prompt
 
     train, heldout = load_rows(assets.train), load_rows(assets.heldout)
     model_config = huggingface.read_config(Path(assets.model))

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from shakedown.commands.assets import DEMO, SCHEMA, Assets, resolved_source
 from shakedown.config import Config
-from shakedown.errors import UsageError
-from shakedown.files import read_object
-from shakedown.paths import RunPaths
+from shakedown.core.errors import UsageError
+from shakedown.core.files import read_object
+from shakedown.core.paths import RunPaths
 
 
 def read_assets(path: Path) -> Assets:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shakedown.commands.arguments import above_zero, number, positive
-from shakedown.errors import BlockedError, UsageError, did_you_mean
-from shakedown.files import read_object
-from shakedown.rows import read_rows
-from shakedown.verdict import Finding, Stopwatch, Verdict, finish
+from shakedown.core.errors import BlockedError, UsageError, did_you_mean
+from shakedown.core.files import read_object
+from shakedown.core.verdict import Finding, Stopwatch, Verdict, finish
+from shakedown.data_sources import read_rows
 
 if TYPE_CHECKING:
     from shakedown.consistency.run import Plan
@@ -91,7 +91,8 @@ def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
     by_config = args.config is not None or args.endpoint is not None
     with _planned_by_config(args) if by_config else _planned_by_hand(args) as plan:
         from shakedown.consistency.run import compare
-        from shakedown.consistency.write import make_verdict, write_report, write_tables
+        from shakedown.consistency.write import make_verdict, write_tables
+        from shakedown.report.comparison_page import write_report
 
         result = compare(plan, progress=_say)
     write_tables(result, args.out)
@@ -123,9 +124,9 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     """A run's own settings; options on the command line win."""
     from shakedown.commands.assets_file import heldout_source
     from shakedown.config import load_config
-    from shakedown.serving.folder import ServerFolder
-    from shakedown.serving.lease import Lease
-    from shakedown.serving.server import ensure
+    from shakedown.inference.folder import ServerFolder
+    from shakedown.inference.lease import Lease
+    from shakedown.inference.server import ensure
 
     if args.config is None or args.endpoint is None:
         raise UsageError("--config and --endpoint belong together: one of them is missing")
@@ -185,10 +186,10 @@ def _server(args: argparse.Namespace) -> Iterator[Server]:
 @contextlib.contextmanager
 def _started(args: argparse.Namespace, engine: str, model: str) -> Iterator[Server]:
     """A server of our own, in the format of the reference, ended with the comparison."""
-    from shakedown.serving.engines import LaunchSpec
-    from shakedown.serving.folder import ServerFolder, ServerOrder
-    from shakedown.serving.lease import Lease
-    from shakedown.serving.server import start, stop
+    from shakedown.inference.engines import LaunchSpec
+    from shakedown.inference.folder import ServerFolder, ServerOrder
+    from shakedown.inference.lease import Lease
+    from shakedown.inference.server import start, stop
 
     checkpoint = _checkpoint(model)
     dtype = args.dtype if args.dtype not in (None, "auto") else checkpoint.dtype

@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from shakedown.errors import ExitCode, UsageError
+from shakedown.core.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
-    from shakedown.hang.collect import Target
-    from shakedown.verdict import Stopwatch, Verdict
+    from shakedown.core.verdict import Stopwatch, Verdict
+    from shakedown.monitor.collect import Target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _analyze(args: argparse.Namespace) -> int:
-    from shakedown.hang.diagnose import diagnose_paths
+    from shakedown.diagnosis.diagnose import diagnose_paths
 
     verdict = diagnose_paths(args.paths)
     if args.html is not None:
-        from shakedown.hang.page import write_page
+        from shakedown.report.diagnosis_page import write_page
 
         write_page(verdict, args.html)
     if args.json == "-":
@@ -95,7 +95,7 @@ def _analyze(args: argparse.Namespace) -> int:
 
 def _print(verdict: "Verdict", stream: TextIO, *, full: bool) -> None:
     """The diagnosis as text: as wide as the terminal, in colour only on one."""
-    from shakedown.hang.terminal import WIDTH, render
+    from shakedown.report.diagnosis_terminal import WIDTH, render
 
     colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size((WIDTH, 40)).columns
@@ -105,9 +105,9 @@ def _print(verdict: "Verdict", stream: TextIO, *, full: bool) -> None:
 
 
 def _collect(args: argparse.Namespace) -> int:
-    from shakedown.hang.collect import collect_local
-    from shakedown.hang.collect.report import verdict_of
-    from shakedown.verdict import Stopwatch, finish
+    from shakedown.core.verdict import Stopwatch, finish
+    from shakedown.monitor.collect import collect_local
+    from shakedown.monitor.collect.report import verdict_of
 
     watch = Stopwatch()
     if not (1 <= args.rounds <= 100 and 0 <= args.gap <= 3600):
@@ -136,8 +136,8 @@ def _collect(args: argparse.Namespace) -> int:
 
 
 def _collect_job(args: argparse.Namespace, watch: "Stopwatch") -> int:
-    from shakedown.hang.collect import job
-    from shakedown.verdict import finish
+    from shakedown.core.verdict import finish
+    from shakedown.monitor.collect import job
 
     _one_of(args)
     options = ["--rounds", str(args.rounds), "--gap", str(args.gap)]
@@ -157,7 +157,7 @@ def _one_of(args: argparse.Namespace) -> None:
 
 
 def _targets(args: argparse.Namespace) -> "list[Target]":
-    from shakedown.hang.collect import from_attempt, from_job, from_pattern, from_pids
+    from shakedown.monitor.collect import from_attempt, from_job, from_pattern, from_pids
 
     _one_of(args)
     if args.pid:
@@ -168,14 +168,14 @@ def _targets(args: argparse.Namespace) -> "list[Target]":
 
 
 def _diagnose(args: argparse.Namespace) -> int:
-    from shakedown.hang.diagnose import diagnose_stage, newest_attempt, read_outcome
-    from shakedown.hang.page import write_page
-    from shakedown.paths import StagePaths
-    from shakedown.verdict import finish
+    from shakedown.core.paths import StagePaths
+    from shakedown.core.verdict import finish
+    from shakedown.diagnosis.diagnose import diagnose_stage, newest_attempt, outcome_body
+    from shakedown.report.diagnosis_page import write_page
 
     stage = StagePaths(args.stage)
     attempt = newest_attempt(stage)
-    verdict = diagnose_stage(attempt.root, read_outcome(attempt))
+    verdict = diagnose_stage(attempt.root, outcome_body(attempt))
     write_page(verdict, stage.diagnosis_html)
     code = finish(verdict, stage.diagnosis, strict=args.strict)
     print(f"  page: {stage.diagnosis_html}", flush=True)

@@ -1,21 +1,18 @@
-"""`shakedown logs RUN_DIR`: all logs of an attempt as one, by time, each line with its component.
+"""`shakedown logs RUN_DIR`: the logs of an attempt, each line with its component.
 
-Times are UTC and those of the supervisor's looks at the logs, about a second apart; `-` where it
-did not look. `--follow` ends with the attempt, or with Ctrl-C.
+`--follow` ends with the attempt, or with Ctrl-C.
 """
 
 import argparse
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from datetime import UTC, datetime
+from collections.abc import Mapping
 from pathlib import Path
 
 from shakedown.commands.arguments import positive
-from shakedown.errors import ExitCode, UsageError, did_you_mean
-from shakedown.paths import AttemptPaths, RunPaths, StagePaths
-from shakedown.training.observe.log_times import Log
-from shakedown.training.observe.merged_logs import Follower, Line, find, merge, whole_lines
+from shakedown.core.errors import ExitCode, UsageError, did_you_mean
+from shakedown.core.paths import AttemptPaths, RunPaths, StagePaths
+from shakedown.report.logs import LogFollower, find_logs, merged
 
 _POLL_SECONDS = 0.5
 _FOLLOWED_TAIL = 20
@@ -34,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tail",
         type=positive,
         metavar="N",
-        help=f"the last N lines (default: all, with --follow the last {_FOLLOWED_TAIL})",
+        help=f"the last N lines of each (default: all, with --follow {_FOLLOWED_TAIL})",
     )
     parser.add_argument("--follow", action="store_true", help="go on with what is added")
 
@@ -44,48 +41,32 @@ def run(args: argparse.Namespace) -> int:
     attempt = _attempt(_stage(RunPaths(args.run_dir), args.stage), args.attempt)
     patterns = [name for part in args.component.split(",") if (name := part.strip())]
     ended = attempt.outcome.exists()  # asked before the logs are read: none of their end is missed
-    logs = find(attempt, patterns)
-    if args.follow and not ended:
-        logs = whole_lines(logs)
-    width = max(map(len, logs), default=0)
+    follow = args.follow and not ended
+    logs, follower = find_logs(attempt, patterns), LogFollower()
     tail = _FOLLOWED_TAIL if args.follow and args.tail is None else args.tail
+    if tail is not None:
+        for path in logs.values():
+            follower.skip_to_tail(path, tail)
     try:
-        _print(merge(attempt, logs, tail), width)
-        if args.follow and not ended:
-            _follow(attempt, patterns, logs, width)
+        _print(follower, logs, last=not follow)
+        while follow:
+            time.sleep(_POLL_SECONDS)
+            ended = attempt.outcome.exists()
+            _print(follower, find_logs(attempt, patterns), last=ended)
+            follow = not ended
+        if args.follow:
+            print(f"attempt {attempt.root.name} has ended", flush=True)
     except KeyboardInterrupt:
         if not args.follow:
             raise
     return int(ExitCode.OK)
 
 
-def _follow(
-    attempt: AttemptPaths, patterns: list[str], logs: Mapping[str, Log], width: int
-) -> None:
-    follower = Follower(attempt, patterns, {name: log.size for name, log in logs.items()})
-    ended = False
-    while not ended:
-        time.sleep(_POLL_SECONDS)
-        ended = attempt.outcome.exists()
-        while lines := follower.poll(time.time(), last=ended):
-            _print(lines, width)
-    print(f"attempt {attempt.root.name} has ended", flush=True)
-
-
-def _print(lines: Iterable[Line], width: int) -> None:
-    for line in lines:
-        print(f"{_clock(line.time)} {line.component:{width}} | {line.text}")
+def _print(follower: LogFollower, logs: Mapping[str, Path], *, last: bool) -> None:
+    width = max(map(len, logs), default=0)
+    for component, line in merged(follower, logs, last=last):
+        print(f"{component:{width}} | {line}")
     sys.stdout.flush()
-
-
-def _clock(moment: float | None) -> str:
-    unknown = f"{'-':14}"
-    if moment is None:
-        return unknown
-    try:
-        return datetime.fromtimestamp(moment, UTC).strftime("%m-%d %H:%M:%S")
-    except (OverflowError, OSError, ValueError):  # a damaged file's year 300000
-        return unknown
 
 
 def _stage(paths: RunPaths, wanted: str | None) -> StagePaths:

@@ -9,10 +9,10 @@ from typing import get_args
 from shakedown.cluster.nodes import allocation_nodes
 from shakedown.commands.arguments import above_zero, whole
 from shakedown.config import Config, load_config
-from shakedown.errors import StorageError, UsageError
-from shakedown.paths import RunPaths
+from shakedown.core.errors import StorageError, UsageError
+from shakedown.core.paths import RunPaths
+from shakedown.core.verdict import finish, render_text
 from shakedown.preflight.model import FAULTS, Expectations, Tier, parse_fault
-from shakedown.verdict import finish, render_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KIND[:NODE]",
-        help=f"inject a fault for a drill: {', '.join(FAULTS)}",
+        help=f"inject a fault: {', '.join(FAULTS)}",
     )
     parser.add_argument("--strict", action="store_true", help="exit 1 on WARN")
 

@@ -3,11 +3,11 @@
 import argparse
 from pathlib import Path
 
-from shakedown.errors import ExitCode
-from shakedown.paths import RunPaths
-from shakedown.reports.collect import collect
-from shakedown.reports.page import write_page
-from shakedown.reports.summary import headline, ladder
+from shakedown.core.errors import ExitCode
+from shakedown.core.paths import RunPaths
+from shakedown.report.collect import collect
+from shakedown.report.page import write_page
+from shakedown.report.summary import headline, workflow_steps
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     view = collect(args.run_dir)
     out = args.out or RunPaths(args.run_dir).report
     write_page(view, out)
-    top = headline(view, ladder(view))
+    top = headline(view, workflow_steps(view))
     print(f"{view.name}: {top.state}: {top.title}")
     for item in view.unreadable:
         print(f"  unreadable: {item.path}: {item.reason}")

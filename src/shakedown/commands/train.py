@@ -10,14 +10,14 @@ import shutil
 import sys
 from pathlib import Path
 
-from shakedown.agents.reward_pool import RewardLimits
 from shakedown.commands.assets_file import read_assets
-from shakedown.commands.lint import require_sound
 from shakedown.config import Config, layers, load_config
-from shakedown.errors import ConfigError, ExitCode, UsageError, did_you_mean
-from shakedown.paths import RunPaths
-from shakedown.training.observe.sinks import require_sinks
-from shakedown.training.outcome import Outcome, State, read_outcome
+from shakedown.config.lint import trainer_world
+from shakedown.core.errors import ConfigError, ExitCode, UsageError, did_you_mean
+from shakedown.core.outcome import Outcome, State, read_outcome
+from shakedown.core.paths import RunPaths
+from shakedown.training.lint import require_sound
+from shakedown.training.metrics.sinks import require_sinks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,26 +53,28 @@ def _tell_width() -> None:
 
 
 def _train(config: Config, args: argparse.Namespace, paths: RunPaths) -> int:
-    from shakedown.training.stage import StagePlan, run_stage
+    from shakedown.training.stage.job import StageJob
+    from shakedown.training.stage.run import StagePlan, run_stage
 
     stage: str = args.stage
     assets = read_assets(args.assets or paths.assets / "assets.json")
-    plan = StagePlan(
-        name=stage,
-        config=config.stages[stage],
-        serve=config.serve,
+    settings = config.stages[stage]
+    job = StageJob(
+        stage=stage,
+        config=settings,
         model=_given_model(args.model) or _input_model(config, stage, paths, assets.model),
         dtype=config.model.dtype,
         train=assets.train,
         heldout=assets.heldout,
         reward=config.data.reward,
-        reward_limits=RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb),
+        reward_timeout=config.data.reward_timeout,
+        reward_memory_gb=config.data.reward_memory_gb,
         seed=config.seed,
-        paths=paths.stage(stage),
-        srun_args=config.cluster.srun_args,
-        gpus_per_node=config.cluster.gpus_per_node,
-        replay=args.replay,
+        world_size=trainer_world(settings),
+        stage_root=str(paths.stage(stage).root.absolute()),
+        replay=str(args.replay.absolute()) if args.replay else "",
     )
+    plan = StagePlan(job, config.serve, config.cluster.srun_args, config.cluster.gpus_per_node)
     outcome = run_stage(plan)
     print(f"stage {stage} {outcome.state}: {outcome.sentence}", flush=True)
     print(f"  logs: {paths.stage(stage).latest / 'logs'}", flush=True)

@@ -3,10 +3,10 @@
 import argparse
 from pathlib import Path
 
-from shakedown.errors import UsageError
-from shakedown.reports.reader import plain
-from shakedown.reports.text import printable
-from shakedown.verdict import read_verdict, render_text
+from shakedown.core.errors import UsageError
+from shakedown.core.verdict import read_verdict, render_text
+from shakedown.report.reader import plain
+from shakedown.report.text import printable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 from shakedown.cluster.allocation import Part, parse_allocation
 from shakedown.config.places import lint_places
 from shakedown.config.schema import Config, GrpoConfig, ServeConfig, StageConfig
-from shakedown.errors import UsageError, did_you_mean
-from shakedown.rows import FORMATS, parse_source
-from shakedown.verdict import Finding
+from shakedown.core.errors import UsageError, did_you_mean
+from shakedown.core.verdict import Finding
+from shakedown.data_sources import FORMATS, parse_source
 
 
 def lint(

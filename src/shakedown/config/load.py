@@ -10,8 +10,8 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shakedown.config.schema import Config
-from shakedown.errors import ConfigError, did_you_mean
-from shakedown.files import write_text
+from shakedown.core.errors import ConfigError, did_you_mean
+from shakedown.core.files import write_text
 
 WORKFLOW_CONFIG = Path("config/config.yaml")  # what the Snakefile lays under every overlay
 
@@ -69,7 +69,7 @@ def parse_config(body: Mapping[str, Any], *, where: str = "config") -> Config:
         listed = "\n  ".join(faults)
         raise ConfigError(
             f"{where}: {len(faults)} fault(s)\n  {listed}",
-            hint=f"mend the file, then: shakedown lint {where.replace(' + ', ' ')}",
+            hint=f"fix the file, then: shakedown lint {where.replace(' + ', ' ')}",
         ) from None
 
 

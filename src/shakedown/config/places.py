@@ -3,8 +3,8 @@
 from shakedown.cluster.allocation import Part, parse_allocation
 from shakedown.cluster.placement import Placement, PlacementError, place_stage
 from shakedown.config.schema import Config, ServeConfig, StageConfig
-from shakedown.errors import UsageError
-from shakedown.verdict import Finding
+from shakedown.core.errors import UsageError
+from shakedown.core.verdict import Finding
 
 # What bounds an engine's share of a GPU's memory; without it, it takes almost all.
 _MEMORY_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}

@@ -97,7 +97,7 @@ class ConsistencyConfig(Section):
 
 
 class FaultConfig(Section):
-    """A fault to inject for a drill. `step` counts optimizer steps from 1."""
+    """A fault to inject. `step` counts optimizer steps from 1."""
 
     kind: str
     rank: NonNegative = 1

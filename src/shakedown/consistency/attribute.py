@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shakedown.consistency.compare import Array, align, k3, mean_abs_dlogp, pearson
-from shakedown.verdict import Blame, Finding, FindingStatus
+from shakedown.core.verdict import Blame, Finding, FindingStatus
 
 _REMOVED = 0.25  # a layer explains when at most this share of mean |dlogp| is left without it
 _NOISE = 1e-4  # nats: below this nothing is worth an explanation

@@ -12,10 +12,10 @@ import httpx
 import numpy as np
 
 from shakedown.consistency.compare import Array
-from shakedown.consistency.samples import Completion, Failure, Generated, Prompt
-from shakedown.errors import BlockedError, ServerError, UsageError
-from shakedown.serving.client import Client
-from shakedown.serving.engines import Request, get_token_engine
+from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Generated
+from shakedown.core.errors import BlockedError, ServerError, UsageError
+from shakedown.inference.client import Client
+from shakedown.inference.engines import Request, get_token_engine
 
 # Without these a server may fill in the checkpoint's generation_config.json: tokens would be drawn
 # from another distribution than the one that the log-probabilities describe.
@@ -59,8 +59,8 @@ def make_client(url: str, engine: str, model: str, *, request_timeout: float) ->
 
 
 async def generate(
-    client: Client, prompt: Prompt, *, max_tokens: int, temperature: float
-) -> Completion:
+    client: Client, prompt: EncodedPrompt, *, max_tokens: int, temperature: float
+) -> ComparedCompletion:
     """Generate once, with the log-probability of each token.
 
     Raises:
@@ -70,12 +70,12 @@ async def generate(
     if client.engine.name == "vllm":
         return await _from_text(client, prompt, max_tokens=max_tokens, temperature=temperature)
     (found,) = await client.generate(prompt.ids, max_tokens=max_tokens, temperature=temperature)
-    return Completion(prompt, found.tokens, _numbers(found.logprobs), found.text)
+    return ComparedCompletion(prompt, found.tokens, _numbers(found.logprobs), found.text)
 
 
 async def generate_all(
     client: Client,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[EncodedPrompt],
     *,
     max_tokens: int,
     temperature: float,
@@ -88,7 +88,7 @@ async def generate_all(
     """
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(prompt: Prompt) -> Completion | Failure:
+    async def one(prompt: EncodedPrompt) -> ComparedCompletion | Failure:
         async with gate:
             try:
                 return await generate(
@@ -101,11 +101,11 @@ async def generate_all(
     failures = [result for result in found if isinstance(result, Failure)]
     if len(failures) == len(prompts):
         raise ServerError(f"all {len(prompts)} requests failed: {failures[0].reason}")
-    return Generated([r for r in found if isinstance(r, Completion)], failures)
+    return Generated([r for r in found if isinstance(r, ComparedCompletion)], failures)
 
 
 async def prefill_all(
-    client: Client, completions: Sequence[Completion], *, concurrency: int
+    client: Client, completions: Sequence[ComparedCompletion], *, concurrency: int
 ) -> tuple[list[Array] | None, str]:
     """The engine's own scores [T] of each completion in one pass, at temperature 1.
 
@@ -113,7 +113,7 @@ async def prefill_all(
     """
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(completion: Completion) -> Array:
+    async def one(completion: ComparedCompletion) -> Array:
         async with gate:
             return _numbers(await client.score(completion.conditioned_on, completion.token_ids))
 
@@ -124,8 +124,8 @@ async def prefill_all(
 
 
 async def _from_text(
-    client: Client, prompt: Prompt, *, max_tokens: int, temperature: float
-) -> Completion:
+    client: Client, prompt: EncodedPrompt, *, max_tokens: int, temperature: float
+) -> ComparedCompletion:
     body: dict[str, Any] = {
         "model": client.model,
         "max_tokens": max_tokens,
@@ -147,7 +147,7 @@ async def _from_text(
         ) from error
 
 
-def _parsed(client: Client, prompt: Prompt, reply: Any) -> Completion:
+def _parsed(client: Client, prompt: EncodedPrompt, reply: Any) -> ComparedCompletion:
     choice = reply["choices"][0]
     logprobs, token_ids = choice.get("logprobs"), choice.get("token_ids")
     if not logprobs:
@@ -166,7 +166,7 @@ def _parsed(client: Client, prompt: Prompt, reply: Any) -> Completion:
     if len(values) != len(token_ids):
         raise ValueError(f"{len(token_ids)} token ids but {len(values)} log-probabilities")
     message, usage = choice.get("message") or {}, reply.get("usage") or {}
-    return Completion(
+    return ComparedCompletion(
         prompt=prompt,
         token_ids=[int(token) for token in token_ids],
         logprobs=_numbers(values),

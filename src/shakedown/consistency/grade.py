@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shakedown.consistency.compare import Metric
-from shakedown.errors import look_up
-from shakedown.verdict import Finding, FindingStatus
+from shakedown.core.errors import look_up
+from shakedown.core.verdict import Finding, FindingStatus
 
 Grade = Literal["dense", "moe", "fp8", "strict"]
 
@@ -60,7 +60,7 @@ def grade_metrics(metrics: Mapping[str, Metric], grade: str) -> list[Finding]:
 
 
 def status_by(value: float, limits: Limits) -> FindingStatus:
-    """A value that is no number fails."""
+    """A NaN fails."""
     if value <= limits.good:
         return "pass"
     return "warn" if value <= limits.poor else "fail"

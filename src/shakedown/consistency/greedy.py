@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shakedown.consistency.samples import Completion, Score
-from shakedown.verdict import Finding
+from shakedown.consistency.samples import ComparedCompletion, Score
+from shakedown.core.verdict import Finding
 
 # Margins below twice the largest difference of log-probabilities may flip by rounding alone; no
 # rounding excuses more than half a nat.
@@ -14,7 +14,7 @@ _SMALLEST, _LARGEST = 1e-4, 0.5
 
 
 @dataclass(frozen=True)
-class Divergence:
+class GreedyDivergence:
     """The first place where the engine's greedy token is not the reference's argmax.
 
     `margin` is the reference's first less its second log-probability there, in nats.
@@ -28,15 +28,15 @@ class Divergence:
 
 
 def first_divergences(
-    completions: Sequence[Completion], scores: Sequence[Score]
-) -> list[Divergence | None]:
+    completions: Sequence[ComparedCompletion], scores: Sequence[Score]
+) -> list[GreedyDivergence | None]:
     """One entry a completion; later differences follow from the first and say nothing."""
     return [
         _first(completion, score) for completion, score in zip(completions, scores, strict=True)
     ]
 
 
-def judge_greedy(found: Sequence[Divergence | None], *, max_abs_dlogp: float) -> Finding:
+def judge_greedy(found: Sequence[GreedyDivergence | None], *, max_abs_dlogp: float) -> Finding:
     """A flip fails when the reference prefers its own token by more than rounding can move."""
     tolerance = min(_LARGEST, max(_SMALLEST, 2 * max_abs_dlogp))
     flips = [item for item in found if item is not None]
@@ -62,13 +62,13 @@ def judge_greedy(found: Sequence[Divergence | None], *, max_abs_dlogp: float) ->
     )
 
 
-def _first(completion: Completion, score: Score) -> Divergence | None:
+def _first(completion: ComparedCompletion, score: Score) -> GreedyDivergence | None:
     ids = np.asarray(completion.token_ids)
     places = np.flatnonzero(ids != score.top_ids)
     if not len(places):
         return None
     place = int(places[0])
-    return Divergence(
+    return GreedyDivergence(
         completion.prompt.index,
         place,
         int(ids[place]),

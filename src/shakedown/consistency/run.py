@@ -7,29 +7,22 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shakedown.consistency.attribute import Layer, Views, attribute, culprit
-from shakedown.consistency.compare import (
-    Aligned,
-    Array,
-    Metric,
-    align,
-    divergence_rate,
-    measure,
-)
+from shakedown.consistency.compare import Aligned, Array, Metric, align, divergence_rate, measure
 from shakedown.consistency.engine import find_engine, generate_all, make_client, prefill_all
 from shakedown.consistency.grade import get_limits, grade_metrics
-from shakedown.consistency.greedy import Divergence, first_divergences, judge_greedy
+from shakedown.consistency.greedy import GreedyDivergence, first_divergences, judge_greedy
 from shakedown.consistency.samples import (
-    Completion,
+    ComparedCompletion,
+    EncodedPrompt,
     Failure,
     Generated,
-    Prompt,
     Score,
     read_prompts,
 )
 from shakedown.consistency.score import Reference, Scored
-from shakedown.errors import BlockedError
-from shakedown.serving.client import Client
-from shakedown.verdict import Finding, Status, status_of
+from shakedown.core.errors import BlockedError
+from shakedown.core.verdict import Finding, Status, status_of
+from shakedown.inference.client import Client
 
 Progress = Callable[[str], None]
 
@@ -69,15 +62,15 @@ class Comparison:
     plan: Plan
     engine: str
     reference_dtype: str
-    completions: Sequence[Completion]
+    completions: Sequence[ComparedCompletion]
     scores: Sequence[Score]
     prefill: Sequence[Array] | None
     aligned: Aligned
     metrics: Mapping[str, Metric]
     findings: Sequence[Finding]
     layers: Sequence[Layer]
-    divergences: Sequence[Divergence | None]
-    greedy: Sequence[Completion] = ()
+    divergences: Sequence[GreedyDivergence | None]
+    greedy: Sequence[ComparedCompletion] = ()
     greedy_scores: Sequence[Score] = ()
     failures: Sequence[Failure] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -127,7 +120,7 @@ def compare(plan: Plan, *, progress: Progress = lambda _: None) -> Comparison:
     return replace(result, seconds={name: round(value, 3) for name, value in seconds.items()})
 
 
-async def _generate(plan: Plan, prompts: Sequence[Prompt]) -> Generations:
+async def _generate(plan: Plan, prompts: Sequence[EncodedPrompt]) -> Generations:
     engine, model = await find_engine(plan.url, model=plan.model)
     many = plan.concurrency
 
@@ -196,7 +189,7 @@ def _judge(plan: Plan, reference: Reference, made: Generations) -> Comparison:
 def _views(
     plan: Plan,
     reference: Reference,
-    completions: Sequence[Completion],
+    completions: Sequence[ComparedCompletion],
     scores: Sequence[Score],
     prefill: Sequence[Array] | None,
     *,
@@ -228,7 +221,7 @@ def _views(
 
 
 def _noise(
-    greedy: Sequence[Completion],
+    greedy: Sequence[ComparedCompletion],
     scores: Sequence[Score],
     metrics: Mapping[str, Metric],
 ) -> float:

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from shakedown.consistency.compare import Array
-from shakedown.errors import UsageError
+from shakedown.core.errors import UsageError
 
 Message = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Prompt:
+class EncodedPrompt:
     """A conversation or a plain text, and the ids that the trainer's tokenizer makes of it."""
 
     index: int
@@ -23,7 +23,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Completion:
+class ComparedCompletion:
     """What the engine generated for a prompt.
 
     `prompt_ids` are the ids that the server says it used (empty: it does not say),
@@ -31,7 +31,7 @@ class Completion:
     the engine gave none.
     """
 
-    prompt: Prompt
+    prompt: EncodedPrompt
     token_ids: Sequence[int]
     logprobs: Array
     text: str = ""
@@ -73,11 +73,11 @@ class Failure:
 class Generated:
     """One pass over the prompts."""
 
-    completions: Sequence[Completion] = ()
+    completions: Sequence[ComparedCompletion] = ()
     failures: Sequence[Failure] = field(default_factory=list)
 
 
-def read_prompts(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Prompt]:
+def read_prompts(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[EncodedPrompt]:
     """Turn rows into prompts: `messages`, `prompt` (text or messages) or `question`.
 
     Raises:
@@ -86,12 +86,12 @@ def read_prompts(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Prom
     return [_prompt(index, row, tokenizer) for index, row in enumerate(rows)]
 
 
-def _prompt(index: int, row: Mapping[str, Any], tokenizer: Any) -> Prompt:
+def _prompt(index: int, row: Mapping[str, Any], tokenizer: Any) -> EncodedPrompt:
     given = row.get("messages") or row.get("prompt")
     if given is None and isinstance(row.get("question"), str):
         given = [{"role": "user", "content": row["question"]}]
     if isinstance(given, str):
-        return Prompt(index, text=given, ids=[int(i) for i in tokenizer(given)["input_ids"]])
+        return EncodedPrompt(index, text=given, ids=[int(i) for i in tokenizer(given)["input_ids"]])
     if not isinstance(given, list) or not all(isinstance(m, Mapping) for m in given):
         raise UsageError(
             f"data row {index + 1}: expected `messages`, `prompt` or `question`, "
@@ -108,4 +108,4 @@ def _prompt(index: int, row: Mapping[str, Any], tokenizer: Any) -> Prompt:
         )
     except Exception as error:  # templates are programs: anything may come
         raise UsageError(f"data row {index + 1}: the chat template refuses it: {error}") from error
-    return Prompt(index, messages=given, ids=[int(i) for i in ids])
+    return EncodedPrompt(index, messages=given, ids=[int(i) for i in ids])

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shakedown.consistency.samples import Score
-from shakedown.errors import BlockedError, UsageError
+from shakedown.core.errors import BlockedError, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _LOGIT_BYTES = 256 * 2**20  # float32 logits held at once

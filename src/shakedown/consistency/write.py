@@ -8,10 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from shakedown.consistency.report import render_report
 from shakedown.consistency.run import Comparison
-from shakedown.files import atomic_open, write_text
-from shakedown.verdict import Stopwatch, Verdict, installed_versions
+from shakedown.core.files import atomic_open
+from shakedown.core.verdict import Stopwatch, Verdict, installed_versions
 
 
 def write_tables(result: Comparison, out: Path) -> None:
@@ -22,16 +21,6 @@ def write_tables(result: Comparison, out: Path) -> None:
     """
     _write(out / "tokens.parquet", token_columns(result))
     _write(out / "samples.parquet", sample_columns(result))
-
-
-def write_report(result: Comparison, verdict: Verdict, out: Path) -> None:
-    """Write `report.html`, one self-contained file.
-
-    Raises:
-        StorageError: the folder cannot be written.
-    """
-    html = render_report(result, verdict)
-    write_text(out / "report.html", html.encode("utf-8", "replace").decode("utf-8"))
 
 
 def token_columns(result: Comparison) -> Mapping[str, Any]:

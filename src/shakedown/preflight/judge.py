@@ -6,10 +6,10 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
+from shakedown.core.verdict import Finding, FindingStatus
 from shakedown.preflight.judge_network import network_findings
 from shakedown.preflight.model import Expectations, Facts, NetworkReport, NodeReport
 from shakedown.preflight.rules import RULES
-from shakedown.verdict import Finding, FindingStatus
 
 Reports = Mapping[str, NodeReport]
 _WORST_FIRST: tuple[FindingStatus, ...] = ("fail", "error", "warn")
@@ -271,7 +271,7 @@ def _loopback(reports: Reports) -> list[Finding]:
                     measured=facts["addresses"],
                     expected="an address that the other nodes reach",
                     blame="environment",
-                    remedy="set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or mend /etc/hosts",
+                    remedy="set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or fix /etc/hosts",
                 )
             )
     return findings

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 
+from shakedown.core.verdict import Finding
 from shakedown.preflight.model import Expectations, Facts, NetworkReport, PairResult
 from shakedown.preflight.outliers import slow_ones
-from shakedown.verdict import Finding
 
 
 def suspects(pairs: Sequence[PairResult]) -> dict[str, int]:
@@ -97,12 +97,12 @@ def _all_reduce(network: NetworkReport) -> list[Finding]:
 def _pairs(network: NetworkReport) -> list[Finding]:
     """Failed with two partners: the node. Passed with another: the link. Else undecided."""
     counted = suspects(network.pairs)
-    guilty = culprits(network.pairs)
-    findings = [_bad_node(name, network.pairs) for name in sorted(guilty)]
+    culprit = culprits(network.pairs)
+    findings = [_bad_node(name, network.pairs) for name in sorted(culprit)]
     for pair in network.pairs:
         if not pair.ok and _node(pair.a) == _node(pair.b):
             findings.append(_local_failure(pair))
-        elif pair.ok or not guilty & {pair.a, pair.b}:
+        elif pair.ok or not culprit & {pair.a, pair.b}:
             findings.append(_pair_finding(pair, counted))
     return findings
 
@@ -191,20 +191,20 @@ def _bandwidth(pairs: Sequence[PairResult]) -> list[Finding]:
     slow = slow_ones(speeds)
     slow_pairs = [p for p in pairs if p.ok and f"{p.a},{p.b}" in slow]
     often = {n for p in slow_pairs for n in (p.a, p.b)}
-    guilty = {n for n in often if all(p in slow_pairs for p in pairs if p.ok and n in (p.a, p.b))}
-    guilty = {n for n in guilty if sum(n in (p.a, p.b) for p in slow_pairs) >= 2}
+    culprit = {n for n in often if all(p in slow_pairs for p in pairs if p.ok and n in (p.a, p.b))}
+    culprit = {n for n in culprit if sum(n in (p.a, p.b) for p in slow_pairs) >= 2}
     findings = [
         _slow(
             "node",
             _node(name),
             [slow[f"{p.a},{p.b}"] for p in slow_pairs if name in (p.a, p.b)],
         )
-        for name in sorted(guilty)
+        for name in sorted(culprit)
     ]
     findings += [
         _slow("pair", f"{p.a},{p.b}", [slow[f"{p.a},{p.b}"]])
         for p in slow_pairs
-        if not guilty & {p.a, p.b}
+        if not culprit & {p.a, p.b}
     ]
     return findings
 

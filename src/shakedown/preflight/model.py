@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from shakedown.errors import UsageError, did_you_mean
+from shakedown.core.errors import UsageError, did_you_mean
 
 Tier = Literal["quick", "standard", "burn"]
 Facts = Mapping[str, Any]
@@ -30,14 +30,14 @@ FAULTS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Fault:
-    """A fault to inject for a drill; on every node when `node` is empty."""
+class InjectedFault:
+    """A fault to inject; on every node when `node` is empty."""
 
     kind: str
     node: str = ""
 
 
-def parse_fault(text: str, nodes: Sequence[str]) -> Fault:
+def parse_fault(text: str, nodes: Sequence[str]) -> InjectedFault:
     """Parse `KIND` or `KIND:NODE`.
 
     Raises:
@@ -54,7 +54,7 @@ def parse_fault(text: str, nodes: Sequence[str]) -> Fault:
             f"--fake-fault {text!r}: no such node{did_you_mean(node, nodes)}; "
             f"nodes: {', '.join(nodes)}"
         )
-    return Fault(kind, node)
+    return InjectedFault(kind, node)
 
 
 class _Wire:
@@ -66,7 +66,7 @@ class _Wire:
     @classmethod
     def from_text(cls, text: str) -> Self:
         body = json.loads(text)
-        body["faults"] = [Fault(**fault) for fault in body["faults"]]
+        body["faults"] = [InjectedFault(**fault) for fault in body["faults"]]
         return cls(**body)
 
 
@@ -86,7 +86,7 @@ class ProbeRequest(_Wire):
     ports: Sequence[int] = ()
     paths: Sequence[str] = ()
     limit: float = 20.0
-    faults: Sequence[Fault] = ()
+    faults: Sequence[InjectedFault] = ()
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class NetworkRequest(_Wire):
     work: float = 0.0
     megabytes: int = 1
     repeats: int = 1
-    faults: Sequence[Fault] = ()
+    faults: Sequence[InjectedFault] = ()
 
     @classmethod
     def from_text(cls, text: str) -> Self:
@@ -127,8 +127,8 @@ class NetworkRequest(_Wire):
         return cls(**{**request.__dict__, "members": members})
 
 
-def has_fault(faults: Sequence[Fault], kind: str, node: str) -> bool:
-    """True when the drill asks for this fault on this node."""
+def has_fault(faults: Sequence[InjectedFault], kind: str, node: str) -> bool:
+    """True when this fault is injected on this node."""
     return any(fault.kind == kind and fault.node in ("", node) for fault in faults)
 
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from shakedown.cluster.guard import send
 from shakedown.cluster.nodes import node_name
-from shakedown.errors import StorageError
-from shakedown.files import write_json
+from shakedown.core.errors import StorageError
+from shakedown.core.files import write_json
 from shakedown.preflight import wire
 from shakedown.preflight.checks import CHECKS
 from shakedown.preflight.model import CheckReport, Facts, NodeReport, ProbeRequest, has_fault

@@ -9,22 +9,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shakedown.cluster.nodes import node_addresses, write_bad_nodes
-from shakedown.errors import StorageError
-from shakedown.files import write_json
+from shakedown.core.errors import StorageError
+from shakedown.core.files import write_json
+from shakedown.core.verdict import Finding, Stopwatch, Verdict, installed_versions, status_of
 from shakedown.preflight.checks.environment import local_environment
 from shakedown.preflight.checks.network import PORT_RANGE
 from shakedown.preflight.checks.storage import marker_folder
 from shakedown.preflight.judge import bad_nodes, judge
 from shakedown.preflight.launch import Answers, Launcher, Message
-from shakedown.preflight.model import (
-    CheckReport,
-    NetworkReport,
-    NodeReport,
-    ProbeRequest,
-)
+from shakedown.preflight.model import CheckReport, NetworkReport, NodeReport, ProbeRequest
 from shakedown.preflight.network_run import check_network
 from shakedown.preflight.settings import Settings
-from shakedown.verdict import Finding, Stopwatch, Verdict, installed_versions, status_of
 
 _START_SECONDS = 30.0  # python's start on a cold shared file system, srun's own delay
 _SINGLE_STEPS = 16  # srun commands at once when nodes are asked one by one

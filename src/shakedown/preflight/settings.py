@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shakedown.preflight.model import Expectations, Fault
+from shakedown.preflight.model import Expectations, InjectedFault
 
 
 @dataclass(frozen=True)
@@ -20,5 +20,5 @@ class Settings:
     burn: float = 600.0
     ports: Sequence[int] = ()
     paths: Sequence[str] = ()
-    faults: Sequence[Fault] = ()
+    faults: Sequence[InjectedFault] = ()
     say: Callable[[str], None] = field(default=lambda _: None)

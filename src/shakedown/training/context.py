@@ -3,14 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shakedown.hang.heartbeat import NO_EXTENT, Heartbeat, Phase
+from shakedown.monitor.heartbeat import NO_EXTENT, Heartbeat, Phase
+from shakedown.training.batch import TokenBatch, extent
 from shakedown.training.coordination import Ranks
-from shakedown.training.data.batch import TokenBatch, extent
-from shakedown.training.engines.base import Engine, OnMicroBatch
+from shakedown.training.engines.base import OnMicroBatch, TrainEngine
 from shakedown.training.faults import Injector
-from shakedown.training.job import StageJob
-from shakedown.training.observe.phases import Phases
-from shakedown.training.stopping import StopFlag
+from shakedown.training.metrics.phases import Phases
+from shakedown.training.stage.job import StageJob
+from shakedown.training.stage.stopping import StopFlag
 
 
 class StopRequestedError(Exception):
@@ -23,11 +23,11 @@ class Context:
 
     `step` is the step in work, counted from 1. `data` is the algorithm's place in its data, saved
     with a checkpoint and given back before `begin`; empty without one. `batch` is the global
-    batch of the step in work, kept for a post-mortem.
+    batch of the step in work, kept for the NaN guard.
     """
 
     job: StageJob
-    engine: Engine
+    engine: TrainEngine
     ranks: Ranks
     heartbeat: Heartbeat
     faults: Injector
@@ -61,7 +61,7 @@ class Context:
 
         return on_micro_batch
 
-    def lead(self, key: str, decide: Callable[[], str], *, phase: Phase) -> str:
-        """`Ranks.lead`, with heartbeats in `phase` on the ranks that wait."""
+    def broadcast_from_rank0(self, key: str, decide: Callable[[], str], *, phase: Phase) -> str:
+        """`Ranks.broadcast_from_rank0`, with heartbeats in `phase` on the ranks that wait."""
         self.beat(phase)
-        return self.ranks.lead(key, decide, waiting=lambda: self.beat(phase))
+        return self.ranks.broadcast_from_rank0(key, decide, waiting=lambda: self.beat(phase))

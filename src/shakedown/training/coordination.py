@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from shakedown.errors import BlockedError, ShakedownError
+from shakedown.core.errors import BlockedError, ShakedownError
 
 _POLL_SECONDS = 0.02
 _FAILED = "failed:"
@@ -42,7 +42,7 @@ class Ranks:
         dist.all_reduce(numbers)
         return dict(zip(names, numbers.tolist(), strict=True))
 
-    def sum_unless_failed(
+    def all_reduce_or_raise(
         self, values: Mapping[str, float], failure: ShakedownError | None
     ) -> dict[str, float]:
         """(collective) `sum`, in which a rank that has failed still takes part, to say so.
@@ -79,8 +79,10 @@ class Ranks:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX)
         return shared.cpu()
 
-    def lead(self, key: str, decide: Callable[[], str], *, waiting: Callable[[], None]) -> str:
-        """Rank 0 decides; every rank returns its decision. All ranks lead in the same order.
+    def broadcast_from_rank0(
+        self, key: str, decide: Callable[[], str], *, waiting: Callable[[], None]
+    ) -> str:
+        """Rank 0 decides; every rank returns its decision. All ranks call it in the same order.
 
         Args:
             key: names the decision, for people; the same on all ranks.

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shakedown.errors import ConfigError
-from shakedown.files import write_text
-from shakedown.training.folders import staged_folder
+from shakedown.core.errors import ConfigError
+from shakedown.core.files import write_text
+from shakedown.core.folders import staged_folder
 
 SPECIALS = ("<pad>", "<bos>", "<eos>")
 # All of printable ASCII, so that any English prompt has a token for each character.
@@ -29,7 +29,7 @@ def write_model(folder: Path, *, seed: int) -> None:
     Raises:
         StorageError: the folder cannot be written.
     """
-    from shakedown.training.huggingface import quiet
+    from shakedown.models.huggingface import quiet
 
     quiet()
     with staged_folder(folder) as staged:

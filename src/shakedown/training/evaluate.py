@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from shakedown.agents.reward_pool import RewardFailure, RewardLimits, score_rows
-from shakedown.training import huggingface
-from shakedown.training.data import Row
-from shakedown.training.data.encode import encode_answer, encode_prompt
+from shakedown.data_sources import Row
+from shakedown.models import huggingface
+from shakedown.models.chat import encode_answer, encode_prompt
 
 BATCH = 256
 

@@ -1,4 +1,4 @@
-"""What the faults of drills do to a running process; imports without torch."""
+"""What injected faults do to a running process; imports without torch."""
 
 import gc
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from shakedown.training.data.batch import TokenBatch
+    from shakedown.training.batch import TokenBatch
 
 SLOW_SECONDS = 8.0  # above three usual steps of the demo, below the shortest stall timeout
 _GARBAGE = 2_000_000  # containers; one full collection walks over all of them
@@ -19,9 +19,9 @@ _ONE_COLUMN = 1
 
 @dataclass(frozen=True)
 class Strike:
-    """`guilty`: this is the configured rank. `subject`: what the fault may change."""
+    """`culprit`: this is the configured rank. `subject`: what the fault may change."""
 
-    guilty: bool = True
+    culprit: bool = True
     subject: Any = None
 
 
@@ -123,7 +123,7 @@ def size_mismatch(strike: Strike) -> None:
     """The rank reports a thousand numbers more in its sums than the others."""
     ranks = strike.subject.ranks
     reduce: Callable[[Mapping[str, float]], dict[str, float]] = ranks.sum
-    more = {f"drill-{number}": 1.0 for number in range(1000)}
+    more = {f"fault-{number}": 1.0 for number in range(1000)}
     ranks.sum = lambda values: reduce({**values, **more})
 
 
@@ -172,16 +172,16 @@ def two_threads(_strike: Strike) -> None:
     def reduce_in_background() -> None:
         dist.all_reduce(torch.ones(1))
 
-    threading.Thread(target=reduce_in_background, name="drill-telemetry", daemon=True).start()
+    threading.Thread(target=reduce_in_background, name="fault-telemetry", daemon=True).start()
 
 
 def cross_group_order(strike: Strike) -> None:
-    """Two groups of all ranks; the guilty rank uses the second one first."""
+    """Two groups of all ranks; the culprit rank uses the second one first."""
     import torch
     import torch.distributed as dist
 
     first, second = dist.new_group(), dist.new_group()
-    order = (second, first) if strike.guilty else (first, second)
+    order = (second, first) if strike.culprit else (first, second)
     for group in order:
         dist.all_reduce(torch.ones(1), group=group)
 

@@ -1,11 +1,11 @@
-"""Faults to inject for drills, by name; imports without torch. What they do: `fault_acts`."""
+"""Faults to inject, by name; imports without torch. What they do: `fault_acts`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from shakedown.config import FaultConfig
-from shakedown.errors import ConfigError, look_up
+from shakedown.core.errors import ConfigError, look_up
 from shakedown.training import fault_acts as acts
 from shakedown.training.fault_acts import DataEndedError, Strike, SwallowedError
 
@@ -35,7 +35,7 @@ class Fault:
     """`act` runs on one rank at one step; `what` is for people.
 
     Attributes:
-        everywhere: act runs on all ranks; `Strike.guilty` tells which is the configured one.
+        everywhere: act runs on all ranks; `Strike.culprit` tells which is the configured one.
         repeated: act runs at every step from the configured one on.
     """
 
@@ -147,13 +147,13 @@ class Injector:
         config, fault = self._config, self._fault
         if config is None or fault is None or (fault.place, fault.role) != (place, self._role):
             return
-        guilty = self._role != "trainer" or config.rank == self._rank
-        if not (guilty or fault.everywhere) or not _is_due(fault, config.step, step):
+        culprit = self._role != "trainer" or config.rank == self._rank
+        if not (culprit or fault.everywhere) or not _is_due(fault, config.step, step):
             return
         where = f"rank {self._rank}" if self._role == "trainer" else f"the {self._role}"
         when = "at the start" if place in START else f"at step {step}"
-        print(f"drill: {config.kind} on {where} {when}", flush=True)
-        fault.act(Strike(guilty, subject))
+        print(f"injected fault: {config.kind} on {where} {when}", flush=True)
+        fault.act(Strike(culprit, subject))
 
 
 def _is_due(fault: Fault, wanted: int, step: int) -> bool:

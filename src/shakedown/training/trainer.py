@@ -5,20 +5,20 @@ from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
-from shakedown.errors import ShakedownError
+from shakedown.core.errors import ShakedownError
+from shakedown.core.folders import staged_folder
+from shakedown.data_sources import load_rows
 from shakedown.training.algorithms import algorithm_class
 from shakedown.training.algorithms.base import Algorithm
-from shakedown.training.checkpoint import Checkpoints
+from shakedown.training.checkpoint.checkpoints import Checkpoints
+from shakedown.training.checkpoint.fingerprint import fingerprint
 from shakedown.training.context import Context, StopRequestedError
-from shakedown.training.data import load_rows
 from shakedown.training.evaluate import Evaluator
 from shakedown.training.faults import DataEndedError, SwallowedError
-from shakedown.training.fingerprint import fingerprint
-from shakedown.training.folders import staged_folder
-from shakedown.training.metrics import MetricsLog
-from shakedown.training.observe.meter import StepMeter
-from shakedown.training.observe.record import Record
-from shakedown.training.postmortem import checked
+from shakedown.training.metrics.log import MetricsLog
+from shakedown.training.metrics.meter import StepMeter
+from shakedown.training.metrics.record import Record
+from shakedown.training.nan_guard import checked
 
 
 class Trainer:
@@ -28,7 +28,7 @@ class Trainer:
         job = context.job
         self._context = context
         self._algorithm: Algorithm = algorithm_class(job.config.algorithm)(context)
-        self._record = Record(job) if self._leads else None
+        self._record = Record(job) if self._is_rank0 else None
         self._meter = StepMeter(context)
         self._evals = MetricsLog(job.attempt.evals)
         self._checkpoints = Checkpoints(
@@ -43,7 +43,7 @@ class Trainer:
         self._saved = self._logged = 0
 
     @property
-    def _leads(self) -> bool:
+    def _is_rank0(self) -> bool:
         return self._context.engine.rank == 0
 
     def run(self) -> bool:
@@ -58,7 +58,7 @@ class Trainer:
         """
         try:
             completed = self._run()
-        except SwallowedError:  # the drill of an exception that one rank's code hides
+        except SwallowedError:  # the injected fault of an exception that one rank's code hides
             completed = True
         except Exception:
             self._checkpoints.leave(self._logged)
@@ -78,7 +78,7 @@ class Trainer:
         if self._record is not None:
             self._record.begin(done)
         failure = _failure(lambda: self._algorithm.begin(done))
-        context.ranks.sum_unless_failed({}, failure)
+        context.ranks.all_reduce_or_raise({}, failure)
         if done == 0:
             scores = self._evaluate(0)
             if self._record is not None and scores:
@@ -87,7 +87,9 @@ class Trainer:
         while done < steps:
             try:
                 stopping = self._step(done + 1)
-            except DataEndedError:  # the drill of a rank that has fewer batches than the others
+            except (
+                DataEndedError
+            ):  # the injected fault of a rank that has fewer batches than the others
                 break
             except StopRequestedError:
                 self._save(done)
@@ -112,7 +114,7 @@ class Trainer:
         with context.phases("sync"):
             failure = _failure(lambda: self._algorithm.synchronise(step))
         flags = {"_stop": float(context.stop.requested), **self._checkpoints.flags()}
-        sums = context.ranks.sum_unless_failed({**result.sums, **flags}, failure)
+        sums = context.ranks.all_reduce_or_raise({**result.sums, **flags}, failure)
         stopping = sums.pop("_stop") > 0
         self._checkpoints.agree(sums)
         row = {"step": step, **checked(context, sums | values)}
@@ -173,7 +175,9 @@ class Trainer:
             )
             return json.dumps(scores)
 
-        scores: dict[str, float] = json.loads(context.lead(f"eval-{step}", measure, phase="eval"))
+        scores: dict[str, float] = json.loads(
+            context.broadcast_from_rank0(f"eval-{step}", measure, phase="eval")
+        )
         scores.pop("samples")
         return scores
 
@@ -201,8 +205,8 @@ class Trainer:
                 context.engine.export(staged, weights)
             return str(target)
 
-        written = context.lead("export", write, phase="checkpoint")
-        if self._leads:
+        written = context.broadcast_from_rank0("export", write, phase="checkpoint")
+        if self._is_rank0:
             print(f"model written to {written}", flush=True)
 
 

@@ -10,7 +10,7 @@ from shakedown.agents.rewards.gsm8k import gsm8k
 from shakedown.agents.rewards.kind import RewardFunction
 from shakedown.agents.rewards.own import is_own, load_reward
 from shakedown.agents.rewards.text import last_number
-from shakedown.errors import look_up
+from shakedown.core.errors import look_up
 
 __all__ = ["REWARDS", "RewardFunction", "get_reward", "is_own", "last_number"]
 

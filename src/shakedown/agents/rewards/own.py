@@ -5,7 +5,7 @@ from typing import cast
 
 from shakedown.agents.imports import load_target
 from shakedown.agents.rewards.kind import RewardFunction
-from shakedown.errors import UsageError, did_you_mean
+from shakedown.core.errors import UsageError, did_you_mean
 
 _FORM = "def NAME(completion: str, answer: str) -> float"
 

@@ -7,7 +7,12 @@ import numpy as np
 import torch
 
 from shakedown.config import GrpoConfig
-from shakedown.errors import BlockedError, ConfigError
+from shakedown.core.errors import BlockedError, ConfigError
+from shakedown.models.load_progress import beating
+from shakedown.rollout.batch import RolloutBatch
+from shakedown.rollout.queue import keep_queue
+from shakedown.rollout.recording import Recorder, read_step
+from shakedown.rollout.store import RolloutStore
 from shakedown.training.algorithms.base import StepResult
 from shakedown.training.algorithms.policy_loss import (
     AdvantageKind,
@@ -18,13 +23,8 @@ from shakedown.training.algorithms.policy_loss import (
 )
 from shakedown.training.algorithms.policy_update import PolicyUpdate
 from shakedown.training.algorithms.reference_model import ReferenceModel
+from shakedown.training.batch import TokenBatch, take_rows
 from shakedown.training.context import Context, StopRequestedError
-from shakedown.training.data.batch import TokenBatch, take_rows
-from shakedown.training.progress import beating
-from shakedown.training.rollout.batch import RolloutBatch
-from shakedown.training.rollout.exchange import Exchange
-from shakedown.training.rollout.queue import keep_queue
-from shakedown.training.rollout.recording import Recorder, read_step
 
 WAITING_LINE_SECONDS = 10.0
 
@@ -40,7 +40,7 @@ class Grpo:
             raise ConfigError(f"stage {context.job.stage}: algorithm grpo needs a `grpo:` section")
         self._context = context
         self._settings: GrpoConfig = context.job.config.grpo
-        self._exchange = Exchange(context.job.attempt.exchange)
+        self._exchange = RolloutStore(context.job.attempt.exchange)
         self._replay = Path(context.job.replay) if context.job.replay else None
         records = self._settings.record and self._replay is None and context.engine.rank == 0
         self._recorder = Recorder(context.job.paths.rollouts) if records else None
@@ -108,7 +108,7 @@ class Grpo:
             self._context.beat("data")
             return read_step(self._replay, step)
         received: list[RolloutBatch] = []
-        decision = self._context.lead(
+        decision = self._context.broadcast_from_rank0(
             f"batch-{step}", lambda: self._await(step, received), phase="rollout_wait"
         )
         if decision == "stop":
@@ -177,7 +177,7 @@ def token_batch(
             stays, to be measured, and no token has a share.
 
     Raises:
-        BlockedError: a reward or a log-probability is no number.
+        BlockedError: a reward or a log-probability is NaN or infinite.
     """
     tokens = torch.as_tensor(np.asarray(rollouts.tokens, dtype=np.int64))
     mask = torch.as_tensor(np.asarray(rollouts.loss_mask, dtype=bool)).clone()
@@ -186,7 +186,7 @@ def token_batch(
     groups = torch.as_tensor(np.asarray(rollouts.groups, dtype=np.int64))
     if not (torch.isfinite(rewards).all() and torch.isfinite(logprobs[mask]).all()):
         raise BlockedError(
-            f"the batch of step {rollouts.step} holds rewards or logprobs that are no numbers"
+            f"the batch of step {rollouts.step} holds rewards or logprobs that are NaN or infinite"
         )
     mask[:, 0] = False
     lengths = _lengths(tokens, mask, pad=pad)

@@ -5,17 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from shakedown.config import GrpoConfig
-from shakedown.errors import ConfigError
+from shakedown.core.errors import ConfigError
 from shakedown.training.algorithms.mismatch import mismatch
-from shakedown.training.algorithms.policy_loss import (
-    clipped_loss,
-    importance_weights,
-    reference_kl,
-)
+from shakedown.training.algorithms.policy_loss import clipped_loss, importance_weights, reference_kl
 from shakedown.training.algorithms.reference_model import ReferenceModel
+from shakedown.training.batch import TokenBatch, rank_share
 from shakedown.training.coordination import Ranks
-from shakedown.training.data.batch import TokenBatch, rank_share
-from shakedown.training.engines.base import Engine, LossPart, OnMicroBatch, Scores
+from shakedown.training.engines.base import LossPart, OnMicroBatch, Scores, TrainEngine
 
 # Averaged over the epochs of a batch; the others are measured before its first update.
 _OVER_EPOCHS = frozenset({"loss", "clip_fraction"})
@@ -84,7 +80,7 @@ class PolicyUpdate:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TrainEngine,
         ranks: Ranks,
         settings: GrpoConfig,
         *,

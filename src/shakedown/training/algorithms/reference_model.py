@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from shakedown.training.data.batch import TokenBatch
+from shakedown.training.batch import TokenBatch
 from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import OnMicroBatch
-from shakedown.training.job import StageJob
+from shakedown.training.stage.job import StageJob
 
 
 class ReferenceModel:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import torch
 
-from shakedown.errors import UsageError
+from shakedown.core.errors import UsageError
+from shakedown.data_sources import RowStream
+from shakedown.models.chat import encode_row
 from shakedown.training.algorithms.base import StepResult
+from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.context import Context
-from shakedown.training.data import RowStream
-from shakedown.training.data.batch import TokenBatch, pad_rows, rank_share
-from shakedown.training.data.encode import encode_row
 from shakedown.training.engines.base import LossPart, Scores
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from shakedown.errors import ConfigError
+from shakedown.core.errors import ConfigError
 from shakedown.training.conversion.shape import FAMILIES
 
 _MODULE = "megatron.bridge"
@@ -115,7 +115,7 @@ def fill(bridge: Bridge, model: Any) -> None:
     unfilled = [name for name, value in model.named_parameters() if value.isnan().any()]
     if unfilled:
         raise ConfigError(
-            f"megatron-bridge left {len(unfilled)} weights unfilled or not a number: "
+            f"megatron-bridge left {len(unfilled)} weights unfilled or NaN: "
             f"{', '.join(unfilled[:3])}",
             hint="train it with fsdp:dN",
         )

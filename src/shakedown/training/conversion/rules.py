@@ -9,22 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from shakedown.errors import UsageError
-from shakedown.training.conversion.cuts import (
-    COLUMNS,
-    GATED,
-    QKV,
-    VOCABULARY,
-    WHOLE,
-    Cut,
-)
+from shakedown.core.errors import UsageError
+from shakedown.training.conversion.cuts import COLUMNS, GATED, QKV, VOCABULARY, WHOLE, Cut
 from shakedown.training.conversion.shape import ModelShape
 
 Weights = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardSlice:
     """A rank's part of the model: tensor rank `t` of `ts`, pipeline stage `p` of `ps`."""
 
     t: int = 0
@@ -74,7 +67,7 @@ def stage_rules(shape: ModelShape, stage: int, stages: int) -> list[Rule]:
     return rules
 
 
-def to_megatron(weights: Weights, shape: ModelShape, place: Place) -> dict[str, torch.Tensor]:
+def to_megatron(weights: Weights, shape: ModelShape, place: ShardSlice) -> dict[str, torch.Tensor]:
     """This place's Megatron weights out of a whole Hugging Face state dict.
 
     Raises:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shakedown.errors import ConfigError
+from shakedown.core.errors import ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 # megatron-core's Llama 3 frequencies have these numbers fixed (RotaryEmbedding._apply_scaling).

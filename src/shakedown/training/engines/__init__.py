@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shakedown.cluster.allocation import parse_allocation
-from shakedown.errors import ConfigError, did_you_mean
+from shakedown.core.errors import ConfigError, did_you_mean
 from shakedown.training.engines.names import DIMENSIONS, ENGINES
 
 if TYPE_CHECKING:
-    from shakedown.training.engines.base import Engine
+    from shakedown.training.engines.base import TrainEngine
 
 
-def engine_class(allocation: str) -> "type[Engine]":
+def engine_class(allocation: str) -> "type[TrainEngine]":
     """The engine of an allocation such as `fsdp:d2`.
 
     Raises:
@@ -45,7 +45,7 @@ def engine_class(allocation: str) -> "type[Engine]":
             hint=f"write {part.backend}:d{part.world}",
         )
     module, _, name = ENGINES[part.backend].partition(":")
-    found: type[Engine] = getattr(importlib.import_module(module), name)
+    found: type[TrainEngine] = getattr(importlib.import_module(module), name)
     return found
 
 

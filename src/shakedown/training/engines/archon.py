@@ -11,9 +11,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.tensor import Shard
 
 from shakedown.config import OptimizerConfig
-from shakedown.errors import ShakedownError
-from shakedown.training import huggingface
-from shakedown.training.data.batch import TokenBatch
+from shakedown.core.errors import ShakedownError
+from shakedown.models import huggingface
+from shakedown.training.batch import TokenBatch
 from shakedown.training.engines.archon_model import (
     EMBEDDING,
     HEAD,

@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from shakedown.errors import ConfigError
-from shakedown.training.data.batch import TokenBatch
+from shakedown.core.errors import ConfigError
+from shakedown.training.batch import TokenBatch
 from shakedown.training.engines import tensor_parallel
 from shakedown.training.engines.scoring import kept_columns
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from shakedown.config import OptimizerConfig
-from shakedown.errors import ConfigError
-from shakedown.training.data.batch import TokenBatch
+from shakedown.core.errors import ConfigError
+from shakedown.training.batch import TokenBatch
 from shakedown.training.engines.snapshot import Snapshot
 
 # For a checkpoint that cannot be read.
@@ -25,7 +25,7 @@ class Scores:
 
     Attributes:
         logprobs: float32 [M], with gradient, of the tokens that stand there.
-        entropy: float32 [M], in nats; with gradient if `Engine.entropy_gradient` is set.
+        entropy: float32 [M], in nats; with gradient if `TrainEngine.entropy_gradient` is set.
     """
 
     logprobs: torch.Tensor
@@ -82,7 +82,7 @@ OnMicroBatch = Callable[[int, Sequence[TokenBatch]], None]
 LossFunction = Callable[[Scores, TokenBatch, int], LossPart]
 
 
-class Engine(Protocol):
+class TrainEngine(Protocol):
     """A model under training on this rank. Methods marked (collective) are called on all ranks.
 
     `entropy_gradient`: False until an algorithm sets it; costs float32 [M, vocabulary] a micro
@@ -110,7 +110,7 @@ class Engine(Protocol):
         device: torch.device,
         sizes: Mapping[str, int] | None = None,
         options: EngineOptions = NO_OPTIONS,
-    ) -> "Engine":
+    ) -> "TrainEngine":
         """(collective) Load a Hugging Face folder and spread it over the process group.
 
         May be called again beside another engine: a reference model is one that is never

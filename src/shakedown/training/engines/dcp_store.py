@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from shakedown.errors import StorageError
+from shakedown.core.errors import StorageError
+from shakedown.core.folders import storage_errors, sync_file
+from shakedown.models.load_progress import loaded
 from shakedown.training.engines.base import UNREADABLE_HINT
-from shakedown.training.folders import storage_errors, sync_file
-from shakedown.training.progress import loaded
 
 _FULL_HINT = "free space on that file system; the checkpoint before it is kept"
 

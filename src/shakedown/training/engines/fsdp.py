@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import FSDPModule
 
 from shakedown.config import OptimizerConfig
-from shakedown.training import huggingface
-from shakedown.training.data.batch import TokenBatch
+from shakedown.models import huggingface
+from shakedown.training.batch import TokenBatch
 from shakedown.training.engines.base import (
     NO_OPTIONS,
     EngineOptions,

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
-from shakedown.errors import ConfigError
+from shakedown.core.errors import ConfigError
 from shakedown.training.engines import tensor_parallel
 from shakedown.training.engines.base import EngineOptions
 

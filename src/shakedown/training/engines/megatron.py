@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from shakedown.config import OptimizerConfig
-from shakedown.training import huggingface
+from shakedown.models import huggingface
+from shakedown.training.batch import TokenBatch
 from shakedown.training.conversion import read_shape, to_megatron
 from shakedown.training.conversion.bridge import needs_bridge
 from shakedown.training.conversion.rules import with_tied
-from shakedown.training.data.batch import TokenBatch
 from shakedown.training.engines import megatron_cpu as core
 from shakedown.training.engines.base import (
     NO_OPTIONS,

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from huggingface_hub import save_torch_state_dict
 from safetensors import SafetensorError, safe_open
 
-from shakedown.errors import ConfigError, StorageError
-from shakedown.files import read_object, write_json
-from shakedown.training import huggingface
-from shakedown.training.conversion import Place
+from shakedown.core.errors import ConfigError, StorageError
+from shakedown.core.files import read_object, write_json
+from shakedown.models import huggingface
+from shakedown.training.batch import TokenBatch, pad_rows
+from shakedown.training.conversion import ShardSlice
 from shakedown.training.conversion.bridge import (
     configured,
     fill,
@@ -26,7 +27,6 @@ from shakedown.training.conversion.bridge import (
     refusal,
     whole_weights,
 )
-from shakedown.training.data.batch import TokenBatch, pad_rows
 from shakedown.training.engines import megatron_cpu as core
 from shakedown.training.engines.base import UNREADABLE_HINT
 from shakedown.training.engines.megatron import MegatronEngine
@@ -144,7 +144,7 @@ class BridgedMegatronEngine(MegatronEngine):
 class _BridgedState(MegatronState):
     """Weights and moments by Megatron's own names, as no rule says what they are made of."""
 
-    def __init__(self, model: Any, optimizer: Any, place: Place) -> None:
+    def __init__(self, model: Any, optimizer: Any, place: ShardSlice) -> None:
         if len(optimizer.chained_optimizers) != 1:
             raise ConfigError("the model's weights need more than one optimizer", hint=_HINT)
         self._parameters = dict(model.named_parameters())
@@ -173,7 +173,7 @@ class _BridgedState(MegatronState):
 class BridgedSnapshot(StageSnapshot):
     """A tensor and pipeline rank's shards, on its first data rank; readable at the same t and p."""
 
-    place: Place
+    place: ShardSlice
 
     def complete(self, folder: Path) -> None:
         layout = {"t": self.place.ts, "p": self.place.ps}
@@ -191,7 +191,7 @@ class _AsGathered:
         save_torch_state_dict(dict(state_dict), folder)
 
 
-def _settings(place: Place, dtype: torch.dtype, *, cpu: bool) -> dict[str, Any]:
+def _settings(place: ShardSlice, dtype: torch.dtype, *, cpu: bool) -> dict[str, Any]:
     """What this engine needs of a provider, as `megatron_model` has it for its own models."""
     found = {
         "tensor_model_parallel_size": place.ts,
@@ -256,11 +256,11 @@ def _expected(folder: Path, rows: TokenBatch) -> torch.Tensor:
     return found
 
 
-def _file(place: Place) -> str:
+def _file(place: ShardSlice) -> str:
     return f"t{place.t}-p{place.p}.safetensors"
 
 
-def _check_manifest(folder: Path, place: Place) -> None:
+def _check_manifest(folder: Path, place: ShardSlice) -> None:
     if not (folder / _MANIFEST).is_file():
         raise ValueError(f"no {_MANIFEST}: it is missing, or another engine wrote the checkpoint")
     found: Mapping[str, Any] = read_object(folder / _MANIFEST, "a Megatron checkpoint")

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shakedown.errors import ConfigError
+from shakedown.core.errors import ConfigError
 
 try:
     with warnings.catch_warnings():

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from shakedown.errors import ConfigError
-from shakedown.training.conversion import ModelShape, Place, stage_rules
+from shakedown.core.errors import ConfigError
+from shakedown.training.batch import TokenBatch
+from shakedown.training.conversion import ModelShape, ShardSlice, stage_rules
 from shakedown.training.conversion.cuts import WHOLE, vocabulary_rows
-from shakedown.training.data.batch import TokenBatch
 from shakedown.training.engines.base import Scores
 from shakedown.training.engines.megatron_cpu import (
     Float16Module,
@@ -27,7 +27,7 @@ from shakedown.training.engines.vocabulary import score_logits
 _joined: list[tuple[int, int, Any]] = []
 
 
-def join_groups(sizes: Mapping[str, int]) -> Place:
+def join_groups(sizes: Mapping[str, int]) -> ShardSlice:
     """(collective) Make the tensor, pipeline and data groups; returns this rank's place.
 
     Args:
@@ -52,7 +52,7 @@ def join_groups(sizes: Mapping[str, int]) -> Place:
             pipeline_model_parallel_size=p,
             create_gloo_process_groups=False,
         )
-    return Place(
+    return ShardSlice(
         t=parallel_state.get_tensor_model_parallel_rank(),
         ts=t,
         p=parallel_state.get_pipeline_model_parallel_rank(),
@@ -60,7 +60,7 @@ def join_groups(sizes: Mapping[str, int]) -> Place:
     )
 
 
-def build_model(shape: ModelShape, place: Place, *, dtype: torch.dtype, device: Any) -> Any:
+def build_model(shape: ModelShape, place: ShardSlice, *, dtype: torch.dtype, device: Any) -> Any:
     """This place's part of the model; the weights are whatever the memory holds."""
     config = _config(shape, place, dtype=dtype, device=device)
     spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=shape.qk_norm)
@@ -158,7 +158,7 @@ class Forward:
         return (args[0][self._columns], *args[1:])
 
 
-def _mark_shards(model: Any, shape: ModelShape, place: Place) -> None:
+def _mark_shards(model: Any, shape: ModelShape, place: ShardSlice) -> None:
     """Say which weights are cut over the tensor ranks: the gradient norm counts the others once.
 
     megatron-core does so only where it also draws the weights.
@@ -170,7 +170,7 @@ def _mark_shards(model: Any, shape: ModelShape, place: Place) -> None:
         raise ConfigError(f"megatron-core made weights that no rule fills: {sorted(parameters)}")
 
 
-def _config(shape: ModelShape, place: Place, *, dtype: torch.dtype, device: Any) -> Any:
+def _config(shape: ModelShape, place: ShardSlice, *, dtype: torch.dtype, device: Any) -> Any:
     return TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,

@@ -19,17 +19,17 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from shakedown.errors import StorageError, UsageError
-from shakedown.files import read_object, write_json
-from shakedown.training.conversion import ModelShape, Place, Rule, stage_rules
+from shakedown.core.errors import StorageError, UsageError
+from shakedown.core.files import read_object, write_json
+from shakedown.core.folders import storage_errors, sync_file
+from shakedown.models.load_progress import loaded
+from shakedown.training.conversion import ModelShape, Rule, ShardSlice, stage_rules
 from shakedown.training.engines.base import UNREADABLE_HINT
 from shakedown.training.engines.megatron_cpu import (
     USING_PYTORCH_OPTIMIZER,
     DistributedOptimizer,
     parallel_state,
 )
-from shakedown.training.folders import storage_errors, sync_file
-from shakedown.training.progress import loaded
 
 FORMAT = "shakedown/megatron/1"
 WEIGHT = "weight"
@@ -45,7 +45,7 @@ class MegatronState:
         optimizer: megatron-core's optimizer over it: plain, mixed precision or distributed.
     """
 
-    def __init__(self, model: Any, optimizer: Any, shape: ModelShape, place: Place) -> None:
+    def __init__(self, model: Any, optimizer: Any, shape: ModelShape, place: ShardSlice) -> None:
         self._parameters = dict(model.named_parameters())
         self._optimizer = optimizer.chained_optimizers[0]
         self._shape, self._place = shape, place
@@ -170,7 +170,7 @@ def snapshot_stage(state: MegatronState, *, updates: int) -> StageSnapshot:
 
 
 def load_stage(
-    state: MegatronState, folder: Path, *, shape: ModelShape, place: Place, updates: int
+    state: MegatronState, folder: Path, *, shape: ModelShape, place: ShardSlice, updates: int
 ) -> None:
     """Read what a snapshot wrote, at any layout.
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from shakedown.training.data.batch import TokenBatch
+from shakedown.training.batch import TokenBatch
 from shakedown.training.engines.base import Scores
 
 

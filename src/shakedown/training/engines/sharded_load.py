@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
-from shakedown.errors import UsageError
-from shakedown.training import huggingface
+from shakedown.core.errors import UsageError
+from shakedown.models import huggingface
 from shakedown.training.conversion.shape import FAMILIES
 from shakedown.training.engines.dcp_store import LoadPlanner, first_reason
 

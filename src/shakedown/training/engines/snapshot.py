@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from shakedown.errors import StorageError
+from shakedown.core.errors import StorageError
 
 
 class Snapshot(Protocol):

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from shakedown.errors import ConfigError
+from shakedown.core.errors import ConfigError
 
 _HEADS = 2  # dimension of the heads in [rows, tokens, heads, width]
 

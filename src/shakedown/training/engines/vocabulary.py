@@ -32,7 +32,7 @@ class _VocabularyParallel(torch.autograd.Function):  # type: ignore[misc]
         width = logits.shape[1]
         first = dist.get_rank(group) * width
         logits = logits.clone()
-        # The least number, not minus infinity: 0 * inf would be no number in the entropy.
+        # The least number, not minus infinity: 0 * inf would be NaN in the entropy.
         logits[:, max(0, vocabulary - first) :] = torch.finfo(logits.dtype).min
         highest = logits.amax(1)
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)

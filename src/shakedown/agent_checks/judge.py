@@ -1,0 +1,302 @@
+"""Judge a run of episodes (pure): counts by cause, rewards, latencies, and what to change."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shakedown.agents.causes import CAUSES
+from shakedown.agents.looplag import percentile
+from shakedown.agents.runner import Episode, RunResult
+from shakedown.core.verdict import Blame, Finding, FindingStatus
+
+_LAG_WARN = 2.5  # seconds: half of the OpenAI client's connect timeout
+_POOL_WARN = 1.0  # seconds that a request waited for the client's own pool
+
+CLIENT_LIMITS = (
+    "the client's presets are too small for this many episodes (OpenAI's: connect 5 s, "
+    "1000 connections, 100 kept alive, 2 retries that hide the first failures): use "
+    "extra_kwargs['http_client'], or AsyncOpenAI(timeout=Timeout(600, connect=60), "
+    "http_client=DefaultAsyncHttpxClient(limits=Limits(max_connections=4096, "
+    "max_keepalive_connections=4096)))"
+)
+
+
+@dataclass(frozen=True)
+class ServerProbe:
+    """What the server said when it was asked itself; `seconds` is the time of that answer.
+
+    `asked` is false when there was no URL to ask.
+    """
+
+    asked: bool = False
+    reachable: bool = False
+    models: Sequence[str] = ()
+    seconds: float = 0.0
+    error: str = ""
+
+
+def judge_run(
+    result: RunResult,
+    server: ServerProbe,
+    *,
+    check: str = "episodes",
+    min_success_rate: float = 1.0,
+) -> list[Finding]:
+    """One finding for the success rate, one a cause of failure, and the client's health."""
+    good = sum(episode.ok for episode in result.episodes)
+    total = len(result.episodes)
+    rate = good / total if total else 0.0
+    passed = total > 0 and rate >= min_success_rate
+    nothing_to_judge = (
+        not good and server.asked and not server.reachable and _only_connection(result)
+    )
+    status: FindingStatus = "pass" if passed else "error" if nothing_to_judge else "fail"
+    findings = [
+        Finding(
+            check=check,
+            status=status,
+            scope="role",
+            subject="agent",
+            measured=f"{good} of {total} episodes",
+            expected=f"at least {min_success_rate:.0%}",
+            seconds=round(result.seconds, 3),
+        )
+    ]
+    failed_as: FindingStatus = "warn" if passed else status
+    for cause in CAUSES:
+        episodes = [episode for episode in result.episodes if episode.cause == cause]
+        if episodes:
+            findings.append(_cause_finding(cause, episodes, result, server, failed_as))
+    return [*findings, *_client_findings(result), *_reward_findings(result)]
+
+
+def metrics(result: RunResult) -> dict[str, float]:
+    """Numbers of a run; seconds are named so, shares are in 0..1."""
+    latencies = [episode.seconds for episode in result.episodes if episode.ok]
+    rewards = mean_rewards(result.episodes)
+    waits = [exchange.pool_wait for exchange in result.exchanges]
+    connects = [exchange.connect for exchange in result.exchanges if exchange.connect]
+    causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
+    numbers: dict[str, float] = {
+        "episodes": len(result.episodes),
+        "episodes_ok": sum(episode.ok for episode in result.episodes),
+        "episodes_failed": sum(causes.values()),
+        "seconds": result.seconds,
+        "latency_p50_seconds": percentile(latencies, 0.50),
+        "latency_p99_seconds": percentile(latencies, 0.99),
+        "latency_max_seconds": max(latencies, default=0.0),
+        "loop_lag_p50_seconds": percentile(result.lags, 0.50),
+        "loop_lag_p99_seconds": percentile(result.lags, 0.99),
+        "loop_lag_max_seconds": max(result.lags, default=0.0),
+        "http_requests": len(result.exchanges),
+        "http_failed": sum(not exchange.status for exchange in result.exchanges),
+        "pool_wait_p99_seconds": percentile(waits, 0.99),
+        "pool_wait_max_seconds": max(waits, default=0.0),
+        "connect_p99_seconds": percentile(connects, 0.99),
+        "tls_contexts": result.tls_contexts,
+        **{f"failed_{cause}": count for cause, count in causes.items()},
+    }
+    if rewards:
+        numbers |= _statistics(rewards)
+    return {name: round(value, 6) for name, value in numbers.items()}
+
+
+def mean_rewards(episodes: Sequence[Episode]) -> list[float]:
+    """One number an episode that went well; a dict of rewards counts as its mean."""
+    found = [episode.reward for episode in episodes if episode.reward is not None]
+    return [
+        sum(reward.values()) / len(reward) if isinstance(reward, dict) else reward
+        for reward in found
+    ]
+
+
+def _statistics(rewards: Sequence[float]) -> dict[str, float]:
+    mean = sum(rewards) / len(rewards)
+    variance = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+    return {
+        "reward_mean": mean,
+        "reward_std": variance**0.5,
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
+    }
+
+
+def _only_connection(result: RunResult) -> bool:
+    return all(episode.cause in ("connection", "connect_timeout") for episode in result.episodes)
+
+
+def _cause_finding(
+    cause: str,
+    episodes: Sequence[Episode],
+    result: RunResult,
+    server: ServerProbe,
+    status: FindingStatus,
+) -> Finding:
+    details = Counter(_short(episode) for episode in episodes).most_common(3)
+    listed = "; ".join(f"{count} x {text}" for text, count in details)
+    blame, remedy = _remedy(cause, episodes, result, server)
+    return Finding(
+        check=f"failed_{cause}",
+        status=status,
+        scope="role",
+        subject="agent",
+        measured=f"{len(episodes)} episodes: {listed}",
+        expected=f"none; {CAUSES[cause]}",
+        blame=blame,
+        remedy=remedy,
+    )
+
+
+def _short(episode: Episode) -> str:
+    return f"[{episode.status}] {episode.detail}" if episode.status else episode.detail
+
+
+def _remedy(
+    cause: str, episodes: Sequence[Episode], result: RunResult, server: ServerProbe
+) -> tuple[Blame, str]:
+    if cause in ("connect_timeout", "pool_timeout", "read_timeout", "connection"):
+        return _transport_remedy(cause, result, server)
+    served = ", ".join(server.models) or "unknown"
+    table: Mapping[str, tuple[Blame, str]] = {
+        "unknown_model": (
+            "user",
+            f"the server serves {served}: take the name from extra_kwargs['model'] or "
+            "OPENAI_MODEL, or serve the model under the name that the agent gives",
+        ),
+        "episode_timeout": (
+            "code",
+            "look at what the episode waits for, or raise --episode-timeout",
+        ),
+        "blocked_loop": (
+            "code",
+            "move blocking work off the event loop: await asyncio.to_thread(function, ...)",
+        ),
+        "bad_return": (
+            "code",
+            "return a number, or a dict {completion.id: number}, on every path of `run`",
+        ),
+        "exit": ("code", "raise an exception instead of ending the process"),
+        "exception": ("code", "fix the named line; the other episodes were not affected"),
+        "api_status": _status_remedy(episodes),
+    }
+    return table[cause]
+
+
+def _transport_remedy(cause: str, result: RunResult, server: ServerProbe) -> tuple[Blame, str]:
+    if not server.asked:
+        return "user", "no server was named: give --base-url URL or set OPENAI_BASE_URL"
+    if not server.reachable:
+        return (
+            "environment",
+            f"the server does not answer ({server.error}): start it, or fix the URL",
+        )
+    healthy = f"the server itself is healthy (it answered in {server.seconds:.2f} s)"
+    if cause == "connection" and not any(exchange.status for exchange in result.exchanges):
+        return "code", f"{healthy}, so the agent asks another address than base_url"
+    lag = max(result.lags, default=0.0)
+    if lag > _LAG_WARN:
+        where = max(result.blocked_at, key=result.blocked_at.__getitem__, default="")
+        at = f" at {where}" if where else ""
+        return "code", f"{healthy}; the event loop stood still for {lag:.1f} s{at}; {CLIENT_LIMITS}"
+    return "code", f"{healthy}; {CLIENT_LIMITS}"
+
+
+def _status_remedy(episodes: Sequence[Episode]) -> tuple[Blame, str]:
+    codes = {episode.status for episode in episodes}
+    if codes & {401, 403}:
+        return "user", "the key was refused: set OPENAI_API_KEY"
+    if codes & {429, 503}:
+        return "environment", "the server refuses this load: lower --concurrency or add replicas"
+    if min(codes, default=0) >= 500:
+        return "environment", "the server failed: read its log"
+    return "code", "the server refused the request: its message says why"
+
+
+def _client_findings(result: RunResult) -> list[Finding]:
+    lag = max(result.lags, default=0.0)
+    blocked = sorted(result.blocked_at.items(), key=lambda item: -item[1])[:3]
+    where = "; ".join(f"{seconds:.1f} s at {place}" for place, seconds in blocked)
+    wait = max((exchange.pool_wait for exchange in result.exchanges), default=0.0)
+    findings = [
+        _health(
+            "event_loop_lag",
+            lag,
+            _LAG_WARN,
+            evidence=where,
+            remedy="move blocking work off the event loop: asyncio.to_thread; reuse one client",
+        ),
+        _health("pool_wait", wait, _POOL_WARN, remedy=CLIENT_LIMITS),
+    ]
+    if result.tls_contexts > 1:
+        findings.append(_tls_finding(result))
+    return findings
+
+
+def _health(check: str, value: float, limit: float, *, remedy: str, evidence: str = "") -> Finding:
+    return Finding(
+        check=check,
+        status="warn" if value > limit else "pass",
+        scope="role",
+        subject="client",
+        measured=f"{value:.2f} at most" + (f" ({evidence})" if evidence else ""),
+        expected=f"<= {limit:g}",
+        unit="s",
+        blame="code" if value > limit else "none",
+        remedy=remedy if value > limit else "",
+    )
+
+
+def _tls_finding(result: RunResult) -> Finding:
+    cost = result.tls_contexts * result.tls_seconds_each
+    return Finding(
+        check="tls_contexts",
+        status="pass",
+        scope="role",
+        subject="client",
+        measured=f"{result.tls_contexts} clients asked for a TLS context; one was shared",
+        expected="one client for all episodes",
+        remedy=f"without the sharing they block the event loop for {cost:.1f} s in all: "
+        "pass http_client=extra_kwargs['http_client'] to the client",
+    )
+
+
+def _reward_findings(result: RunResult) -> list[Finding]:
+    """GRPO learns from differences inside a group: equal rewards everywhere teach nothing."""
+    groups = [mean_rewards(members) for members in result.groups().values()]
+    full = [rewards for rewards in groups if len(rewards) > 1]
+    if not full:
+        return []
+    flat = sum(max(rewards) == min(rewards) for rewards in full)
+    return [
+        Finding(
+            check="groups_with_equal_rewards",
+            status="pass",
+            scope="role",
+            subject="reward",
+            measured=f"{flat} of {len(full)} groups",
+            expected="some groups with differing rewards: equal ones give no gradient in GRPO",
+        )
+    ]
+
+
+def summary(result: RunResult, server: ServerProbe) -> str:
+    """One sentence for the verdict."""
+    good = sum(episode.ok for episode in result.episodes)
+    total = len(result.episodes)
+    if good == total:
+        return f"{total} episodes ran, none failed, in {result.seconds:.1f} s"
+    causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
+    worst, count = causes.most_common(1)[0]
+    sentence = f"{total - good} of {total} episodes failed, {count} of them by {worst}"
+    if worst == "unknown_model" and server.models:
+        return f"{sentence}: the server serves {', '.join(server.models)}"
+    if server.asked and not server.reachable:
+        return f"{sentence}: no server answers ({server.error})"
+    return sentence
+
+
+def to_extra(result: RunResult) -> dict[str, Any]:
+    """What a reader may want beside the metrics: failures by cause, blocks of the loop."""
+    causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
+    return {"failures": dict(causes), "blocked_at": dict(result.blocked_at)}

@@ -1,0 +1,1 @@
+"""Shared by every package: errors and exit codes, verdicts, outcomes, atomic files, paths."""

@@ -1,0 +1,97 @@
+"""The error tree; the exit code lives on the class.
+
+ShakedownError
+├── UsageError            exit 2: what the user gave cannot be used
+│   └── ConfigError       exit 2: a config file or key
+└── BlockedError          exit 3: could not be judged; says what is missing
+    ├── ServerError       an inference server that did not start, answer or obey
+    ├── StorageError      a file system that is full, read-only or unreadable
+    └── LaunchError       a process that could not be started
+
+Every message says what was given, what was expected, where, and what to run next.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every `shakedown` command."""
+
+    OK = 0
+    FAIL = 1
+    USAGE = 2
+    BLOCKED = 3
+
+
+# A component that was stopped and saved its state: EX_TEMPFAIL of sysexits.h, come again.
+INTERRUPTED = 75
+
+
+class ShakedownError(Exception):
+    """Base of every error that is shown to the user without a traceback.
+
+    Args:
+        message: what was given, what was expected, and where.
+        hint: the next command or the change that would help.
+    """
+
+    exit_code: ExitCode = ExitCode.BLOCKED
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return f"{message}\n  next: {self.hint}" if self.hint else message
+
+
+class UsageError(ShakedownError):
+    """What the user gave on the command line cannot be used."""
+
+    exit_code = ExitCode.USAGE
+
+
+class ConfigError(UsageError):
+    """A config file or key that cannot be used."""
+
+
+class BlockedError(ShakedownError):
+    """The question could not be judged; the message names what is missing."""
+
+
+class ServerError(BlockedError):
+    """An inference server did not start, did not answer or did not obey."""
+
+
+class StorageError(BlockedError):
+    """A file system is full, read-only or cannot be read."""
+
+
+class LaunchError(BlockedError):
+    """A process could not be started."""
+
+
+def look_up(
+    what: str, name: str, table: Mapping[str, Value], *, error: type[ShakedownError] = UsageError
+) -> Value:
+    """`table[name]`.
+
+    Raises:
+        error: no such name; tells the nearest one and all that are valid.
+    """
+    if name not in table:
+        guess = did_you_mean(name, table)
+        raise error(f"unknown {what} {name!r}{guess}; valid: {', '.join(table)}")
+    return table[name]
+
+
+def did_you_mean(given: str, valid: Iterable[str]) -> str:
+    """Return ` (did you mean 'x'?)` for the nearest valid name, or an empty string."""
+    matches = difflib.get_close_matches(given, list(valid), n=1, cutoff=0.6)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -1,0 +1,80 @@
+"""Whole folders appear at once: written aside, then renamed."""
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from shakedown.core.errors import StorageError
+
+
+@contextlib.contextmanager
+def storage_errors(action: str, path: Path) -> Iterator[None]:
+    """Turn an operating-system error into a StorageError that says what was being done.
+
+    Raises:
+        StorageError: a full, read-only or unreadable file system, met by Python or safetensors.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"cannot {action} {path}: {getattr(error, 'strerror', None) or error}",
+            hint="free space on that file system or choose another results folder",
+        ) from error
+
+
+@contextlib.contextmanager
+def staged_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside `target` to fill; on success it takes the target's place.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    with storage_errors("write", target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+            staged = Path(temporary) / target.name
+            staged.mkdir()
+            yield staged
+            publish_folder(staged, target)
+
+
+def publish_folder(staged: Path, target: Path) -> None:
+    """Rename `staged` to `target` (one file system), replacing what was there.
+
+    A reader sees the old folder, for an instant none, or the new one: never half of one.
+
+    Raises:
+        StorageError: the file system refuses.
+    """
+    with storage_errors("replace", target):
+        sync_tree(staged)
+        if not target.exists():
+            staged.rename(target)
+        else:
+            aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.old."))
+            target.rename(aside / "old")
+            staged.rename(target)
+            shutil.rmtree(aside)
+        sync_file(target.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush every file below `folder` to disk, so that the rename never outruns the data."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Flush one file, or the names in one folder, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,173 @@
+"""The one result type of every stage, its file form and its exit code."""
+
+import os
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from shakedown.core.errors import ExitCode, UsageError
+from shakedown.core.files import read_object, write_json
+
+SCHEMA = "shakedown/verdict/1"
+
+Status = Literal["PASS", "WARN", "FAIL", "BLOCKED"]
+FindingStatus = Literal["pass", "warn", "fail", "skip", "error"]
+Scope = Literal["node", "pair", "cluster", "rank", "role", "sample", "config"]
+Blame = Literal["node", "link", "user", "environment", "code", "none"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check's result on one subject.
+
+    `error` means that the check could not run; it never counts as a pass.
+    """
+
+    check: str
+    status: FindingStatus
+    scope: Scope = "cluster"
+    subject: str = ""
+    measured: Any = None
+    expected: Any = None
+    unit: str = ""
+    blame: Blame = "none"
+    evidence: Sequence[str] = ()
+    remedy: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a stage found. `seconds` is wall time; `started` is UTC, ISO 8601."""
+
+    stage: str
+    status: Status
+    summary: str
+    findings: Sequence[Finding] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    started: str = ""
+    seconds: float = 0.0
+    versions: Mapping[str, str] = field(default_factory=dict)
+    next: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The file form; keys of `extra` stand at the top level beside the schema's own."""
+        body = asdict(self)
+        extra = body.pop("extra")
+        return {"schema": SCHEMA, **body, **extra}
+
+    def write(self, path: Path) -> None:
+        """Write `path` atomically."""
+        write_json(path, self.to_json())
+
+    def exit_code(self, *, strict: bool = False) -> ExitCode:
+        """PASS and WARN are 0; `strict` turns WARN into 1."""
+        if self.status == "WARN" and strict:
+            return ExitCode.FAIL
+        by_status: dict[Status, ExitCode] = {
+            "PASS": ExitCode.OK,
+            "WARN": ExitCode.OK,
+            "FAIL": ExitCode.FAIL,
+            "BLOCKED": ExitCode.BLOCKED,
+        }
+        return by_status[self.status]
+
+
+class Stopwatch:
+    """Start time and elapsed seconds of a stage, for a verdict's `started` and `seconds`."""
+
+    def __init__(self) -> None:
+        self.started = datetime.now(UTC).isoformat(timespec="seconds")
+        self._begin = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return round(time.monotonic() - self._begin, 3)
+
+
+def status_of(findings: Iterable[Finding]) -> Status:
+    """The worst finding decides: fail, then error (BLOCKED), then warn."""
+    seen = {finding.status for finding in findings}
+    if "fail" in seen:
+        return "FAIL"
+    if "error" in seen:
+        return "BLOCKED"
+    return "WARN" if "warn" in seen else "PASS"
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Versions of python and of the named distributions that are installed."""
+    import platform  # both are a tenth of the start of a command that asks for no versions
+    from importlib import metadata
+
+    versions = {"python": platform.python_version()}
+    for package in packages:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
+
+
+def read_verdict(path: Path) -> Verdict:
+    """Read a verdict file written by any stage.
+
+    Raises:
+        UsageError: the file is missing, is not JSON, or is not of this schema.
+    """
+    body = read_object(path, "verdict", schema=SCHEMA)
+    if body.get("status") not in get_args(Status):
+        raise UsageError(f"{path}: status {body.get('status')!r} is not one of {get_args(Status)}")
+    own = {name: body.pop(name) for name in list(body) if name in Verdict.__dataclass_fields__}
+    finding_keys = Finding.__dataclass_fields__
+    try:
+        own["findings"] = [
+            Finding(**{k: v for k, v in row.items() if k in finding_keys})
+            for row in own.get("findings", [])
+        ]
+        return Verdict(**own, extra=body)
+    except (TypeError, AttributeError) as error:
+        raise UsageError(f"{path} is not a complete verdict: {error}") from error
+
+
+_MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "skip", "error": "ERR "}
+
+
+def render_text(verdict: Verdict, *, limit: int = 40) -> str:
+    """A verdict for a person in a terminal: the sentence, what is not good, the next command."""
+    lines = [f"{verdict.stage}: {verdict.status}: {verdict.summary}"]
+    notable = [f for f in verdict.findings if f.status not in ("pass", "skip")]
+    lines += [_finding_line(finding) for finding in notable[:limit]]
+    if len(notable) > limit:
+        lines.append(f"  ... and {len(notable) - limit} more")
+    good = sum(f.status == "pass" for f in verdict.findings)
+    skipped = sum(f.status == "skip" for f in verdict.findings)
+    lines.append(f"  {good} passed, {len(notable)} not, {skipped} skipped, {verdict.seconds:.1f} s")
+    if verdict.next:
+        lines.append(f"  next: {verdict.next}")
+    return "\n".join(lines)
+
+
+def _finding_line(finding: Finding) -> str:
+    parts = [f"  {_MARKS[finding.status]} {finding.check} [{finding.scope} {finding.subject}]"]
+    if finding.measured is not None:
+        parts.append(f"measured {finding.measured}{finding.unit and ' ' + finding.unit}")
+    if finding.expected is not None:
+        parts.append(f"expected {finding.expected}")
+    if finding.remedy:
+        parts.append(f"-> {finding.remedy}")
+    return ", ".join(parts)
+
+
+def finish(verdict: Verdict, path: Path | None, *, strict: bool = False) -> int:
+    """Write, print and return the exit code: the last line of a command."""
+    if path is not None:
+        verdict.write(path)
+    print(render_text(verdict), flush=True)
+    if path is not None:
+        print(f"  verdict: {os.fspath(path)}", flush=True)
+    return int(verdict.exit_code(strict=strict))

@@ -1,0 +1,32 @@
+"""Training data: rows of a file, of a known data set or of the hub, and the order they come in.
+
+A source is `[FORMAT=]PLACE`. The place is a JSON-lines or parquet file, `hub:NAME[:SPLIT]`, or the
+name of a known data set with its split, such as `gsm8k:test`. The format says how the rows of that
+data set become `messages` and `answer`; without one they are taken as they stand.
+"""
+
+from shakedown.data_sources.conversations import Row, iter_rows, load_rows
+from shakedown.data_sources.formats import FORMATS, RowFormat
+from shakedown.data_sources.read import Body, Lines, placed_rows, plain_lines, read_rows
+from shakedown.data_sources.source import HUB_PREFIX, DataSource, is_hub, parse_source
+from shakedown.data_sources.stream import RowStream, epoch_order, step_indices
+
+__all__ = [
+    "FORMATS",
+    "HUB_PREFIX",
+    "Body",
+    "DataSource",
+    "Lines",
+    "Row",
+    "RowFormat",
+    "RowStream",
+    "epoch_order",
+    "is_hub",
+    "iter_rows",
+    "load_rows",
+    "parse_source",
+    "placed_rows",
+    "plain_lines",
+    "read_rows",
+    "step_indices",
+]

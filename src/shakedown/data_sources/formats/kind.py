@@ -1,0 +1,43 @@
+"""What a data set's format is."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shakedown.core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """A known data set: where it is, and how its rows become `messages` and `answer`.
+
+    Attributes:
+        hub: its name on the hub; `hub_config`: the configuration there, empty for the only one.
+        columns: those that `convert` reads, all of them text; nothing else is decoded.
+        train, heldout: the splits for training and for what is never trained on.
+        images: whether the problems come with images, which a text-only stage leaves out.
+    """
+
+    hub: str
+    columns: tuple[str, ...]
+    convert: Callable[[Mapping[str, str]], dict[str, Any]]
+    hub_config: str = ""
+    train: str = "train"
+    heldout: str = "test"
+    images: bool = False
+
+    def row(self, body: Mapping[str, Any], place: str) -> dict[str, Any]:
+        """The row as `messages` and `answer`.
+
+        Raises:
+            UsageError: a column is missing or is no text; names the place.
+        """
+        for column in self.columns:
+            if not isinstance(body.get(column), str):
+                found = "nothing" if column not in body else type(body[column]).__name__
+                raise UsageError(
+                    f"{place}: `{column}` must be text, got {found}; "
+                    f"keys: {', '.join(body) or 'none'}",
+                    hint=f"rows of {self.hub} have {', '.join(self.columns)}",
+                )
+        return self.convert({column: body[column] for column in self.columns})

@@ -1,0 +1,135 @@
+"""Reading rows: a JSON-lines file line by line, parquet and the hub streamed by `datasets`."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from shakedown.core.errors import BlockedError, UsageError, did_you_mean
+from shakedown.data_sources.source import DEFAULT_SPLIT, HUB_PREFIX, DataSource, parse_source
+
+Body = dict[str, Any]
+# How a file's lines are read; a reader raises OSError or UnicodeDecodeError.
+Lines = Callable[[Path], Iterable[str]]
+
+
+def plain_lines(path: Path) -> Iterator[str]:
+    """The file's lines, without a byte order mark."""
+    with path.open(encoding="utf-8-sig") as stream:
+        yield from stream
+
+
+def read_rows(source: str, *, limit: int | None = None) -> list[Body]:
+    """The first `limit` rows, or all.
+
+    Raises:
+        UsageError, BlockedError: as `placed_rows`.
+    """
+    return [body for _, body in placed_rows(source, limit=limit)]
+
+
+def placed_rows(
+    source: str, *, limit: int | None = None, lines: Lines = plain_lines
+) -> Iterator[tuple[str, Body]]:
+    """Rows with the places where they stand: `FILE, line N` or `hub:NAME, row N`.
+
+    Rows of a known data set come as `messages` and `answer`; see `shakedown.data_sources`.
+
+    Raises:
+        UsageError: no such file, a line that is no JSON object, no rows, a row that is not of the
+            source's format; names file and line.
+        BlockedError: the hub's data set cannot be had.
+    """
+    parsed = parse_source(source)
+    if parsed.hub:
+        rows = _hub_rows(parsed)
+    elif parsed.place.endswith(".parquet"):
+        rows = _parquet_rows(parsed)
+    else:
+        rows = _file_rows(Path(parsed.place), lines)
+    place = ""
+    for place, body in itertools.islice(rows, limit):
+        yield place, parsed.format.row(body, place) if parsed.format else body
+    if not place:
+        raise UsageError(f"data set {source} holds no rows", hint="write one JSON object a line")
+
+
+def _file_rows(path: Path, lines: Lines) -> Iterator[tuple[str, Body]]:
+    try:
+        for number, line in enumerate(lines(path), start=1):
+            if line.strip():
+                place = f"{path}, line {number}"
+                yield place, _parsed(line, place)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _parsed(line: str, place: str) -> Body:
+    try:
+        body = json.loads(line)
+        if "\\u" in line:
+            json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        reason = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UsageError(f"{place}: not JSON: {reason}") from error
+    if not isinstance(body, dict):
+        raise UsageError(f"{place}: expected an object, got {type(body).__name__}")
+    return body
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
+    siblings = [p.name for p in path.parent.glob("*.jsonl")] if path.parent.is_dir() else []
+    if isinstance(error, UnicodeDecodeError):
+        reason = f"not UTF-8 text: {error.reason} at byte {error.start}"
+    else:
+        reason = f"{error.strerror or error}{did_you_mean(path.name, siblings)}"
+    return UsageError(
+        f"cannot read data set {path}: {reason}",
+        hint="give a JSON-lines file, or hub:NAME[:SPLIT]",
+    )
+
+
+def _hub_rows(source: DataSource) -> Iterator[tuple[str, Body]]:
+    """Streamed, so that nothing is copied into a cache folder that ranks would race for."""
+    name, _, split = source.place.removeprefix(HUB_PREFIX).partition(":")
+    config = source.format.hub_config if source.format else ""
+    try:
+        from datasets import load_dataset
+
+        table = load_dataset(name, config or None, split=split or DEFAULT_SPLIT, streaming=True)
+        yield from _table_rows(table, source)
+    except Exception as error:  # the library raises many kinds: network, parsing
+        raise BlockedError(
+            f"cannot read {source.place}: {type(error).__name__}: {str(error)[:300]}",
+            hint="check the name and the network, or write the rows to a JSON-lines file",
+        ) from error
+
+
+def _parquet_rows(source: DataSource) -> Iterator[tuple[str, Body]]:
+    path = Path(source.place)
+    try:
+        path.open("rb").close()  # the plain words of the system for a file that cannot be read
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    try:
+        from datasets import load_dataset
+
+        table = load_dataset(
+            "parquet", data_files={"train": str(path)}, split="train", streaming=True
+        )
+        yield from _table_rows(table, source)
+    except Exception as error:  # as above
+        raise UsageError(
+            f"cannot read data set {path}: {type(error).__name__}: {str(error)[:300]}",
+            hint="give a parquet or JSON-lines file, or hub:NAME[:SPLIT]",
+        ) from error
+
+
+def _table_rows(table: Any, source: DataSource) -> Iterator[tuple[str, Body]]:
+    """Columns that the format does not read are dropped before anything decodes their images."""
+    if source.format and table.column_names:
+        kept = source.format.columns
+        table = table.remove_columns([name for name in table.column_names if name not in kept])
+    for number, row in enumerate(table, start=1):
+        yield f"{source.place}, row {number}", dict(row)

@@ -1,0 +1,128 @@
+"""From facts to a diagnosis: pure. One small function a rule; the first that speaks is chosen."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from shakedown.diagnosis.analyze import (
+    gpu_use,
+    liveness,
+    rules_batches,
+    rules_calls,
+    rules_checkpoint,
+    rules_collectives,
+    rules_evidence,
+    rules_joined,
+    rules_network,
+    rules_order,
+    rules_p2p,
+    rules_process,
+    rules_progress,
+    rules_roles,
+    rules_stacks,
+    rules_storage,
+    rules_sync,
+    rules_weights,
+)
+from shakedown.diagnosis.analyze.classes import rank_classes
+from shakedown.diagnosis.analyze.model import Diagnosis, Edge, Hypothesis, name_ranks
+from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.facts import Facts
+
+__all__ = ["RULES", "Diagnosis", "Edge", "Hypothesis", "analyze", "name_ranks"]
+
+Rule = Callable[[Situation], Hypothesis | None]
+
+# In order of strength: what ended first explains what waits for it; what a rank does explains
+# why counters are behind; counters explain more than paths; paths more than a common place.
+RULES: dict[str, Rule] = {
+    "completed": rules_progress.completed,
+    "mixed jobs": rules_evidence.mixed_jobs,
+    "job state": rules_evidence.job_state,
+    "checkpoint thread": rules_checkpoint.checkpoint_thread,
+    "heartbeat blocked": rules_storage.heartbeat_blocked,
+    "progressing": rules_progress.progressing,
+    "node dead": rules_process.node_dead,
+    "called from two threads": rules_calls.two_threads,
+    "left early": rules_calls.left_early,
+    "aborted call": rules_calls.aborted_call,
+    "size abort": rules_batches.size_abort,
+    "dead role": rules_roles.dead_role,
+    "stopped rank": rules_process.stopped_rank,
+    "shape error": rules_batches.shape_error,
+    "dead rank": rules_process.dead_rank,
+    "told mismatch": rules_collectives.told_mismatch,
+    "weights by stack": rules_weights.weights_by_stack,
+    "initialisation": rules_stacks.init_deadlock,
+    "cleanup": rules_stacks.cleanup,
+    "starvation": rules_roles.starvation,
+    "weight update": rules_roles.weight_sync,
+    "all blocked": rules_storage.all_blocked,
+    "all in the loader": rules_stacks.all_in_loader,
+    "other micro-batches": rules_batches.other_batches,
+    "fewer micro-batches": rules_p2p.fewer_micro_batches,
+    "diverged calls": rules_collectives.diverged,
+    "splits": rules_p2p.splits,
+    "extra call": rules_collectives.extra_call,
+    "heartbeat and rank blocked": rules_storage.heartbeat_and_rank_blocked,
+    "outsider": rules_stacks.outsider,
+    "GPUs wait": rules_sync.gpus_wait,
+    "point to point": rules_p2p.point_to_point,
+    "behind": rules_collectives.behind,
+    "not posted": rules_p2p.not_posted,
+    "crossed order": rules_calls.crossed_order,
+    "crossed groups": rules_collectives.crossed,
+    "opposite order": rules_order.opposite_order,
+    "told missing": rules_collectives.told_missing,
+    "told NCCL": rules_network.told_nccl,
+    "two threads": rules_stacks.two_threads,
+    "uneven inputs": rules_progress.uneven,
+    "one way": rules_p2p.one_way,
+    "different paths": rules_stacks.different_paths,
+    "one place": rules_collectives.one_place,
+    "half done": rules_network.half_done,
+    "too few joined": rules_joined.too_few_joined,
+}
+
+
+def analyze(facts: Facts) -> Diagnosis:
+    """Choose the strongest hypothesis; the others that name other culprits are conflicts."""
+    situation = Situation(facts)
+    spoken = {name: h for name, rule in RULES.items() if (h := rule(situation)) is not None}
+    first = next(iter(spoken), None)
+    chosen = spoken[first] if first else rules_progress.unknown(situation)
+    chosen = gpu_use.weighed(situation, liveness.tempered(situation, first, chosen))
+    against = [
+        f"{name}: {h.sentence}"
+        for name, h in spoken.items()
+        if name != first and _contradicts(h, chosen)
+    ]
+    conflicts = [*facts.conflicts, *against]
+    chosen = replace(chosen, confidence=max(chosen.confidence - 0.1 * len(conflicts), 0.1))
+    return Diagnosis(
+        chosen=chosen,
+        classes=rank_classes(facts.ranks, situation.positions),
+        edges=_edges(chosen, situation),
+        conflicts=conflicts,
+        notes=_notes(facts),
+    )
+
+
+def _contradicts(other: Hypothesis, chosen: Hypothesis) -> bool:
+    named = any(other.culprits)
+    innocent = set(other.ranks) - set(chosen.ranks)
+    return (
+        chosen.state == "hung"
+        and named
+        and (bool(innocent) or other.culprits[1:] != chosen.culprits[1:])
+    )
+
+
+def _edges(chosen: Hypothesis, situation: Situation) -> Sequence[Edge]:
+    return chosen.edges or rules_collectives.wait_edges(situation.waits)
+
+
+def _notes(facts: Facts) -> list[str]:
+    if not facts.unplaced:
+        return []
+    pids = ", ".join(str(s.who.pid) for s in facts.unplaced[:8])
+    return [f"{len(facts.unplaced)} stacks belong to no known rank (process {pids})"]

@@ -1,0 +1,204 @@
+"""Whether a job that looks hung may only be in the middle of a long step.
+
+A rank that computes while the others wait in the next collective looks like one that hangs. Only
+time tells: a component stands still once its heartbeat is older than `PATIENCE_STEPS` steps.
+"""
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
+from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.facts import ComponentFacts
+from shakedown.diagnosis.records import BeatRecord, SourceRef
+from shakedown.monitor.watch import LONG_PHASES, PATIENCE_STEPS, WAITING_PHASES
+
+# Rules that read where the ranks stand at one moment. The others rest on what cannot pass: an
+# end, an error, different calls under one number.
+NEEDS_SECOND_SAMPLE = frozenset(
+    {
+        "checkpoint thread", "weights by stack", "initialisation", "starvation", "weight update",
+        "all in the loader", "fewer micro-batches", "extra call", "outsider", "point to point",
+        "behind", "not posted", "crossed order", "crossed groups", "two threads", "uneven inputs",
+        "one way", "different paths", "one place", "half done",
+    }
+)  # fmt: skip
+# Somebody waited for minutes before they were written.
+_WAITED = frozenset({"timeout", "missing_ranks", "nccl_error", "abort", "peer_closed", "exit"})
+MIN_STEPS = 10  # the mean of fewer steps is that of loading the model
+LONG_SECONDS = 300.0  # start_timeout by default: patience with loading, compiling, checkpoints
+LESS_SURE = 0.1
+
+
+@dataclass(frozen=True)
+class Pace:
+    """The usual length of a step in seconds, and what tells it."""
+
+    seconds: float
+    says: str
+    place: SourceRef
+
+
+@dataclass(frozen=True)
+class _Age:
+    """A component's last heartbeat: its age, and the patience that is left, in seconds."""
+
+    seconds: float
+    left: float
+    says: str
+    place: SourceRef
+
+
+def tempered(s: Situation, rule: str | None, chosen: Hypothesis) -> Hypothesis:
+    """`chosen`, or what takes its place where the job may still move."""
+    if chosen.state != "hung" or rule not in NEEDS_SECOND_SAMPLE or _waited_long(s):
+        return chosen
+    going = [r for r in chosen.ranks if r in s.ranks and _counts_on(s.ranks[r])]
+    if going and len(going) == len(chosen.ranks):
+        return _goes_on(s, going)
+    pace = pace_of(s)
+    ages = _ages(s, chosen, pace)
+    young = [row for row in ages if row.left > 0]
+    if young:
+        return _too_early(s, chosen, max(young, key=lambda row: row.left))
+    return chosen if ages else _untimed(s, chosen, pace)
+
+
+def _untimed(s: Situation, chosen: Hypothesis, pace: Pace | None) -> Hypothesis:
+    """Where nothing tells since when the ranks stand there."""
+    if pace is not None:
+        wait = math.ceil(PATIENCE_STEPS * pace.seconds)
+        why = f"{pace.says}, and nothing tells since when the ranks stand there"
+        return _less_sure(chosen, f"a second sample {wait} s after the first: {why}")
+    if _samples(s) == 1:
+        return _less_sure(
+            chosen,
+            "a second sample after more than three steps: one sample alone cannot tell slow from "
+            "hung, and nothing tells how long a step takes",
+        )
+    return chosen
+
+
+def pace_of(s: Situation) -> Pace | None:
+    """The longest of what heartbeats and logs say; else the mean since the first heartbeat."""
+    told = [Pace(row.seconds, row.place.text, row.place) for row in s.facts.step_lengths]
+    components = [*s.ranks.values(), *s.facts.roles.values()]
+    told += [pace for c in components if (pace := _between_beats(c))]
+    told = told or [pace for c in components if (pace := _mean(c))]
+    if not told:
+        return None
+    return max(told, key=lambda pace: pace.seconds)
+
+
+def _between_beats(component: ComponentFacts) -> Pace | None:
+    """Of two samples with different steps."""
+    beats = sorted(component.beats, key=lambda b: b.beat.wall)
+    if len(beats) < 2:
+        return None
+    first, last = beats[0].beat, beats[-1].beat
+    if first.pid != last.pid or last.step <= first.step or last.wall <= first.wall:
+        return None
+    return _pace((last.wall - first.wall) / (last.step - first.step), beats[-1].place)
+
+
+def _mean(component: ComponentFacts) -> Pace | None:
+    """Since the heartbeats began; of a resumed run each beat counts as a step at most."""
+    rows = [
+        _pace((b.beat.wall - b.began) / steps, b.place)
+        for b in component.beats
+        if 0 < b.began < b.beat.wall and (steps := min(b.beat.step, b.beat.count)) >= MIN_STEPS
+    ]
+    return rows[-1] if rows else None
+
+
+def _pace(seconds: float, place: SourceRef) -> Pace:
+    return Pace(seconds, f"a step takes about {seconds:.3g} s", place)
+
+
+def _ages(s: Situation, chosen: Hypothesis, pace: Pace | None) -> list[_Age]:
+    """Of the culprits' heartbeats, or of all where none is named, as far as patience is known."""
+    named: list[ComponentFacts] = [s.ranks[r] for r in chosen.ranks if r in s.ranks]
+    named += [s.facts.roles[r] for r in chosen.roles if r in s.facts.roles]
+    if not any(chosen.culprits):
+        named = [*s.ranks.values()]
+    return [age for component in named if (age := _age(component.beats, pace))]
+
+
+def _age(beats: Sequence[BeatRecord], pace: Pace | None) -> _Age | None:
+    """At the last look at them. Clocks of two hosts may differ: a beat from the future is young."""
+    taken = max((b.taken for b in beats), default=0.0)
+    if taken <= 0:
+        return None
+    newest = max(beats, key=lambda b: b.beat.wall)
+    phase, seconds = newest.beat.phase, max(taken - newest.beat.wall, 0.0)
+    if phase in WAITING_PHASES or phase == "finished":
+        return None  # repeated while it waits
+    if phase in LONG_PHASES:
+        says = f"{phase} may take {LONG_SECONDS:.0f} s"
+        return _Age(seconds, LONG_SECONDS - seconds, says, newest.place)
+    if pace is None:
+        return None
+    return _Age(seconds, PATIENCE_STEPS * pace.seconds - seconds, pace.says, pace.place)
+
+
+def _counts_on(component: ComponentFacts) -> bool:
+    """Its step or micro-batch advanced between two samples, by its own heartbeats."""
+    rows: Mapping[int, BeatRecord] = {b.sample: b for b in component.beats if b.sample > 0}
+    if len(rows) < 2:
+        return False
+    first, last = rows[min(rows)].beat, rows[max(rows)].beat
+    moved = (last.step, last.micro_batch) > (first.step, first.micro_batch)
+    return moved and last.phase != "finished"
+
+
+def _waited_long(s: Situation) -> bool:
+    """A supervisor or a watchdog watched longer than any sample, or somebody ended."""
+    if s.facts.outcome is not None or s.dead:
+        return True
+    return any(event.kind in _WAITED for event in s.facts.all_events())
+
+
+def _samples(s: Situation) -> int:
+    """Moments at which running processes were looked at; 0 for what processes wrote themselves."""
+    found: set[int] = set()
+    for component in s.ranks.values():
+        found.update(row.sample for row in component.stacks)
+        found.update(row.sample for row in component.states)
+        found.update(row.sample for row in component.beats)
+    return len(found)
+
+
+def _less_sure(chosen: Hypothesis, needed: str) -> Hypothesis:
+    confidence = chosen.confidence - LESS_SURE
+    return replace(chosen, confidence=confidence, needed=[*chosen.needed, needed])
+
+
+def _too_early(s: Situation, chosen: Hypothesis, age: _Age) -> Hypothesis:
+    beats = [c.beat.place for c in s.ranks.values() if c.beat]
+    return Hypothesis(
+        "unknown",
+        f"too early to tell slow from hung: the last heartbeat is {age.seconds:.0f} s old and "
+        f"{age.says} ({chosen.sentence})",
+        confidence=0.0,
+        evidence=[age.place, *beats[:3], *chosen.evidence][:8],
+        needed=[f"a second sample {math.ceil(age.left)} s later: the same picture then is a hang"],
+        state="unknown",
+        blame="none",
+    )
+
+
+def _goes_on(s: Situation, ranks: Sequence[int]) -> Hypothesis:
+    lengths = [pace.seconds for r in ranks if (pace := _between_beats(s.ranks[r]))]
+    usual = f"; a step takes about {statistics.median(lengths):.3g} s" if lengths else ""
+    return Hypothesis(
+        "slow_not_hung",
+        f"{name_ranks(ranks)}, for which the others wait, went on between two samples{usual}: "
+        "slow, not hung",
+        confidence=0.8,
+        evidence=[c.beat.place for r in ranks[:4] if (c := s.ranks[r]).beat],
+        state="slow",
+        remedy=f"find what makes the steps of {name_ranks(ranks)} longer than the others'",
+        blame="none",
+    )

@@ -1,0 +1,137 @@
+"""What the rules produce: hypotheses, and the diagnosis chosen from them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from shakedown.core.verdict import Blame
+from shakedown.diagnosis.records import SourceRef
+
+State = Literal["hung", "slow", "healthy", "exited", "unknown"]
+Pattern = Literal["A", "B", "C"]
+Cause = Literal[
+    "missing_rank",
+    "exception_in_cleanup",
+    "collective_mismatch",
+    "conditional_collective",
+    "size_mismatch",
+    "dtype_mismatch",
+    "pipeline_shape_mismatch",
+    "pipeline_order",
+    "uneven_inputs",
+    "dataloader",
+    "rank_busy",
+    "init_deadlock",
+    "storage",
+    "node_dead",
+    "network",
+    "nccl_internal",
+    "cross_group_cycle",
+    "two_threads_one_group",
+    "host_sync_divergence",
+    "rollout_starvation",
+    "weight_sync_one_sided",
+    "server_unhealthy",
+    "staleness_capacity",
+    "slow_not_hung",
+    "healthy",
+    "unknown",
+]
+CAUSES: tuple[str, ...] = get_args(Cause)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`waiter` waits for `awaited`: names such as `rank 3` or `orchestrator`."""
+
+    waiter: str
+    awaited: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One rule's reading of the facts. `confidence` is a judgement in 0..1, not a frequency."""
+
+    cause: Cause
+    sentence: str
+    ranks: Sequence[int] = ()
+    nodes: Sequence[str] = ()
+    roles: Sequence[str] = ()
+    victims: Sequence[int] = ()
+    pattern: Pattern | None = None
+    confidence: float = 0.5
+    evidence: Sequence[SourceRef] = ()
+    needed: Sequence[str] = ()
+    edges: Sequence[Edge] = ()
+    state: State = "hung"
+    remedy: str = ""
+    blame: Blame = "code"
+
+    @property
+    def culprits(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
+        return tuple(sorted(self.ranks)), tuple(sorted(self.nodes)), tuple(sorted(self.roles))
+
+
+@dataclass(frozen=True)
+class RankClass:
+    """Ranks on the same full call path. `path`: frames as text, outermost first."""
+
+    ranks: tuple[int, ...]
+    path: tuple[str, ...]
+    waiting_in: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The chosen hypothesis with the classes, the wait-for graph and what contradicts it."""
+
+    chosen: Hypothesis
+    classes: Sequence[RankClass] = ()
+    edges: Sequence[Edge] = ()
+    conflicts: Sequence[str] = ()
+    notes: Sequence[str] = field(default_factory=tuple)
+
+    def to_json(self) -> dict[str, Any]:
+        """The `diagnosis` key of diagnosis.json."""
+        chosen = self.chosen
+        return {
+            "state": chosen.state,
+            "cause": chosen.cause,
+            "pattern": chosen.pattern,
+            "culprits": {
+                "ranks": sorted(chosen.ranks),
+                "nodes": sorted(chosen.nodes),
+                "roles": sorted(chosen.roles),
+            },
+            "victims": {"ranks": sorted(chosen.victims)},
+            "confidence": round(chosen.confidence, 2),
+            "classes": [
+                {"ranks": list(row.ranks), "path": list(row.path), "waiting_in": row.waiting_in}
+                for row in self.classes
+            ],
+            "wait_for": [
+                {"from": edge.waiter, "to": edge.awaited, "why": edge.why} for edge in self.edges
+            ],
+            "conflicts": list(self.conflicts),
+            "needed": list(chosen.needed),
+        }
+
+
+def verb(ranks: Sequence[int], one: str, many: str) -> str:
+    """`one` for a single rank, else `many`."""
+    return one if len(set(ranks)) == 1 else many
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0, 1 and 2`, `ranks 0-7`: for sentences."""
+    ordered = sorted(set(ranks))
+    if not ordered:
+        return "no rank"
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) > 3 and ordered[-1] - ordered[0] == len(ordered) - 1:
+        return f"ranks {ordered[0]}-{ordered[-1]}"
+    if len(ordered) > 12:
+        return f"{len(ordered)} ranks ({ordered[0]}, {ordered[1]}, ... {ordered[-1]})"
+    return "ranks " + ", ".join(map(str, ordered[:-1])) + f" and {ordered[-1]}"

@@ -1,0 +1,251 @@
+"""Where a call path stands: which kind of waiting or work the innermost telling frame is."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from shakedown.diagnosis.analyze.frames import only_hosts, told, told_by_leaf, waits_for_rollouts
+from shakedown.diagnosis.facts import ComponentFacts
+from shakedown.diagnosis.records import Frame, SourceRef, Stack, Thread
+
+Kind = Literal[
+    "collective",
+    "p2p",
+    "init",
+    "teardown",
+    "dataloader",
+    "storage",
+    "compile",
+    "host_sync",
+    "batch_wait",
+    "busy",
+    "user",
+    "stopped",
+    "dead",
+    "idle",
+    "unknown",
+]
+
+
+@dataclass(frozen=True)
+class Position:
+    """One component's place. `op` is the call it waits in; `frame` the innermost user frame."""
+
+    kind: Kind
+    op: str = ""
+    path: tuple[Frame, ...] = ()
+    frame: Frame | None = None
+    cleanup: bool = False
+    place: SourceRef | None = None
+
+    @property
+    def where(self) -> str:
+        """`all_reduce, called from train (hang.py:43)`."""
+        called = f"called from {self.frame}" if self.frame and self.op else ""
+        if self.op:
+            return ", ".join(filter(None, (self.op, called)))
+        return str(self.frame) if self.frame else self.kind
+
+
+_C10D = re.compile(r"torch/distributed/(?:distributed_c10d|_functional_collectives)\.py$")
+_P2P = frozenset(
+    "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split()
+)
+_NOT_COLLECTIVE = frozenset(
+    "wrapper get_rank get_world_size is_initialized _rank_not_in_group".split()
+)
+_INIT = frozenset(
+    "init_process_group _new_process_group_helper _create_c10d_store new_group rendezvous "
+    "_new_group_with_tag _store_based_barrier _env_rendezvous_handler split_group".split()
+)
+_TEARDOWN = frozenset("destroy_process_group _shutdown_backend _abort_process_group".split())
+_CLEANUP = frozenset(
+    "destroy_process_group __exit__ __aexit__ close destroy cleanup _cleanup shutdown teardown "
+    "finalize stop terminate _exit_function _run_exitfuncs on_exit atexit_handler".split()
+)
+_ROWS: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = (
+    ("init", re.compile(r"torch/distributed/rendezvous\.py$"), re.compile("")),
+    ("dataloader", re.compile(r"torch/utils/data/(?:dataloader|_utils/\w+)\.py$"), re.compile("")),
+    ("compile", re.compile(r"(?:^|/)(?:torch/_(?:dynamo|inductor)|triton)/"), re.compile("")),
+    (
+        "storage",
+        re.compile(r"torch/(?:serialization|distributed/checkpoint/\w+)\.py$|safetensors/"),
+        re.compile(r"save|load|write|read|open|fsync"),
+    ),
+    # the training process waits for the one that writes its checkpoint
+    (
+        "storage",
+        re.compile(r"megatron/core/dist_checkpointing/strategies/"),
+        re.compile(r"save|write|^close$|async_calls?|preload"),
+    ),
+    (
+        "p2p",
+        re.compile(
+            r"torch/distributed/pipelining/schedules\.py$"
+            r"|(?:^|/)core/pipeline_parallel/p2p_communication\.py$"
+        ),
+        re.compile(r"wait|communicate|send|recv"),
+    ),
+    ("host_sync", re.compile(r"torch/cuda/(?:__init__|streams)\.py$"), re.compile("synchron|wait")),
+)
+_LOADER = re.compile(r"torch/utils/data/|(?:^|/)datasets/")
+# Libraries that do nothing but move files: to a bucket, or from one mount to another. A data set
+# that reads by them is the loader's.
+_TRANSFERS = re.compile(
+    r"(?:^|/)(?:fsspec|s3fs|gcsfs|adlfs|boto3|botocore|aiobotocore|s3transfer|smart_open|tensorstore"
+    r"|google/cloud/storage)/|(?:^|/)shutil\.py$"
+)
+# Functions whose name says that they wait for rollouts, in anyone's trainer.
+_BATCH_WAIT = re.compile(
+    r"wait_?(?:for)?_?(?:the_)?(?:next_|training_|rollout_)?(?:batch|rollout)|get_rollout|next_batch"
+)
+# Native frames below `.item()`, `.cpu()`, a print of a tensor, `torch.cuda.synchronize()`.
+_HOST_SYNC = re.compile(
+    r"^(?:_local_scalar_dense\w*|cu(?:da)?(?:Stream|Device|Ctx|Event)Synchronize\w*"
+    r"|cudaMemcpy(?:_v\w+)?|at::native::item)$"
+    r"|::(?:_local_scalar_dense\w*|item)(?:\(|$)"
+)
+_NCCL_ENQUEUE = re.compile(r"ncclEnqueue|ncclGroupEnd|ncclLaunch|ncclProxy|doLaunches")
+
+_LIBRARIES = frozenset(
+    """torch torchvision torchaudio torchdata transformers accelerate deepspeed megatron numpy
+    datasets vllm sglang ray trl peft lightning pytorch_lightning triton httpx httpcore openai
+    anyio uvicorn fastapi starlette tqdm wandb safetensors huggingface_hub tokenizers pandas
+    pyarrow fsspec apex transformer_engine zmq grpc aiohttp requests urllib3 lightning_fabric nemo
+    composer streaming webdataset colossalai bitsandbytes flash_attn liger_kernel unsloth einops
+    scipy sklearn PIL cv2 decord s3fs boto3 botocore hydra omegaconf click typer fire""".split()
+)
+_OURS = re.compile(r"(?:^|/src/|-packages/)shakedown/(?!monitor/)")
+_INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/|/lib/python\d\.\d+/|^<frozen")
+
+
+@lru_cache(16384)
+def is_user(frame: Frame) -> bool:
+    """Neither the standard library nor an installed library; our own package counts as user."""
+    if _OURS.search(frame.file):
+        return True
+    if _INSTALLED.search(frame.file) or not frame.file.endswith((".py", ">", ".pyx")):
+        return False
+    top = frame.file.split("/", 1)[0].removesuffix(".py")
+    return frame.file.startswith("/") or (
+        top not in sys.stdlib_module_names and top not in _LIBRARIES
+    )
+
+
+def user_frames(path: Sequence[Frame]) -> list[Frame]:
+    """The frames of the user's own code, outermost first."""
+    return [frame for frame in path if is_user(frame)]
+
+
+def position_of(component: ComponentFacts) -> Position:
+    """Judge a component by its process state first, then by its main thread."""
+    state = component.state
+    if state is not None and state.state in "ZX":
+        return Position("dead", place=state.place)
+    stack = component.stack
+    place = stack.place if stack else None
+    judged = judge_path(component.path, _active(stack.main) if stack and stack.main else None)
+    if stack is not None and only_hosts(component.path):
+        judged = _of_threads(stack) or judged
+    kind: Kind = "dataloader" if judged.kind == "user" and _fetches(component) else judged.kind
+    position = Position(kind, judged.op, judged.path, judged.frame, judged.cleanup, place)
+    if state is not None and state.state == "T":
+        return Position("stopped", position.op, position.path, position.frame, place=state.place)
+    if state is not None and state.state == "D" and position.kind in ("user", "busy", "unknown"):
+        return Position("storage", state.wchan, position.path, position.frame, place=state.place)
+    if not position.path and component.unattachable and state is None:
+        last = component.unattachable[-1]
+        kinds: dict[str, Kind] = {"gone": "dead", "stopped": "stopped"}
+        return Position(kinds.get(last.reason, "unknown"), place=last.place)
+    return position
+
+
+def _of_threads(stack: Stack) -> Position | None:
+    """What the threads of an actor do whose main thread only hosts them; the most telling one."""
+    others = [t for t in stack.threads if t is not stack.main and user_frames(t.frames)]
+    judged = [judge_path(t.frames, t.active) for t in others]
+    return min(judged, key=lambda p: p.kind in ("user", "busy"), default=None)
+
+
+def _fetches(component: ComponentFacts) -> bool:
+    """The newest heartbeat says that the component fetches a batch, by whatever loader."""
+    beats = sorted(component.beats, key=lambda row: row.sample)
+    return bool(beats) and beats[-1].beat.phase == "data"
+
+
+def _active(thread: Thread) -> bool | None:
+    return thread.active
+
+
+@lru_cache(4096)  # ranks of a job share few paths
+def judge_path(path: tuple[Frame, ...], active: bool | None = None) -> Position:
+    """The first telling frame from the inside out decides."""
+    if not path:
+        return Position("unknown")
+    users = user_frames(path)
+    frame = users[-1] if users else None
+    kind, op = _telling(path)
+    if kind == "user" and active:
+        kind = "busy"
+    cleanup = kind in ("collective", "p2p", "teardown") and _in_cleanup(path, users)
+    return Position(kind, op, path, frame, cleanup)
+
+
+def _telling(path: tuple[Frame, ...]) -> tuple[Kind, str]:
+    rows = (row for frame in reversed(path) if (row := _told_by(frame, path)))
+    found = told_by_leaf(path) or next(rows, None)
+    if found is not None:
+        return found
+    if asked := waits_for_rollouts(path, user_frames(path)):
+        return "batch_wait", asked
+    # only where no call of torch.distributed stands outside of it
+    synchronizes = any(_HOST_SYNC.search(f.name) for f in path)
+    return ("host_sync", "a synchronisation with the GPU") if synchronizes else ("user", "")
+
+
+def _told_by(frame: Frame, path: tuple[Frame, ...]) -> tuple[Kind, str] | None:
+    """What one frame tells of `path`; None when it tells nothing."""
+    name = frame.function
+    if _C10D.search(frame.file) and name not in _NOT_COLLECTIVE:
+        polled = next((row for f in path if (row := told(f)) and row[0] == "idle"), None)
+        return polled or _c10d(name, path)
+    if name in _TEARDOWN:
+        return "teardown", name
+    if name == "_engine_run_backward":
+        return "collective", "backward"  # DDP reduces gradients below this frame
+    for kind, file, function in _ROWS:
+        if file.search(frame.file) and function.search(name):
+            return kind, name
+    if _TRANSFERS.search(frame.file) and not any(_LOADER.search(f.file) for f in path):
+        return "storage", name
+    waits = is_user(frame) and _BATCH_WAIT.search(name)
+    return told(frame) or (("batch_wait", name) if waits else None)
+
+
+def _c10d(name: str, path: tuple[Frame, ...]) -> tuple[Kind, str]:
+    if name in _INIT:
+        return "init", name
+    if name in _TEARDOWN:
+        return "teardown", name
+    if any(f.function in _INIT for f in path if _C10D.search(f.file)):
+        return "init", name
+    if name in _P2P:
+        return "p2p", name
+    return "collective", name
+
+
+def _in_cleanup(path: tuple[Frame, ...], users: list[Frame]) -> bool:
+    """A cleanup function stands on the path, outside of any function called `train...`."""
+    names = [f.function for f in path if f in users or f.file.endswith("util.py")]
+    inner = [i for i, name in enumerate(names) if name in _CLEANUP]
+    if not inner:
+        return any(f.function in _TEARDOWN for f in path)
+    return not any(re.search(r"train|step|forward|backward", n) for n in names[inner[0] + 1 :])
+
+
+def in_nccl_enqueue(component: ComponentFacts) -> bool:
+    """A native frame of NCCL's enqueue: last_enqueued moves only after it returns."""
+    return bool(component.path) and any(_NCCL_ENQUEUE.search(f.name) for f in component.path[-6:])

@@ -1,0 +1,146 @@
+"""Rules about the evidence itself: inputs of more than one job, and ranks given twice."""
+
+import re
+from collections import defaultdict
+
+from shakedown.diagnosis.analyze.classes import path_key
+from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
+from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.facts import Facts
+
+_ATTEMPT = re.compile(r"^(.{0,400}/attempts/\d{1,6})/|^(attempts/\d{1,6})/")
+
+
+def mixed_jobs(s: Situation) -> Hypothesis | None:
+    """Evidence of two jobs explains nothing: whoever one job misses may belong to the other."""
+    signs = [
+        *_two_worlds(s.facts),
+        *_two_attempts(s.facts),
+        *_two_processes(s.facts),
+        *_same_stack_twice(s.facts),
+    ]
+    if not signs:
+        return None
+    places = [c.record.place for c in s.ranks.values() if c.record]
+    places += [c.beats[0].place for c in s.ranks.values() if c.beats]
+    return Hypothesis(
+        "unknown",
+        f"the evidence does not belong together: {'; '.join(signs)}",
+        confidence=0.0,
+        state="hung" if s.stuck else "unknown",
+        evidence=places[:8],
+        needed=["the evidence of one job and one attempt alone, each rank's files once"],
+        blame="none",
+    )
+
+
+def _two_worlds(facts: Facts) -> list[str]:
+    """Default groups 0..n-1 of different sizes, or sizes that torch itself printed."""
+    worlds: dict[int, set[int]] = defaultdict(set)
+    judged: dict[int, bool] = {}  # by identity: all ranks share the list of all ranks
+    for rank, component in facts.ranks.items():
+        for record in component.flight:
+            for status in record.groups.values():
+                members = status.members
+                if status.description != "default_pg" or len(members) < 2:
+                    continue
+                if id(members) not in judged:
+                    judged[id(members)] = members == tuple(range(len(members)))
+                if judged[id(members)]:
+                    worlds[len(members)].add(rank)
+    if len(worlds) < 2:
+        return []
+    told = ", ".join(f"{n} ranks ({name_ranks(list(r))})" for n, r in sorted(worlds.items())[:4])
+    return [f"dumps of jobs of different sizes: {told}"]
+
+
+def _two_attempts(facts: Facts) -> list[str]:
+    found: set[str] = set()
+    for component in facts.ranks.values():
+        places = [row.place for row in component.stacks]
+        places += [row.place for row in component.flight]
+        places += [row.place for row in component.beats]
+        matches = [m for p in places if (m := _ATTEMPT.match(p.path))]
+        found |= {m[1] or m[2] for m in matches}
+    return [f"files of several attempts ({', '.join(sorted(found)[:4])})"] if len(found) > 1 else []
+
+
+def _two_processes(facts: Facts) -> list[str]:
+    """Heartbeats or stacks of one rank from two processes: two runs, or two jobs, wrote them."""
+    rows = []
+    for rank, component in sorted(facts.ranks.items()):
+        processes = {(row.beat.host, row.beat.pid) for row in component.beats}
+        stacks = {
+            (st.who.host, st.who.pid)
+            for st in component.stacks
+            if st.tool == "py-spy" and st.parent_pid is None and st.who.pid is not None
+        }
+        processes = stacks if len({pid for _, pid in stacks}) > 1 else processes
+        if len(processes) > 1:
+            pids = ", ".join(str(pid) for _, pid in sorted(processes)[:4])
+            rows.append(f"rank {rank} is given as the processes {pids}")
+    return rows[:4]
+
+
+def _same_stack_twice(facts: Facts) -> list[str]:
+    """One process given as two ranks: a file was copied or renamed.
+
+    Where no host is known, nodes may reuse process ids: then only a lone pair with equal frames.
+    """
+    seen: dict[tuple[str, int], set[int]] = defaultdict(set)
+    paths: dict[tuple[str, int], set[object]] = defaultdict(set)
+    for rank, component in facts.ranks.items():
+        for stack in component.stacks:
+            if stack.who.pid is not None:
+                key = component.host, stack.who.pid
+                seen[key].add(rank)
+                paths[key].add(path_key(stack.main.frames) if stack.main else ())
+    twice = {key: ranks for key, ranks in seen.items() if len(ranks) > 1}
+    lone = len(twice) == 1 and len(seen) > 1
+    named = [r for key, r in twice.items() if key[0] or (lone and len(paths[key]) == 1)]
+    return [f"{name_ranks(list(ranks))} are given as one process" for ranks in named[:4]]
+
+
+# What tells more of a job's end than its state in Slurm.
+_TELLING = frozenset(
+    {"traceback", "abort", "oom", "exit", "timeout", "missing_ranks", "nccl_error"}
+)
+_OVER = frozenset({"FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "BOOT_FAIL", "DEADLINE"})
+
+
+def job_state(s: Situation) -> Hypothesis | None:
+    """What Slurm says of the job, where nothing else was given but silent logs."""
+    events = s.facts.all_events()
+    states = {str(e.detail["job"]): str(e.detail["state"]) for e in events if e.kind == "job"}
+    given = any(c.stacks or c.flight or c.beats or c.states for c in s.ranks.values())
+    outcome = s.facts.outcome is not None or any(n.down for n in s.facts.nodes)
+    if not states or given or outcome or any(e.kind in _TELLING for e in events):
+        return None
+    told = ", ".join(f"job {job} is {state}" for job, state in list(states.items())[:4])
+    places = [e.place for e in events if e.kind == "job"][:4]
+    if set(states.values()) == {"COMPLETED"}:
+        return Hypothesis(
+            "healthy", f"Slurm: {told}", confidence=0.8, evidence=places, state="exited",
+            blame="none",
+        )  # fmt: skip
+    if "OUT_OF_MEMORY" in states.values():
+        return Hypothesis(
+            "missing_rank",
+            f"Slurm: {told}: a process was killed for memory; which one it does not say",
+            victims=sorted(s.ranks),
+            confidence=0.6,
+            evidence=places,
+            needed=["the logs of all ranks and `dmesg` of the nodes, to tell which process it was"],
+            state="exited",
+            remedy="ask for more memory (--mem), or find what grows",
+            blame="environment",
+        )
+    return Hypothesis(
+        "unknown",
+        f"Slurm: {told}; why it says not",
+        confidence=0.0,
+        evidence=places,
+        needed=["the logs of all ranks", "stacks of all ranks (`shakedown hang collect`)"],
+        state="exited" if set(states.values()) <= _OVER else "unknown",
+        blame="none",
+    )

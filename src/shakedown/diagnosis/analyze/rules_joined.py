@@ -1,0 +1,26 @@
+"""A rendezvous that told how many came, where nothing else tells of the ranks."""
+
+from shakedown.diagnosis.analyze.model import Hypothesis
+from shakedown.diagnosis.analyze.situation import Situation
+
+
+def too_few_joined(s: Situation) -> Hypothesis | None:
+    """torch's store counts its clients; who did not come it does not know."""
+    events = [e for e in s.facts.all_events() if e.kind == "missing_ranks" and "joined" in e.detail]
+    if not events or any(c.record and c.record.operations for c in s.ranks.values()):
+        return None
+    event = events[-1]
+    joined, world = int(event.detail["joined"]), int(event.detail["world"])
+    if joined >= world:
+        return None
+    return Hypothesis(
+        "init_deadlock",
+        f"{joined} of {world} processes joined the rendezvous in time; who is missing is not known",
+        victims=sorted(s.ranks),
+        confidence=0.7,
+        evidence=[e.place for e in events[:4]],
+        needed=["the logs of all nodes: which of their processes did not start, or not connect"],
+        state="hung" if s.stuck else "exited",
+        remedy="see on each node whether its processes started and reach the store's host and port",
+        blame="environment",
+    )

@@ -1,0 +1,203 @@
+"""Rules about processes and nodes: dead, stopped, crashed, unreachable."""
+
+import re
+from collections.abc import Mapping
+
+from shakedown.cluster.nodes import is_node_name
+from shakedown.diagnosis.analyze.job_nodes import of_the_job
+from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
+from shakedown.diagnosis.analyze.position import user_frames
+from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.facts import ComponentFacts
+from shakedown.diagnosis.records import LogEvent, SourceRef
+
+# Errors that a rank dies of because another one went first.
+_VICTIM = re.compile(
+    r"closed by peer|reset by peer|Broken ?pipe|Socket closed|Watchdog caught|ncclRemoteError"
+    r"|communicator was aborted|KeyboardInterrupt|SystemExit|SIGTERM|[Tt]imed? ?out|DistStoreError"
+    r"|SignalException"
+    r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
+    r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
+)
+
+
+def root_exception(component: ComponentFacts) -> LogEvent | None:
+    """The first traceback that no peer's death explains."""
+    return next(
+        (
+            e
+            for e in component.events
+            if e.kind == "traceback" and not e.detail.get("chained") and not _VICTIM.search(e.text)
+        ),
+        None,
+    )
+
+
+def node_dead(s: Situation) -> Hypothesis | None:
+    """Slurm says that a node is down and ranks of it, or of nobody else, are silent."""
+    down = [n for n in s.facts.nodes if n.down]
+    mine = of_the_job(s.facts, {n.node for n in down})
+    down = [n for n in down if n.node in mine or n.state == "NODE_FAIL"]
+    events = [e for e in s.facts.all_events() if e.kind == "node"]
+    lists = {n.node for n in down if n.state == "NODE_FAIL" and not is_node_name(n.node)}
+    names = {n.node for n in down} - lists
+    if not lists and not events and _all_elsewhere(s, names):
+        return None
+    names |= {str(e.detail.get("node") or e.detail.get("node_b") or "") for e in events}
+    names.discard("")
+    if not names and not lists:
+        return None
+    silent = [r for r, c in s.ranks.items() if c.host in names]
+    places = [n.place for n in down] + [e.place for e in events]
+    return Hypothesis(
+        "node_dead",
+        (f"node {', '.join(sorted(names))} failed" if names else f"one of {min(lists)} failed")
+        + (f"; it ran {name_ranks(silent)}" if silent else ""),
+        nodes=sorted(names),
+        victims=sorted(set(s.ranks) - set(silent)),
+        confidence=0.9 if names else 0.6,
+        evidence=places[:8],
+        needed=[] if names else [f"`scontrol show node {min(lists)}`: which of them is down"],
+        state="exited" if not s.alive else "hung",
+        remedy="exclude the node and start the stage again from its checkpoint",
+        blame="node",
+    )
+
+
+def _all_elsewhere(s: Situation, names: set[str]) -> bool:
+    """No rank is missing and each is known to run on another node: Slurm lists the cluster."""
+    hosts = {c.host for c in s.ranks.values()}
+    whole = bool(s.ranks) and s.expected_ranks == set(s.ranks)
+    return whole and "" not in hosts and not hosts & names
+
+
+def dead_rank(s: Situation) -> Hypothesis | None:
+    """Some ranks are gone, or raised an error of their own, and that explains the others."""
+    raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
+    killed = [r for r in s.dead if _signal(s.ranks[r]) or not _is_victim(s.ranks[r])]
+    if not s.alive:  # gone without a code or a last word, like the others: nothing tells them apart
+        killed = [r for r in killed if _told(s.ranks[r])]
+    culprits = sorted(raised) or (killed if len(killed) < max(len(s.ranks), 2) else [])
+    if not culprits or (not s.dead and not raised):
+        return None
+    if raised and all(r in s.waiting for r in raised):
+        return None  # still inside a collective: the cleanup rule says more
+    if raised and _in_teardown(s, raised):
+        return None  # alive, and the others are still in the loop: so does it here
+    if len(culprits) == len(s.expected_ranks) and len(culprits) > 1:
+        return _every_rank(s, raised, culprits)
+    first = culprits[0]
+    why, places = _death(s.ranks[first], raised.get(first))
+    return Hypothesis(
+        "missing_rank",
+        f"{name_ranks(culprits)} ended: {why}",
+        ranks=culprits,
+        victims=sorted(set(s.ranks) - set(culprits)),
+        confidence=0.9,
+        evidence=places + [c for r in culprits[1:4] for c in _death(s.ranks[r], raised.get(r))[1]],
+        state="hung" if s.stuck else "exited",
+        remedy="repair what ended it, then start the stage again from its checkpoint",
+        needed=["kernel log (dmesg) for out-of-memory kills"] if not raised else [],
+        blame="code" if raised else "environment",
+    )
+
+
+def _in_teardown(s: Situation, raised: Mapping[int, LogEvent]) -> bool:
+    torn = all(s.positions[r].kind == "teardown" for r in raised)
+    return torn and any(s.positions[r].path for r in s.waiting if r not in raised)
+
+
+def _every_rank(s: Situation, raised: Mapping[int, LogEvent], ended: list[int]) -> Hypothesis:
+    """No rank is at fault alone: an error that all share lies in what all run.
+
+    Numbers differ between ranks (a device, a size, a process): they do not make another error.
+    """
+    kinds: dict[str, list[int]] = {}
+    for rank in ended:
+        text, _ = _death(s.ranks[rank], raised.get(rank))
+        kinds.setdefault(_NUMBER.sub("#", text), []).append(rank)
+    first, _ = _death(s.ranks[ended[0]], raised.get(ended[0]))
+    told = "; ".join(
+        f"{name_ranks(ranks)}: {_death(s.ranks[ranks[0]], raised.get(ranks[0]))[0]}"
+        for ranks in list(kinds.values())[:4]
+    )
+    return Hypothesis(
+        "unknown",
+        f"all {len(ended)} ranks ended with the same error: {first}"
+        if len(kinds) == 1
+        else f"every rank ended with an error of its own; which was first is not known: {told}",
+        victims=ended,
+        confidence=0.0,
+        evidence=[p for r in ended[:6] for p in _death(s.ranks[r], raised.get(r))[1]],
+        needed=["the configuration and the inputs that all ranks share, and one rank's whole log"]
+        if len(kinds) == 1
+        else ["the logs with times, to tell which error was first"],
+        state="hung" if s.stuck else "exited",
+        remedy="repair what ended it, then start the stage again from its checkpoint",
+        blame="code",
+    )
+
+
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
+
+
+def _signal(component: ComponentFacts) -> bool:
+    code = component.exit_code
+    return code is not None and code < 0 and not (code == -6 and _aborted_by_peers(component))
+
+
+# What the transport throws when a peer is gone or sent something else.
+_TRANSPORT = re.compile(r"gloo::|c10::Dist")
+
+
+def _aborted_by_peers(component: ComponentFacts) -> bool:
+    """A watchdog or a transport ends, by SIGABRT, a rank that others let down: a victim."""
+    if any(e.kind == "oom" for e in component.events):
+        return False
+    thrown = [str(e.detail.get("type", "")) for e in component.events if e.kind == "abort"]
+    timed_out = any(e.kind == "timeout" for e in component.events)
+    return timed_out or any(_TRANSPORT.search(name) for name in thrown)
+
+
+def _is_victim(component: ComponentFacts) -> bool:
+    kinds = {e.kind for e in component.events}
+    return bool(kinds & {"peer_closed", "traceback", "timeout"}) or _aborted_by_peers(component)
+
+
+def _told(component: ComponentFacts) -> bool:
+    return component.exit_code is not None or component.event("abort", "oom", "exit") is not None
+
+
+def _death(component: ComponentFacts, raised: LogEvent | None) -> tuple[str, list[SourceRef]]:
+    if raised is not None:
+        users = user_frames(raised.frames)
+        at = f" at {users[-1].file}:{users[-1].line}" if users else ""
+        return f"{raised.text}{at}", [raised.place]
+    places = [component.state.place] if component.state else []
+    places += [u.place for u in component.unattachable[:1]]
+    event = component.event("abort", "oom", "exit")
+    if event is not None:
+        return event.text, [event.place, *places]
+    if component.exit_code is not None:
+        code = component.exit_code
+        return (f"signal {-code}" if code < 0 else f"exit code {code}"), places
+    return "its process is gone", places
+
+
+def stopped_rank(s: Situation) -> Hypothesis | None:
+    """A process in state T: stopped by a signal or a debugger."""
+    stopped = s.at("stopped")
+    if not stopped:
+        return None
+    return Hypothesis(
+        "missing_rank",
+        f"{name_ranks(stopped)} {verb(stopped, 'is', 'are')} stopped (process state T); "
+        f"{name_ranks(s.waiting)} {verb(s.waiting, 'waits', 'wait')}",
+        ranks=stopped,
+        victims=sorted(set(s.alive) - set(stopped)),
+        confidence=0.95,
+        evidence=[p for r in stopped if (p := s.positions[r].place)],
+        remedy="find who sent SIGSTOP (a debugger, a job step, the suspend of a scheduler); "
+        "kill -CONT lets the run go on",
+        blame="environment",
+    )

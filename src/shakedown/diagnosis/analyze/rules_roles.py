@@ -1,0 +1,300 @@
+"""Rules about roles: trainers that starve, servers that died, weights that never arrive.
+
+Ranks that wait for a batch are victims: these rules never name one.
+"""
+
+import re
+
+from shakedown.diagnosis.analyze.classes import path_key
+from shakedown.diagnosis.analyze.model import Cause, Edge, Hypothesis
+from shakedown.diagnosis.analyze.position import user_frames
+from shakedown.diagnosis.analyze.servers import outlived, stands_still, went_on
+from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.facts import ComponentFacts
+from shakedown.diagnosis.records import Frame, LogEvent, SourceRef
+
+ORCHESTRATOR, INFERENCE = "orchestrator", "inference"
+
+
+def starvation(s: Situation) -> Hypothesis | None:
+    """Trainers wait for a training batch: the side that makes batches is at fault."""
+    starving, places = _starving(s)
+    if not starving:
+        return None
+    cause, roles, why, more, sure = _who(s)
+    return Hypothesis(
+        cause,
+        f"the trainer waits for a training batch: {why}",
+        roles=roles,
+        victims=sorted(s.ranks),
+        confidence=sure,
+        evidence=[*more, *places][:12],
+        needed=[] if sure > 0.7 else ["logs and stacks of the orchestrator and the server"],
+        edges=[Edge("trainer", role, "waits for a training batch") for role in roles],
+        remedy=_REMEDIES[cause],
+        blame="environment" if cause == "server_unhealthy" else "code",
+    )
+
+
+_REMEDIES = {
+    "rollout_starvation": "read the orchestrator's log and stack; check that both sides use the "
+    "same output folder",
+    "server_unhealthy": "read the server's log; start it again and resume from the checkpoint",
+    "weight_sync_one_sided": "check that trainer and orchestrator agree on the weight version "
+    "and the folder",
+    "staleness_capacity": "raise the allowed staleness or the concurrency",
+}
+
+
+def _starving(s: Situation) -> tuple[list[int], list[SourceRef]]:
+    """Ranks that wait for a batch by heartbeat, last log line or stack.
+
+    Ranks in a collective beside a waiting rank 0, which reads for all, starve too.
+    """
+    found: dict[int, SourceRef] = {}
+    for rank, component in s.ranks.items():
+        beat = component.beat
+        if beat and beat.beat.phase == "rollout_wait":
+            found[rank] = beat.place
+        elif (end := _last_starving(component)) is not None:
+            found[rank] = end
+        elif s.positions[rank].kind == "batch_wait" and s.positions[rank].place:
+            found[rank] = s.positions[rank].place  # type: ignore[assignment]
+    loose = [e for e in s.facts.events if e.kind == "starving"]
+    if not s.ranks and loose and not went_on(s.facts.ends, loose[-1]):
+        return [0], [loose[-1].place]
+    others = set(s.alive) - set(found) - set(s.waiting)
+    blocked = [r for r in found if s.positions[r].kind == "dead"]
+    return ([], []) if others or blocked else (sorted(found), list(found.values()))
+
+
+def _last_starving(component: ComponentFacts) -> SourceRef | None:
+    """The log's last event is the wait for a batch, at most a few lines from its end."""
+    starving = [e for e in component.events if e.kind == "starving"]
+    if not starving or starving[-1] is not component.events[-1] or component.beats:
+        return None
+    if went_on(component.logs, starving[-1]):
+        return None
+    end = max((log.place.line for log in component.logs), default=0)
+    return starving[-1].place if end - starving[-1].place.line <= 20 else None
+
+
+_Finding = tuple[Cause, list[str], str, list[SourceRef], float]
+
+
+def _who(s: Situation) -> _Finding:
+    orchestrator, server = s.facts.roles.get(ORCHESTRATOR), s.facts.roles.get(INFERENCE)
+    ends: tuple[tuple[ComponentFacts | None, Cause], ...] = (
+        (server, "server_unhealthy"),
+        (orchestrator, "rollout_starvation"),
+    )
+    for component, cause in ends:
+        if component and (gone := _gone(component)):
+            text, place = gone
+            return cause, [component.role], f"the {component.role} {text}", place, 0.9
+    speaking = [c for c in (orchestrator, server) if c]
+    event = _last_event(speaking, "server_unhealthy")
+    if event is not None and not (orchestrator and outlived(orchestrator, event)):
+        why = f"the inference server does not answer ({event.text})"
+        return "server_unhealthy", [INFERENCE], why, [event.place], 0.85
+    event = _last_event(speaking, "staleness")
+    if event is not None and _still_said(speaking, event):
+        why = f"the orchestrator holds rollouts back ({event.text})"
+        return "staleness_capacity", [ORCHESTRATOR], why, [event.place], 0.8
+    if orchestrator and _waits_for_weights(orchestrator):
+        beat = orchestrator.beat
+        roles, why, places = _one_sided(orchestrator, server)
+        places.append(beat.place if beat else orchestrator.events[-1].place)
+        return "weight_sync_one_sided", roles, why, places, 0.75 if roles else 0.5
+    still = stands_still(server) if server and not (orchestrator and orchestrator.events) else None
+    if still is not None:
+        why = f"the inference server stands in {still[0]} in every sample"
+        return "server_unhealthy", [INFERENCE], why, [still[1]], 0.75
+    return _stuck_orchestrator(orchestrator, s)
+
+
+# A server's own functions that load new weights, and those in which it handles a request.
+_LOADS = re.compile(
+    r"^(?!\w*(?:loop|thread|worker)$)_?(?:load|update|sync|receive|refit)_\w*(?:weights?|params?)\w*$"
+    r"|^load_model$"
+)
+_HANDLES = re.compile(r"^(?:do_POST|do_PUT|run_endpoint_function|handle_\w*request\w*)$")
+_READS = re.compile(r"^(?:readinto|recv|recv_into|read|readline|select|poll|accept)$")
+_CLIENT = re.compile(r"(?:^|/)(?:httpx|httpcore|requests|urllib3|aiohttp|http/client\.py)")
+
+
+def _one_sided(
+    orchestrator: ComponentFacts, server: ComponentFacts | None
+) -> tuple[list[str], str, list[SourceRef]]:
+    """Who keeps a weight update from ending, as far as both sides' stacks tell."""
+    served = _serving(server) if server else None
+    if served is not None:
+        frame, place = served
+        return [INFERENCE], f"the server does not end the weight update ({frame})", [place]
+    if orchestrator.path and _awaits_answer(orchestrator.path):
+        why = "the orchestrator waits for an answer to its weight update"
+        return [], f"{why}; no stack of the server shows who handles it", []
+    return [ORCHESTRATOR], "the orchestrator itself waits for new weights", []
+
+
+def _serving(server: ComponentFacts) -> tuple[Frame, SourceRef] | None:
+    """What the server works on for a request, or in a weight update, in every sample."""
+    stacks = [*server.stacks, *server.children]
+    by_sample: dict[int, dict[object, tuple[Frame, SourceRef]]] = {}
+    for stack in stacks:
+        found = by_sample.setdefault(stack.sample, {})
+        for thread in stack.threads:
+            inner = thread.frames[-1] if thread.frames else None
+            if inner is None or _READS.match(inner.function):
+                continue
+            if any(_LOADS.search(f.function) or _HANDLES.match(f.function) for f in thread.frames):
+                frame = (user_frames(thread.frames) or thread.frames)[-1]
+                found[path_key(thread.frames)] = frame, stack.place
+    if not by_sample:
+        return None
+    common = set.intersection(*(set(rows) for rows in by_sample.values()))
+    newest = by_sample[max(by_sample)]
+    return next((row for key, row in newest.items() if key in common), None)
+
+
+def _awaits_answer(path: tuple[Frame, ...]) -> bool:
+    """The event loop has nothing to run, or the path is inside an HTTP client."""
+    idle = path[-1].function in ("select", "poll") and any(
+        f.function in ("_run_once", "run_forever") for f in path
+    )
+    return idle or any(_CLIENT.search(f.file) for f in path)
+
+
+def _stuck_orchestrator(orchestrator: ComponentFacts | None, s: Situation) -> _Finding:
+    if orchestrator is None:
+        sure = 0.6 if s.facts.roles else 0.5
+        return (
+            "rollout_starvation",
+            [ORCHESTRATOR],
+            "no batch came from the orchestrator, which left no evidence",
+            [],
+            sure,
+        )
+    beat, stack = orchestrator.beat, orchestrator.stack
+    places = [source.place for source in (beat, stack) if source]
+    if beat is not None:
+        why = f"the orchestrator stands in phase {beat.beat.phase} at step {beat.beat.step}"
+        return "rollout_starvation", [ORCHESTRATOR], why, places, 0.75
+    if stack is not None:
+        frame = (user_frames(orchestrator.path) or orchestrator.path)[-1]
+        why = f"the orchestrator is in {frame}"
+        return "rollout_starvation", [ORCHESTRATOR], why, places, 0.75
+    why = "no batch came from the orchestrator"
+    return "rollout_starvation", [ORCHESTRATOR], why, [], 0.65
+
+
+def _gone(component: ComponentFacts) -> tuple[str, list[SourceRef]] | None:
+    """How a component ended, if it did."""
+    raised = component.event("traceback", "abort", "oom")
+    if component.exit_code not in (None, 0):
+        code = component.exit_code or 0
+        how = f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        places = [raised.place] if raised else []
+        return (f"{how}: {raised.text}" if raised else how), places
+    state = component.state
+    if state is not None and state.state in "ZXT":
+        how = "is stopped (process state T)" if state.state == "T" else "is dead"
+        return how, [state.place]
+    gone = [u for u in component.unattachable if u.reason == "gone"]
+    if gone and not component.path:
+        return "is dead", [gone[0].place]
+    if raised is not None and not component.path and component.events[-1] is raised:
+        return f"ended: {raised.text}", [raised.place]
+    return None
+
+
+def _last_event(components: list[ComponentFacts], kind: str) -> LogEvent | None:
+    found = [e for c in components for e in c.events if e.kind == kind]
+    return found[-1] if found else None
+
+
+def _still_said(components: list[ComponentFacts], event: LogEvent) -> bool:
+    """The log ends with it: rollouts that were held back earlier and then went on explain nothing.
+
+    A heartbeat in another phase than one that makes rollouts says where the component is now.
+    """
+    owner = next(c for c in components if any(e is event for e in c.events))
+    end = max((row.place.line for row in owner.logs), default=event.place.line)
+    phase = owner.beat.beat.phase if owner.beat else ""
+    elsewhere = phase in ("weight_sync", "checkpoint")
+    went_on = phase == "data" and end - event.place.line > 1
+    near = owner.events[-1] is event and end - event.place.line <= 20
+    return near and not elsewhere and not went_on
+
+
+def _waits_for_weights(component: ComponentFacts) -> bool:
+    beat = component.beat
+    if beat is not None:
+        return beat.beat.phase == "weight_sync"
+    return bool(component.events) and component.events[-1].kind == "waiting_weights"
+
+
+# What an orchestrator raises because its server is gone or stands still.
+_SERVER_FAULT = re.compile(
+    r"(?:ServerError|Server\w*Timeout): .{0,200}(?:server|healthy|answer)"
+    r"|server .{0,80}(?:unhealthy|not been healthy|not healthy|did not answer|unreachable)",
+    re.I,
+)
+
+
+_ENDED: dict[str, Cause] = {INFERENCE: "server_unhealthy", ORCHESTRATOR: "rollout_starvation"}
+
+
+def dead_role(s: Situation) -> Hypothesis | None:
+    """A supervisor ended the stage because a component that is no trainer went first."""
+    for role in _ENDED:
+        component = s.facts.roles.get(role)
+        outcome = s.facts.outcome
+        if component is None or outcome is None or outcome.state != "failed":
+            continue
+        if not outcome.failed_component.startswith(role):
+            continue
+        gone = _gone(component) or ("failed", [outcome.place])
+        culprit, why = role, gone[0]
+        if role == ORCHESTRATOR and _SERVER_FAULT.search(why):
+            culprit, why = INFERENCE, f"does not answer: the orchestrator {why}"
+        cause = _ENDED[culprit]
+        return Hypothesis(
+            cause,
+            f"the {culprit} {why}",
+            roles=[culprit],
+            victims=sorted(s.ranks),
+            confidence=0.9,
+            evidence=[*gone[1], outcome.place],
+            state="exited",
+            remedy=_REMEDIES[cause],
+            blame="environment",
+        )
+    return None
+
+
+def weight_sync(s: Situation) -> Hypothesis | None:
+    """Trainers stand in the weight update: the other side does not take part."""
+    inside = [r for r, c in s.ranks.items() if c.beat and c.beat.beat.phase == "weight_sync"]
+    if not inside or len(inside) < len(s.alive):
+        return None
+    server = s.facts.roles.get(INFERENCE)
+    orchestrator = s.facts.roles.get(ORCHESTRATOR)
+    roles = [ORCHESTRATOR if orchestrator else INFERENCE]
+    if server and (_gone(server) or server.event("server_unhealthy")):
+        roles, orchestrator = [INFERENCE], None
+    why, more = f"the {roles[0]} does not answer", list[SourceRef]()
+    if orchestrator and orchestrator.path:
+        roles, why, more = _one_sided(orchestrator, server)
+    places = [c.beat.place for r in inside if (c := s.ranks[r]).beat]
+    return Hypothesis(
+        "weight_sync_one_sided",
+        f"every trainer rank waits in the weight update: {why}",
+        roles=roles,
+        victims=sorted(s.ranks),
+        confidence=0.7,
+        evidence=[*more, *places[:4]],
+        needed=["logs and stacks of the orchestrator and the server"],
+        edges=[Edge("trainer", role, "waits for the weight update") for role in roles],
+        remedy=_REMEDIES["weight_sync_one_sided"],
+    )

@@ -1,0 +1,114 @@
+"""A weight update seen in stacks alone: trainers hand weights over and nobody takes them.
+
+Ranks that wait in it are victims: this rule never names one.
+"""
+
+import re
+from functools import lru_cache
+
+from shakedown.diagnosis.analyze.frames import awaits_result, calls_out, weight_update
+from shakedown.diagnosis.analyze.model import Edge, Hypothesis, name_ranks, verb
+from shakedown.diagnosis.analyze.position import is_user, user_frames
+from shakedown.diagnosis.analyze.rules_stacks import places_of
+from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.facts import ComponentFacts
+from shakedown.diagnosis.records import Frame
+
+_SERVER = "inference"
+_WAITS = frozenset({"collective", "p2p", "init"})
+
+
+def weights_by_stack(s: Situation) -> Hypothesis | None:
+    """Every rank waits and some of them in the hand-over of weights to an inference engine."""
+    inside = [r for r in s.alive if _hands_over(s, r)]
+    others = [r for r in s.alive if r not in inside]
+    if not inside or s.dead or s.blockers or s.divergences:
+        return None
+    if any(s.positions[r].kind not in _WAITS for r in others):
+        return None  # who stands elsewhere explains it better
+    server = s.facts.roles.get(_SERVER)
+    if server is None and len(others) > len(inside) and not _asks(s, inside):
+        return None  # the others may be expected in it: ranks alone do not tell
+    if server is not None and _takes_part(server):
+        return None if others else _both_inside(s, inside, server)
+    if server is None and all(_may_be_own(s.positions[r].path) for r in inside):
+        return None
+    known = server is not None and bool(server.path)
+    frame = _frame_of(s.positions[inside[0]].path)
+    seen = ""
+    if server is not None and server.path:
+        seen = f", while the inference engine is in {(user_frames(server.path) or server.path)[-1]}"
+    return Hypothesis(
+        "weight_sync_one_sided",
+        f"{name_ranks(inside)} {verb(inside, 'waits', 'wait')} in the weight update "
+        f"({frame}){seen}",
+        roles=[_SERVER] if known else [],
+        victims=sorted(s.ranks),
+        confidence=0.8 if known else 0.5,
+        evidence=[*places_of(s, inside), *([st.place] if server and (st := server.stack) else [])],
+        needed=[] if known else ["log and stacks of the inference engine"],
+        edges=[Edge(f"rank {r}", _SERVER, "weights not taken") for r in inside[:200]],
+        remedy="check that trainer and engine agree on the weight version and on the group's size",
+    )
+
+
+# Trainers also broadcast weights among themselves, when they begin.
+_AMONG = re.compile(r"(?:^|_)(?:broadcast|stream)_(?:\w{1,8}_)?weights?(?:_|$)")
+
+
+def _may_be_own(path: tuple[Frame, ...]) -> bool:
+    frame = _frame_of(path)
+    return frame is not None and _AMONG.search(frame.function) is not None
+
+
+def _both_inside(s: Situation, inside: list[int], server: ComponentFacts) -> Hypothesis:
+    """Both sides take part: one rank sends and the others wait for it, which is no mismatch."""
+    return Hypothesis(
+        "network",
+        f"{name_ranks(inside)} and the inference engine are all in the weight update, which does "
+        "not end: neither side is missing",
+        victims=inside,
+        pattern="C",
+        confidence=0.4,
+        evidence=[*places_of(s, inside), *([st.place] if (st := server.stack) else [])],
+        needed=[
+            "Flight Recorder dumps of trainer and engine: the update's group, its size and order",
+            "NCCL_DEBUG=INFO logs of both sides",
+        ],
+        remedy="run `shakedown preflight` on the nodes of both sides",
+        blame="link",
+    )
+
+
+def _asks(s: Situation, ranks: list[int]) -> bool:
+    """One of them waits for another process's answer."""
+    return any(_asks_for(s.positions[r].path) for r in ranks)
+
+
+def _asks_for(path: tuple[Frame, ...]) -> bool:
+    return calls_out(path) or awaits_result(path)
+
+
+def _hands_over(s: Situation, rank: int) -> bool:
+    position = s.positions[rank]
+    inside = _updates(position.path)
+    return inside and (position.kind in _WAITS or _asks_for(position.path))
+
+
+@lru_cache(4096)  # many ranks share few paths
+def _updates(path: tuple[Frame, ...]) -> bool:
+    return _frame_of(path) is not None
+
+
+# Libraries whose own code hands weights over.
+_TRAINERS = re.compile(r"(?:^|/)trl/")
+
+
+def _frame_of(path: tuple[Frame, ...]) -> Frame | None:
+    return weight_update([f for f in path if is_user(f) or _TRAINERS.search(f.file)])
+
+
+def _takes_part(server: ComponentFacts) -> bool:
+    """A thread of the engine is in the update, too."""
+    stacks = [*server.stacks, *server.children]
+    return any(weight_update(t.frames) for stack in stacks for t in stack.threads)

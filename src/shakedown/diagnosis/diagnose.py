@@ -1,0 +1,231 @@
+"""From files to a verdict: read, judge, and say it in one sentence with its evidence."""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shakedown.core.errors import UsageError
+from shakedown.core.files import read_object
+from shakedown.core.paths import AttemptPaths, StagePaths
+from shakedown.core.verdict import Finding, Scope, Status, Stopwatch, Verdict, installed_versions
+from shakedown.diagnosis.analyze import Diagnosis, analyze
+from shakedown.diagnosis.analyze.model import Hypothesis
+from shakedown.diagnosis.analyze.own import measured_of, places_of
+from shakedown.diagnosis.facts import Facts, build_facts
+from shakedown.diagnosis.outline import outline
+from shakedown.diagnosis.read import Evidence, read_paths
+from shakedown.diagnosis.read.evidence import parse_outcome
+from shakedown.diagnosis.read.newest import newest_of, with_newest_told
+from shakedown.diagnosis.records import SourceRef
+from shakedown.monitor import hook
+
+STAGE = "hang"
+
+
+def diagnose_paths(paths: Sequence[Path]) -> Verdict:
+    """Diagnose any mix of files and folders; of a stage's own folder its newest attempt.
+
+    Raises:
+        UsageError: a path does not exist, or nothing under the paths could be read.
+    """
+    return with_newest_told(_diagnose(paths), paths)
+
+
+def _diagnose(paths: Sequence[Path]) -> Verdict:
+    watch = Stopwatch()
+    for path in paths:
+        if not path.exists():
+            raise UsageError(f"{path} does not exist", hint="shakedown hang analyze --help")
+    with _without_collector():
+        evidence = read_paths([inner for path in paths for inner in _expand(path)])
+        if not evidence.records:
+            raise UsageError(_nothing(paths, evidence), hint="shakedown hang collect --help")
+        return _verdict(evidence, watch)
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Parsers and rules make no cycles: looking for some, again and again, takes half the time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def diagnose_stage(attempt_root: Path, outcome: Mapping[str, Any] | None) -> Verdict:
+    """Diagnose one attempt of a stage from its folder and its supervisor's outcome.
+
+    An attempt without any evidence is unknown, never an error: the workflow goes on to its gate.
+    """
+    watch = Stopwatch()
+    attempt = AttemptPaths(attempt_root)
+    evidence = read_paths(_attempt_inputs(attempt, outcome))
+    if outcome is not None:
+        place = SourceRef(attempt.outcome.name)
+        rows = [*evidence.records, parse_outcome(outcome, place)]
+        evidence = Evidence(rows, evidence.formats, evidence.skipped)
+    return _verdict(evidence, watch)
+
+
+def _expand(path: Path) -> list[Path]:
+    """An attempt's own folder is read as an attempt; anything else as it is."""
+    attempt = AttemptPaths(newest_of(path) or path)
+    if not (attempt.heartbeats.is_dir() and attempt.evidence.is_dir()):
+        return [path]
+    inputs = _attempt_inputs(attempt, outcome_body(attempt))
+    own = (attempt.outcome, StagePaths(attempt.root.parent.parent).metrics)
+    return [*inputs, *filter(Path.is_file, own)]
+
+
+def _attempt_inputs(attempt: AttemptPaths, outcome: Mapping[str, Any] | None) -> list[Path]:
+    """What the attempt left, as it was when it stood still.
+
+    Ending a hung job makes its ranks log errors and beat again: where the collector copied logs
+    and heartbeats before, only these copies count.
+    """
+    evidence = attempt.evidence
+    copied = (evidence / "logs").is_dir()
+    snapshot = any((evidence / "round1").glob("beats*.json"))
+    hung = outcome is None or outcome.get("state") == "hung"
+    inputs = [
+        *([] if hung and snapshot else [attempt.heartbeats]),
+        *([] if hung and copied else [attempt.logs]),
+    ]
+    if evidence.is_dir():
+        skipped = {hook.REQUEST, *([] if hung else ["logs"])}
+        inputs += [path for path in sorted(evidence.iterdir()) if path.name not in skipped]
+    return [path for path in inputs if path.exists()]
+
+
+def _nothing(paths: Sequence[Path], evidence: Evidence) -> str:
+    named = ", ".join(map(str, paths[:4]))
+    reasons = "; ".join(f"{s.name}: {s.reason}" for s in evidence.skipped[:4])
+    return f"nothing readable in {named}" + (f" ({reasons})" if reasons else "")
+
+
+def _verdict(evidence: Evidence, watch: Stopwatch) -> Verdict:
+    facts = build_facts(evidence.records)
+    diagnosis = analyze(facts)
+    chosen = diagnosis.chosen
+    beats = sum(len(c.beats) for c in facts.ranks.values())
+    return Verdict(
+        stage=STAGE,
+        status=_status(chosen),
+        summary=chosen.sentence,
+        findings=[*_findings(diagnosis, facts), *_skipped(evidence), *_notes(diagnosis)],
+        metrics={
+            "files_read": float(len(evidence.formats)),
+            "files_skipped": float(len(evidence.skipped)),
+            "ranks_seen": float(len(facts.ranks)),
+            "groups_seen": float(len(facts.groups)),
+            "heartbeats_seen": float(beats),
+            "confidence": round(chosen.confidence, 2),
+        },
+        started=watch.started,
+        seconds=watch.seconds,
+        versions=installed_versions("shakedown"),
+        next=_next(chosen),
+        extra={
+            "diagnosis": diagnosis.to_json(),
+            "sources": dict(evidence.formats),
+            **outline(facts, chosen.ranks, chosen.evidence),
+        },
+    )
+
+
+def _status(chosen: Hypothesis) -> Status:
+    if chosen.cause == "healthy":
+        return "PASS"
+    if chosen.state in ("healthy", "slow"):
+        return "WARN"
+    if chosen.cause == "unknown":
+        return "BLOCKED"
+    return "FAIL"
+
+
+def _findings(diagnosis: Diagnosis, facts: Facts) -> list[Finding]:
+    chosen = diagnosis.chosen
+    evidence = [_cited(place) for place in chosen.evidence]
+    if chosen.cause == "healthy":
+        return [Finding("progress", "pass", "cluster", measured=chosen.state, evidence=evidence)]
+    rows: list[tuple[Scope, str]] = [("rank", str(rank)) for rank in sorted(chosen.ranks)]
+    rows += [("node", node) for node in sorted(chosen.nodes)]
+    rows += [("role", role) for role in sorted(chosen.roles)]
+    failed = "warn" if chosen.state == "slow" else "fail"
+    if _status(chosen) == "BLOCKED":
+        failed = "error"
+    return [
+        Finding(
+            check=chosen.cause,
+            status=failed,  # type: ignore[arg-type]
+            scope=scope,
+            subject=subject,
+            measured=measured_of(scope, subject, diagnosis, facts),
+            blame=chosen.blame,
+            evidence=[_cited(p) for p in places_of(scope, subject, chosen, facts)],
+            remedy=chosen.remedy,
+        )
+        for scope, subject in rows or [("cluster", "")]
+    ]
+
+
+def _cited(place: SourceRef) -> str:
+    return f"{place}: {place.text}" if place.text else str(place)
+
+
+def _skipped(evidence: Evidence) -> list[Finding]:
+    """Every input that could not be used; an empty file is ordinary."""
+    return [
+        Finding("read", "skip", "config", skipped.name, measured=skipped.reason)
+        for skipped in evidence.skipped
+    ]
+
+
+def _notes(diagnosis: Diagnosis) -> list[Finding]:
+    return [Finding("note", "skip", "config", measured=note) for note in diagnosis.notes]
+
+
+# Causes that lie in the machines: these are looked at before the next run.
+_MACHINES = frozenset({"network", "nccl_internal", "node_dead", "storage"})
+
+
+def _next(chosen: Hypothesis) -> str:
+    """The next command: evidence that is wanting first, then what the cause asks for."""
+    if chosen.cause == "healthy":
+        return ""
+    if chosen.cause in _MACHINES:
+        return "shakedown preflight"
+    if chosen.cause == "server_unhealthy":
+        return "shakedown serve --help"
+    if chosen.state == "slow":
+        return "shakedown report --help"
+    wanting = chosen.cause == "unknown" or (chosen.needed and chosen.state != "exited")
+    return "shakedown hang collect --help" if wanting else "shakedown train --help"
+
+
+def newest_attempt(stage: StagePaths) -> AttemptPaths:
+    """The stage's newest attempt.
+
+    Raises:
+        UsageError: the stage has none.
+    """
+    numbers = stage.attempt_numbers()
+    if not numbers:
+        raise UsageError(
+            f"{stage.root} has no attempts: expected {stage.attempts}/001",
+            hint="shakedown train STAGE --config FILE",
+        )
+    return stage.attempt(numbers[-1])
+
+
+def outcome_body(attempt: AttemptPaths) -> dict[str, Any] | None:
+    """The supervisor's outcome; None where it is missing or unreadable, which is evidence too."""
+    try:
+        return read_object(attempt.outcome, "outcome")
+    except UsageError:
+        return None

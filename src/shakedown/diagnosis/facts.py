@@ -1,0 +1,370 @@
+"""The table that every rule reads: evidence by component, and collectives by group and rank."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any
+
+from shakedown.core.ranges import natural
+from shakedown.diagnosis.groups import GroupFacts, build_groups
+from shakedown.diagnosis.records import (
+    BeatRecord,
+    FlightRecord,
+    Frame,
+    GpuUse,
+    Identity,
+    JobExit,
+    LogEnd,
+    LogEvent,
+    NodeState,
+    ProcessState,
+    RasRank,
+    Record,
+    Stack,
+    StepLength,
+    TargetName,
+    Unattachable,
+)
+from shakedown.diagnosis.watchdog import record_from_watchdog
+
+TRAINER = "trainer"
+_RANK_ARGUMENT = re.compile(r"--(?:local[-_]|node[-_]|global[-_])?rank[= ](\d{1,6})\b")
+_LAUNCHER = re.compile(r"torch/distributed/(?:run|launch|elastic)|torchrun|accelerate/commands")
+# Processes beside the ranks: workers of data loaders, trackers, compilers.
+_HELPER = re.compile(
+    r"torch/utils/data/_utils/worker\.py$|multiprocessing/(?:resource_tracker|forkserver)\.py$"
+    r"|torch/_inductor/compile_worker|wandb/(?:sdk/)?(?:service|internal)"
+)
+_ROLE_COMMAND = (
+    (re.compile(r"vllm serve|sglang|vllm\.entrypoints|EngineCore"), "inference"),
+    (re.compile(r"orchestrator"), "orchestrator"),
+)
+
+
+@dataclass
+class ComponentFacts:
+    """All evidence about one process of the job: a trainer rank, an orchestrator, a server."""
+
+    role: str
+    rank: int
+    host: str = ""
+    pids: set[int] = field(default_factory=set)
+    stacks: list[Stack] = field(default_factory=list)
+    children: list[Stack] = field(default_factory=list)
+    states: list[ProcessState] = field(default_factory=list)
+    unattachable: list[Unattachable] = field(default_factory=list)
+    beats: list[BeatRecord] = field(default_factory=list)
+    flight: list[FlightRecord] = field(default_factory=list)
+    events: list[LogEvent] = field(default_factory=list)
+    logs: list[LogEnd] = field(default_factory=list)
+    ras: list[RasRank] = field(default_factory=list)
+    gpus: list[GpuUse] = field(default_factory=list)
+    exit_code: int | None = None
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank}" if self.role == TRAINER else self.role
+
+    @property
+    def stack(self) -> Stack | None:
+        """The newest stack with a main thread; py-spy before the rest, it names threads."""
+        usable = [s for s in self.stacks if (main := s.main) and main.frames]
+        if len(usable) < 2:
+            return usable[0] if usable else None
+        return max(usable, key=lambda s: (s.sample, s.tool == "py-spy"), default=None)
+
+    @property
+    def path(self) -> tuple[Frame, ...]:
+        """The main thread's frames, outermost first; empty when unknown."""
+        stack = self.stack
+        main = stack.main if stack else None
+        return main.frames if main else ()
+
+    @property
+    def state(self) -> ProcessState | None:
+        """The newest process state."""
+        return max(self.states, key=lambda s: s.sample, default=None)
+
+    @property
+    def beat(self) -> BeatRecord | None:
+        """The newest heartbeat; one that a collector took while the job stood is preferred."""
+        return max(
+            self.beats, key=lambda b: (b.sample > 0, b.beat.wall, b.beat.count), default=None
+        )
+
+    @property
+    def record(self) -> FlightRecord | None:
+        """The newest Flight Recorder dump; among equals the fuller one, with frames first."""
+        if len(self.flight) < 2:
+            return self.flight[0] if self.flight else None
+        return max(
+            self.flight,
+            key=lambda r: (r.sample, len(r.operations), any(op.frames for op in r.operations)),
+            default=None,
+        )
+
+    def event(self, *kinds: str) -> LogEvent | None:
+        """The first log event of one of `kinds`."""
+        return next((e for e in self.events if e.kind in kinds), None)
+
+
+@dataclass
+class Facts:
+    """Components by role and rank, process groups, and what belongs to nobody."""
+
+    ranks: dict[int, ComponentFacts] = field(default_factory=dict)
+    roles: dict[str, ComponentFacts] = field(default_factory=dict)
+    groups: list[GroupFacts] = field(default_factory=list)
+    nodes: list[NodeState] = field(default_factory=list)
+    outcome: JobExit | None = None
+    events: list[LogEvent] = field(default_factory=list)
+    unplaced: list[Stack] = field(default_factory=list)
+    step_lengths: list[StepLength] = field(default_factory=list)
+    ends: list[LogEnd] = field(default_factory=list)  # of logs that are no rank's or role's
+    conflicts: list[str] = field(default_factory=list)
+
+    @property
+    def expected(self) -> set[int]:
+        """All ranks of the job, as far as any input names them."""
+        known = set(self.ranks)
+        for group in self.groups:
+            known.update(group.members)
+        highest = max(self.ranks, default=-1)
+        if highest < 16 * len(self.ranks) + 64:  # ranks count from 0: a gap is a rank unseen
+            known.update(range(highest + 1))
+        worlds = [e.detail.get("world") for e in self.all_events() if "world" in e.detail]
+        for world in worlds:
+            if isinstance(world, int) and 0 < world <= 100_000:
+                known.update(range(world))
+        return known
+
+    def all_events(self) -> list[LogEvent]:
+        """Log events of every component and of nobody."""
+        found = list(self.events)
+        for component in [*self.ranks.values(), *self.roles.values()]:
+            found += component.events
+        return found
+
+
+def build_facts(records: Sequence[Record]) -> Facts:
+    """Put every record where it belongs. Pure; the order of `records` does not matter."""
+    facts = Facts()
+    owners = _owners(records)
+    loose: list[Stack] = []
+    for record in sorted(records, key=lambda r: (r.place.path, r.place.line)):
+        if isinstance(record, JobExit):
+            facts.outcome = record
+        elif isinstance(record, NodeState):
+            facts.nodes.append(record)
+        elif isinstance(record, StepLength):
+            facts.step_lengths.append(record)
+        elif isinstance(record, BeatRecord):
+            beat = record.beat
+            who = Identity(beat.rank, beat.pid, beat.host, beat.role)
+            _component(facts, who).beats.append(record)
+        else:
+            _place(facts, record, owners, loose)
+    _place_children(facts, loose)
+    _place_by_process(facts, loose)
+    _exit_codes(facts)
+    for component in facts.ranks.values():
+        told = record_from_watchdog(component.events)
+        if told is not None and not component.flight:
+            component.flight.append(told)
+    dumps = {r: c.record for r, c in facts.ranks.items() if c.record}
+    facts.groups = build_groups(dumps, tuple(sorted(facts.ranks)))
+    return facts
+
+
+_Owners = Mapping[tuple[str, int], Identity]
+
+
+def _owners(records: Iterable[Record]) -> _Owners:
+    """Process id -> component, from every record that knows both. Hosts reuse process ids."""
+    owners: dict[tuple[str, int], Identity] = {}
+    for record in records:
+        if isinstance(record, BeatRecord):
+            beat = record.beat
+            who = Identity(beat.rank, beat.pid, beat.host, beat.role)
+        elif isinstance(record, NodeState | JobExit):
+            continue
+        else:
+            who = record.who
+        parent = isinstance(record, Stack) and record.parent_pid is not None
+        if who.pid is None or who.rank is None or parent:
+            continue
+        owners.setdefault((who.host, who.pid), who)
+        owners.setdefault(("", who.pid), who)
+    return owners
+
+
+def _component(facts: Facts, who: Identity) -> ComponentFacts:
+    role = who.role or TRAINER
+    if role == TRAINER:
+        component = facts.ranks.setdefault(who.rank or 0, ComponentFacts(TRAINER, who.rank or 0))
+    else:
+        component = facts.roles.setdefault(role, ComponentFacts(role, who.rank or 0))
+    component.host = component.host or who.host
+    if who.pid is not None:
+        component.pids.add(who.pid)
+    return component
+
+
+def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> None:
+    who: Identity = record.who
+    if who.pid is not None and who.rank is None:
+        known = owners.get((who.host, who.pid)) or owners.get(("", who.pid))
+        if known and _may_be(record, known):
+            who = Identity(known.rank, who.pid, who.host or known.host, known.role)
+    if who.rank is None and isinstance(record, Stack):
+        rank = _RANK_ARGUMENT.search(record.command)
+        role = next((r for p, r in _ROLE_COMMAND if p.search(record.command)), who.role)
+        if rank and record.parent_pid is None:
+            who = Identity(int(rank[1]), who.pid, who.host, role)
+        elif role:
+            who = Identity(None, who.pid, who.host, role)
+    if isinstance(record, LogEvent) and isinstance(record.detail.get("task"), int):
+        who = Identity(record.detail["task"])  # srun names its task: one task a rank
+    if who.rank is not None or who.role not in ("", TRAINER):
+        _shelve(facts, who, record)
+    elif isinstance(record, Stack):
+        loose.append(record)
+    elif isinstance(record, LogEvent | LogEnd):
+        _keep(facts, record)
+
+
+def _keep(facts: Facts, record: LogEvent | LogEnd) -> None:
+    if isinstance(record, LogEvent):
+        facts.events.append(record)
+    else:
+        facts.ends.append(record)
+
+
+def _may_be(record: Any, known: Identity) -> bool:
+    """GPU rows tell of every process of a host, also of those with a rank's number elsewhere."""
+    return not isinstance(record, GpuUse) or known.host in ("", record.who.host)
+
+
+def _shelve(facts: Facts, who: Identity, record: Any) -> None:
+    """A helper's stack, named after the rank that it works for, is no stack of the rank."""
+    if isinstance(record, Stack) and _is_helper(record):
+        _component(facts, Identity(who.rank, None, who.host, who.role)).children.append(record)
+    else:
+        _add(_component(facts, who), record)
+
+
+_SHELVES: Mapping[type, Callable[[ComponentFacts], list[Any]]] = {
+    Stack: attrgetter("stacks"),
+    ProcessState: attrgetter("states"),
+    Unattachable: attrgetter("unattachable"),
+    FlightRecord: attrgetter("flight"),
+    LogEvent: attrgetter("events"),
+    LogEnd: attrgetter("logs"),
+    RasRank: attrgetter("ras"),
+    GpuUse: attrgetter("gpus"),
+}
+
+
+def _add(component: ComponentFacts, record: Any) -> None:
+    if not isinstance(record, TargetName):
+        _SHELVES[type(record)](component).append(record)
+
+
+def _place_children(facts: Facts, loose: list[Stack]) -> None:
+    """A child's stack goes to its parent's component; children of children too."""
+    owner = {pid: c for c in [*facts.ranks.values(), *facts.roles.values()] for pid in c.pids}
+    found = True
+    while found:
+        left = []
+        for stack in loose:
+            component = owner.get(-1 if stack.parent_pid is None else stack.parent_pid)
+            if component is None:
+                left.append(stack)
+                continue
+            component.children.append(stack)
+            if stack.who.pid is not None:
+                owner[stack.who.pid] = component
+        found = len(left) < len(loose)
+        loose[:] = left
+
+
+def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
+    """Without any rank the order of process ids is the best guess: launchers start in order."""
+    parents = {s.who.pid for s in loose}
+    commands = {s.command for s in loose if s.threads and s.command}
+    roots = [
+        s
+        for s in loose
+        if (s.parent_pid or -1) not in parents
+        and not _is_launcher(s)
+        and (s.threads or s.command in commands)  # a process that did not answer is one, too
+    ]
+    if facts.ranks or not roots:
+        facts.unplaced = [s for s in loose if not _is_launcher(s)]
+        return
+    by_process: dict[tuple[str, int], list[Stack]] = defaultdict(list)
+    for number, stack in enumerate(roots):
+        # pasted without process ids: in the order of the text, after those that have one
+        by_process[stack.who.host, stack.who.pid or 2**32 + number].append(stack)
+    chosen = set(map(id, roots))
+    loose[:] = [s for s in loose if id(s) not in chosen]
+    ordered = sorted(by_process.items(), key=lambda row: (natural(row[0][0]), row[0][1]))
+    for rank, ((host, pid), stacks) in enumerate(ordered):
+        component = _component(facts, Identity(rank, pid if pid < 2**32 else None, host))
+        component.stacks += stacks
+    facts.conflicts.append(_guessed([key for key, _ in ordered]))
+    _place_children(facts, loose)
+
+
+def _guessed(processes: Sequence[tuple[str, int]]) -> str:
+    names = [
+        f"{f'{host} {pid}'.strip()} = rank {rank}"
+        for rank, (host, pid) in enumerate(processes[:16])
+        if pid < 2**32
+    ]
+    by = f"process id: {', '.join(names)}" if names else "their order in the text"
+    return f"no input says which process is which rank; ranks were given by {by}"
+
+
+def _is_helper(stack: Stack) -> bool:
+    main = stack.main
+    return main is not None and _helps(main.frames)
+
+
+@lru_cache(4096)  # many ranks share few paths
+def _helps(path: tuple[Frame, ...]) -> bool:
+    return any(_HELPER.search(frame.file) for frame in path)
+
+
+def _is_launcher(stack: Stack) -> bool:
+    main = stack.main
+    frames = main.frames if main else ()
+    launches = any(_LAUNCHER.search(f.file) for f in frames) or _LAUNCHER.search(stack.command)
+    return bool(launches) or _is_helper(stack)
+
+
+def _exit_codes(facts: Facts) -> None:
+    """`exit_codes` of an outcome are keyed by component name: `trainer-rank1`, `inference`.
+
+    A supervisor ends the siblings of what failed: a signal elsewhere is its own doing.
+    """
+    for component in facts.ranks.values():
+        for event in component.events:
+            if event.kind == "exit" and (event.detail.get("root") or "task" in event.detail):
+                component.exit_code = int(event.detail.get("code", 1))
+    outcome = facts.outcome
+    if outcome is None or outcome.state in ("hung", "interrupted"):
+        return
+    for name, code in outcome.exit_codes.items():
+        if code < 0 and outcome.failed_component and name != outcome.failed_component:
+            continue
+        match = re.fullmatch(r"([A-Za-z_]+?)(?:-(?:rank)?(\d{1,6}))?", name)
+        if match:
+            rank = int(match[2]) if match[2] else None
+            role = match[1].lower()
+            if role == TRAINER and rank is None:
+                continue  # a launcher of several ranks: its code names none of them
+            _component(facts, Identity(rank, None, "", role)).exit_code = code

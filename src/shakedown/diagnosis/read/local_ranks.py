@@ -1,0 +1,46 @@
+"""torchrun's `[default3]:` counts within a node: which rank it is, the files together tell."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from shakedown.diagnosis.read.source import EvidenceFile
+from shakedown.diagnosis.records import Identity, LogEvent, Record
+
+LOCAL = "local"  # key of an event's detail: the rank within its node
+_MARK = re.compile(r"^(?:\S{1,80}: )?\[default-?\d{1,4}\]:", re.M)
+
+
+def counts_locally(source: EvidenceFile) -> bool:
+    """The log has lines with a local rank."""
+    return "[default" in source.text and _MARK.search(source.text) is not None
+
+
+def resolve(records: Sequence[Record], files: Iterable[str]) -> list[Record]:
+    """Events with a local rank alone get their rank where it is certain.
+
+    `files`: every log that counts locally. In one a line with both numbers gives the offset of
+    its node; a lone such log is of one node, whose local ranks are the ranks.
+    """
+    offsets = _offsets(records)
+    alone = len(set(files)) == 1
+    return [_resolved(record, offsets, alone=alone) for record in records]
+
+
+def _offsets(records: Sequence[Record]) -> Mapping[str, int]:
+    found: dict[str, set[int]] = {}
+    for record in records:
+        if isinstance(record, LogEvent) and LOCAL in record.detail and record.who.rank is not None:
+            offset = record.who.rank - record.detail[LOCAL]
+            found.setdefault(record.place.path, set()).add(offset)
+    return {path: min(offsets) for path, offsets in found.items() if len(offsets) == 1}
+
+
+def _resolved(record: Record, offsets: Mapping[str, int], *, alone: bool) -> Record:
+    if not isinstance(record, LogEvent) or LOCAL not in record.detail:
+        return record
+    path, who = record.place.path, record.who
+    if who.rank is not None or not (alone or path in offsets):
+        return record
+    rank = record.detail[LOCAL] + offsets.get(path, 0)
+    return replace(record, who=Identity(rank, who.pid, who.host, who.role))

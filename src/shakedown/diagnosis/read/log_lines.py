@@ -1,0 +1,222 @@
+"""Lines of logs that mean something.
+
+A row of `PATTERNS` is one kind of line; a test holds a real example of each.
+"""
+
+import re
+from typing import Any
+
+from shakedown.diagnosis.records import LogKind, clean
+
+_Detail = dict[str, Any]
+# Names that may be all digits and stay names.
+_TEXT = frozenset({"guid", "desc", "type", "node", "node_b", "call_a", "call_b", "op", "how"})
+
+
+def groups_of(match: re.Match[str]) -> _Detail:
+    """Named groups; digits become numbers, lists of ranks become lists."""
+    detail: _Detail = {}
+    for key, value in match.groupdict().items():
+        if value is None:
+            continue
+        if key == "ranks":
+            detail[key] = [int(n) for n in re.findall(r"\d{1,7}", value)][:10_000]
+        else:
+            detail[key] = clean(value, 120) if key in _TEXT else int(value)
+    return detail
+
+
+# Kind, lower-case words of which a line that matches has at least one, pattern.
+Row = tuple[LogKind, tuple[str, ...], re.Pattern[str]]
+PATTERNS: list[Row] = [
+    # gloo: a message of another size than the receiver posted; the process aborts
+    (
+        "size_mismatch",
+        ("op.preamble.length",),
+        re.compile(
+            r"op\.preamble\.length <= op\.nbytes\. (?P<received>\d{1,15}) vs (?P<expected>\d{1,15})"
+        ),
+    ),
+    # TORCH_DISTRIBUTED_DEBUG=DETAIL
+    (
+        "collective_mismatch",
+        ("detected mismatch between collectives",),
+        re.compile(
+            r"Detected mismatch between collectives on ranks\. Rank (?P<rank_a>\d{1,7}) is running"
+            r" collective: (?P<call_a>.{1,700}?),? but Rank (?P<rank_b>\d{1,7}) is running"
+            r" collective: (?P<call_b>.{1,700})"
+        ),
+    ),
+    (
+        "timeout",
+        ("watchdog caught collective",),
+        re.compile(
+            r"Watchdog caught collective operation timeout: WorkNCCL\("
+            r"(?:SeqNum=(?P<seq>\d{1,15}), )?OpType=(?P<op>\w{1,40})"
+            r"(?:, NumelIn=(?P<numel_in>\d{1,18}), NumelOut=(?P<numel_out>\d{1,18}))?"
+        ),
+    ),
+    (
+        "timeout",
+        ("ast enqueued",),
+        re.compile(
+            r"\[PG (?:ID )?(?P<pg>\d{1,6})(?: PG GUID (?P<guid>[^() \]]{1,80}))?"
+            r" ?(?:\((?P<desc>[^)]{0,80})\))? Rank (?P<group_rank>\d{1,7})\].{0,200}?"
+            r"[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>\d{1,20}),"
+            r".{0,40}?[Ll]ast completed (?:NCCL )?work: (?P<completed>\d{1,20})"
+        ),
+    ),
+    # TORCH_NCCL_DESYNC_DEBUG=1
+    (
+        "missing_ranks",
+        ("finished collective",),
+        re.compile(
+            r"^\s*(?:- )?\[(?P<ranks>[\d, ]{1,400})\] finished collective #\d+,.*but didn't join"
+        ),
+    ),
+    (
+        "missing_ranks",
+        ("finish collective",),
+        re.compile(r"- \[(?P<ranks>[\d, ]{1,400})\] joined but didn't finish collective"),
+    ),
+    (
+        "missing_ranks",
+        ("lagging ranks",),
+        re.compile(r"ranks \[(?P<ranks>[\d, ]{1,400})\] are the lagging ranks that caused"),
+    ),
+    # monitored_barrier(wait_all_ranks=True) and its one-rank form
+    (
+        "missing_ranks",
+        ("failed to pass monitoredbarrier",),
+        re.compile(r"Ranks? (?P<ranks>\d[\d, ]{0,400}) failed to pass monitoredBarrier"),
+    ),
+    (
+        "missing_ranks",
+        ("clients joined",),
+        re.compile(r"(?P<joined>\d{1,6})/(?P<world>\d{1,6}) clients joined"),
+    ),
+    (
+        "peer_closed",
+        (
+            "closed by peer",
+            "reset by peer",
+            "socket closed",
+            "broken pipe",
+            "remote process",
+            "ncclremote",
+        ),
+        re.compile(
+            r"Connection closed by peer|Connection reset by peer|Socket closed|Broken pipe"
+            r"|remote process (?:has )?(?:exited|died)|ncclRemoteError"
+        ),
+    ),
+    (
+        "abort",
+        ("terminate called",),
+        re.compile(r"^terminate called after throwing an instance of '(?P<type>[^']{1,100})'"),
+    ),
+    ("abort", ("fatal python error",), re.compile(r"^Fatal Python error: (?P<type>.{1,100})")),
+    (
+        "oom",
+        ("out of memory", "outofmemoryerror", "oom-kill", "oom_kill"),
+        re.compile(r"CUDA out of memory|torch\.OutOfMemoryError|oom[-_]kill|Out of memory: Killed"),
+    ),
+    # torchrun, srun, Slurm
+    (
+        "exit",
+        ("failed (exitcode",),
+        re.compile(
+            r"failed \(exitcode: (?P<code>-?\d{1,4})\) local_rank: (?P<local_rank>\d{1,4})"
+            r" \(pid: (?P<pid>\d{1,8})\)"
+        ),
+    ),
+    (
+        "exit",
+        ("srun: error",),
+        re.compile(
+            r"^srun: error: (?P<node>\S{1,80}): task (?P<task>\d{1,6}): "
+            r"(?P<how>Killed|Exited with exit code \d+|Aborted|Segmentation fault|Out Of Memory)"
+        ),
+    ),
+    (
+        "node",
+        ("node failure", "node_fail", "error: node"),
+        re.compile(
+            r"NODE FAILURE|NODE_FAIL|Node failure on (?P<node>[^\s,]{1,80})"
+            r"|error: Node (?P<node_b>\S{1,80}) (?:has failed|not responding)"
+        ),
+    ),
+    # ssh, pdsh: a refused connection would come from a node that lives
+    (
+        "node",
+        ("no route to host", "host is down", "connection timed out", "connect failed"),
+        re.compile(
+            r"ssh: connect to host (?P<node>\S{1,80}) port \d{1,5}: "
+            r"(?:No route to host|Host is down|Connection timed out)"
+            r"|^pdsh@\S{1,80}: (?P<node_b>[\w.-]{1,80}): "
+            r"(?:mcmd: )?connect(?:ion)? (?:failed|timed out)"
+        ),
+    ),
+    (
+        "storage",
+        ("stale file", "input/output", "transport endpoint", "no space left", "quota exceeded"),
+        re.compile(
+            r"Stale file handle|Input/output error|Transport endpoint is not connected"
+            r"|No space left on device|Disk quota exceeded"
+        ),
+    ),
+    (
+        "nccl_error",
+        ("ncclinternal", "ncclsystem", "unhandled system error", "nccl warn"),
+        re.compile(
+            r"ncclInternalError|ncclSystemError|unhandled system error"
+            r"|NCCL WARN .{0,80}(?:Got completion|ibv_|IB |Net |timed out)"
+        ),
+    ),
+    (
+        "starving",
+        ("waiting for",),
+        re.compile(
+            r"[Ww]aiting for (?:the )?(?:training|next|rollout) batch(?:es)?(?: to arrive)?"
+            r"|[Ww]aiting for rollouts?\b"
+        ),
+    ),
+    (
+        "waiting_weights",
+        ("waiting for",),
+        re.compile(r"[Ww]aiting for (?:policy |new |updated )?(?:weights?|checkpoint)\b.{0,80}"),
+    ),
+    (
+        "staleness",
+        ("staleness", "off-policy", "off policy", "capacity"),
+        re.compile(
+            r"(?:staleness|off[- ]policy).{0,60}(?:capacity|limit|exceeded|paus|block)"
+            r"|no (?:rollout )?capacity",
+            re.I,
+        ),
+    ),
+    (
+        "server_unhealthy",
+        (
+            "enginedead",
+            "enginecore ",
+            "healthcheck",
+            "health check",
+            "healthy",
+            "unreachable",
+            "did not answer",
+            "connecterror",
+            "connectionerror",
+            "connecttimeout",
+            "connection refused",
+        ),
+        re.compile(
+            r"EngineDeadError|EngineCore .{0,60}(?:died|failed)"
+            r"|health ?check .{0,40}(?:failed|timed out)"
+            r"|(?:inference )?server .{0,60}(?:unhealthy|not healthy|unreachable|did not answer)"
+            r"|(?:httpx\.|openai\.)?(?:ConnectError|APIConnectionError|ConnectTimeout)"
+            r"|Connection refused",
+            re.I | re.A,  # else `ı` is an `i`, which the words above do not know
+        ),
+    ),
+]

@@ -1,0 +1,272 @@
+"""Logs of ranks, launchers and servers: tracebacks and the lines that mean something."""
+
+import re
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shakedown.diagnosis.read.candidates import lines_with
+from shakedown.diagnosis.read.cut_off import cut_tracebacks
+from shakedown.diagnosis.read.local_ranks import LOCAL
+from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
+from shakedown.diagnosis.read.source import EvidenceFile
+from shakedown.diagnosis.read.step_times import step_lengths
+from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
+from shakedown.diagnosis.records import Frame, Identity, LogEnd, LogEvent, Record, clean
+
+# kubectl logs --prefix and --timestamps, Ray, a node's name or a time before torchrun's own prefix
+_OUTER = re.compile(
+    r"^(?:\[pod/[^\]]{1,120}\] ?|\([^()]{1,80}\) |[\w.-]{1,60}: (?=\[(?:rank|default))"
+    r"|\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-]\d\d:?\d\d) "
+    r"|[\d/-]{8,10} [\d:.,]{8,16} (?=\[(?:rank|default)))"
+)
+_PREFIX = re.compile(r"^\[(?:(?:rank|trainer)-?(\d{1,6})|default-?(\d{1,4}))\]:? ?", re.I)
+_MPI = re.compile(r"^\[\d{1,4},(\d{1,6})\]<std(?:out|err)>: ?")
+_TASK = re.compile(r"^ *(\d{1,5}): ")  # srun --label
+_LOG_NAME = re.compile(
+    r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"
+    r"|(?:^|/)metrics\.jsonl$"
+)
+
+# py-spy's heads of a process: words of its command line and its paths are no messages.
+_COMMAND = ("Process ", "Parent Process ")
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_FOLLOWED = tuple(text.lower() for text in (HEAD, *_CHAINED))
+_ROOT = "Root Cause"
+_SUMMARY = ("root cause", "(local_rank: ", "exitcode")  # lines of torchrun's summary
+
+
+def parse(source: EvidenceFile) -> list[Record]:
+    """Events in file order; a log without any still says that it was silent and where it ends.
+
+    Of a long log only the lines are looked at that hold a telling word, and those after a
+    traceback's head until it ends.
+    """
+    named = source.who()
+    lowered = source.text.lower()
+    rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
+    telling = _telling(lowered, rows)
+    cut = cut_tracebacks(source, lambda line: _strip(line, named))
+    events = _Reader(source, named, rows).read(telling) if telling else []
+    found: list[Record] = [*(_within(event, local) for event, local in cut), *events]
+    if found or _LOG_NAME.search(source.name.lower()):
+        found += [_end(source, named), *step_lengths(source)]
+    return found
+
+
+def _telling(lowered: str, rows: Sequence[Row]) -> Sequence[int]:
+    """Numbers of the lines that hold a telling word."""
+    words = {word for row in rows for word in row[1]}.union(_FOLLOWED)
+    return lines_with(lowered, words.union(_SUMMARY) if _ROOT.lower() in lowered else words)
+
+
+_Owner = tuple[int | None, int | None]  # rank, local rank: ranks write between each other's lines
+_MAX_OPEN = 10_000
+
+
+class _Reader:
+    """Reads lines in their order; between them lines may be left out that mean nothing."""
+
+    def __init__(self, source: EvidenceFile, named: Identity, rows: Sequence[Row]) -> None:
+        self._source, self._named, self._rows = source, named, rows
+        self._events = _Shelf()
+        self._open: dict[_Owner, _Tracebacks] = {}  # of whom every line counts
+        self._launcher = _Launcher(source)
+
+    def read(self, telling: Sequence[int]) -> list[LogEvent]:
+        """The events of the lines with these numbers and of all that they open."""
+        lines, at = self._source.lines, 0
+        for number in telling:
+            self._between(lines, at, number - 1)
+            self._line(number, lines[number - 1])
+            at = number
+        self._between(lines, at, len(lines))
+        for (_, local), tracebacks in self._open.items():
+            last = tracebacks.finish()
+            if last is not None:
+                self._events.add(_within(last, local))
+        return self._events.ordered()
+
+    def _between(self, lines: Sequence[str], first: int, last: int) -> None:
+        """Lines `first` to `last`, counted from 0: only lines of those who are open count."""
+        for at in range(first, last):
+            if not self._open:
+                break
+            line, who, local = _strip(lines[at], self._named)
+            if (who.rank, local) in self._open:
+                self._follow(at + 1, line, who, local)
+
+    def _line(self, number: int, raw: str) -> None:
+        line, who, local = _strip(raw, self._named)
+        opens = HEAD in line or line.startswith(_CHAINED)
+        if (opens or (who.rank, local) in self._open) and self._follow(number, line, who, local):
+            return
+        found = _line_events(self._source, self._rows, number, line, who)
+        self._events.add(*(_within(e, local) for e in found), *self._launcher.feed(number, line))
+
+    def _follow(self, number: int, line: str, who: Identity, local: int | None) -> bool:
+        """Whether the line is inside a traceback. One that is over leaves no trace."""
+        owner = who.rank, local
+        tracebacks = self._open.pop(owner, None) or _Tracebacks(self._source)
+        ended = tracebacks.feed(number, line, who)
+        if ended is not None:
+            self._events.add(_within(ended, local))
+        if tracebacks.open and len(self._open) < _MAX_OPEN:
+            self._open[owner] = tracebacks
+        return tracebacks.inside
+
+
+def _within(event: LogEvent, local: int | None) -> LogEvent:
+    """The event with its rank within the node, which other nodes have too."""
+    return event if local is None else replace(event, detail={**event.detail, LOCAL: local})
+
+
+class _Shelf:
+    """Events of one log, of each kind the first and the last: a loop can log one for ever."""
+
+    EACH = 1000
+
+    def __init__(self) -> None:
+        self._first: dict[str, list[LogEvent]] = {}
+        self._last: dict[str, deque[LogEvent]] = {}
+
+    def add(self, *events: LogEvent) -> None:
+        for event in events:
+            first = self._first.setdefault(event.kind, [])
+            if len(first) < self.EACH:
+                first.append(event)
+            else:
+                self._last.setdefault(event.kind, deque(maxlen=self.EACH)).append(event)
+
+    def ordered(self) -> list[LogEvent]:
+        rows = [*self._first.values(), *self._last.values()]
+        return sorted((e for row in rows for e in row), key=lambda e: e.place.line)
+
+
+def _may_be_outer(text: str) -> bool:
+    """Most lines have no prefix: a glance costs less than the pattern."""
+    return text[:1] in "[(" or text[10:11] == "T" or "]:" in text[:200]
+
+
+def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
+    """Remove `[default1]:[rank3]: ` or srun's `3: `; whose line it is, and its local rank."""
+    text = raw.rstrip("\r")
+    rank, local = named.rank, None
+    if not text:
+        return text, named, None
+    while _may_be_outer(text) and (match := _OUTER.match(text)):
+        text = text[match.end() :]
+    if match := _MPI.match(text):
+        text, rank = text[match.end() :], int(match[1])
+    found = False
+    while match := _PREFIX.match(text):
+        text, found = text[match.end() :], True
+        rank = int(match[1]) if match[1] else rank
+        local = int(match[2]) if match[2] else local
+    if not found and rank is None and (match := _TASK.match(text)):
+        text, rank = text[match.end() :], int(match[1])
+    if rank == named.rank:
+        return text, named, local
+    return text, Identity(rank, None, named.host, named.role), local
+
+
+def _line_events(
+    source: EvidenceFile, rows: Sequence[Row], number: int, line: str, who: Identity
+) -> list[LogEvent]:
+    found: list[LogEvent] = []
+    if line.startswith(_COMMAND):
+        return found
+    lowered = line.lower()  # finding a word costs a fraction of a pattern: logs are long
+    for kind, words, pattern in rows:
+        match = any(word in lowered for word in words) and pattern.search(line)
+        if match:
+            found.append(
+                LogEvent(
+                    kind, who, clean(line.strip()), source.place(number, line), (), groups_of(match)
+                )
+            )
+    return found
+
+
+def _end(source: EvidenceFile, named: Identity) -> LogEnd:
+    filled = sum(map(bool, map(str.strip, source.lines)))
+    last = next(filter(str.strip, reversed(source.lines)), "")
+    return LogEnd(named, filled, clean(last), source.place(len(source.lines), last))
+
+
+class _Launcher:
+    """torchrun's summary: only the failure under "Root Cause" came first."""
+
+    _RANK = re.compile(r"^\s*rank\s+: (\d{1,6}) \(local_rank: \d{1,4}\)")
+    _CODE = re.compile(r"^\s*exitcode\s+: (-?\d{1,4}) \(pid: (\d{1,8})\)")
+
+    def __init__(self, source: EvidenceFile) -> None:
+        self._source = source
+        self._root = False
+        self._rank: int | None = None
+
+    def feed(self, number: int, line: str) -> list[LogEvent]:
+        """The root cause's exit, at its exit code's line."""
+        if line.startswith(_ROOT):
+            self._root = True
+        if not self._root:
+            return []
+        if match := self._RANK.match(line):
+            self._rank = int(match[1])
+        elif (match := self._CODE.match(line)) and self._rank is not None:
+            who, code = Identity(self._rank, int(match[2])), int(match[1])
+            self._root, self._rank = False, None
+            place = self._source.place(number, line)
+            text = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            return [LogEvent("exit", who, text, place, (), {"code": code, "root": True})]
+        return []
+
+
+class _Tracebacks:
+    """Follows one traceback at a time through interleaved log lines."""
+
+    def __init__(self, source: EvidenceFile) -> None:
+        self._source = source
+        self._frames: list[Frame] = []
+        self._line = 0
+        self._who = Identity()
+        self._chained = False
+        self.inside = False
+
+    @property
+    def open(self) -> bool:
+        """Whether the next line counts, whatever it says."""
+        return self.inside or self._chained
+
+    def feed(self, number: int, line: str, who: Identity) -> LogEvent | None:
+        """The traceback that this line ends, if any."""
+        if HEAD in line:
+            ended = self._event("", "") if self.inside else None
+            self.inside, self._frames, self._line, self._who = True, [], number, who
+            return ended
+        if line.startswith(_CHAINED):
+            self._chained = True
+            return None
+        if not self.inside:
+            if line.strip() and not line.startswith(" "):
+                self._chained = False
+            return None
+        if frame := frame_of(line):
+            self._frames.append(frame)
+            return None
+        if line.startswith((" ", "\t")) or not line.strip():
+            return None
+        name, _, message = line.partition(":")
+        return self._event(name.strip(), message.strip())
+
+    def finish(self) -> LogEvent | None:
+        """A traceback cut off by the end of the file."""
+        return self._event("", "") if self.inside else None
+
+    def _event(self, exception: str, message: str) -> LogEvent:
+        self.inside = False
+        text = clean(f"{exception}: {message}" if message else exception or "cut off")
+        detail = {"exception": clean(exception, 100), "chained": self._chained}
+        self._chained = False
+        place = self._source.place(self._line, text)
+        return LogEvent("traceback", self._who, text, place, tuple(self._frames), detail)

@@ -1,0 +1,142 @@
+"""Who the files of one evidence folder speak of, judged by all their names together.
+
+A lone name misleads: `slurm-4711.out` ends with a job, `4711.txt` with a process, and
+`node1_local_rank0.txt` with a rank that other nodes have too.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from shakedown.diagnosis.read.source import identity_of_name
+from shakedown.diagnosis.records import Identity
+
+Named = tuple[Identity, int | None]  # identity, and the bare number that may be a rank
+
+_LOCAL = re.compile(r"(?:^|[^a-z])local[-_]?rank[-_ =]?(\d{1,4})(?!\d)")
+_NO_RANK = re.compile(r"(?:^|[^a-z])(?:node|group)[-_]?rank[-_ =]?\d")
+_JOB = re.compile(
+    r"^(?:slurm|job|jobid|sacct|scontrol|squeue|sinfo)[-_.]?\d+(?:_\d+)?(?:\.[a-z]+)*$"
+)
+_HOST = re.compile(r"(?:^|[^a-z0-9])((?:node|host)\d{1,6})(?![a-z0-9])")
+_HASH = re.compile(r"^(?=.*\d)(?=.*[a-f])[0-9a-f]{6,64}(?:\.[a-z]+)*$")
+_HEX = re.compile(r"[0-9a-f#._-]*")
+_FOLDER_RANK = re.compile(r"^(?:[a-z]{0,12}[-_])?rank[-_ =]?(\d{1,6})$")
+_FOLDER_HOST = re.compile(r"^((?:node|host)[-_]?\d[a-z0-9-]*)$")
+# torchrun --log-dir: RUN_ID/attempt_N/LOCAL_RANK/stderr.log
+_ELASTIC = re.compile(r"^(.*?)attempt_(\d{1,6})/(\d{1,4})/(?:stdout|stderr|error)\.(?:log|json)")
+_FEW = 3  # names of which at least two of a series would share a stem
+_DIGITS = re.compile(r"\d+")
+
+
+def identities(names: Sequence[str]) -> Mapping[str, Named]:
+    """What each name says, given all the others."""
+    found = {name: _one(name) for name in names}
+    _ranks_of_nodes(found)
+    _ranks_of_torchrun(found)
+    _of_no_series(found)
+    _of_tasks(found)
+    _of_hosts(found)
+    _numbers(found)
+    return found
+
+
+def _one(name: str) -> Named:
+    identity, trailing = identity_of_name(name)
+    *folders, leaf = name.lower().removesuffix(".gz").split("/")
+    host, named = identity.host, _HOST.search(leaf)
+    if named is not None and not host:
+        host = named[1]
+        trailing = None if re.fullmatch(r"(?:\.[a-z]+)*", leaf[named.end() :]) else trailing
+    rank = None if _LOCAL.search(leaf) or _NO_RANK.search(leaf) else identity.rank
+    if _JOB.match(leaf) or _HASH.match(leaf):
+        trailing = None
+    for folder in reversed(folders):
+        match = _FOLDER_RANK.match(folder)
+        if match and rank is None and identity.pid is None:
+            rank, trailing = int(match[1]), None
+        host = host or (match[1] if (match := _FOLDER_HOST.match(folder)) else "")
+    return Identity(rank, identity.pid, host, identity.role), trailing
+
+
+def _ranks_of_nodes(found: dict[str, Named]) -> None:
+    """A local rank is the rank where the files of one node alone are given."""
+    local: dict[str, int] = {}
+    nodes: set[str] = set()
+    for name in found:
+        folder, _, leaf = name.lower().rpartition("/")
+        if match := _LOCAL.search(leaf):
+            local[name] = int(match[1])
+            nodes.add(f"{folder}/{leaf[: match.start(1)]}")
+    for name, number in local.items():
+        identity, _ = found[name]
+        rank = number if len(nodes) == 1 and identity.rank is None else identity.rank
+        found[name] = replace(identity, rank=rank), None
+
+
+def _ranks_of_torchrun(found: dict[str, Named]) -> None:
+    """The newest attempt's folders are local ranks: ranks where there is one node."""
+    rows = {name: match for name in found if (match := _ELASTIC.search(name))}
+    newest: dict[str, int] = defaultdict(int)
+    for match in rows.values():
+        newest[match[1]] = max(newest[match[1]], int(match[2]))
+    for name, match in rows.items():
+        identity, _ = found[name]
+        if len(newest) == 1 and int(match[2]) == newest[match[1]] and identity.rank is None:
+            found[name] = replace(identity, rank=int(match[3])), None
+
+
+def _of_no_series(found: dict[str, Named]) -> None:
+    """Numbers at the ends of names without anything in common are parts of hashes."""
+    series = Counter(_stem(name) for name, (_, number) in found.items() if number is not None)
+    if series.total() < _FEW or not all(map(_HEX.fullmatch, series)) or max(series.values()) > 1:
+        return
+    for name, (identity, _) in found.items():
+        found[name] = identity, None
+
+
+def _of_tasks(found: dict[str, Named]) -> None:
+    """`py.5.n1.out`, `py.6.n1.out`: a number that files share is a node; the other is the task."""
+    series: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, (identity, number) in found.items():
+        if number is not None and identity.rank is None:
+            folder, _, leaf = name.rpartition("/")
+            series[folder, template(leaf)].append(name)
+    for names in series.values():
+        ends = {found[name][1] for name in names}
+        fields = [list(map(int, _DIGITS.findall(name.rpartition("/")[2]))) for name in names]
+        unique = [c for c in zip(*fields, strict=True) if sorted(c) == list(range(len(names)))]
+        if len(ends) < len(names) and len(unique) == 1:
+            for name, rank in zip(names, unique[0], strict=True):
+                found[name] = replace(found[name][0], rank=rank), None
+
+
+def _stem(name: str) -> str:
+    leaf = name.lower().rpartition("/")[2]
+    return template(re.sub(r"\d+(?:\.[a-z]+)*$", "", leaf))
+
+
+def _of_hosts(found: dict[str, Named]) -> None:
+    """`node0_gpu1` and `node1_gpu1`: a number that two nodes share counts within a node."""
+    hosts: dict[int, set[str]] = defaultdict(set)
+    for identity, number in found.values():
+        if number is not None and identity.host:
+            hosts[number].add(identity.host)
+    if any(len(names) > 1 for names in hosts.values()):
+        for name, (identity, number) in found.items():
+            found[name] = identity, None if identity.host else number
+
+
+def _numbers(found: dict[str, Named]) -> None:
+    """Ranks count from 0: a number far above the count of files is a process or a job."""
+    numbers = {number for _, number in found.values() if number is not None}
+    for name, (identity, number) in found.items():
+        if number is not None and number >= 16 * len(numbers) + 64:
+            pid = number if 0 < number < 2**22 else None  # the kernel's highest process id
+            found[name] = replace(identity, pid=pid), None
+
+
+def template(name: str) -> str:
+    """A name with its numbers left out: what files of one series share."""
+    return _DIGITS.sub("#", name)

@@ -1,0 +1,171 @@
+"""The table of formats and the loop over the input files."""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from shakedown.diagnosis.read import (
+    evidence,
+    faulthandler_text,
+    flight_recorder,
+    gpus,
+    json_parts,
+    local_ranks,
+    logs,
+    names,
+    prefixed,
+    process_state,
+    pyspy_json,
+    pyspy_text,
+    pystack_text,
+    ras,
+    slurm,
+)
+from shakedown.diagnosis.read.halves import read_all
+from shakedown.diagnosis.read.moments import order_moments
+from shakedown.diagnosis.read.source import MAX_FILES, EvidenceFile, find_files, read_source
+from shakedown.diagnosis.read.unread import of_members, rank_of_unread, why_unread
+from shakedown.diagnosis.records import Identity, Record, Unattachable, clean
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """An input that could not be used, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything read: records, files by format, and what was left out."""
+
+    records: Sequence[Record]
+    formats: dict[str, str] = field(default_factory=dict)  # file name -> formats read from it
+    skipped: Sequence[Skipped] = ()
+
+
+Parser = Callable[[EvidenceFile], list[Record]]
+JsonParser = Callable[[EvidenceFile, Any], list[Record] | None]
+
+# A JSON value is offered to each in turn; None means "not mine".
+JSON_FORMATS: dict[str, JsonParser] = {
+    "py-spy json": pyspy_json.parse,
+    "flight recorder json": flight_recorder.parse_json,
+    "gpus": gpus.parse_json,
+    "shakedown evidence": evidence.parse_json,
+    "nccl ras json": ras.parse_json,
+}
+
+# Text may hold several formats at once (a log with a stack dump in it): all of them read it.
+TEXT_FORMATS: dict[str, Parser] = {
+    "py-spy text": pyspy_text.parse,
+    "pystack text": pystack_text.parse,
+    "faulthandler": faulthandler_text.parse,
+    "process state": process_state.parse,
+    "nccl ras": ras.parse_text,
+    "slurm": slurm.parse,
+    "log": logs.parse,
+}
+# Those that are read process by process where each line says whose it is.
+_OF_PROCESSES = ("py-spy text", "pystack text", "faulthandler")
+
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how PowerShell redirects
+_COLOUR = re.compile(rb"\x1b\[[0-9;]{0,20}[mKGHJ]")
+_JSON_LINES = re.compile(r"^\s*[{\[]")
+
+
+def read_paths(paths: Iterable[Path]) -> Evidence:
+    """Read every file under `paths`; what cannot be read is listed in `skipped`."""
+    records: list[Record] = []
+    formats: dict[str, str] = {}
+    skipped: list[Skipped] = []
+    files = list(islice(find_files(paths), MAX_FILES + 1))
+    if len(files) > MAX_FILES:
+        reason = f"not read, and nothing after it: more than {MAX_FILES} files"
+        skipped.append(Skipped(files.pop()[1], reason))
+    named = names.identities([name for _, name in files])
+    local: list[str] = []
+    unread: list[Unattachable] = []
+    results = read_all([(path, name, *named[name]) for path, name in files], _read)
+    for (_, name), result in zip(files, results, strict=True):
+        if isinstance(result, str):
+            skipped.append(Skipped(name, result))
+            unread += rank_of_unread(name, *named[name], result)
+            continue
+        found, counts_locally = result
+        if counts_locally:
+            local.append(name)
+        for label, rows in found.items():
+            records += rows
+            formats[name] = f"{formats[name]}, {label}" if name in formats else label
+    records += of_members(unread, records)
+    return Evidence(order_moments(local_ranks.resolve(records, local)), formats, skipped)
+
+
+def _read(
+    file: tuple[Path, str, Identity, int | None],
+) -> tuple[dict[str, list[Record]], bool] | str:
+    """A file's records by format and whether its log counts locally; or why it was left out."""
+    path, name, identity, trailing = file
+    try:
+        source = replace(read_source(path, name), identity=identity, trailing=trailing)
+        found = read_one(source)
+        if not found:
+            return why_unread(source.data)
+        return found, "log" in found and local_ranks.counts_locally(source)
+    except OSError as error:
+        return error.strerror or type(error).__name__
+    except RecursionError:
+        return "nested too deeply"
+    except (ValueError, ArithmeticError, MemoryError) as error:
+        return clean(error) or type(error).__name__
+
+
+def read_one(source: EvidenceFile) -> dict[str, list[Record]]:
+    """Records of one file by the format they came from; empty when no format fits.
+
+    Raises:
+        ValueError: the file is of a known binary format, but damaged or unsafe.
+    """
+    if flight_recorder.is_pickle(source.data):
+        return {"flight recorder pickle": flight_recorder.parse_pickle(source)}
+    if evidence.is_heartbeat(source.data):
+        return {"heartbeat": evidence.parse_heartbeat(source)}
+    if source.data[:2] in _UTF_16:
+        text = source.data.decode("utf-16", errors="replace")
+        source = replace(source, data=text.encode("utf-8", errors="replace"))
+    if source.looks_binary:
+        return {}
+    if b"\x1b[" in source.data:
+        source = replace(source, data=_COLOUR.sub(b"", source.data))
+    if _JSON_LINES.match(source.text[:200]):
+        found = _read_json(source)
+        if found:
+            return found
+    parts = prefixed.split(source)
+    rows: dict[str, list[Record]] = json_parts.parse(source, _judge_json)
+    for label, parse in TEXT_FORMATS.items():
+        for part in parts if parts and label in _OF_PROCESSES else [source]:
+            rows.setdefault(label, []).extend(parse(part))
+    return {label: row for label, row in rows.items() if row}
+
+
+def _read_json(source: EvidenceFile) -> dict[str, list[Record]]:
+    try:
+        body = json.loads(source.whole)
+    except ValueError:
+        return {}
+    return _judge_json(source, body)
+
+
+def _judge_json(source: EvidenceFile, body: Any) -> dict[str, list[Record]]:
+    for label, parse in JSON_FORMATS.items():
+        rows = parse(source, body)
+        if rows is not None:
+            return {label: rows}
+    return {}

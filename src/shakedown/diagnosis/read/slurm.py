@@ -1,0 +1,75 @@
+"""Slurm's view: `scontrol show node`, `scontrol show job`, `sacct`, `sinfo`."""
+
+import re
+
+from shakedown.diagnosis.read.source import EvidenceFile
+from shakedown.diagnosis.records import Identity, LogEvent, NodeState, Record, SourceRef, clean
+
+_NODE = re.compile(r"(?:^|\s)NodeName=(\S{1,80})")
+_STATE = re.compile(r"(?:^|\s)State=(\S{1,120})")
+_JOB_ID = re.compile(r"(?:^|\s)JobId=(\S{1,40})")
+_JOB = re.compile(r"(?:^|\s)JobState=([A-Z_]{1,40})\b")
+_LIST = re.compile(r"(?:^|\s)NodeList=(\S{1,200})")
+_SACCT_HEAD = re.compile(r"^\s*JobI[dD]\b.*\bState\b")
+_DOWN = re.compile(r"DOWN|FAIL|NOT_RESPONDING|NO_RESPOND|\*")
+# sacct cuts its columns: `OUT_OF_ME+`, `CANCELLED+`
+_JOB_STATES = re.compile(
+    r"^(PENDING|RUNNING|COMPLETING|COMPLETED|FAILED|TIMEOUT|CANCELLED|OUT_OF_ME|PREEMPTED|NODE_FAIL"
+    r"|BOOT_FAIL|DEADLINE|SUSPENDED)"
+)
+
+
+def parse(source: EvidenceFile) -> list[Record]:
+    """Node and job states; a job's NODE_FAIL is reported for its whole node list."""
+    if not any(word in source.text for word in ("NodeName=", "JobState=", "JobI")):
+        return []
+    records: list[Record] = []
+    node, job, is_sacct, columns = "", "", False, list[str]()
+    for number, line in enumerate(source.lines, start=1):
+        if match := _NODE.search(line):
+            node = clean(match[1], 80)
+        if match := _JOB_ID.search(line):
+            job = clean(match[1], 40)
+        if node and (match := _STATE.search(line)):
+            down = _DOWN.search(match[1]) is not None
+            place = source.place(number, line)
+            records.append(NodeState(node, clean(match[1], 80), down, place))
+            node = ""
+        if _SACCT_HEAD.match(line):
+            is_sacct, columns = True, _cells(line)
+        elif is_sacct:
+            records += _row(columns, _cells(line), source.place(number, line))
+        elif match := _JOB.search(line):
+            rest = "\n".join(source.lines[number - 1 : number + 30])
+            listed = _LIST.search(rest)
+            row = {"JobID": job, "State": match[1], "NodeList": listed[1] if listed else ""}
+            records += _job(row, source.place(number, line))
+    return records
+
+
+def _cells(line: str) -> list[str]:
+    return [name.strip() for name in (line.split("|") if "|" in line else line.split())]
+
+
+def _row(columns: list[str], cells: list[str], place: SourceRef) -> list[Record]:
+    """A row of sacct; its steps repeat what the job's own row says."""
+    row = dict(zip(columns, cells, strict=False))
+    job = row.get("JobID") or row.get("JobId") or ""
+    if not _JOB_STATES.match(row.get("State", "")):  # a name with blanks shifts the columns
+        row["State"] = next((cell for cell in cells[1:] if _JOB_STATES.match(cell)), "")
+    if not job[:1].isdigit() or "." in job or not row["State"]:
+        return []
+    return _job({**row, "JobID": job}, place)
+
+
+def _job(row: dict[str, str], place: SourceRef) -> list[Record]:
+    match = _JOB_STATES.match(row["State"])
+    if match is None:
+        return []
+    if match[1] == "NODE_FAIL":
+        name = clean(row.get("NodeList") or row.get("FailedNode") or "?", 200)
+        return [NodeState(name, "NODE_FAIL", True, place)]
+    state = "OUT_OF_MEMORY" if match[1] == "OUT_OF_ME" else match[1]
+    job = clean(row["JobID"], 40)
+    detail = {"job": job, "state": state, "nodes": clean(row.get("NodeList", ""), 200)}
+    return [LogEvent("job", Identity(), f"job {job} is {state}", place, (), detail)]

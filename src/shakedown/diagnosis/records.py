@@ -1,0 +1,304 @@
+"""What parsers hand to the facts table: plain values with their source, no judgement."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from shakedown.monitor.heartbeat import Beat
+
+# Control characters of hostile inputs would reach a terminal; long lines would fill a report.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+MAX_TEXT = 400
+
+
+def clean(value: object, limit: int = MAX_TEXT) -> str:
+    """Text fit for a terminal and a page: no control characters, bounded length.
+
+    A container from a crafted dump could print for ever: only its type is named.
+    """
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "a huge number"
+    if not isinstance(value, str | int | float | Exception):
+        return type(value).__name__
+    text = _CONTROL.sub("?", str(value)[: limit + 1])
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+@dataclass(frozen=True)
+class SourceRef:
+    """Where a piece of evidence stands: file, line (0: the whole file), what it says."""
+
+    path: str
+    line: int = 0
+    text: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}" if self.line else self.path
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who an input speaks of, as far as its content or name tells."""
+
+    rank: int | None = None
+    pid: int | None = None
+    host: str = ""
+    role: str = ""
+
+    def completed_by(self, other: "Identity") -> "Identity":
+        """What this one does not know is taken from `other`."""
+        return Identity(
+            self.rank if self.rank is not None else other.rank,
+            self.pid if self.pid is not None else other.pid,
+            self.host or other.host,
+            self.role or other.role,
+        )
+
+
+class Frame(NamedTuple):
+    """One call. `file` is as the tool printed it, shortened or full; `line` 0 when unknown."""
+
+    name: str
+    file: str
+    line: int = 0
+
+    @property
+    def function(self) -> str:
+        """The bare function name: py-spy prefixes the class, `<locals>` marks closures."""
+        return self.name.rsplit(".", 1)[-1]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name} ({self.file}:{self.line})" if self.line else f"{self.name} ({self.file})"
+        )
+
+
+@dataclass(frozen=True)
+class Thread:
+    """`frames` run from the outermost call to the innermost. `active`: seen on a CPU."""
+
+    name: str
+    frames: tuple[Frame, ...]
+    active: bool | None = None
+    owns_gil: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """All threads of one process at one moment. `sample` orders the moments of one process."""
+
+    who: Identity
+    threads: tuple[Thread, ...]
+    place: SourceRef
+    tool: str
+    parent_pid: int | None = None
+    command: str = ""
+    sample: int = 0
+
+    @property
+    def main(self) -> Thread | None:
+        """The main thread: named so, else the one with a module-level frame, else the only one."""
+        for thread in self.threads:
+            if thread.name == "MainThread":
+                return thread
+        for thread in self.threads:
+            if thread.frames and thread.frames[0].name == "<module>":
+                return thread
+        return self.threads[0] if len(self.threads) == 1 else None
+
+
+@dataclass(frozen=True)
+class ProcessState:
+    """/proc of one process: `state` R, S, D, T, Z, X (gone) or ?; `wchan`: kernel function."""
+
+    who: Identity
+    state: str
+    wchan: str
+    place: SourceRef
+    sample: int = 0
+
+
+@dataclass(frozen=True)
+class Unattachable:
+    """A tool that could not read a process: `gone`, `stopped`, `denied` or `other`."""
+
+    who: Identity
+    reason: Literal["gone", "stopped", "denied", "other"]
+    place: SourceRef
+
+
+class Operation(NamedTuple):
+    """One Flight Recorder entry. `seq` counts within its group; sizes are input and output."""
+
+    order: int
+    group: str
+    seq: int
+    name: str
+    sizes: tuple[tuple[int, ...], ...]
+    output_sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    done: bool
+    p2p: bool
+    frames: tuple[Frame, ...] = ()
+
+
+class GroupStatus(NamedTuple):
+    """One process group as one rank sees it; counters are -1 when unknown."""
+
+    members: tuple[int, ...]
+    description: str
+    enqueued: int = -1
+    started: int = -1
+    completed: int = -1
+
+
+@dataclass(frozen=True)
+class FlightRecord:
+    """One rank's Flight Recorder dump. `groups` keys are the dump's own group names."""
+
+    who: Identity
+    groups: Mapping[str, GroupStatus]
+    operations: Sequence[Operation]
+    place: SourceRef
+    sample: int = 0
+
+
+LogKind = Literal[
+    "traceback",
+    "abort",
+    "size_mismatch",
+    "dtype_mismatch",
+    "collective_mismatch",
+    "peer_closed",
+    "timeout",
+    "missing_ranks",
+    "exit",
+    "starving",
+    "waiting_weights",
+    "server_unhealthy",
+    "staleness",
+    "storage",
+    "node",
+    "job",
+    "oom",
+    "nccl_error",
+]
+
+
+@dataclass(frozen=True)
+class LogEvent:
+    """A log line, or a traceback, that means something. `detail` holds its parsed numbers."""
+
+    kind: LogKind
+    who: Identity
+    text: str
+    place: SourceRef
+    frames: tuple[Frame, ...] = ()
+    detail: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class LogEnd:
+    """A log was read: how long it is and its last line."""
+
+    who: Identity
+    lines: int
+    last: str
+    place: SourceRef
+
+
+@dataclass(frozen=True)
+class BeatRecord:
+    """A heartbeat as found in a file.
+
+    `taken`: when a collector read it, `began`: when the heartbeats of its run began, both Unix
+    seconds, 0 where that is not known.
+    """
+
+    beat: Beat
+    place: SourceRef
+    sample: int = 0
+    taken: float = 0.0
+    began: float = 0.0
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """A process's GPU: percent of the time with a kernel, and with memory read or written.
+
+    `shared`: other processes have a context on it, too.
+    """
+
+    who: Identity
+    busy: int
+    memory: int | None
+    shared: bool
+    place: SourceRef
+
+
+@dataclass(frozen=True)
+class StepLength:
+    """What a log says of its last steps: their usual length in seconds."""
+
+    who: Identity
+    seconds: float
+    place: SourceRef
+
+
+@dataclass(frozen=True)
+class JobExit:
+    """A supervisor's outcome file, or a launcher's exit codes by component name."""
+
+    state: str
+    sentence: str
+    exit_codes: Mapping[str, int]
+    failed_component: str
+    stalled: Mapping[str, Any]
+    place: SourceRef
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """One node as Slurm sees it: `down` when it is DOWN, NOT_RESPONDING or failed a job."""
+
+    node: str
+    state: str
+    down: bool
+    place: SourceRef
+
+
+@dataclass(frozen=True)
+class RasRank:
+    """One rank in NCCL RAS output: its communicator's counters or its absence."""
+
+    who: Identity
+    missing: bool
+    counts: Mapping[str, int]
+    place: SourceRef
+
+
+@dataclass(frozen=True)
+class TargetName:
+    """Our collector's own table: which process is which component."""
+
+    who: Identity
+    name: str
+    place: SourceRef
+
+
+Record = (
+    Stack
+    | ProcessState
+    | Unattachable
+    | FlightRecord
+    | LogEvent
+    | LogEnd
+    | BeatRecord
+    | StepLength
+    | GpuUse
+    | JobExit
+    | NodeState
+    | RasRank
+    | TargetName
+)

@@ -1,5 +1,0 @@
-"""Readers of evidence files: one file a format, chosen by what a file contains."""
-
-from shakedown.hang.parse.registry import Evidence, Skipped, read_paths
-
-__all__ = ["Evidence", "Skipped", "read_paths"]

@@ -1,0 +1,1 @@
+"""Persistent inference servers: engines, lease, daemon, client."""

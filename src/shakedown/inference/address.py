@@ -1,0 +1,67 @@
+"""Where a server listens: a free port, and an address that its clients can reach."""
+
+import ipaddress
+import os
+import random
+import socket
+
+from shakedown.cluster.nodes import node_address, node_name
+from shakedown.core.errors import ServerError
+
+# Below the range from which Linux takes ports of outgoing connections (32768 and up): an engine
+# binds its port many seconds after it was found free.
+_PORTS = range(18000, 32000)
+_LOOPBACK = "127.0.0.1"
+
+
+def choose_port(host: str) -> int:
+    """A port that nothing listens on.
+
+    Raises:
+        ServerError: `host` is no address of this machine, or every port tried is taken.
+    """
+    draw = random.SystemRandom()
+    for _ in range(100):
+        port = draw.choice(_PORTS)
+        if not port_fault(host, port):
+            return port
+    raise ServerError(f"no free port on {host}: {port_fault(host, port)}")
+
+
+def port_fault(host: str, port: int) -> str:
+    """Why nothing can listen on `host:port`; empty when it is free."""
+    try:
+        with socket.create_server((host, port)):
+            return ""
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
+
+
+def own_address(launcher: str) -> str:
+    """The address to listen on when none was given.
+
+    A server on this machine is for this machine alone. A server in a Slurm job is for other
+    nodes: it listens where Slurm itself reaches the node.
+    """
+    if launcher == "local":
+        return _LOOPBACK
+    name = node_name()
+    address = node_address(name)
+    try:
+        found = socket.gethostbyname(address)
+    except OSError:
+        found = _LOOPBACK
+    # Debian maps a host's own name to 127.0.1.1: no other node reaches that.
+    if ipaddress.ip_address(found).is_loopback and address == name:
+        return _outward_address() or found
+    return found
+
+
+def _outward_address() -> str:
+    """The address that outgoing traffic carries; nothing is sent to find it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that is never assigned
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])

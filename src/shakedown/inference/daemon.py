@@ -1,0 +1,130 @@
+"""Own one server as its child: `python -m shakedown.inference.daemon FOLDER [--detach]`.
+
+The server lives until its lease runs out, `FOLDER/stop` appears, the daemon gets SIGTERM, or it
+exits by itself. Should the daemon be killed, the supervisor's guard process ends the server.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from shakedown.cluster.nodes import node_name
+from shakedown.cluster.supervise import Component, Supervisor, describe_exit
+from shakedown.core.errors import ServerError, ShakedownError
+from shakedown.inference.address import choose_port, own_address, port_fault
+from shakedown.inference.engines import Launch, get_engine
+from shakedown.inference.folder import ServerFolder, ServerOrder, State, read_order
+from shakedown.inference.lease import LeaseWatch
+
+POLL_SECONDS = 0.25
+
+
+class _Signals:
+    """The last signal that asked for an end."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.name = signal.Signals(number).name
+
+
+def keep(folder: ServerFolder) -> int:
+    """Run the server of `folder` to its end; returns 0 when it was ended on purpose, else 3."""
+    signals = _Signals()
+    me = psutil.Process()
+    state = State("starting", node_name(), me.pid, me.create_time())
+    state.write(folder.state)
+    try:
+        order = _placed(read_order(folder.order))
+        state = replace(state, host=order.spec.host, port=order.spec.port)
+        return _run(folder, order, state, signals)
+    except ShakedownError as error:
+        replace(state, phase="ended", reason=str(error)).write(folder.state)
+        return int(error.exit_code)
+
+
+def _run(folder: ServerFolder, order: ServerOrder, state: State, signals: _Signals) -> int:
+    launch = get_engine(order.engine).launch(order.spec)
+    lease = LeaseWatch(folder.lease, order.lease)
+    with Supervisor(grace=order.grace) as supervisor:
+        pid = supervisor.start(_component(order, launch, folder))
+        state = replace(state, phase="running", pid=pid, command=list(launch.argv))
+        state.write(folder.state)
+        reason, returncode = _watch(folder, supervisor, lease, signals, order.lease)
+        supervisor.stop_all(order.grace)
+    replace(state, phase="ended", reason=reason, returncode=returncode).write(folder.state)
+    print(f"daemon: {reason}", flush=True)
+    return 0 if returncode is None else 3
+
+
+def _watch(
+    folder: ServerFolder,
+    supervisor: Supervisor,
+    lease: LeaseWatch,
+    signals: _Signals,
+    seconds: float,
+) -> tuple[str, int | None]:
+    """Why the server is to end, and its exit code when it ended by itself."""
+    while True:
+        for ended in supervisor.poll():
+            return (
+                f"the server ended by itself: {describe_exit(ended.returncode)}",
+                ended.returncode,
+            )
+        if signals.name:
+            return f"stopped by {signals.name}", None
+        if folder.stop.exists():
+            return "stopped on request", None
+        if lease.expired():
+            return f"the lease ran out: not used for {seconds:.0f} s", None
+        time.sleep(POLL_SECONDS)
+
+
+def _placed(order: ServerOrder) -> ServerOrder:
+    """The order with an address and a port of this node.
+
+    Raises:
+        ServerError: the given port is in use.
+    """
+    host = order.spec.host or own_address(order.launcher)
+    port = order.spec.port or choose_port(host)
+    fault = port_fault(host, port)
+    if fault:
+        raise ServerError(
+            f"cannot listen on {host}:{port}: {fault}",
+            hint=f"see who does: ss -ltnp 'sport = :{port}'; or leave the port out",
+        )
+    return replace(order, spec=replace(order.spec, host=host, port=port))
+
+
+def _component(order: ServerOrder, launch: Launch, folder: ServerFolder) -> Component:
+    return Component(order.name, "inference", launch.argv, folder.log, launch.env)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Keep the server of one folder; with --detach in a process of its own session."""
+    parser = argparse.ArgumentParser(prog="shakedown.inference.daemon", description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--detach", action="store_true", help="return at once, keep in background")
+    args = parser.parse_args(argv)
+    # Forked after the imports: a broken installation is seen by whoever started this.
+    if args.detach and os.fork():
+        return 0
+    if args.detach:
+        os.setsid()
+    return keep(ServerFolder(args.folder))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

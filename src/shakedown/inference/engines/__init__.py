@@ -1,0 +1,66 @@
+"""Inference engines by name: one file an engine, one row here."""
+
+from shakedown.core.errors import UsageError, look_up
+from shakedown.inference.engines.base import (
+    Capabilities,
+    Completion,
+    GenerationRequest,
+    InferenceEngine,
+    Launch,
+    LaunchSpec,
+    Machine,
+    Request,
+    TokenEngine,
+    this_machine,
+)
+from shakedown.inference.engines.sglang import SglangEngine
+from shakedown.inference.engines.transformers import TransformersEngine
+from shakedown.inference.engines.vllm import VllmEngine
+
+ENGINES: dict[str, InferenceEngine] = {
+    "vllm": VllmEngine(),
+    "sglang": SglangEngine(),
+    "transformers": TransformersEngine(),
+}
+
+
+def get_engine(name: str) -> InferenceEngine:
+    """Look an engine up.
+
+    Raises:
+        UsageError: no such engine.
+    """
+    return look_up("engine", name, ENGINES)
+
+
+def get_token_engine(name: str) -> TokenEngine:
+    """Look up an engine that takes token ids and tells logprobs.
+
+    Raises:
+        UsageError: no such engine, or it does neither.
+    """
+    engine = get_engine(name)
+    if not isinstance(engine, TokenEngine):
+        able = [each for each, found in ENGINES.items() if isinstance(found, TokenEngine)]
+        raise UsageError(
+            f"engine {name} takes no token ids and tells no logprobs",
+            hint=f"set serve.engine to one of: {', '.join(able)}",
+        )
+    return engine
+
+
+__all__ = [
+    "ENGINES",
+    "Capabilities",
+    "Completion",
+    "GenerationRequest",
+    "InferenceEngine",
+    "Launch",
+    "LaunchSpec",
+    "Machine",
+    "Request",
+    "TokenEngine",
+    "get_engine",
+    "get_token_engine",
+    "this_machine",
+]

@@ -1,0 +1,210 @@
+"""The files of one server's folder, and the records in them.
+
+endpoint.json   what clients read: where it answers, which model, how it was started
+state.json      what the daemon says: running where and as which process, or ended and why
+order.json      what the daemon was asked to run
+lease           its modification time is the last use
+job             the Slurm job's id, when the server is a job of its own
+stop            its presence asks the daemon to end the server
+server.log      the engine's own output; daemon.log, slurm.log: of what started it
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from shakedown.core.errors import UsageError
+from shakedown.core.files import read_object, write_json
+from shakedown.inference.engines import LaunchSpec
+
+ENDPOINT_SCHEMA = "shakedown/endpoint/1"
+_START = "shakedown serve start --config FILE --out FOLDER"
+
+
+@dataclass(frozen=True)
+class ServerFolder:
+    """Names of the files below `root`."""
+
+    root: Path
+
+    @property
+    def endpoint(self) -> Path:
+        return self.root / "endpoint.json"
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state.json"
+
+    @property
+    def order(self) -> Path:
+        return self.root / "order.json"
+
+    @property
+    def lease(self) -> Path:
+        return self.root / "lease"
+
+    @property
+    def stop(self) -> Path:
+        return self.root / "stop"
+
+    @property
+    def log(self) -> Path:
+        return self.root / "server.log"
+
+    @property
+    def daemon_log(self) -> Path:
+        return self.root / "daemon.log"
+
+    @property
+    def job(self) -> Path:
+        return self.root / "job"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / ".lock"
+
+    @property
+    def slurm_log(self) -> Path:
+        return self.root / "slurm.log"
+
+    @property
+    def verdict(self) -> Path:
+        return self.root / "verdict.json"
+
+
+@dataclass(frozen=True)
+class SlurmOptions:
+    """What the server's own job asks of Slurm.
+
+    `time_limit` as sbatch takes it (empty: the partition's); `exclude`: nodes to stay away from,
+    joined by commas; `extra`: more arguments of sbatch.
+    """
+
+    partition: str = ""
+    account: str = ""
+    gpus: int = 0
+    cpus: int = 1
+    time_limit: str = ""
+    exclude: str = ""
+    gpu_model: str = ""
+    extra: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServerOrder:
+    """A server to keep. `lease`, `ready_timeout` and `grace` (SIGTERM to SIGKILL) in seconds.
+
+    `spec.host` empty and `spec.port` 0 let the daemon choose on the node where it runs.
+    """
+
+    name: str
+    engine: str
+    spec: LaunchSpec
+    lease: float = 900.0
+    ready_timeout: float = 300.0
+    grace: float = 15.0
+    launcher: Literal["local", "slurm"] = "local"
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+
+    def write(self, path: Path) -> None:
+        """Write atomically as JSON."""
+        write_json(path, asdict(self))
+
+
+@dataclass(frozen=True)
+class State:
+    """The daemon's word. `started` of processes are Unix seconds, against reused process ids."""
+
+    phase: Literal["starting", "running", "ended"]
+    node: str
+    daemon_pid: int
+    daemon_started: float
+    pid: int = 0
+    host: str = ""
+    port: int = 0
+    reason: str = ""
+    returncode: int | None = None
+    command: list[str] = field(default_factory=list)
+
+    def write(self, path: Path) -> None:
+        """Write atomically as JSON."""
+        write_json(path, asdict(self))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A server that answered a real generation. `base_url` is without `/v1`."""
+
+    name: str
+    engine: str
+    base_url: str
+    model: str
+    served_name: str
+    pid: int
+    node: str
+    host: str
+    port: int
+    started: str
+    command: list[str]
+    log: str
+    lease: Mapping[str, Any]
+    launcher: Mapping[str, Any]
+    capabilities: Mapping[str, bool]
+    order: Mapping[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": ENDPOINT_SCHEMA, **asdict(self)}
+
+
+def read_order(path: Path) -> ServerOrder:
+    """Read what a daemon is to run.
+
+    Raises:
+        UsageError: missing or not an order.
+    """
+    return order_from(read_object(path, "server order", hint=_START), str(path))
+
+
+def order_from(body: Mapping[str, Any], where: str) -> ServerOrder:
+    """An order from its JSON form.
+
+    Raises:
+        UsageError: a key is missing, unknown or wrong.
+    """
+    try:
+        spec = dict(body["spec"])
+        for key in ("extra_args", "prefix"):
+            spec[key] = tuple(spec.get(key, ()))
+        rest = {k: v for k, v in body.items() if k not in ("spec", "slurm")}
+        options = dict(body.get("slurm", {}))
+        options["extra"] = tuple(options.get("extra", ()))
+        return ServerOrder(spec=LaunchSpec(**spec), slurm=SlurmOptions(**options), **rest)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{where} is not a server order: {error}") from error
+
+
+def read_state(path: Path) -> State | None:
+    """The daemon's word, or None when it has not spoken."""
+    if not path.exists():
+        return None
+    try:
+        return State(**read_object(path, "server state", hint=_START))
+    except TypeError as error:
+        raise UsageError(f"{path} is not a server state: {error}") from error
+
+
+def read_endpoint(path: Path) -> Endpoint:
+    """Read an endpoint from its file or its folder.
+
+    Raises:
+        UsageError: missing, not JSON, or of another schema.
+    """
+    if path.is_dir():
+        path = ServerFolder(path).endpoint
+    body = read_object(path, "endpoint", schema=ENDPOINT_SCHEMA, hint=_START)
+    known = {each.name for each in fields(Endpoint)}
+    try:
+        return Endpoint(**{key: value for key, value in body.items() if key in known})
+    except TypeError as error:
+        raise UsageError(f"{path} is not a complete endpoint: {error}") from error

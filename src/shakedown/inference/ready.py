@@ -1,0 +1,131 @@
+"""Ready means: a real generation was answered, not only a health check."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from shakedown.core.errors import ServerError
+from shakedown.inference.engines import InferenceEngine, Request
+from shakedown.inference.explain import likely_cause, log_end
+
+_HEALTH_SECONDS = 5.0
+_GENERATION_SECONDS = 60.0
+_POLL_SECONDS = 0.25
+_SAY_SECONDS = 5.0
+# Answers that more patience does not change.
+_FINAL = (400, 401, 403, 404, 422)
+
+
+@dataclass(frozen=True)
+class ReadyOptions:
+    """How to wait for a server.
+
+    `dead` returns why the server can no longer come up, or an empty string; `say` gets a line for
+    people every few seconds; `tick` is called at every look.
+    """
+
+    timeout: float
+    dead: Callable[[], str] = lambda: ""
+    say: Callable[[str], None] = lambda _: None
+    tick: Callable[[], None] = lambda: None
+    log: Path | None = None
+
+
+def wait_ready(engine: InferenceEngine, base_url: str, model: str, wait: ReadyOptions) -> float:
+    """Wait until the server answers a generation; returns the seconds it took.
+
+    Raises:
+        ServerError: it died, refused the generation, or did not answer in time; with the end of
+            its log and the likely cause.
+    """
+    began = said = time.monotonic()
+    answered = "nothing answered"
+    with httpx.Client(base_url=base_url, trust_env=False) as client:
+        while (now := time.monotonic()) - began < wait.timeout:
+            wait.tick()
+            reason = wait.dead()
+            if reason:
+                raise failure(f"the {engine.name} server at {base_url} {reason}", wait.log)
+            answered, ready = _look(client, engine, model)
+            if ready:
+                return time.monotonic() - began
+            if now - said >= _SAY_SECONDS:
+                said = now
+                wait.say(f"{engine.name} starting, {now - began:.0f} s: {last_line(wait.log)}")
+            time.sleep(_POLL_SECONDS)
+    raise failure(
+        f"the {engine.name} server at {base_url} did not answer a generation within "
+        f"{wait.timeout:.0f} s; last: {answered}",
+        wait.log,
+    )
+
+
+def health_fault(
+    engine: InferenceEngine, base_url: str, *, timeout: float = _HEALTH_SECONDS
+) -> str:
+    """Why the server's health check is not good; empty when it is."""
+    with httpx.Client(base_url=base_url, trust_env=False) as client:
+        return _fault(client, Request(engine.health_path, method="GET"), timeout)[0]
+
+
+def generation_fault(
+    engine: InferenceEngine, base_url: str, model: str, *, timeout: float = _GENERATION_SECONDS
+) -> str:
+    """Why the server does not answer a generation; empty when it does."""
+    with httpx.Client(base_url=base_url, trust_env=False) as client:
+        return _fault(client, engine.probe(model), timeout)[0]
+
+
+def failure(message: str, log: Path | None, returncode: int | None = None) -> ServerError:
+    """The error for a server that failed: the end of its log and the likely cause."""
+    text = read_end(log)
+    cause = likely_cause(text, returncode)
+    if text:
+        shown = "\n".join(f"  | {line}" for line in log_end(text).splitlines())
+        message = f"{message}\n  end of {log}:\n{shown}"
+    if cause is None:
+        return ServerError(message, hint=f"read {log}" if log else "read the server's log")
+    return ServerError(f"{message}\n  likely cause: {cause.text}", hint=cause.remedy)
+
+
+def read_end(log: Path | None, size: int = 65536) -> str:
+    """The last `size` bytes of a log as text; empty when there is none."""
+    if log is None or not log.is_file():
+        return ""
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - size))
+        return stream.read().decode("utf-8", "replace")
+
+
+def last_line(log: Path | None) -> str:
+    """The last line of a log that says something."""
+    return log_end(read_end(log, 4096), 1)[:160] or "no output yet"
+
+
+def _look(client: httpx.Client, engine: InferenceEngine, model: str) -> tuple[str, bool]:
+    fault, _ = _fault(client, Request(engine.health_path, method="GET"), _HEALTH_SECONDS)
+    if fault:
+        return fault, False
+    fault, status = _fault(client, engine.probe(model), _GENERATION_SECONDS)
+    if status in _FINAL:
+        raise ServerError(
+            f"the {engine.name} server at {client.base_url} refuses a generation: {fault}",
+            hint=f"is {model!r} the model that it serves?",
+        )
+    return fault, not fault
+
+
+def _fault(client: httpx.Client, request: Request, timeout: float) -> tuple[str, int]:
+    """(What is wrong, HTTP status); ("", status) when the answer is good."""
+    body: Any = dict(request.body) if request.method == "POST" else None
+    try:
+        reply = client.request(request.method, request.path, json=body, timeout=timeout)
+    except (httpx.HTTPError, OSError) as error:
+        return f"{request.path}: {type(error).__name__} {error}".strip(), 0
+    if reply.is_success:
+        return "", reply.status_code
+    return f"{request.path}: HTTP {reply.status_code} {reply.text[:200]}", reply.status_code

@@ -1,0 +1,358 @@
+"""Start, find, ensure and stop a persistent server. Every function takes the server's folder."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from shakedown.cluster.nodes import node_name
+from shakedown.core.errors import StorageError, UsageError
+from shakedown.core.files import write_json, write_text
+from shakedown.inference import slurm
+from shakedown.inference.address import port_fault
+from shakedown.inference.engines import get_engine
+from shakedown.inference.folder import (
+    Endpoint,
+    ServerFolder,
+    ServerOrder,
+    State,
+    order_from,
+    read_endpoint,
+    read_order,
+    read_state,
+)
+from shakedown.inference.lease import Lease
+from shakedown.inference.processes import (
+    POLL_SECONDS,
+    alive,
+    daemon_lives,
+    end_orphans,
+    gone,
+    job_id,
+)
+from shakedown.inference.ready import (
+    ReadyOptions,
+    failure,
+    generation_fault,
+    health_fault,
+    wait_ready,
+)
+
+Say = Callable[[str], None]
+_KEEPER_SECONDS = 60.0  # for a daemon to be heard: a shared file system may be slow to show files
+_STOP_SECONDS = 40.0  # the daemon's own grace time, and the kill after it
+_QUEUE_SAY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """`alive`: a process of it runs or a job is queued; `answers`: a generation came back."""
+
+    alive: bool
+    answers: bool
+    sentence: str
+
+
+def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
+    """Start a server, or keep the one that runs already with the same order.
+
+    Raises:
+        UsageError: the model's folder does not exist.
+        ServerError: it exited, was not given a port, or did not answer in time.
+        LaunchError: Slurm refused the job.
+    """
+    _check_model(order)
+    get_engine(order.engine).launch(order.spec)  # a wrong allocation is told before anything runs
+    folder = ServerFolder(root.absolute())
+    with _locked(folder):
+        running = _running(folder)
+        if running is not None and running.order == _as_json(order) and _answers(running):
+            say(f"serve: {order.name} is already running at {running.base_url}")
+            Lease(folder.lease).renew()
+            return running
+        if running is not None:
+            _stop(folder, say)
+        return _start(order, folder, say)
+
+
+def ensure(path: Path, *, say: Say = print) -> Endpoint:
+    """The server of `endpoint.json`, started again when it is gone; else nothing is rewritten.
+
+    Raises:
+        UsageError: no endpoint there.
+        ServerError, LaunchError: it could not be started again.
+    """
+    endpoint = read_endpoint(path)
+    folder = ServerFolder((path if path.is_dir() else path.parent).absolute())
+    with _locked(folder):
+        if alive(folder) and _answers(endpoint):
+            Lease(folder.lease).renew()
+            return endpoint
+        say(f"serve: {endpoint.name} is gone, starting it again")
+        _stop(folder, say)
+        order = order_from(endpoint.order, str(folder.endpoint))
+        if order.launcher == "local" and not port_fault(endpoint.host, endpoint.port):
+            spec = replace(order.spec, host=endpoint.host, port=endpoint.port)
+            order = replace(order, spec=spec)
+        before = folder.endpoint.stat()
+        started = _start(order, folder, say, recorded=endpoint.order)
+        # The answers are the same: what was made with the endpoint is not out of date.
+        os.utime(folder.endpoint, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return started
+
+
+def status(root: Path) -> Status:
+    """What the server does now.
+
+    Raises:
+        UsageError: no server was ever started there.
+    """
+    folder = ServerFolder(root.absolute())
+    state, job = read_state(folder.state), job_id(folder)
+    if state is None and not job:
+        raise UsageError(
+            f"{root} is no server's folder", hint="shakedown serve start --config FILE --out FOLDER"
+        )
+    if not alive(folder):
+        reason = state.reason if state is not None and state.reason else "its daemon is gone"
+        return Status(False, False, f"not running: {reason}")
+    if state is None or state.phase != "running":
+        queued = slurm.job_state(job) if job else None
+        detail = f"job {job} {queued.state} ({queued.reason})" if queued else "daemon starting"
+        return Status(True, False, detail)
+    if not folder.endpoint.is_file():
+        return Status(True, False, f"process {state.pid} on {state.node} is loading")
+    endpoint = read_endpoint(root)
+    fault = generation_fault(get_engine(endpoint.engine), endpoint.base_url, endpoint.served_name)
+    if fault:
+        return Status(True, False, f"process {state.pid} runs but does not answer: {fault}")
+    return Status(True, True, f"answers at {endpoint.base_url} as {endpoint.served_name}")
+
+
+def stop(root: Path, *, say: Say = print) -> str:
+    """End the server and see that it is gone; returns what was done.
+
+    Raises:
+        ServerError: a process of it is still there.
+    """
+    folder = ServerFolder(root.absolute())
+    if not folder.root.is_dir():
+        raise UsageError(f"{root} does not exist: no server was started there")
+    with _locked(folder):
+        return _stop(folder, say)
+
+
+def _start(
+    order: ServerOrder, folder: ServerFolder, say: Say, *, recorded: object = None
+) -> Endpoint:
+    _prepare(folder)
+    order.write(folder.order)
+    Lease(folder.lease).renew()
+    try:
+        if order.launcher == "slurm":
+            _submit(order, folder, say)
+        else:
+            _spawn_daemon(folder)
+        state = _daemon_says(order, folder, say)
+        endpoint = _endpoint(order, folder, state)
+        seconds = wait_ready(
+            get_engine(order.engine),
+            endpoint.base_url,
+            endpoint.served_name,
+            ReadyOptions(
+                timeout=order.ready_timeout,
+                dead=lambda: _why_dead(folder),
+                say=lambda line: say(f"serve: {line}"),
+                tick=Lease(folder.lease).renew,
+                log=folder.log,
+            ),
+        )
+    except BaseException:
+        _stop(folder, say)
+        raise
+    say(f"serve: {order.name} answered a generation after {seconds:.0f} s at {endpoint.base_url}")
+    body = endpoint.to_json()
+    write_json(folder.endpoint, body if recorded is None else {**body, "order": recorded})
+    return read_endpoint(folder.root)
+
+
+def _check_model(order: ServerOrder) -> None:
+    """Refuse what is no model before a slow start.
+
+    Raises:
+        UsageError: the name looks like a folder and is none, or the folder holds no model.
+    """
+    model = Path(order.spec.model)
+    looks_local = model.is_absolute() or order.spec.model.startswith((".", "~"))
+    if looks_local and not model.is_dir():
+        raise UsageError(
+            f"model folder {model} does not exist",
+            hint="write the demo's with `shakedown assets`, or set model.source",
+        )
+    if model.is_dir() and not (model / "config.json").is_file():
+        raise UsageError(f"{model} is no Hugging Face model: it has no config.json")
+
+
+def _prepare(folder: ServerFolder) -> None:
+    """A folder for a new life of the server; the log of the one before is kept beside it."""
+    for path in (folder.stop, folder.state, folder.job):
+        path.unlink(missing_ok=True)
+    if folder.log.exists():
+        folder.log.replace(folder.log.with_name("server.previous.log"))
+
+
+def _spawn_daemon(folder: ServerFolder) -> None:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "shakedown.inference.daemon",
+        str(folder.root),
+        "--detach",
+    ]
+    with folder.daemon_log.open("ab") as log:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, check=False
+        )
+    if done.returncode:
+        raise failure(f"the daemon did not start (exit {done.returncode})", folder.daemon_log)
+
+
+def _submit(order: ServerOrder, folder: ServerFolder, say: Say) -> None:
+    job = slurm.submit(folder, order.name, order.slurm)
+    write_text(folder.job, f"{job}\n")
+    say(f"serve: {order.name} is Slurm job {job}")
+
+
+def _daemon_says(order: ServerOrder, folder: ServerFolder, say: Say) -> State:
+    """Wait for the daemon to have started the server. Time in Slurm's queue does not count.
+
+    Raises:
+        ServerError: the daemon ended, or was not heard of; the job was cancelled or failed.
+    """
+    heard = said = time.monotonic()
+    while time.monotonic() - heard < _KEEPER_SECONDS:
+        state = read_state(folder.state)
+        if state is not None and state.phase == "running":
+            return state
+        if state is not None and state.phase == "ended":
+            raise failure(f"{order.name}: {state.reason}", folder.log)
+        job = job_id(folder)
+        found = slurm.job_state(job) if job and state is None else None
+        if found is not None and found.gone:
+            raise failure(
+                f"Slurm job {job} ended before the server started: {found.reason or 'unknown job'}",
+                folder.slurm_log,
+            )
+        if found is not None and found.waiting:
+            heard = time.monotonic()
+            Lease(folder.lease).renew()
+            if heard - said >= _QUEUE_SAY_SECONDS:
+                said = heard
+                say(f"serve: job {job} is {found.state} ({found.reason})")
+        time.sleep(POLL_SECONDS if not job else 4 * POLL_SECONDS)
+    raise failure(
+        f"the daemon of {order.name} was not heard of within {_KEEPER_SECONDS:.0f} s",
+        folder.slurm_log if job_id(folder) else folder.daemon_log,
+    )
+
+
+def _endpoint(order: ServerOrder, folder: ServerFolder, state: State) -> Endpoint:
+    engine = get_engine(order.engine)
+    job = job_id(folder)
+    return Endpoint(
+        name=order.name,
+        engine=order.engine,
+        base_url=f"http://{state.host}:{state.port}",
+        model=order.spec.model,
+        served_name=engine.served_name(order.spec),
+        pid=state.pid,
+        node=state.node,
+        host=state.host,
+        port=state.port,
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
+        command=state.command,
+        log=str(folder.log),
+        lease={"file": str(folder.lease), "seconds": order.lease},
+        launcher={"kind": order.launcher, "job_id": job} if job else {"kind": order.launcher},
+        capabilities=asdict(engine.capabilities),
+        order=_as_json(order),
+    )
+
+
+def _as_json(order: ServerOrder) -> dict[str, object]:
+    """As it comes back from a file: lists for tuples."""
+    body = asdict(order)
+    body["spec"] |= {key: list(body["spec"][key]) for key in ("extra_args", "prefix")}
+    body["slurm"] |= {"extra": list(body["slurm"]["extra"])}
+    return body
+
+
+def _running(folder: ServerFolder) -> Endpoint | None:
+    """The endpoint of a server whose processes or job are there."""
+    if not alive(folder):
+        return None
+    if folder.endpoint.is_file():
+        return read_endpoint(folder.root)
+    _stop(folder, lambda _: None)  # a start that was cut off
+    return None
+
+
+def _answers(endpoint: Endpoint) -> bool:
+    engine = get_engine(endpoint.engine)
+    if health_fault(engine, endpoint.base_url):
+        return False
+    return not generation_fault(engine, endpoint.base_url, endpoint.served_name)
+
+
+def _why_dead(folder: ServerFolder) -> str:
+    """Why a starting server can no longer come up; empty while it can."""
+    state = read_state(folder.state)
+    if state is None:
+        return ""
+    if state.phase == "ended":
+        return f"did not start: {state.reason}"
+    return "" if daemon_lives(state) else "lost its daemon"
+
+
+def _stop(folder: ServerFolder, say: Say) -> str:
+    state, job = read_state(folder.state), job_id(folder)
+    if not alive(folder):
+        end_orphans(state)
+        return "was not running"
+    write_text(folder.stop, "stop\n")
+    waiting = slurm.job_state(job) if job else None
+    if waiting is not None and waiting.waiting:
+        slurm.cancel(job)
+    if not gone(folder, _STOP_SECONDS):
+        say("serve: the daemon does not answer, ending it")
+        if job:
+            slurm.cancel(job)
+        elif state is not None and state.node == node_name():
+            os.kill(state.daemon_pid, signal.SIGKILL)  # its guard ends the server
+        gone(folder, _STOP_SECONDS)
+    end_orphans(read_state(folder.state) or state)
+    return "stopped"
+
+
+@contextlib.contextmanager
+def _locked(folder: ServerFolder) -> Iterator[None]:
+    """One start, stop or restart of a server at a time."""
+    try:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        lock = folder.lock.open("w")
+    except OSError as error:
+        raise StorageError(f"cannot use {folder.root}: {error.strerror}") from error
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+__all__ = ["Status", "ensure", "read_order", "start", "status", "stop"]

@@ -1,0 +1,124 @@
+"""A server as a Slurm job of its own: submit, watch and cancel that one job."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shakedown.core.errors import LaunchError
+from shakedown.inference.folder import ServerFolder, SlurmOptions
+
+_SECONDS = 60.0  # a busy controller answers late, a dead one never
+_WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
+
+
+@dataclass(frozen=True)
+class JobState:
+    """`state` is Slurm's long name, empty when the queue no longer knows the job."""
+
+    state: str
+    reason: str = ""
+
+    @property
+    def waiting(self) -> bool:
+        """Queued: nothing runs yet."""
+        return self.state in _WAITING
+
+    @property
+    def gone(self) -> bool:
+        return self.state == ""
+
+
+def submit(folder: ServerFolder, name: str, options: SlurmOptions) -> str:
+    """Submit the daemon and return the job id.
+
+    Raises:
+        LaunchError: Slurm refused, with its own words.
+    """
+    script = shlex.join(
+        [sys.executable, "-P", "-m", "shakedown.inference.daemon", str(folder.root)]
+    )
+    done = _run(sbatch_command(folder, name, options), stdin=f"#!/bin/bash\nexec {script}\n")
+    match = re.match(r"(\d+)", done.stdout.strip())
+    if done.returncode or match is None:
+        raise LaunchError(
+            f"sbatch refused the server's job: {(done.stderr or done.stdout).strip()[:400]}",
+            hint="sinfo -o '%P %a %G %l %D'",
+        )
+    return match[1]
+
+
+def sbatch_command(folder: ServerFolder, name: str, options: SlurmOptions) -> list[str]:
+    """The sbatch command; the script comes on standard input."""
+    command = ["sbatch", "--parsable", f"--job-name=serve-{name}", "--nodes=1", "--ntasks=1"]
+    command += [f"--cpus-per-task={options.cpus}", "--no-requeue", "--open-mode=append"]
+    command += [f"--output={folder.slurm_log}", f"--chdir={folder.root}"]
+    named = {
+        "--partition": options.partition,
+        "--account": options.account,
+        "--time": options.time_limit,
+        "--exclude": options.exclude,
+        "--gres": _gres(options),
+    }
+    command += [f"{key}={value}" for key, value in named.items() if value]
+    return [*command, *options.extra]
+
+
+def _gres(options: SlurmOptions) -> str:
+    if not options.gpus:
+        return ""
+    return ":".join(filter(None, ("gpu", options.gpu_model, str(options.gpus))))
+
+
+def job_state(job: str) -> JobState | None:
+    """The job's state, or None when Slurm could not be asked just now."""
+    done = _run(["squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r"])
+    if done.returncode:
+        return JobState("") if "Invalid job id" in done.stderr else None
+    state, _, reason = done.stdout.strip().partition("|")
+    ended = state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+    return JobState("", state) if ended else JobState(state, reason)
+
+
+def cancel(job: str) -> None:
+    """Cancel this job and no other.
+
+    Raises:
+        LaunchError: Slurm could not be asked.
+    """
+    done = _run(["scancel", job])
+    if done.returncode and "Invalid job id" not in done.stderr:
+        raise LaunchError(f"scancel {job}: {done.stderr.strip()[:300]}", hint=f"squeue -j {job}")
+
+
+def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Without the variables of a Slurm job around: the server's job is not a part of it."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SLURMD_", "SBATCH_", "SRUN_"))
+    }
+
+
+def _run(command: Sequence[str], *, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+            env=clean_environment(os.environ),
+        )
+    except FileNotFoundError as error:
+        raise LaunchError(
+            f"{command[0]} is not installed here", hint="use --launcher local, or a login node"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(
+            f"{command[0]} did not answer within {_SECONDS:.0f} s", hint="scontrol ping"
+        ) from error

@@ -1,0 +1,1 @@
+"""Hugging Face model folders: read, write, and the chat template."""

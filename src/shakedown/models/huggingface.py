@@ -1,0 +1,122 @@
+"""Hugging Face folders: read a model, write one with everything that stands beside the weights."""
+
+import contextlib
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from shakedown.core.errors import UsageError
+from shakedown.core.folders import storage_errors
+from shakedown.models.load_progress import loaded
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
+_GENERATION = "generation_config.json"
+
+
+def quiet() -> None:
+    """No progress bars: a rank's log is read by people and by the hang diagnosis."""
+    transformers_logging.disable_progress_bar()
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse what is no model folder, before anything slow is tried.
+
+    Raises:
+        UsageError: the folder, its config or its weights are missing.
+    """
+    if not folder.is_dir():
+        raise UsageError(
+            f"model folder {folder} does not exist",
+            hint="write the demo's with `shakedown assets`, or set model.source",
+        )
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"{folder} is no Hugging Face model: it has no config.json")
+    if not any(True for pattern in _WEIGHTS[:2] for _ in folder.glob(pattern)):
+        raise UsageError(f"{folder} is no Hugging Face model: it has no *.safetensors")
+
+
+def read_config(folder: Path) -> Any:
+    """The model's configuration.
+
+    Raises:
+        UsageError: missing, or of a kind that transformers cannot read.
+    """
+    check_folder(folder)
+    with _readable(folder, "config"):
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+
+
+def read_tokenizer(folder: Path) -> Any:
+    """The model's tokenizer, with padding and an end-of-sequence token.
+
+    Raises:
+        UsageError: missing, unreadable, or without an end-of-sequence token.
+    """
+    check_folder(folder)
+    with _readable(folder, "tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    if tokenizer.eos_token_id is None:
+        raise UsageError(f"the tokenizer of {folder} has no eos_token: answers could never end")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def read_model(folder: Path) -> Any:
+    """The model on the CPU in float32, the form in which weights are trained.
+
+    Raises:
+        UsageError: missing, unreadable, or its weights do not fit its config.
+    """
+    check_folder(folder)
+    with _readable(folder, "weights"):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    loaded()
+    if report["missing_keys"] or report["mismatched_keys"]:
+        wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+        listed = ", ".join(wrong[:3])
+        raise UsageError(f"{folder}: {len(wrong)} weights are missing or misshapen: {listed}")
+    return model
+
+
+def empty_model(config: Any) -> Any:
+    """A model of that shape whose weights are to be filled in."""
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def write_folder(
+    model: Any, weights: Mapping[str, torch.Tensor], *, source: Path, folder: Path, dtype: str
+) -> None:
+    """Write weights into `folder` with config, tokenizer and the rest of `source`.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    kind = getattr(torch, dtype)
+    cast = {k: v.to(kind) if v.is_floating_point() else v for k, v in weights.items()}
+    with storage_errors("write", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(
+            source, folder, ignore=shutil.ignore_patterns(*_WEIGHTS, ".*"), dirs_exist_ok=True
+        )
+        model.save_pretrained(folder, state_dict=cast)
+        generation = source / _GENERATION
+        if generation.is_file():  # a model made of its config alone does not know it
+            shutil.copyfile(generation, folder / _GENERATION)
+
+
+@contextlib.contextmanager
+def _readable(folder: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"cannot read the {what} of {folder}: {reason}") from error

@@ -1,0 +1,133 @@
+"""Collect a whole Slurm job from any node that can reach it: one task a node, through srun."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shakedown.cluster.nodes import expand_nodelist
+from shakedown.core.errors import UsageError
+from shakedown.core.verdict import Finding, Status, Stopwatch, Verdict
+from shakedown.monitor.collect import logs, slurm
+from shakedown.monitor.collect.steps import Step, collect_nodes
+from shakedown.monitor.collect.writer import COLLECTED, Writer, printable
+
+STEP_SECONDS = 180.0  # for a node whose processes answer py-spy late; the gaps come on top
+_JOB = re.compile(r"[0-9]{1,10}([_+][0-9]{1,7})?")
+_FIELD = re.compile(r"(?:^|\s)(JobId|JobState|NodeList|StdOut|StdErr)=(\S+)")
+_RUNS = frozenset({"RUNNING", "COMPLETING", "STOPPED", "SIGNALING", "STAGE_OUT"})
+
+
+@dataclass
+class JobReport:
+    """What each node of the job gave: `nodes` by name, read or why not."""
+
+    nodes: dict[str, str] = field(default_factory=dict)
+    tables: list[dict[str, object]] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    written: bool = False  # what was missed is on disk
+
+
+def check_job_id(text: str) -> str:
+    """A Slurm job id, of an array or heterogeneous job too.
+
+    Raises:
+        UsageError: it is none.
+    """
+    if _JOB.fullmatch(text) is None:
+        raise UsageError(
+            f"--job {text[:80]!r}: expected a Slurm job id such as 1234 or 1234_5",
+            hint="squeue --me",
+        )
+    return text
+
+
+def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) -> JobReport:
+    """Write the evidence of every node to `out`, which all nodes must see.
+
+    Args:
+        options: of the collector on each node, such as `--rounds 2`.
+        seconds: how long a collector sleeps between its samples, all in all.
+
+    Nothing is raised for a node or a controller that fails.
+    """
+    writer, report = Writer(out.absolute()), JobReport()
+    described, nodes = _describe(job_id, writer)
+    runs = described.get("JobState", "") in _RUNS
+    if runs:
+        running = described.get("JobId", job_id)
+        arguments = ["--job", running, "--this-node", *options]
+        read = collect_nodes(
+            Step(running, writer.out, arguments, STEP_SECONDS + seconds), nodes, writer
+        )
+        report.nodes, report.tables = read.nodes, read.tables
+    elif described:
+        writer.missed.append(
+            f"job {job_id} is {described.get('JobState')}: no process is looked at"
+        )
+    names = sorted({described[key] for key in ("StdOut", "StdErr") if key in described})
+    logs.copy_ends([Path(name) for name in names], writer)
+    report.missed = writer.summary()
+    body = {"schema": COLLECTED, "job": job_id, "nodes": report.nodes, "missed": report.missed}
+    report.written = writer.json("collected-job.json", {**body, "files": writer.files})
+    report.missed = writer.summary()
+    return report
+
+
+def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[str]]:
+    """Slurm's view of job and nodes, written down: (the job's fields, its nodes)."""
+    try:
+        text, lost = slurm.show(("job", job_id))
+        if not text:
+            text, _ = slurm.run("sacct", "-X", "-P", "-j", job_id, "--format", _SACCT)
+    except LookupError as error:
+        text, lost = "", str(error.args[0])
+    writer.missed += [f"slurm: {lost}"] if lost else []
+    if text:
+        writer.text("job-slurm.txt", text)
+    described: dict[str, str] = {}
+    for key, value in _FIELD.findall(text):
+        described.setdefault(key, value)
+    try:
+        nodes = expand_nodelist(described["NodeList"])
+    except (KeyError, UsageError):
+        nodes = []
+    return described, nodes
+
+
+_SACCT = "JobID,JobName,State,ExitCode,NodeList"
+
+
+def verdict_of(report: JobReport, job_id: str, out: Path, watch: Stopwatch) -> Verdict:
+    """PASS: every node and process read; WARN: some missed; BLOCKED: even that not written."""
+    findings = [
+        Finding("collect", "pass" if said == "read" else "error", "node", name, measured=said)
+        for name, said in report.nodes.items()
+    ]
+    findings += [Finding("collect", "error", "cluster", job_id, measured=m) for m in report.missed]
+    rows = [row for table in report.tables for row in _rows(table)]
+    findings += [
+        Finding("collect", "warn", "role", str(row.get("name")), measured=row["missed"])
+        for row in rows
+        if row.get("missed")
+    ]
+    read = sum(bool(row.get("sources")) for row in rows)
+    reached = sum(said == "read" for said in report.nodes.values())
+    status: Status = "WARN" if findings and any(f.status != "pass" for f in findings) else "PASS"
+    if not report.written:
+        status = "BLOCKED"
+    return Verdict(
+        stage="hang collect",
+        status=status,
+        summary=f"job {job_id}: {read} of {len(rows)} processes read on {reached} of "
+        f"{len(report.nodes)} nodes, in {printable(str(out))}",
+        findings=findings,
+        started=watch.started,
+        seconds=watch.seconds,
+        next=f"shakedown hang analyze {printable(str(out))}",
+    )
+
+
+def _rows(table: dict[str, object]) -> list[dict[str, object]]:
+    rows = table.get("targets")
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []

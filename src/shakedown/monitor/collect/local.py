@@ -1,0 +1,267 @@
+"""Collect the evidence of this host's processes: bounded in time, atomic, never raising."""
+
+import functools
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from shakedown.cluster.nodes import is_node_name, node_name
+from shakedown.monitor.collect import beats, hooked, logs, node, proc, pyspy
+from shakedown.monitor.collect.bounded import run_bounded
+from shakedown.monitor.collect.targets import Target
+from shakedown.monitor.collect.writer import BEATS, COLLECTED, Writer, printable
+
+NODE_SECONDS = 90.0  # all of py-spy's work of one round
+GRACE_SECONDS = 10.0  # for ending the last of them; who takes longer is left behind
+SOURCE_SECONDS = 30.0  # NCCL RAS, GPUs and Slurm together
+WORKERS = 8
+
+
+@dataclass
+class TargetReport:
+    """What was found of one process: states by round, and what could not be read."""
+
+    name: str
+    pid: int
+    role: str
+    rank: int | None
+    states: list[dict[str, object]] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    sources: list[str] = field(default_factory=list)  # files with its stacks
+
+
+@dataclass
+class CollectReport:
+    """Files written, by target what was missed, and what was missed as a whole."""
+
+    host: str
+    targets: list[TargetReport]
+    files: list[str] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    node: dict[str, str] = field(default_factory=dict)  # RAS, GPUs, Slurm: read, or why not
+    seconds: float = 0.0
+    written: bool = False  # `collected-<host>.json`: what was missed is on disk
+
+
+def collect_local(
+    targets: Sequence[Target],
+    out: Path,
+    *,
+    logs: Path | None = None,
+    rounds: int = 2,
+    gap: float = 5.0,
+    heartbeats: Path | None = None,
+    native: bool = False,
+    always_pyspy: bool = False,
+    missed: Sequence[str] = (),
+) -> CollectReport:
+    """Sample every target `rounds` times, `gap` seconds apart, and copy dumps and log ends.
+
+    A process with our hook writes its own stacks; py-spy reads the others, those that run, those
+    with Python children, and those whose own stacks do not say enough.
+
+    Args:
+        out: where everything is written: an attempt's `evidence/`, or any folder.
+        logs: folder of logs whose ends are copied; None copies none.
+        heartbeats: folder of heartbeats; by default the one beside `out`.
+        native: C and C++ frames too, by py-spy.
+        always_pyspy: py-spy reads every process.
+        missed: what the caller could not find, to be written down with the rest.
+
+    Nothing is raised for a target or a disk that fails; the report and
+    `collected-<host>.json` say what was missed.
+    """
+    begin = time.monotonic()
+    collection = _Collection(targets, out, native=native, always_pyspy=always_pyspy or native)
+    collection.writer.missed += missed
+    folder = heartbeats or out.parent / "heartbeat"
+    for number in range(1, rounds + 1):
+        if number > 1:
+            time.sleep(gap)
+        collection.beats(folder, number)
+        collection.stacks(number)
+    collection.recorders(rounds)  # after the stacks: answering takes the interpreter's time
+    collection.ask_node()
+    if logs is not None:
+        collection.logs(logs)
+    return collection.finish(rounds, begin)
+
+
+class _Collection:
+    """One collection: its targets, their hooks and rows, and the writer."""
+
+    def __init__(
+        self, targets: Sequence[Target], out: Path, *, native: bool, always_pyspy: bool
+    ) -> None:
+        self._targets = list({t.pid: t for t in reversed(targets)}.values())[::-1]
+        self._native, self._always = native, always_pyspy
+        found = [(t, t.hook or hooked.find(t.pid)) for t in self._targets]
+        hooks = [h or hooked.find_by_file(t.pid, t.name, out) for t, h in found]
+        self._hooks = [h for h in hooks if h is not None]
+        self._stacks = hooked.Stacks(self._hooks)
+        self._rows = {t.pid: TargetReport(t.name, t.pid, t.role, t.rank) for t in self._targets}
+        self._label = _label()
+        self._node: dict[str, str] = {}
+        self.writer = Writer(out)
+        twice = len(targets) - len(self._targets)
+        if twice:
+            self.writer.missed.append(f"{twice} components share a process with another one")
+
+    def beats(self, folder: Path, number: int) -> None:
+        """Named by host: collectors of several nodes write into one folder."""
+        reading = beats.read_beats(folder)
+        self.writer.missed += [reading.missed] if reading.missed else []
+        if reading.beats:
+            body = beats.to_json(BEATS, number, reading)
+            self.writer.json(f"round{number}/beats-{self._label}.json", body)
+
+    def stacks(self, number: int) -> None:
+        """States first, which touch nobody; own dumps; then py-spy."""
+        states = {t.pid: proc.read_state(t.pid) for t in self._targets}
+        for target in self._targets:
+            row = self._rows[target.pid]
+            row.states.append(states[target.pid].to_json())
+            if not states[target.pid].alive:
+                row.missed.append(f"round {number}: the process is gone")
+        living = [t for t in self._targets if states[t.pid].alive]
+        pausable = [t.pid for t in living if states[t.pid].pausable]
+        dumps, lost = self._stacks.dump(pausable)
+        for target in living:
+            row = self._rows[target.pid]
+            if target.pid in lost:
+                row.missed.append(f"round {number}: {lost[target.pid]}")
+            if target.pid in dumps:
+                name = f"round{number}/faulthandler-{target.file_name}.txt"
+                if self.writer.data(name, dumps[target.pid]):
+                    row.sources.append(name)
+        told = {pid for pid in dumps if not self._always and states[pid].state == "S"}
+        self._pyspy(number, [t for t in living if t.pid not in told or self._strays(t)], states)
+
+    def _strays(self, target: Target) -> bool:
+        """Whether Python children of it are no targets: py-spy reads both."""
+        own = {t.pid for t in self._targets}
+        return any(map(proc.is_python, proc.children(target.pid) - own))
+
+    def _pyspy(
+        self, number: int, targets: Sequence[Target], states: dict[int, proc.ProcState]
+    ) -> None:
+        until = time.monotonic() + NODE_SECONDS
+        jobs = [
+            functools.partial(
+                pyspy.dump,
+                target.pid,
+                pause=states[target.pid].pausable,
+                children=self._strays(target),
+                native=self._native,
+                until=until,
+            )
+            for target in targets
+        ]
+        results = run_bounded(jobs, WORKERS, NODE_SECONDS + GRACE_SECONDS)
+        for target, dumps in zip(targets, results, strict=True):
+            self._keep(number, target, dumps)
+
+    def _keep(
+        self, number: int, target: Target, dumps: list[pyspy.Dump] | Exception | None
+    ) -> None:
+        row = self._rows[target.pid]
+        if not isinstance(dumps, list):
+            why = dumps or f"not read within this node's {NODE_SECONDS:.0f} s"
+            row.missed.append(f"round {number}: py-spy: {why}")
+            return
+        for dump in dumps:
+            name = f"round{number}/pyspy-{target.file_name}.{dump.suffix}"
+            if dump.error:
+                first = dump.error.splitlines()[0]
+                if not proc.visible(target.pid) and proc.read_state(target.pid).alive:
+                    first = f"no permission: another user's, or more capabilities ({first})"
+                row.missed.append(f"round {number}: py-spy {dump.suffix}: {first}")
+                self.writer.text(f"{name}.error.txt", dump.error + "\n")
+            elif self.writer.text(name, dump.text):
+                row.sources.append(name)
+
+    def recorders(self, number: int) -> None:
+        """Flight Recorder dumps; a rank whose interpreter does not answer is read from outside."""
+        asked, lost = hooked.request_recorders(self._hooks)
+        self.writer.missed += lost
+        silent = hooked.await_recorders(self._hooks, asked) if not lost else []
+        for found in self._hooks:
+            if not _within(found.evidence, self.writer.out):
+                for name, body in hooked.recorder_dumps(found, asked):
+                    self.writer.data(name, body)
+        for found in silent:
+            text = "flight recorder: the process did not answer the request"
+            self._rows[found.pid].missed.append(text)
+        pids = {h.pid for h in silent}
+        unread = [t for t in self._targets if t.pid in pids and not self._read_from_outside(t)]
+        if unread:
+            self._pyspy(number, unread, {t.pid: proc.read_state(t.pid) for t in unread})
+
+    def _read_from_outside(self, target: Target) -> bool:
+        sources = self._rows[target.pid].sources
+        return any("/pyspy-" in name for name in sources)
+
+    def ask_node(self) -> None:
+        """NCCL RAS, GPUs, Slurm; a driver that never answers is left behind."""
+        names = list(node.SOURCES)
+        jobs = [functools.partial(node.ask, name) for name in names]
+        answers = run_bounded(jobs, len(jobs), SOURCE_SECONDS)
+        for name, given in zip(names, answers, strict=True):
+            late = node.Answer("failed", missed=str(given or "no answer in time"))
+            answer = given if isinstance(given, node.Answer) else late
+            self._node[name] = answer.said
+            for suffix, text in answer.files:
+                self.writer.text(f"{self._label}-{suffix}", text)
+            if answer.missed:
+                self.writer.missed.append(f"{name}: {answer.missed}")
+
+    def logs(self, folder: Path) -> None:
+        try:
+            paths = logs.logs_in(folder)
+        except OSError as error:
+            self.writer.missed.append(printable(f"logs {folder}: {error.strerror}"))
+            return
+        logs.copy_ends(paths, self.writer)
+
+    def finish(self, rounds: int, begin: float) -> CollectReport:
+        """Write the table last: who finds it finds everything it names."""
+        writer = self.writer
+        self._stacks.clear(writer.out)
+        rows = list(self._rows.values())
+        seconds = round(time.monotonic() - begin, 2)
+        report = CollectReport(socket.gethostname(), rows, writer.files, [], self._node, seconds)
+        report.missed = writer.summary()
+        table = f"collected-{self._label}.json"
+        report.written = writer.json(table, _table(report, rounds))
+        report.missed = writer.summary()
+        return report
+
+
+def _label() -> str:
+    """What files of this node are called by: Slurm's name, as several nodes may share a host."""
+    name = node_name()
+    return name if is_node_name(name) else "this-host"
+
+
+def _within(folder: Path, out: Path) -> bool:
+    try:
+        return folder.samefile(out)
+    except OSError:
+        return False
+
+
+def _table(report: CollectReport, rounds: int) -> dict[str, object]:
+    return {
+        "schema": COLLECTED,
+        "host": report.host,
+        "collected": datetime.now(UTC).isoformat(timespec="seconds"),
+        "rounds": rounds,
+        "seconds": report.seconds,
+        "targets": [vars(row) for row in report.targets],
+        "files": [printable(name) for name in report.files],
+        "missed": report.missed,
+        "node": report.node,
+    }

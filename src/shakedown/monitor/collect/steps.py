@@ -1,0 +1,148 @@
+"""Collectors on the nodes of a Slurm job, by srun: a node that does not answer stops no other."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from shakedown.cluster.nodes import is_node_name
+from shakedown.cluster.ranks import srun_argv
+from shakedown.core.errors import UsageError
+from shakedown.core.files import read_object
+from shakedown.monitor.collect import slurm
+from shakedown.monitor.collect.bounded import run_bounded
+from shakedown.monitor.collect.writer import COLLECTED, Writer, printable
+
+MOST_STEPS = 16  # single steps at once, for nodes that the common step did not reach
+END_SECONDS = 10.0  # for srun to end its tasks when its time is over
+READ = "read"
+_NODE = re.compile(r"(?:^|\s)NodeName=(\S+).*?\sState=(\S+)", re.DOTALL)
+_SILENT = re.compile(r"DOWN|FAIL|NOT_RESPONDING|NO_RESPOND|POWERED|\*")
+
+
+@dataclass(frozen=True)
+class Step:
+    """How the collector runs on nodes of job `job_id`.
+
+    `arguments`: of `hang collect`, beside `--out`, a folder that all nodes see; `limit`: seconds
+    that one step may take.
+    """
+
+    job_id: str
+    out: Path
+    arguments: Sequence[str]
+    limit: float
+
+    def longest(self, nodes: int) -> float:
+        """Seconds that `collect_nodes` may take where none of `nodes` is reached."""
+        batches = -(-nodes // MOST_STEPS)
+        return slurm.SECONDS + (self.limit + END_SECONDS) * (1 + batches)
+
+
+@dataclass
+class CollectedNodes:
+    """What each node gave: `nodes` by name, read or why not, and what each wrote."""
+
+    nodes: dict[str, str] = field(default_factory=dict)
+    tables: list[dict[str, object]] = field(default_factory=list)
+
+
+def collect_nodes(step: Step, nodes: Sequence[str], writer: Writer) -> CollectedNodes:
+    """One step for all nodes that answer Slurm; srun refuses it when one of them does not, so
+    each node that it did not reach then gets a step of its own.
+
+    Slurm's view of the nodes is written to `nodes-slurm.txt`; nothing is raised.
+    """
+    began = time.time()
+    states = _states(nodes, writer)
+    silent = [n for n in nodes if _SILENT.search(states.get(n, ""))]
+    asked = [n for n in nodes if n not in silent]
+    said: dict[str, str] = {n: f"not asked: Slurm says {states[n]}" for n in silent}
+    if asked:
+        _run(step, asked)
+        left = [n for n in asked if _table(writer.out, n, began) is None]
+        if len(asked) > 1 and left:
+            jobs = [partial(_run, step, [n]) for n in left]
+            run_bounded(jobs, MOST_STEPS, step.limit * -(-len(left) // MOST_STEPS))
+    report = CollectedNodes()
+    for name in nodes:
+        table = _table(writer.out, name, began)
+        report.nodes[name] = said.get(name, READ) if table or name in said else _why(writer, name)
+        report.tables += [table] if table else []
+    return report
+
+
+def _states(nodes: Sequence[str], writer: Writer) -> Mapping[str, str]:
+    """The state that Slurm has of each node; empty where it does not say."""
+    try:
+        text, lost = slurm.show(("node", ",".join(nodes)))
+    except LookupError as error:
+        text, lost = "", str(error.args[0])
+    writer.missed += [f"slurm: {lost}"] if lost else []
+    if text:
+        writer.text("nodes-slurm.txt", text)
+    return dict(_NODE.findall(text))
+
+
+def _run(step: Step, nodes: Sequence[str]) -> None:
+    """Run the collector on `nodes`; what srun says goes to a file that `_why` reads."""
+    srun = srun_argv(
+        nodes=nodes,
+        tasks=len(nodes),
+        job_name="collect",
+        output=step.out / "collect-%N.log",
+        more=[f"--jobid={step.job_id}", "--gres=none", "--quit-on-interrupt"],
+    )
+    collector = [sys.executable, "-P", "-m", "shakedown.cli", "hang", "collect"]
+    command = [*srun, *collector, *step.arguments, "--out", str(step.out)]
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("SLURM_") or key == "SLURM_CONF"
+    }
+    log = step.out / f"collect-{nodes[0]}.srun"
+    try:
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream
+            )
+    except OSError:
+        return  # no file of these nodes appears, and that is told
+    try:
+        process.wait(timeout=step.limit)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.wait(timeout=END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def _table(out: Path, name: str, began: float) -> dict[str, object] | None:
+    """What the collector of a node wrote since `began`; a second for clocks that differ."""
+    path = out / f"collected-{name}.json"
+    try:
+        if not is_node_name(name) or path.stat().st_mtime < began - 1.0:
+            return None
+        return read_object(path, "collection", schema=COLLECTED)
+    except (OSError, UsageError):
+        return None
+
+
+def _why(writer: Writer, name: str) -> str:
+    """The last line that srun or the node's collector said."""
+    for path in (writer.out / f"collect-{name}.srun", writer.out / f"collect-{name}.log"):
+        try:
+            lines = path.read_bytes()[-4096:].decode("utf-8", "replace").split("\n")
+        except OSError:
+            continue
+        told = [line.strip() for line in lines if line.strip()]
+        told = [line for line in told if "error" in line.lower()] or told
+        if told:
+            return f"not read: {printable(told[-1])[:300]}"
+    return f"not read: no file of it in {writer.out}: all nodes must see that folder"

@@ -1,0 +1,201 @@
+"""Which processes to look at: by id, pattern or Slurm job, or by the heartbeats of an attempt."""
+
+import os
+import re
+import socket
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shakedown.cluster.nodes import node_name
+from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.paths import AttemptPaths
+from shakedown.monitor.collect import hooked, proc
+from shakedown.monitor.collect.bounded import run_bounded
+from shakedown.monitor.heartbeat import read_heartbeats
+
+MAX_PID = 2**22  # Linux's own limit
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
+_LIST_SECONDS = 20.0
+# Collectors of other sessions, and the processes that write heartbeats.
+_OWN = re.compile(r"shakedown\.cli hang collect")
+_OF_RANKS = (b"RANK=", b"SLURM")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One process. `name` names its files, such as `trainer-rank0`."""
+
+    name: str
+    pid: int
+    role: str = "trainer"
+    rank: int | None = None
+    hook: hooked.Hook | None = field(default=None, compare=False)  # None: not looked for yet
+
+    @property
+    def file_name(self) -> str:
+        """`name` without anything that could leave the folder."""
+        return _UNSAFE.sub("_", self.name).lstrip(".")[:100] or f"pid{self.pid}"
+
+
+@dataclass(frozen=True)
+class _Process:
+    pid: int
+    parent: int
+    command: str
+    python: bool
+
+
+def from_pids(pids: Iterable[int]) -> list[Target]:
+    """Targets by process id; the rank comes from the process's hook or environment, if readable.
+
+    Raises:
+        UsageError: a number that cannot be a process: 0 and below mean groups of processes.
+    """
+    given = sorted(set(pids))
+    for pid in given:
+        if not 0 < pid <= MAX_PID:
+            raise UsageError(f"--pid {pid}: expected a process id, 1 to {MAX_PID}")
+    return _named(given)
+
+
+def from_pattern(pattern: str) -> list[Target]:
+    """Processes of this user whose command line matches, this one and its parents left out.
+
+    Shells, `srun` and `timeout` that match are left out where a Python process does, and a
+    process's own workers (same rank, or the same command) are read with it.
+
+    Raises:
+        UsageError: the pattern is no regular expression.
+        BlockedError: a process holds back its command line for ever.
+    """
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise UsageError(f"--match {pattern!r} is not a regular expression: {error}") from error
+    matching = {p.pid: p for p in _processes() if expression.search(p.command)}
+    return _named(_outermost(matching))
+
+
+def from_job(job_id: str) -> list[Target]:
+    """This user's Python processes of a Slurm job on this node, without the job's collectors."""
+    found = {}
+    for process in _processes():
+        environment = _environment(process.pid) if process.python else {}
+        node = environment.get("SLURMD_NODENAME", node_name())
+        if environment.get("SLURM_JOB_ID") == job_id and node == node_name():
+            found[process.pid] = process
+    return _named(_outermost(found), f"{node_name()}-")
+
+
+def from_attempt(attempt: Path) -> list[Target]:
+    """The components of an attempt that run on this host, by their heartbeats.
+
+    Raises:
+        UsageError: the folder has no heartbeats.
+    """
+    beats = read_heartbeats(AttemptPaths(attempt).heartbeats)
+    if not beats:
+        raise UsageError(
+            f"{attempt} has no heartbeats: expected {attempt / 'heartbeat'}/*.beat",
+            hint="shakedown hang collect --pid PID --out DIR",
+        )
+    host = socket.gethostname()
+    return [
+        Target(b.name, b.pid, b.role, b.rank)
+        for b in beats
+        if b.host == host and 0 < b.pid <= MAX_PID
+    ]
+
+
+def _processes() -> list[_Process]:
+    """This user's processes. A command line is in the process's memory: reading it can hang."""
+    (found,) = run_bounded([_list], 1, _LIST_SECONDS)
+    if not isinstance(found, list):
+        raise BlockedError(
+            f"the command lines of all processes were not readable in {_LIST_SECONDS:.0f} s: "
+            f"{found or 'the kernel holds one of them'}",
+            hint="shakedown hang collect --pid PID --out DIR",
+        )
+    return found
+
+
+def _list() -> list[_Process]:
+    own = {os.getpid()}
+    above = os.getppid()
+    while above > 0 and above not in own:
+        own.add(above)
+        above = proc.parent(above)
+    found = []
+    for pid in proc.all_pids():
+        if pid not in own and proc.owner(pid) == os.getuid():
+            text = proc.command(pid)
+            if text and not _OWN.search(text):
+                found.append(_Process(pid, proc.parent(pid), text, proc.is_python(pid)))
+    return found
+
+
+def _outermost(found: Mapping[int, _Process]) -> list[int]:
+    """Python's where there is any, and without the workers of a process that is found."""
+    chosen = {pid: p for pid, p in found.items() if p.python} or dict(found)
+    ranks = {pid: _rank_text(_environment(pid)) for pid in chosen}
+    workers = {
+        process.pid
+        for process in chosen.values()
+        for above in _above(process, chosen)
+        if ranks[above.pid] == ranks[process.pid]
+        and (ranks[process.pid] or above.command == process.command)
+    }
+    return sorted(set(chosen) - workers)
+
+
+def _above(process: _Process, found: Mapping[int, _Process]) -> list[_Process]:
+    """The ancestors that are found, too."""
+    above, pid, seen = [], process.parent, {process.pid}
+    while pid > 1 and pid not in seen:
+        seen.add(pid)
+        if pid in found:
+            above.append(found[pid])
+        pid = proc.parent(pid)
+    return above
+
+
+def _named(pids: Sequence[int], prefix: str = "") -> list[Target]:
+    """A rank that several processes claim is given to none: they belong to different jobs, or
+    one is a worker of the other; each is known by its process id."""
+    environments = {pid: _environment(pid) for pid in pids}
+    launched = any("RANK" in environment for environment in environments.values())
+    ranked = [_ranked(pid, environments[pid], launched=launched) for pid in pids]
+    claims = Counter(target.name for target in ranked if target)
+    return [
+        target if target and claims[target.name] == 1 else Target(f"{prefix}pid{pid}", pid)
+        for pid, target in zip(pids, ranked, strict=True)
+    ]
+
+
+def _ranked(pid: int, environment: Mapping[str, str], *, launched: bool) -> Target | None:
+    """By our hook, or by the environment; SLURM_PROCID is no rank below another launcher."""
+    hook = hooked.find(pid)
+    if hook is not None:
+        return Target(hook.name, pid, hook.role, hook.rank, hook)
+    text = environment.get("RANK", "") if launched else _rank_text(environment)
+    rank = int(text) if text.isascii() and text.isdecimal() and len(text) < 8 else None
+    return None if rank is None else Target(f"trainer-rank{rank}", pid, "trainer", rank)
+
+
+def _rank_text(environment: Mapping[str, str]) -> str:
+    """A batch script's own SLURM_PROCID is always 0: only a step's counts."""
+    step = "SLURM_STEP_ID" in environment
+    return environment.get("RANK") or (environment.get("SLURM_PROCID", "") if step else "")
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """What says whose process it is, as it was when its program started."""
+    try:
+        raw = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return {}
+    rows = (row.decode("utf-8", "replace") for row in raw.split(b"\0") if row.startswith(_OF_RANKS))
+    pairs = (row.partition("=") for row in rows)
+    return {key: value for key, _, value in pairs}

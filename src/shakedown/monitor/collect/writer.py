@@ -1,0 +1,77 @@
+"""Files of a collection: each whole or not there; what cannot be written is noted."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shakedown.core.errors import StorageError
+from shakedown.core.files import write_json
+
+# As `hang.parse.evidence` reads them; its import would cost the collector half its start.
+BEATS, COLLECTED = "shakedown/beats/1", "shakedown/collected/1"
+
+
+class Writer:
+    """Writes below `out`. `files` are the names written, `missed` what failed, and why.
+
+    After a full disk or a lost folder every further write fails alike: each reason is noted once.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.out = out
+        self.files: list[str] = []
+        self.missed: list[str] = []
+        self._reasons: dict[str, int] = {}
+
+    def text(self, name: str, text: str) -> bool:
+        """Text as UTF-8; what has no form in it (names of undecodable bytes) is escaped."""
+        return self.data(name, text.encode("utf-8", "backslashreplace"))
+
+    def json(self, name: str, body: Mapping[str, Any]) -> bool:
+        try:
+            write_json(self.out / name, body)
+        except (StorageError, ValueError) as error:
+            return self._failed(name, error)
+        self.files.append(name)
+        return True
+
+    def data(self, name: str, body: bytes) -> bool:
+        """Not forced to the disk, which costs more than all the rest: readers see whole files."""
+        path = self.out / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:200]}.")
+            try:
+                with os.fdopen(handle, "wb") as stream:
+                    stream.write(body)
+                os.chmod(temporary, 0o644)
+                os.replace(temporary, path)
+            except BaseException:
+                os.unlink(temporary)
+                raise
+        except OSError as error:
+            return self._failed(name, error)
+        self.files.append(name)
+        return True
+
+    def _failed(self, name: str, error: Exception) -> bool:
+        """One reason, such as a full disk, keeps many files away: it is told once."""
+        cause = error.__cause__ if isinstance(error, StorageError) else error
+        reason = getattr(cause, "strerror", None) or str(error)
+        self._reasons[reason] = self._reasons.get(reason, 0) + 1
+        if self._reasons[reason] == 1:
+            self.missed.append(f"cannot write {self.out / name}: {reason}")
+        return False
+
+    def summary(self) -> list[str]:
+        """What was missed, with the number of files where one reason kept several away."""
+        more = [f"{n} files not written: {r}" for r, n in self._reasons.items() if n > 1]
+        return [printable(text) for text in [*self.missed, *more]]
+
+
+def printable(text: str) -> str:
+    """`text` for a terminal: names of files may hold any byte but `/` and NUL."""
+    decoded = os.fsencode(text).decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in decoded)

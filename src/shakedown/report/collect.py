@@ -1,0 +1,143 @@
+"""Read everything that a run has written so far into a `RunView`."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from shakedown.core.errors import UsageError
+from shakedown.core.paths import AttemptPaths, RunPaths, StagePaths
+from shakedown.core.verdict import Verdict
+from shakedown.report import series
+from shakedown.report.reader import Reader, finite, mapping_of, string, whole
+from shakedown.report.view import AttemptView, Evaluation, RunView, ServerView, StageView
+
+# The schema's own rule for names.
+STAGE_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]*"
+
+
+def collect(root: Path) -> RunView:
+    """Read a run's folder.
+
+    Raises:
+        UsageError: `root` is not a folder.
+    """
+    if not root.is_dir():
+        raise UsageError(
+            f"{root} is not a folder: expected a run's results, such as results/demo",
+            hint="give results/<run>, the folder that holds config.resolved.yaml",
+        )
+    paths = RunPaths(root)
+    reader = Reader(root)
+    text, config = reader.config(paths.config)
+    return RunView(
+        root=root,
+        now=time.time(),
+        name=_name(config.get("run")) or root.resolve().name,
+        config_text=text,
+        preflight=reader.verdict(paths.preflight / "verdict.json"),
+        bad_nodes=[line for line in reader.text(paths.bad_nodes).split("\n") if line.strip()],
+        servers=_servers(reader, paths),
+        agents=reader.verdict(paths.agents / "verdict.json"),
+        consistency=reader.verdict(paths.consistency / "verdict.json"),
+        stages=_stages(reader, paths, config),
+        unreadable=tuple(reader.unreadable),
+    )
+
+
+def _servers(reader: Reader, paths: RunPaths) -> list[ServerView]:
+    return [_server(reader, paths, f.name) for f in reader.folders(paths.serve("x").parent)]
+
+
+def _server(reader: Reader, paths: RunPaths, name: str) -> ServerView:
+    folder = paths.serve(name)
+    state = reader.mapping(folder / "state.json") or {}
+    return ServerView(
+        name=name,
+        root=folder,
+        endpoint=reader.mapping(paths.endpoint(name)) or {},
+        phase=string(state.get("phase")),
+        reason=string(state.get("reason")),
+        crashed=state.get("returncode") is not None,
+        verdict=reader.verdict(folder / "verdict.json"),
+    )
+
+
+def _stages(reader: Reader, paths: RunPaths, config: Mapping[str, Any]) -> list[StageView]:
+    """Stages of the config in its order, then those that only the disk knows."""
+    planned = {
+        str(name): plan
+        for name, plan in mapping_of(config.get("stages")).items()
+        # A name from a damaged config must not lead out of the run's folder.
+        if re.fullmatch(STAGE_NAME, str(name))
+    }
+    on_disk = [folder.name for folder in reader.folders(paths.stages)]
+    names = dict.fromkeys([*planned, *on_disk])
+    return [_stage(reader, paths.stage(name), planned.get(name)) for name in names]
+
+
+def _stage(reader: Reader, paths: StagePaths, plan: object) -> StageView:
+    attempts = reader.attempts(paths)
+    newest = attempts[-1] if attempts else None
+    rows = series.tabulate(reader.rows(paths.metrics))
+    return StageView(
+        name=paths.root.name,
+        root=paths.root,
+        algorithm=_name(mapping_of(plan).get("algorithm")),
+        planned_steps=whole(mapping_of(plan).get("steps")),
+        attempts=attempts,
+        diagnosis=_current(reader, paths.diagnosis, newest),
+        accepted=_current(reader, paths.accepted, newest),
+        metrics=series.build(rows),
+        evaluations=_evaluations(reader, attempts),
+        last_sign=reader.newest_change(paths, newest),
+    )
+
+
+def _current(reader: Reader, path: Path, newest: AttemptView | None) -> Verdict | None:
+    """The verdict on the newest attempt: of the stage, or archived with the attempt itself.
+
+    A verdict that is older than the newest attempt speaks of the attempt before it.
+    """
+    verdict = reader.verdict(path)
+    if newest is None:
+        return verdict
+    if verdict is None and newest.root != path.parent:
+        verdict = reader.verdict(newest.root / path.name)
+    if verdict is None or newest.outcome is None:
+        return None
+    begun, judged = _moment(newest.outcome.started), _moment(verdict.started)
+    return None if begun and judged and judged < begun else verdict
+
+
+def _evaluations(reader: Reader, attempts: Sequence[AttemptView]) -> list[Evaluation]:
+    """Held-out accuracies by step; of a step that was measured again the newest attempt counts."""
+    found: dict[int, Evaluation] = {}
+    for attempt in attempts:
+        for row in reader.rows(AttemptPaths(attempt.root).evals):
+            step = whole(row.get("step"))
+            if step is None:
+                continue
+            found[step] = Evaluation(
+                step=step,
+                sampled=finite(row.get("sampled_accuracy")),
+                greedy=finite(row.get("greedy_accuracy")),
+                samples=whole(row.get("samples")),
+            )
+    return [found[step] for step in sorted(found)]
+
+
+def _moment(text: str) -> datetime | None:
+    """A time with its zone; None when it is not given so."""
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return moment if moment.tzinfo else None
+
+
+def _name(value: object) -> str:
+    """Text as it is: printing what else YAML can hold (aliases of aliases) may never end."""
+    return value if isinstance(value, str) else ""

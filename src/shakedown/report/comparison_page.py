@@ -1,0 +1,132 @@
+"""report.html: verdict, metrics with intervals, layers, drawings, the worst tokens in context."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from shakedown import __version__
+from shakedown.consistency.grade import get_limits, status_by
+from shakedown.consistency.run import Comparison
+from shakedown.core.files import write_text
+from shakedown.core.verdict import Verdict
+from shakedown.report import comparison_charts, text
+
+_WORST = 20  # tokens shown
+_CONTEXT = 12  # tokens before, and after half as many
+_LONGEST = 200  # characters of one token's text
+
+
+@dataclass(frozen=True)
+class WorstToken:
+    """A token with its neighbours; log-probabilities in nats."""
+
+    sample: int
+    position: int
+    token: int
+    before: str
+    text: str
+    after: str
+    reference: float
+    engine: float
+
+
+@dataclass(frozen=True)
+class MetricRow:
+    """One line of the metrics table; `status` is empty for a metric without a limit."""
+
+    name: str
+    value: str
+    low: str
+    high: str
+    limit: str
+    status: str
+
+
+def write_report(result: Comparison, verdict: Verdict, out: Path) -> None:
+    """Write `report.html`, one self-contained file.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    html = render_report(result, verdict)
+    write_text(out / "report.html", html.encode("utf-8", "replace").decode("utf-8"))
+
+
+def render_report(result: Comparison, verdict: Verdict) -> str:
+    """The page as text: no network, no scripts; every text from the run is escaped."""
+    environment = Environment(
+        loader=PackageLoader("shakedown.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("comparison.html").render(
+        verdict=verdict,
+        result=result,
+        layers=result.layers,
+        metrics=metric_rows(result),
+        worst=worst_tokens(result),
+        flips=[d for d in result.divergences if d is not None][:_WORST],
+        drawings=comparison_charts.drawings(result.aligned, seed=result.plan.seed),
+        plot=comparison_charts,
+        duration=text.duration,
+        token_text=lambda token: text.shorten(text.printable(result.decode(token)), 60),
+        shakedown_version=__version__,
+    )
+
+
+def metric_rows(result: Comparison) -> list[MetricRow]:
+    """Every metric with its interval and, where the grade has one, its limit."""
+    limits = get_limits(result.plan.grade)
+    rows = []
+    for name, metric in result.metrics.items():
+        bound = limits.get(name)
+        rows.append(
+            MetricRow(
+                name,
+                f"{metric.value:.4g}",
+                f"{metric.low:.4g}",
+                f"{metric.high:.4g}",
+                f"{bound.good:g} / {bound.poor:g}" if bound else "",
+                status_by(metric.value, bound) if bound else "",
+            )
+        )
+    return rows
+
+
+def worst_tokens(result: Comparison) -> list[WorstToken]:
+    """The tokens with the largest |t - g|, worst first."""
+    aligned = result.aligned
+    order = np.argsort(-np.abs(aligned.r), kind="stable")[:_WORST]
+    rows = []
+    for index in order:
+        number, position = int(aligned.sample[index]), int(aligned.position[index])
+        completion = result.completions[number]
+        ids = [*completion.conditioned_on, *completion.token_ids]
+        place = len(completion.conditioned_on) + position
+        rows.append(
+            WorstToken(
+                sample=completion.prompt.index,
+                position=position,
+                token=int(ids[place]),
+                before=_text(result, ids[max(0, place - _CONTEXT) : place]),
+                text=_text(result, ids[place : place + 1]),
+                after=_text(result, ids[place + 1 : place + 1 + _CONTEXT // 2]),
+                reference=float(aligned.t[index]),
+                engine=float(aligned.g[index]),
+            )
+        )
+    return rows
+
+
+def _text(result: Comparison, ids: Sequence[int]) -> str:
+    """Tokens as one line: a new line shows as a sign of its own."""
+    joined = "".join(text.printable(result.decode(int(token))) for token in ids)
+    joined = joined.replace("\n", "\N{RETURN SYMBOL}")
+    if len(joined) <= _LONGEST:
+        return joined
+    return joined[: _LONGEST // 2] + "…" + joined[-_LONGEST // 2 :]

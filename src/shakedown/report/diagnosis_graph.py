@@ -1,0 +1,108 @@
+"""The wait-for graph as boxes and arrows: positions in pixels, from left (waits) to right."""
+
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
+from shakedown.diagnosis.wait_graph import Graph, GraphNode
+
+WIDTH, HEIGHT = 196, 46  # of a box
+GAP_X, GAP_Y = 120, 22
+MARGIN = 14
+MAX_NUMBERS = 16  # more numbers would cover each other
+
+
+@dataclass(frozen=True)
+class Box:
+    """A node with its upper left corner."""
+
+    node: GraphNode
+    x: int
+    y: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Arrow:
+    """A path and the place of its number in the table below the drawing (0: none)."""
+
+    path: str
+    x: int
+    y: int
+    number: int
+    cyclic: bool
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """Everything in pixels."""
+
+    width: int
+    height: int
+    boxes: tuple[Box, ...]
+    arrows: tuple[Arrow, ...]
+
+
+def draw(graph: Graph) -> Drawing:
+    """Culprits at the right; whoever waits stands left of whom it waits for."""
+    columns = _columns(graph)
+    tallest = max((len(rows) for rows in columns), default=0)
+    height = 2 * MARGIN + tallest * (HEIGHT + GAP_Y) - GAP_Y
+    at: dict[int, tuple[int, int]] = {}
+    for column, rows in enumerate(columns):
+        top = (height - len(rows) * (HEIGHT + GAP_Y) + GAP_Y) // 2
+        for i, node in enumerate(rows):
+            at[node] = (MARGIN + column * (WIDTH + GAP_X), top + i * (HEIGHT + GAP_Y))
+    boxes = tuple(Box(graph.nodes[i], x, y, _cut(graph.nodes[i].label)) for i, (x, y) in at.items())
+    arrows = tuple(
+        _arrow(at[edge.waiter], at[edge.awaited], number, cyclic=edge.cyclic)
+        for number, edge in enumerate(graph.edges, start=1)
+    )
+    width = 2 * MARGIN + len(columns) * (WIDTH + GAP_X) - GAP_X + 40
+    if len(arrows) > MAX_NUMBERS:
+        arrows = tuple(replace(arrow, number=0) for arrow in arrows)
+    return Drawing(width, max(height, 80), boxes, arrows)
+
+
+def _columns(graph: Graph) -> list[list[int]]:
+    layers: dict[int, list[int]] = defaultdict(list)
+    for i, node in enumerate(graph.nodes):
+        layers[node.layer].append(i)
+    columns = [layers[layer] for layer in sorted(layers, reverse=True)]
+    if len(columns) == 1 and len(columns[0]) > 1:  # all on one circle: two columns show it
+        half = -(-len(columns[0]) // 2)
+        return [columns[0][:half], columns[0][half:]]
+    return columns
+
+
+def _arrow(a: tuple[int, int], b: tuple[int, int], number: int, *, cyclic: bool) -> Arrow:
+    """A curve; there and back between two boxes bend to different sides."""
+    (ax, ay), (bx, by) = a, b
+    if ax == bx:
+        x, bend = ax + WIDTH, 26 + 6 * (number % 3)
+        y1, y2 = ay + HEIGHT // 2, by + HEIGHT // 2
+        if a == b:
+            y1, y2 = ay + 10, ay + HEIGHT - 10
+        path = f"M{x} {y1}C{x + bend} {y1} {x + bend} {y2} {x + 3} {y2}"
+        return Arrow(path, x + bend * 3 // 4, (y1 + y2) // 2, number, cyclic)
+    right = bx > ax
+    x1, x2 = (ax + WIDTH, bx - 3) if right else (ax, bx + WIDTH + 3)
+    lift = -9 if right else 9
+    y1, y2 = ay + HEIGHT // 2 + lift, by + HEIGHT // 2 + lift
+    half = (x1 + x2) // 2
+    along = 0.384 if right else 0.616  # of the curve at a third of its way
+    return Arrow(
+        f"M{x1} {y1}C{half} {y1} {half} {y2} {x2} {y2}",
+        round(min(x1, x2) + abs(x2 - x1) * along),
+        round(y1 + (y2 - y1) * _ease(0.35)),
+        number,
+        cyclic,
+    )
+
+
+def _ease(t: float) -> float:
+    """Height of the curve at `t`: its control points lie level with its ends."""
+    return 3 * (1 - t) * t * t + t**3
+
+
+def _cut(text: str, limit: int = 27) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -1,0 +1,264 @@
+"""A stage under way, from its files alone: speed, time left, checkpoint, who is silent."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shakedown.config import StageConfig
+from shakedown.core.paths import AttemptPaths, StagePaths
+from shakedown.monitor.heartbeat import Beat, read_heartbeats
+from shakedown.monitor.watch import LONG_PHASES
+from shakedown.report import text
+
+RECENT = 20  # rows that the speed is the mean of
+_TAIL_BYTES = 256 << 10
+_STALE_ROWS = 10.0  # usual steps without a row after which no time left is told
+_LATEST = 1e11  # Unix seconds: a time beyond is damage
+_LONGEST = 1e9  # seconds of a step, or left: beyond is damage
+_SKEW = 5.0  # seconds that clocks of nodes may differ
+_CHECKPOINT = re.compile(r"step_(\d{1,15})")
+
+
+@dataclass(frozen=True)
+class StallLimits:
+    """Of the attempt: seconds of silence that count as a stall, and its trainer ranks."""
+
+    stall: float
+    start: float
+    ranks: int = 0
+
+
+@dataclass(frozen=True)
+class Live:
+    """A stage's newest attempt now. Ages in seconds; `rows` are the last ones, oldest first.
+
+    `checkpoint` is (step, age) of the newest one; `speed` in steps/s over the last rows, with
+    checkpoints and evaluations; `left` in seconds, None where nobody can tell.
+    """
+
+    name: str
+    attempt: int
+    steps: int | None
+    rows: Sequence[Mapping[str, float]] = ()
+    row_age: float | None = None
+    checkpoint: tuple[int, float] | None = None
+    beats: Sequence[Beat] = ()
+    speed: float | None = None
+    left: float | None = None
+    warnings: Sequence[str] = field(default_factory=list)
+
+    @property
+    def last(self) -> Mapping[str, float]:
+        return self.rows[-1] if self.rows else {}
+
+
+def look(paths: StagePaths, number: int, steps: int | None, now: float) -> Live:
+    """Read what the attempt `number` has written; nothing that is broken is an error.
+
+    Args:
+        steps: planned.
+        now: Unix seconds.
+    """
+    attempt = paths.attempt(number)
+    rows, changed = last_rows(paths.metrics)
+    beats = [b for b in read_heartbeats(attempt.heartbeats) if abs(b.wall) < _LATEST]
+    age = None if changed is None or not rows else max(0.0, now - changed)
+    speed = steps_per_second(rows)
+    return Live(
+        name=paths.root.name,
+        attempt=number,
+        steps=steps,
+        rows=rows,
+        row_age=age,
+        checkpoint=newest_checkpoint(paths.checkpoints, now),
+        beats=beats,
+        speed=speed,
+        left=time_left(rows, steps, speed, age),
+        warnings=warnings(beats, read_limits(attempt), now),
+    )
+
+
+def steps_per_second(rows: Sequence[Mapping[str, float]]) -> float | None:
+    """Over the last twenty rows; None without their times."""
+    taken = [row.get("step_seconds", 0.0) for row in rows[-RECENT:]]
+    seconds = [value for value in taken if 1 / _LONGEST < value < _LONGEST]
+    return len(seconds) / math.fsum(seconds) if seconds else None
+
+
+def time_left(
+    rows: Sequence[Mapping[str, float]],
+    steps: int | None,
+    speed: float | None,
+    row_age: float | None,
+) -> float | None:
+    """Seconds to the last step at the present speed; None when no row came for ten steps."""
+    if not rows or not steps or not speed or row_age is None:
+        return None
+    if row_age * speed > _STALE_ROWS:
+        return None
+    left = max(0.0, steps - rows[-1]["step"]) / speed
+    return left if left < _LONGEST else None
+
+
+def warnings(beats: Iterable[Beat], limits: StallLimits, now: float) -> list[str]:
+    """Components that were silent for half of what counts as a stall, or have not begun."""
+    found, seen = [], set()
+    for beat in beats:
+        seen.add(beat.name)
+        age = now - beat.wall
+        long = beat.phase in LONG_PHASES
+        limit = max(limits.start, limits.stall) if long else limits.stall
+        if beat.phase == "finished":
+            continue
+        if age > limit / 2:
+            found.append(
+                f"{beat.name} has been silent for {text.duration(age)} in phase {beat.phase} at "
+                f"step {beat.step} ({'start' if long else 'stall'}_timeout is {limit:g} s)"
+            )
+        elif age < -_SKEW:
+            found.append(f"the clock of {beat.host} is {text.duration(-age)} ahead of this one")
+    missing = [f"trainer-rank{r}" for r in range(limits.ranks) if f"trainer-rank{r}" not in seen]
+    if missing and seen:
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        found.append(f"no heartbeat yet of {', '.join(missing[:4])}{more}")
+    return found
+
+
+def last_rows(path: Path) -> tuple[list[dict[str, float]], float | None]:
+    """The newest rows of metrics.jsonl, numbers alone, and when it changed (Unix seconds)."""
+    try:
+        with path.open("rb") as stream:
+            facts = path.stat()
+            stream.seek(max(0, facts.st_size - _TAIL_BYTES))
+            lines = stream.read(_TAIL_BYTES).splitlines()
+    except OSError:
+        return [], None
+    rows = [row for line in lines if (row := _row(line)) is not None]
+    return rows[-RECENT:], facts.st_mtime
+
+
+def newest_checkpoint(folder: Path, now: float) -> tuple[int, float] | None:
+    """(step, age in seconds) of the newest whole checkpoint."""
+    try:
+        names = [(int(m[1]), p) for p in folder.iterdir() if (m := _CHECKPOINT.fullmatch(p.name))]
+        step, path = max(names)
+        return step, max(0.0, now - path.stat().st_mtime)
+    except (OSError, ValueError):  # none yet, or gone meanwhile
+        return None
+
+
+def read_limits(attempt: AttemptPaths) -> StallLimits:
+    """From the attempt's job.json; the config's defaults where it cannot be read."""
+    fields = StageConfig.model_fields
+    stall, start = fields["stall_timeout"].default, fields["start_timeout"].default
+    try:
+        body = json.loads((attempt.root / "job.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        body = None
+    config = body.get("config") if isinstance(body, dict) else None
+    if not isinstance(config, dict):
+        return StallLimits(stall, start)
+    ranks = body.get("world_size")
+    return StallLimits(
+        _number(config.get("stall_timeout")) or stall,
+        _number(config.get("start_timeout")) or start,
+        ranks if isinstance(ranks, int) and 0 < ranks < 1 << 20 else 0,
+    )
+
+
+def lines(live: Live) -> list[str]:
+    """A few lines for a terminal; the caller sees to what cannot be printed."""
+    found = [f"{live.name}, attempt {live.attempt:03d}: {_pace(live)}"]
+    for told in (_figures(live.last), _saved(live)):
+        if told:
+            found.append(f"  {told}")
+    return found + [f"  warning: {warning}" for warning in live.warnings]
+
+
+def as_json(live: Live, now: float) -> dict[str, Any]:
+    """The same for programs."""
+    step, age = live.checkpoint or (None, None)
+    return {
+        "attempt": live.attempt,
+        "step": int(live.last["step"]) if live.last else None,
+        "steps": live.steps,
+        "steps_per_second": live.speed,
+        "seconds_left": live.left,
+        "row_age": live.row_age,
+        "metrics": {key: value for key, value in live.last.items() if key != "step"},
+        "checkpoint": {"step": step, "age": age},
+        "components": [
+            {
+                "name": beat.name,
+                "host": beat.host,
+                "phase": beat.phase,
+                "step": beat.step,
+                "micro_batch": beat.micro_batch,
+                "age": round(now - beat.wall, 3),
+            }
+            for beat in live.beats
+        ],
+        "warnings": list(live.warnings),
+    }
+
+
+def _pace(live: Live) -> str:
+    if not live.rows:
+        return "before its first step"
+    total = f" of {live.steps:,}" if live.steps else ""
+    words = [f"step {int(live.last['step']):,}{total}"]
+    if live.speed is not None:
+        words.append(f"{text.number(live.speed)} steps/s")
+    if live.left is not None:
+        words.append(f"about {text.duration(live.left)} left")
+    if live.row_age is not None:
+        words.append(f"last row {text.duration(live.row_age)} ago")
+    return ", ".join(words)
+
+
+def _figures(row: Mapping[str, float]) -> str:
+    words = []
+    for key, label in (
+        ("loss", "loss"),
+        ("reward_mean", "reward"),
+        ("staleness_mean", "staleness mean"),
+        ("staleness_max", "max"),
+        ("tokens_per_second", "tok/s"),
+        ("memory_max_gb", "memory GiB"),
+    ):
+        if key in row:
+            words.append(f"{label} {text.number(row[key])}")
+    shares = (("idle_share", "trainer idle"), ("mfu", "MFU"))
+    return ", ".join(words + [f"{label} {row[key]:.0%}" for key, label in shares if key in row])
+
+
+def _saved(live: Live) -> str:
+    if live.checkpoint is None:
+        return "no checkpoint yet"
+    step, age = live.checkpoint
+    return f"checkpoint of step {step:,}, {text.duration(age)} ago"
+
+
+def _row(line: bytes) -> dict[str, float] | None:
+    try:
+        body = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(body, dict):
+        return None
+    row = {str(k): n for k, v in body.items() if (n := _number(v)) is not None}
+    step = body.get("step")
+    return row if isinstance(step, int) and "step" in row and step >= 0 else None
+
+
+def _number(value: Any) -> float | None:
+    """A finite number; an integer beyond what a float counts exactly is damage."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    if isinstance(value, int):
+        return float(value) if abs(value) <= 1 << 53 else None
+    return value if math.isfinite(value) else None

@@ -1,0 +1,228 @@
+"""The run's page: one HTML file that needs no network, scripts of its own only, links relative."""
+
+import base64
+import hashlib
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from shakedown import __version__
+from shakedown.core import files
+from shakedown.core.paths import AttemptPaths
+from shakedown.report import charts, facts, text
+from shakedown.report.charts import Chart
+from shakedown.report.facts import DiagnosisFacts, Figure
+from shakedown.report.summary import WorkflowStep, headline, workflow_steps, worst
+from shakedown.report.view import AttemptView, RunView, ServerView, StageView, State
+
+Link = tuple[str, str]
+
+# What a section links to, where it exists: (label, path below the section's folder).
+STAGE_LINKS = (
+    ("diagnosis page", "diagnosis.html"),
+    ("diagnosis.json", "diagnosis.json"),
+    ("outcome.json", "outcome.json"),
+    ("accepted.json", "accepted.json"),
+    ("metrics.jsonl", "metrics.jsonl"),
+    ("evidence", "latest/evidence"),
+)
+VERDICT_LINKS = (
+    ("report page", "report.html"),
+    ("verdict.json", "verdict.json"),
+    ("endpoint.json", "endpoint.json"),
+    ("server.log", "server.log"),
+    ("daemon.log", "daemon.log"),
+    ("nodes", "nodes"),
+)
+# Sections in these states stand before the others; else sections keep the workflow's order.
+_FIRST = ("FAIL", "BLOCKED", "RUNNING")
+# A longer workflow shows one state a stage, not one a gate.
+_DENSE = 12
+_MARKS = {"completed": "pass", "hung": "fail", "failed": "fail", "interrupted": "blocked"}
+
+
+@dataclass(frozen=True)
+class PageSection:
+    """One section of the page: a check, or a training stage with its three steps."""
+
+    name: str
+    anchor: str
+    state: State
+    steps: Sequence[WorkflowStep]
+    links: Sequence[Link] = ()
+    stage: StageView | None = None
+    server: ServerView | None = None
+    figures: Sequence[Figure] = ()
+    diagnosis: DiagnosisFacts = field(default_factory=DiagnosisFacts)
+    charts: Sequence[Chart] = ()
+    other_charts: Sequence[Chart] = ()
+
+    @property
+    def sentence(self) -> str:
+        told = [step.sentence for step in self.steps if step.state == self.state]
+        return next((sentence for sentence in told if sentence), "")
+
+
+def write_page(view: RunView, out: Path) -> None:
+    """Write the page atomically.
+
+    Raises:
+        StorageError: the folder cannot be written or the file system is full.
+    """
+    html = render_page(view, out.parent)
+    # JSON may hold half of a surrogate pair, and a file's name any byte: neither is UTF-8.
+    files.write_text(out, html.encode("utf-8", "replace").decode("utf-8"))
+
+
+def render_page(view: RunView, folder: Path) -> str:
+    """The page as text; its links start in `folder`, where it will lie."""
+    environment = _environment(view.root, folder)
+    steps = workflow_steps(view)
+    groups = _groups(view, steps, folder)
+    top = headline(view, steps)
+    found = facts.versions(view)
+    script = environment.get_template("script.js").render()
+    return environment.get_template("index.html").render(
+        view=view,
+        headline=top,
+        hero_links=_hero_links(groups, top.anchor) if top.state not in ("PASS", "NOT RUN") else [],
+        groups=groups,
+        dense=len(groups) > _DENSE,
+        sections=sorted(groups, key=lambda group: group.state not in _FIRST),
+        versions=found,
+        versions_differ=any(len(seen) > 1 for seen in found.values()),
+        now_iso=datetime.fromtimestamp(view.now, UTC).isoformat(timespec="seconds"),
+        now_text=text.clock_of(view.now),
+        script_hash=_content_hash(script),
+        shakedown_version=__version__,
+    )
+
+
+def _environment(root: Path, folder: Path) -> Environment:
+    environment = Environment(
+        loader=PackageLoader("shakedown.report", "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for function in (text.number, text.duration, text.clock, text.size, text.shorten, text.plural):
+        environment.filters[function.__name__] = function
+    environment.globals |= {
+        "slug": _slug,
+        "href": lambda path: _href(path, folder),
+        "evidence": _evidence(root, folder),
+        "split_findings": facts.split_findings,
+        "bad_exits": facts.bad_exits,
+        "server_facts": facts.server_facts,
+        "outcome_mark": _outcome_mark,
+        "chart_data": _chart_data,
+        "plot": charts.PLOT,
+    }
+    return environment
+
+
+def _groups(view: RunView, steps: Sequence[WorkflowStep], folder: Path) -> list[PageSection]:
+    servers = {f"serve-{server.name}": server for server in view.servers}
+    groups = []
+    for anchor, part in groupby(steps, key=lambda step: step.anchor):
+        own = list(part)
+        stage, server = own[0].stage, servers.get(anchor)
+        if stage is not None:
+            groups.append(_stage_group(stage, anchor, own, folder))
+            continue
+        home = server.root if server else view.root / anchor
+        links = _links(home, VERDICT_LINKS, folder)
+        groups.append(PageSection(own[0].name, anchor, own[0].state, own, links, server=server))
+    return groups
+
+
+def _stage_group(
+    stage: StageView, anchor: str, steps: Sequence[WorkflowStep], folder: Path
+) -> PageSection:
+    columns = facts.columns(stage)
+    return PageSection(
+        name=stage.name,
+        anchor=anchor,
+        state=worst([step.state for step in steps]),
+        steps=steps,
+        links=_links(stage.root, STAGE_LINKS, folder),
+        stage=stage,
+        figures=facts.figures(stage),
+        diagnosis=facts.diagnosis_facts(stage.diagnosis),
+        charts=charts.charts(columns),
+        other_charts=charts.other_charts(columns),
+    )
+
+
+def _hero_links(groups: Sequence[PageSection], anchor: str) -> list[Link]:
+    """The section that the headline speaks of, and that section's own page."""
+    for group in groups:
+        if group.anchor == anchor:
+            pages = [link for link in group.links if link[0].endswith(" page")]
+            return [*pages, (f"more on {group.name}", f"#{quote(anchor)}")]
+    return []
+
+
+def _links(home: Path, known: Sequence[Link], folder: Path) -> list[Link]:
+    return [(label, _href(home / name, folder)) for label, name in known if (home / name).exists()]
+
+
+def _href(path: Path, folder: Path) -> str:
+    """A relative URL: `folder` and the run's folder may move together."""
+    relative = os.path.relpath(path, folder)
+    # `surrogateescape` keeps names that are not UTF-8; a leading `./` keeps `a:b` no scheme.
+    return quote(os.fsencode(os.path.join(".", relative)))
+
+
+def _evidence(root: Path, folder: Path) -> Callable[[str, Path | None], Link]:
+    """A function: evidence text -> its label, and its URL if it names a file of this run.
+
+    The text may name a file from the run's folder, from `base` or its evidence, and go on with a
+    line number or an explanation.
+    """
+    home = root.resolve()
+
+    def link(item: str, base: Path | None = None) -> Link:
+        name = re.match(r"(.*?)(:\d+)?(: .*)?$", item[:1000], re.DOTALL)
+        if name is None or not name[1]:
+            return item, ""
+        homes = [home, base, AttemptPaths(base).evidence] if base else [home]
+        places = [Path(name[1]), *(place / name[1] for place in homes)]
+        try:
+            found = next((place.resolve() for place in places if place.exists()), None)
+            if found is None or not found.is_relative_to(home):
+                return item, ""
+        except (OSError, ValueError):
+            return item, ""
+        inside = found.relative_to(home)
+        return f"{inside}{item[len(name[1]) :]}", _href(home / inside, folder.resolve())
+
+    return link
+
+
+def _slug(state: str) -> str:
+    return state.lower().replace(" ", "-")
+
+
+def _outcome_mark(attempt: AttemptView) -> str:
+    return _MARKS.get(attempt.outcome.state, "blocked") if attempt.outcome else "skip"
+
+
+def _chart_data(chart: Chart) -> list[dict[str, Any]]:
+    """What the curves mean; where they run, the script reads in their paths."""
+    return [{"steps": curve.steps, "values": curve.values} for curve in chart.curves]
+
+
+def _content_hash(script: str) -> str:
+    """The page's policy admits this one script: text that slips into the page cannot run."""
+    digest = hashlib.sha256(script.encode("utf-8")).digest()
+    return f"sha256-{base64.b64encode(digest).decode('ascii')}"

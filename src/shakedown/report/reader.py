@@ -1,0 +1,260 @@
+"""Reads a run's files without trusting them: what is broken is listed, and never fatal."""
+
+import json
+import math
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+
+from shakedown.core.errors import UsageError
+from shakedown.core.paths import AttemptPaths, StagePaths
+from shakedown.core.verdict import Finding, FindingStatus, Verdict, read_verdict
+from shakedown.report.view import AttemptView, LogFile, OutcomeView, Unreadable
+
+# Files of a run are small; a larger one is no verdict, and reading it could fill the memory.
+MAX_BYTES = 32 << 20
+MAX_CONFIG_BYTES = 1 << 20
+# A JSON number may be any integer; steps and counts beyond this are damage.
+MAX_WHOLE = 1 << 53
+
+
+@dataclass
+class Reader:
+    """Reads files below `root` and lists in `unreadable` those that are broken."""
+
+    root: Path
+    unreadable: list[Unreadable] = field(default_factory=list)
+
+    def verdict(self, path: Path) -> Verdict | None:
+        """A verdict file, every field of the type that its schema names."""
+        if not self._usable(path):
+            return None
+        try:
+            return plain(read_verdict(path))
+        except (UsageError, RecursionError) as error:
+            self._refuse(path, error)
+            return None
+
+    def mapping(self, path: Path) -> Mapping[str, Any] | None:
+        """A JSON object; None when there is none."""
+        if not self._usable(path):
+            return None
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            self._refuse(path, error)
+            return None
+        if not isinstance(body, dict):
+            self._refuse(path, TypeError("expected a JSON object"))
+            return None
+        return body
+
+    def config(self, path: Path) -> tuple[str, Mapping[str, Any]]:
+        """The resolved config as text and as a mapping (empty when it cannot be read)."""
+        text = self.text(path, limit=MAX_CONFIG_BYTES)
+        try:
+            body = yaml.safe_load(text)
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            self._refuse(path, error)
+            return text, {}
+        if body is not None and not isinstance(body, dict):
+            self._refuse(path, TypeError("expected a mapping of keys"))
+        return text, body if isinstance(body, dict) else {}
+
+    def text(self, path: Path, *, limit: int = MAX_BYTES) -> str:
+        """A text file; empty when there is none."""
+        if not self._usable(path, limit=limit):
+            return ""
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            self._refuse(path, error)
+            return ""
+
+    def rows(self, path: Path) -> Iterator[Mapping[str, Any]]:
+        """JSON lines; a last line without its end is still being written and is left out."""
+        if not self._usable(path, limit=None):
+            return
+        broken: list[int] = []
+        try:
+            with path.open(encoding="utf-8", errors="replace") as stream:
+                for number, line in enumerate(stream, 1):
+                    row = _object(line)
+                    if row is not None:
+                        yield row
+                    elif line.endswith("\n") and line.strip():
+                        broken.append(number)
+        except OSError as error:
+            self._refuse(path, error)
+        if broken:
+            self._refuse(path, ValueError(f"{len(broken)} lines are not JSON, first {broken[0]}"))
+
+    def attempts(self, paths: StagePaths) -> list[AttemptView]:
+        """The attempts on disk, ascending; where their folders are gone, the stage's outcome."""
+        try:
+            found = paths.attempt_numbers()
+        except (OSError, ValueError) as error:
+            self._refuse(paths.attempts, error)
+            return []
+        if found:
+            return [self._attempt(number, paths.attempt(number)) for number in found]
+        outcome = self._outcome(paths.outcome, 1)
+        return [AttemptView(outcome.attempt, paths.root, outcome)] if outcome else []
+
+    def _attempt(self, number: int, paths: AttemptPaths) -> AttemptView:
+        outcome = self._outcome(paths.outcome, number)
+        return AttemptView(number, paths.root, outcome, self.logs(paths.logs))
+
+    def logs(self, folder: Path) -> list[LogFile]:
+        """The `*.log` files of a folder with their sizes."""
+        found = [path for path in self._listing(folder) if path.suffix == ".log"]
+        return [LogFile(path, size) for path in found for size, _ in self._stat(path)]
+
+    def folders(self, folder: Path) -> list[Path]:
+        """The folders in a folder, by name."""
+        return [path for path in self._listing(folder) if path.is_dir()]
+
+    def newest_change(self, paths: StagePaths, attempt: AttemptView | None) -> float | None:
+        """When a file of the newest attempt was last written, seconds since 1970."""
+        if attempt is None:
+            return None
+        own = AttemptPaths(attempt.root)
+        files = [paths.metrics, *self._listing(own.heartbeats), *self._listing(own.logs)]
+        return max((changed for file in files for _, changed in self._stat(file)), default=None)
+
+    def _stat(self, path: Path) -> list[tuple[int, float]]:
+        """Size and time of the last change; empty for what is not a regular file, or is gone."""
+        try:
+            facts = path.stat()
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            self._refuse(path, error)
+            return []
+        return [(facts.st_size, facts.st_mtime)] if stat.S_ISREG(facts.st_mode) else []
+
+    def _outcome(self, path: Path, number: int) -> OutcomeView | None:
+        body = self.mapping(path)
+        if body is None:
+            return OutcomeView(number, "unreadable") if path.is_file() else None
+        codes = body.get("exit_codes")
+        return OutcomeView(
+            attempt=whole(body.get("attempt")) or number,
+            state=string(body.get("state")) or "unknown",
+            sentence=string(body.get("sentence")),
+            failed_component=string(body.get("failed_component")),
+            exit_codes={str(k): string(v) for k, v in mapping_of(codes).items()},
+            steps=whole(body.get("steps")),
+            metrics=numbers(body.get("metrics")),
+            started=string(body.get("started")),
+            seconds=finite(body.get("seconds")) or 0.0,
+        )
+
+    def _listing(self, folder: Path) -> list[Path]:
+        try:
+            return sorted(folder.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            self._refuse(folder, error)
+            return []
+
+    def _usable(self, path: Path, *, limit: int | None = MAX_BYTES) -> bool:
+        """A regular file of sensible size; what is absent is no fault."""
+        try:
+            if not path.is_file():
+                if path.exists():
+                    self._refuse(path, TypeError("not a regular file"))
+                return False
+            size = path.stat().st_size
+        except OSError as error:
+            self._refuse(path, error)
+            return False
+        if limit is not None and size > limit:
+            self._refuse(path, ValueError(f"{size} bytes, more than {limit}"))
+            return False
+        return True
+
+    def _refuse(self, path: Path, error: Exception) -> None:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        if isinstance(error, RecursionError):
+            reason = "nested too deeply"
+        where = path.relative_to(self.root).as_posix()
+        reason = reason.replace(str(path), path.name).replace("\n", " ")
+        self.unreadable.append(Unreadable(where, reason[:300]))
+
+
+def plain(verdict: Verdict) -> Verdict:
+    """The same verdict with every field of the type that its schema names."""
+    return replace(
+        verdict,
+        stage=string(verdict.stage),
+        summary=string(verdict.summary),
+        findings=[_plain_finding(finding) for finding in verdict.findings],
+        metrics=numbers(verdict.metrics),
+        started=string(verdict.started),
+        seconds=finite(verdict.seconds) or 0.0,
+        versions={str(k): string(v) for k, v in mapping_of(verdict.versions).items()},
+        next=string(verdict.next),
+    )
+
+
+def _plain_finding(finding: Finding) -> Finding:
+    """An unknown status counts as `error`: it is never a pass."""
+    evidence = finding.evidence if isinstance(finding.evidence, list) else []
+    return replace(
+        finding,
+        check=string(finding.check),
+        status=finding.status if finding.status in get_args(FindingStatus) else "error",
+        subject=string(finding.subject),
+        unit=string(finding.unit),
+        evidence=[str(item) for item in evidence],
+        remedy=string(finding.remedy),
+        seconds=finite(finding.seconds) or 0.0,
+    )
+
+
+def _object(line: str) -> Mapping[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def mapping_of(value: object) -> Mapping[Any, Any]:
+    """The mapping, or an empty one for what is none."""
+    return value if isinstance(value, Mapping) else {}
+
+
+def numbers(value: object) -> dict[str, float]:
+    """The finite numbers of a mapping."""
+    pairs = ((str(key), finite(number)) for key, number in mapping_of(value).items())
+    return {key: number for key, number in pairs if number is not None}
+
+
+def finite(value: object) -> float | None:
+    """A finite float, or None for what is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
+
+
+def whole(value: object) -> int | None:
+    """A whole number of sensible size, or None."""
+    number = finite(value)
+    if number is None or abs(number) > MAX_WHOLE or number != int(number):
+        return None
+    return int(number)
+
+
+def string(value: object) -> str:
+    """The value as text; None is empty."""
+    return "" if value is None else str(value)

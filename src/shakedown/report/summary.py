@@ -1,0 +1,314 @@
+"""How each step of the workflow stands, and the one sentence about the run: pure."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shakedown.core.verdict import Finding, Verdict
+from shakedown.report import text
+from shakedown.report.view import RunView, ServerView, StageView, State
+
+# An attempt without an outcome that wrote nothing for so long was cut off: a supervisor beats
+# every few seconds, and the longest stall that a default config allows is 300 s.
+SILENT_SECONDS = 900.0
+
+_OUTCOMES: Mapping[str, State] = {
+    "completed": "PASS",
+    "hung": "FAIL",
+    "failed": "FAIL",
+    "interrupted": "BLOCKED",
+}
+_WORST_FIRST = ("fail", "error", "warn", "skip", "pass")
+_STATES_WORST_FIRST: Sequence[State] = ("FAIL", "BLOCKED", "RUNNING", "WARN", "NOT RUN", "PASS")
+
+
+@dataclass(frozen=True)
+class WorkflowStep:
+    """One step of the workflow; `stage` is the training stage it belongs to, if any."""
+
+    name: str
+    state: State
+    sentence: str
+    anchor: str
+    stage: StageView | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def title(self) -> str:
+        return f"{self.stage.name}: {self.name}" if self.stage else self.name
+
+
+@dataclass(frozen=True)
+class Headline:
+    """What to know first: the state, who is culprit, what helps, the next command."""
+
+    state: State
+    title: str
+    sentence: str
+    culprit: str = ""
+    remedy: str = ""
+    next: str = ""
+    anchor: str = ""
+
+
+def workflow_steps(view: RunView) -> list[WorkflowStep]:
+    """All steps in the order in which a run takes them."""
+    broken = {item.path for item in view.unreadable}
+    steps = [_judged("preflight", view.preflight, broken)]
+    steps += [_server(server, len(view.servers) == 1) for server in view.servers]
+    if not view.servers:
+        steps.append(WorkflowStep("serve", "NOT RUN", "", "serve"))
+    steps.append(_judged("agents", view.agents, broken))
+    steps.append(_judged("consistency", view.consistency, broken))
+    for stage in view.stages:
+        steps += _stage(stage, view.now, broken)
+    return steps
+
+
+def headline(view: RunView, steps: Sequence[WorkflowStep]) -> Headline:
+    """The first failed step speaks; else the first blocked one; else what runs; else the end."""
+    for state in ("FAIL", "BLOCKED"):
+        for step in steps:
+            if step.state == state:
+                return _trouble(view, step)
+    for step in steps:
+        if step.state == "RUNNING":
+            return _running(view, step)
+    done = [step for step in steps if step.state != "NOT RUN"]
+    if not done:
+        sentence = "No stage of this run has written a result yet."
+        return Headline("NOT RUN", "Not started", sentence, next="snakemake")
+    # A stage that was run alone leaves gaps before it: only what comes after it is still to come.
+    ahead = steps[steps.index(done[-1]) + 1 :]
+    if not ahead:
+        return _finished(view, steps)
+    sentence = f"{done[-1].title} is the last stage with a result; {ahead[0].title} has not run."
+    title = f"Stopped before {ahead[0].title}"
+    return Headline("NOT RUN", title, sentence, next="snakemake", anchor=ahead[0].anchor)
+
+
+def worst(states: Sequence[State]) -> State:
+    """The state of a whole: the worst of its parts; not run only when no part has run."""
+    if all(state == "NOT RUN" for state in states):
+        return "NOT RUN"
+    return next(s for s in _STATES_WORST_FIRST if s in states and s != "NOT RUN")
+
+
+def sort_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """Fail, error, warn, skip, pass; in the given order within each."""
+    return sorted(findings, key=lambda finding: _WORST_FIRST.index(finding.status))
+
+
+def culprits(verdict: Verdict | None) -> str:
+    """Whom a diagnosis names, as `rank 1`, `ranks 1, 3 on node n2`; empty when nobody."""
+    diagnosis = verdict.extra.get("diagnosis") if verdict else None
+    named = diagnosis.get("culprits") if isinstance(diagnosis, Mapping) else None
+    if not isinstance(named, Mapping):
+        return ""
+    parts = [
+        _listed(noun, named.get(key))
+        for key, noun in (("ranks", "rank"), ("roles", "role"), ("nodes", "node"))
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def accuracy_change(stage: StageView) -> tuple[float, float] | None:
+    """Held-out sampled accuracy (0..1) before and after a stage."""
+    told = stage.outcome.metrics if stage.outcome else {}
+    if "sampled_accuracy_start" in told and "sampled_accuracy_end" in told:
+        return told["sampled_accuracy_start"], told["sampled_accuracy_end"]
+    measured = [row.sampled for row in stage.evaluations if row.sampled is not None]
+    return (measured[0], measured[-1]) if len(measured) > 1 else None
+
+
+def _judged(name: str, verdict: Verdict | None, broken: set[str]) -> WorkflowStep:
+    if verdict is not None:
+        return WorkflowStep(name, verdict.status, verdict.summary, name, verdict=verdict)
+    path = f"{name}/verdict.json"
+    if path in broken:
+        return WorkflowStep(name, "BLOCKED", f"{path} cannot be read", name)
+    return WorkflowStep(name, "NOT RUN", "", name)
+
+
+def _server(server: ServerView, only: bool) -> WorkflowStep:
+    name = "serve" if only else f"serve {server.name}"
+    anchor = f"serve-{server.name}"
+    if server.verdict is not None:
+        return WorkflowStep(name, server.verdict.status, server.verdict.summary, anchor)
+    ended = f"; {server.reason}" if server.phase == "ended" and server.reason else ""
+    if server.endpoint:
+        url = text.shorten(server.endpoint.get("base_url"))
+        state: State = "WARN" if server.phase == "ended" and server.crashed else "PASS"
+        return WorkflowStep(name, state, f"answered a real generation at {url}{ended}", anchor)
+    if server.phase == "ended":
+        return WorkflowStep(name, "BLOCKED", f"ended before it answered{ended}", anchor)
+    if server.phase:
+        return WorkflowStep(
+            name, "RUNNING", "starting: it has not answered a generation yet", anchor
+        )
+    return WorkflowStep(name, "NOT RUN", "", anchor)
+
+
+def _stage(stage: StageView, now: float, broken: set[str]) -> list[WorkflowStep]:
+    anchor = f"stage-{stage.name}"
+    state, sentence = _train(stage, now)
+    steps = [WorkflowStep("train", state, sentence, anchor, stage)]
+    for name, verdict, file in (
+        ("diagnose", stage.diagnosis, "diagnosis.json"),
+        ("accept", stage.accepted, "accepted.json"),
+    ):
+        if verdict is not None:
+            steps.append(
+                WorkflowStep(name, verdict.status, verdict.summary, anchor, stage, verdict)
+            )
+        elif f"stages/{stage.name}/{file}" in broken:
+            steps.append(WorkflowStep(name, "BLOCKED", f"{file} cannot be read", anchor, stage))
+        else:
+            steps.append(WorkflowStep(name, "NOT RUN", "", anchor, stage))
+    return steps
+
+
+def _train(stage: StageView, now: float) -> tuple[State, str]:
+    attempt, outcome = stage.newest, stage.outcome
+    if attempt is None:
+        return "NOT RUN", ""
+    if outcome is None:
+        return _without_outcome(stage, attempt.number, now)
+    state = _OUTCOMES.get(outcome.state, "BLOCKED")
+    if outcome.sentence:
+        return state, outcome.sentence
+    if outcome.state == "unreadable":
+        return state, f"the outcome of attempt {attempt.number} cannot be read"
+    return state, f"attempt {attempt.number} {outcome.state}"
+
+
+def _without_outcome(stage: StageView, number: int, now: float) -> tuple[State, str]:
+    if stage.last_sign is None:
+        return "RUNNING", f"attempt {number} is starting"
+    silence = max(0.0, now - stage.last_sign)
+    if silence > SILENT_SECONDS:
+        return "BLOCKED", (
+            f"attempt {number} has no outcome and wrote nothing for {text.duration(silence)}: "
+            "it was cut off"
+        )
+    return "RUNNING", f"attempt {number} is under way, {_progress(stage)}"
+
+
+def _progress(stage: StageView) -> str:
+    if stage.step is None:
+        return "before its first step"
+    total = f" of {stage.planned_steps:,}" if stage.planned_steps else ""
+    return f"step {stage.step:,}{total}"
+
+
+def _trouble(view: RunView, step: WorkflowStep) -> Headline:
+    if step.stage is not None:
+        return _stage_trouble(view, step, step.stage)
+    word = "failed" if step.state == "FAIL" else "could not be judged"
+    bad = _bad_findings(step.verdict)
+    return Headline(
+        step.state,
+        f"{step.title} {word}",
+        step.sentence,
+        culprit=_listed("", [f.subject for f in bad if f.subject]),
+        remedy=next((f.remedy for f in bad if f.remedy), ""),
+        next=step.verdict.next if step.verdict else "",
+        anchor=step.anchor,
+    )
+
+
+def _stage_trouble(view: RunView, step: WorkflowStep, stage: StageView) -> Headline:
+    """The diagnosis knows more than the outcome, and the gate repeats what both said."""
+    outcome = stage.outcome
+    judges = [v for v in (stage.diagnosis, stage.accepted) if v and v.status in ("FAIL", "BLOCKED")]
+    judge = judges[0] if judges else None
+    words = {"hung": "hung", "failed": "failed", "interrupted": "was interrupted"}
+    default = "failed" if step.state == "FAIL" else "could not be judged"
+    word = words.get(outcome.state, default) if outcome else "was cut off"
+    bad = _bad_findings(judge)
+    return Headline(
+        step.state,
+        f"{stage.name} {word}{_where(stage)}",
+        _why(step, judge),
+        culprit=culprits(stage.diagnosis) or (outcome.failed_component if outcome else ""),
+        remedy=next((f.remedy for f in bad if f.remedy), ""),
+        next=next((v.next for v in judges if v.next), "") or _default_next(view, stage),
+        anchor=step.anchor,
+    )
+
+
+def _why(step: WorkflowStep, judge: Verdict | None) -> str:
+    """A judge that found the cause speaks alone; one that did not adds to the outcome."""
+    if judge is None or not judge.summary or judge is step.verdict:
+        return step.sentence
+    if judge.status == "FAIL" or not step.sentence:
+        return judge.summary
+    return f"{step.sentence}; {judge.summary}"
+
+
+def _where(stage: StageView) -> str:
+    reached = stage.outcome.steps if stage.outcome else None
+    reached = stage.step if reached is None else reached
+    if reached is None:
+        return ""
+    total = f" of {stage.planned_steps:,}" if stage.planned_steps else ""
+    return f" at step {reached:,}{total}"
+
+
+def _default_next(view: RunView, stage: StageView) -> str:
+    if stage.diagnosis is not None or stage.outcome is None or stage.outcome.state == "interrupted":
+        return "snakemake"
+    newest = view.root / "stages" / stage.name / "latest"
+    return f"shakedown hang analyze {shlex.quote(str(newest))}"
+
+
+def _running(view: RunView, step: WorkflowStep) -> Headline:
+    stage = step.stage
+    where = f", {_progress(stage)}" if stage else ""
+    beat = ""
+    if stage and stage.last_sign is not None:
+        beat = f"; last written {text.duration(max(0.0, view.now - stage.last_sign))} before this"
+    return Headline(
+        "RUNNING",
+        f"Running: {stage.name if stage else step.name}{where}",
+        f"{step.sentence}{beat}.",
+        next=f"shakedown status {shlex.quote(str(view.root))} --watch 5",
+        anchor=step.anchor,
+    )
+
+
+def _finished(view: RunView, steps: Sequence[WorkflowStep]) -> Headline:
+    warned = [step for step in steps if step.state == "WARN"]
+    changes = [change for stage in view.stages if (change := accuracy_change(stage))]
+    learned = ""
+    if changes:
+        before, after = changes[0][0], changes[-1][1]
+        learned = f"Held-out sampled accuracy: {before:.3f} before, {after:.3f} after."
+    gaps = any(step.state == "NOT RUN" for step in steps)
+    title = "Every stage that ran passed" if gaps else "Every stage passed"
+    if not warned:
+        return Headline("PASS", title, learned or "Nothing was found wrong.")
+    return Headline(
+        "WARN",
+        f"{title}, {text.plural(len(warned), 'warning')}",
+        f"{learned} {warned[0].title}: {warned[0].sentence}".strip(),
+        remedy=next((f.remedy for f in _bad_findings(warned[0].verdict) if f.remedy), ""),
+        next=warned[0].verdict.next if warned[0].verdict else "",
+        anchor=warned[0].anchor,
+    )
+
+
+def _bad_findings(verdict: Verdict | None) -> list[Finding]:
+    found = sort_findings(verdict.findings) if verdict else []
+    return [finding for finding in found if finding.status in ("fail", "error", "warn")]
+
+
+def _listed(noun: str, values: object, limit: int = 6) -> str:
+    """`rank 1`, `ranks 1, 3 and 9 more`; each value once, in the given order."""
+    if not isinstance(values, list) or not values:
+        return ""
+    unique = list(dict.fromkeys(text.shorten(value, 60) for value in values))
+    shown = ", ".join(unique[:limit])
+    more = f" and {len(unique) - limit:,} more" if len(unique) > limit else ""
+    head = f"{noun}{'s' if len(unique) > 1 else ''} " if noun else ""
+    return f"{head}{shown}{more}"

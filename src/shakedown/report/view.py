@@ -1,0 +1,133 @@
+"""What a page or a terminal shows of a run: plain data, filled by `collect`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from shakedown.core.verdict import Verdict
+from shakedown.report.series import Series
+
+# A verdict's four, and what only a run that is not over can show.
+State = Literal["PASS", "WARN", "FAIL", "BLOCKED", "RUNNING", "NOT RUN"]
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A file that is there and could not be used; `path` is relative to the run's folder."""
+
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class OutcomeView:
+    """How one attempt of a training stage ended (`outcome.json`).
+
+    `state` is completed, hung, failed or interrupted; `unreadable` for a damaged file.
+    `seconds` is wall time; `started` is UTC.
+    """
+
+    attempt: int
+    state: str
+    sentence: str = ""
+    failed_component: str = ""
+    exit_codes: Mapping[str, str] = field(default_factory=dict)
+    steps: int | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    started: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """A log with its size in bytes."""
+
+    path: Path
+    size: int
+
+
+@dataclass(frozen=True)
+class AttemptView:
+    """One attempt: no outcome means that it is under way, or was cut off."""
+
+    number: int
+    root: Path
+    outcome: OutcomeView | None = None
+    logs: Sequence[LogFile] = ()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Accuracy on the held-out problems at one step, each in 0..1."""
+
+    step: int
+    sampled: float | None = None
+    greedy: float | None = None
+    samples: int | None = None
+
+
+@dataclass(frozen=True)
+class StageView:
+    """One training stage. `last_sign` is the newest change of its files, seconds since 1970.
+
+    `diagnosis` and `accepted` are those of the newest attempt: older ones are left out.
+    """
+
+    name: str
+    root: Path
+    algorithm: str = ""
+    planned_steps: int | None = None
+    attempts: Sequence[AttemptView] = ()
+    diagnosis: Verdict | None = None
+    accepted: Verdict | None = None
+    metrics: Mapping[str, Series] = field(default_factory=dict)
+    evaluations: Sequence[Evaluation] = ()
+    last_sign: float | None = None
+
+    @property
+    def newest(self) -> AttemptView | None:
+        return self.attempts[-1] if self.attempts else None
+
+    @property
+    def outcome(self) -> OutcomeView | None:
+        return self.newest.outcome if self.newest else None
+
+    @property
+    def step(self) -> int | None:
+        """The last optimizer step that wrote a metrics row."""
+        return max((s.last_step for s in self.metrics.values()), default=None)
+
+
+@dataclass(frozen=True)
+class ServerView:
+    """A persistent inference server.
+
+    `endpoint` is its file as written, empty when absent. `phase` is starting, running or ended,
+    as its daemon wrote it; `reason` says why it ended, `crashed` that it ended by itself.
+    """
+
+    name: str
+    root: Path
+    endpoint: Mapping[str, Any] = field(default_factory=dict)
+    phase: str = ""
+    reason: str = ""
+    crashed: bool = False
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A whole run. `now` is when it was read, seconds since 1970."""
+
+    root: Path
+    now: float
+    name: str = ""
+    config_text: str = ""
+    preflight: Verdict | None = None
+    bad_nodes: Sequence[str] = ()
+    servers: Sequence[ServerView] = ()
+    agents: Verdict | None = None
+    consistency: Verdict | None = None
+    stages: Sequence[StageView] = ()
+    unreadable: Sequence[Unreadable] = ()

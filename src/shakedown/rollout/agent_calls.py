@@ -1,0 +1,290 @@
+"""An agent's chat calls: what is sent to vLLM, what is kept of its replies, what the agent sees.
+
+Pure. The names of parameters and fields are those of vLLM's /v1/chat/completions.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shakedown.core.errors import UsageError
+from shakedown.inference.engines import Completion
+
+Body = dict[str, Any]
+
+# They change the distribution that tokens are drawn from. Trained is the stage's own: the model's
+# at the stage's temperature. vLLM's defaults are neutral, so leaving them out is enough. `seed`
+# would make samples of a group equal (and kills vLLM on a CPU).
+_LEFT_OUT = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
+    "min_tokens",
+    "thinking_token_budget",
+    "logits_processors",
+    "logprob_token_ids",
+    "watermarking",
+    "length_penalty",
+    "seed",
+)
+# They force tokens upon the model: log-probabilities of forced tokens are not the policy's.
+_REFUSED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "use_beam_search")
+_LENGTHS = ("max_completion_tokens", "max_tokens")
+
+
+class RefusedCallError(UsageError):
+    """A call that cannot be trained on; the agent is told as by OpenAI's error 400."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The stage's own sampling: every call's temperature, and the most tokens of a reply."""
+
+    temperature: float
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the agent asked for itself, and gets to see: the rest was asked for by the recorder."""
+
+    logprobs: bool
+    token_ids: bool
+    usage: bool
+    stream: bool
+    choices: int
+
+
+@dataclass(frozen=True)
+class Call:
+    """One choice of one reply: prompt and sampled tokens, as the engine has them.
+
+    `version`: the weights that wrote it; no update happens during a call.
+    """
+
+    prompt: list[int]
+    completion: Completion
+    version: int
+
+
+def prepare(body: Mapping[str, Any], sampling: Sampling) -> tuple[Body, Wishes, list[str]]:
+    """What to send instead of an agent's request body.
+
+    Returns:
+        The body, the agent's own wishes, and what of its sampling is not as it asked, as
+        `NAME VALUE` for people.
+
+    Raises:
+        RefusedCallError: it asks for something that cannot be trained on.
+    """
+    sent = {name: value for name, value in body.items() if value is not None}
+    _refuse(sent)
+    changed = [f"{name} {sent.pop(name)!r:.40}" for name in _LEFT_OUT if name in sent]
+    if body.get("temperature") == sampling.temperature:
+        changed = [each for each in changed if not each.startswith("temperature ")]
+    asked = [int(sent.pop(name)) for name in _LENGTHS if _is_count(sent, name)]
+    if asked and asked[0] > sampling.max_tokens:
+        changed.append(f"max_tokens {asked[0]}")
+    sent["temperature"] = sampling.temperature
+    sent.setdefault("max_tokens", min([*asked[:1], sampling.max_tokens]))
+    options = sent.get("stream_options")
+    wishes = Wishes(
+        logprobs=bool(sent.get("logprobs")),
+        token_ids=bool(sent.get("return_token_ids")),
+        usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
+        stream=bool(sent.get("stream")),
+        choices=int(sent["n"]) if _is_count(sent, "n") else 1,
+    )
+    sent |= {"logprobs": True, "return_token_ids": True}
+    sent["top_logprobs"] = sent.get("top_logprobs", 0) if wishes.logprobs else 0
+    if wishes.stream:
+        sent["stream_options"] = {**(options or {}), "include_usage": True}
+    return sent, wishes, changed
+
+
+def read_reply(reply: Any, version: int) -> list[Call]:
+    """The calls of a reply that was not streamed.
+
+    Raises:
+        ValueError: token ids and log-probabilities are missing, or do not fit together.
+    """
+    record = StreamRecord(version)
+    try:
+        record.prompt = [int(token) for token in reply["prompt_token_ids"]]
+        for choice in reply["choices"]:
+            record.add_choice(choice)
+        record.used = int(reply["usage"]["completion_tokens"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"the engine's reply has no {error}") from error
+    return record.calls()
+
+
+def clean(reply: Body, wishes: Wishes) -> Body:
+    """A reply or a chunk as the agent asked for it."""
+    shown = dict(reply)
+    if not wishes.token_ids:
+        shown.pop("prompt_token_ids", None)
+    if wishes.stream and not wishes.usage:
+        shown.pop("usage", None)
+    shown["choices"] = [
+        {name: value for name, value in choice.items() if _shown(name, wishes)}
+        for choice in reply.get("choices", [])
+    ]
+    return shown
+
+
+def _shown(name: str, wishes: Wishes) -> bool:
+    hidden = {"logprobs": not wishes.logprobs, "token_ids": not wishes.token_ids}
+    return not hidden.get(name, False)
+
+
+@dataclass
+class _Choice:
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    text: str = ""
+    finish: str = ""
+
+
+@dataclass
+class StreamRecord:
+    """Collects the chunks of one streamed reply; `used`: the engine's own count of tokens."""
+
+    version: int
+    prompt: list[int] | None = None
+    used: int | None = None
+    choices: dict[int, _Choice] = field(default_factory=dict)
+
+    def add(self, chunk: Mapping[str, Any]) -> None:
+        """Take a chunk in.
+
+        Raises:
+            ValueError: it is not of the documented form.
+        """
+        try:
+            if chunk.get("prompt_token_ids") is not None:
+                self.prompt = [int(token) for token in chunk["prompt_token_ids"]]
+            for choice in chunk.get("choices") or ():
+                self.add_choice(choice)
+            if chunk.get("usage"):
+                self.used = int(chunk["usage"]["completion_tokens"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a chunk of the engine's stream has no {error}") from error
+
+    def add_choice(self, choice: Mapping[str, Any]) -> None:
+        """Take one choice of a reply or of a chunk in."""
+        kept = self.choices.setdefault(int(choice["index"]), _Choice())
+        kept.tokens += [int(token) for token in choice.get("token_ids") or ()]
+        content = (choice.get("logprobs") or {}).get("content") or ()
+        kept.logprobs += [float(place["logprob"]) for place in content]
+        message = choice.get("delta") or choice.get("message") or {}
+        kept.text += message.get("content") or ""
+        kept.finish = str(choice.get("finish_reason") or kept.finish)
+
+    def finished(self, choices: int) -> bool:
+        """Whether each of so many choices has come to its end."""
+        return len(self.choices) >= choices and all(each.finish for each in self.choices.values())
+
+    def calls(self) -> list[Call]:
+        """What was recorded.
+
+        Raises:
+            ValueError: token ids are missing, or numbers of tokens differ.
+        """
+        tokens = sum(len(choice.tokens) for choice in self.choices.values())
+        logprobs = sum(len(choice.logprobs) for choice in self.choices.values())
+        if not self.prompt or not tokens:
+            raise ValueError("the engine told no token ids")
+        if any(len(each.tokens) != len(each.logprobs) for each in self.choices.values()):
+            raise ValueError(f"the engine told {tokens} tokens and {logprobs} log-probabilities")
+        if self.used is not None and self.used != tokens:
+            raise ValueError(f"the engine sampled {self.used} tokens and told {tokens}")
+        return [
+            Call(
+                list(self.prompt),
+                Completion(each.tokens, each.logprobs, each.text, each.finish),
+                self.version,
+            )
+            for _, each in sorted(self.choices.items())
+        ]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence to train on. `mask`: True on sampled tokens. `version`: its oldest call's.
+
+    `logprobs`: the engine's on sampled tokens, else 0. All three have one entry a token.
+    """
+
+    tokens: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    version: int
+    calls: int = 1
+
+
+def joined(calls: Sequence[Call]) -> list[Sample]:
+    """An episode's calls as sequences, in order of their first call.
+
+    A call whose prompt begins with all of an earlier sequence, the sampled tokens included, goes
+    on with it (the longest that fits): what stands between is read and not trained. Any other
+    call, such as one whose history was written anew, begins a sequence of its own. Every sampled
+    token is trained exactly once.
+    """
+    samples: list[Sample] = []
+    for call in calls:
+        fitting = [place for place, each in enumerate(samples) if _goes_on(each, call)]
+        place = max(fitting, key=lambda place: len(samples[place].tokens), default=None)
+        before = Sample([], [], [], call.version, 0) if place is None else samples[place]
+        sample = _extended(before, call)
+        if place is None:
+            samples.append(sample)
+        else:
+            samples[place] = sample
+    return samples
+
+
+def _goes_on(sample: Sample, call: Call) -> bool:
+    return call.prompt[: len(sample.tokens)] == sample.tokens
+
+
+def _extended(sample: Sample, call: Call) -> Sample:
+    read, sampled = call.prompt[len(sample.tokens) :], call.completion
+    return Sample(
+        tokens=[*sample.tokens, *read, *sampled.tokens],
+        mask=[*sample.mask, *[False] * len(read), *[True] * len(sampled.tokens)],
+        logprobs=[*sample.logprobs, *[0.0] * len(read), *sampled.logprobs],
+        version=min(sample.version, call.version),
+        calls=sample.calls + 1,
+    )
+
+
+def _refuse(body: Mapping[str, Any]) -> None:
+    for name in _faults(body):
+        raise RefusedCallError(
+            f"{name} forces tokens upon the model; their log-probabilities are not the policy's, "
+            "so that the call cannot be trained on",
+            hint="leave it out, and judge the form of the answer in the reward",
+        )
+
+
+def _faults(body: Mapping[str, Any]) -> Iterator[str]:
+    yield from (name for name in _REFUSED if body.get(name))
+    form = body.get("response_format")
+    if isinstance(form, Mapping) and form.get("type", "text") != "text":
+        yield "response_format"
+    if body.get("tool_choice", "auto") not in ("auto", "none"):
+        yield "tool_choice"
+
+
+def _is_count(body: Mapping[str, Any], name: str) -> bool:
+    """Whether it is a number; others are left to the engine, which says what is wrong."""
+    value = body.get(name)
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -1,0 +1,253 @@
+"""GRPO groups from an own agent class: the same interface as `Episodes`, other insides.
+
+`run` of the agent is called once a sample, in a worker process, against the recording proxy. Its
+return is the reward of all that it had sampled.
+"""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from shakedown.agents.agent_pool import AgentOrder, AgentPool, AgentResult
+from shakedown.agents.contract import Reward
+from shakedown.config import GrpoConfig
+from shakedown.core.errors import ConfigError, ExitCode, ShakedownError, UsageError
+from shakedown.data_sources import load_rows, read_rows
+from shakedown.rollout.agent_calls import Call, Sample, Sampling, joined
+from shakedown.rollout.agent_proxy import AgentProxy
+from shakedown.rollout.samplers import Group, Prompt, encode_prompts
+
+_ENGINE = "vllm"
+NO_CALL = "no_call"
+_TICK_SECONDS = 0.5
+
+
+class AgentFailedError(ShakedownError):
+    """Too few episodes of a group have a reward and something to train on."""
+
+    exit_code = ExitCode.FAIL
+
+
+@dataclass(frozen=True)
+class ModelServer:
+    """The inference server of the policy: its base URL without `/v1`, and its model's name."""
+
+    url: str
+    model: str
+
+
+@dataclass(frozen=True)
+class AgentPrompt(Prompt):
+    """`data`: the whole row as JSON, for the agent. `tokens` only serve to probe the server."""
+
+    data: str = "{}"
+
+
+@dataclass(frozen=True)
+class AgentGroup(Group):
+    """Episodes of one row. `rewards`: one an episode; `samples`: the sequences of each.
+
+    `completions` are those of all calls; `version` is the oldest that wrote one.
+    """
+
+    samples: Sequence[Sequence[Sample]] = ()
+
+
+@dataclass(frozen=True)
+class _Episode:
+    reward: float
+    calls: list[Call]
+
+
+def check_engine(stage: str, engine: str) -> None:
+    """Refuse engines whose chat replies have no token ids.
+
+    Raises:
+        ConfigError: names the stage.
+    """
+    if engine != _ENGINE:
+        raise ConfigError(
+            f"stages.{stage}.grpo.agent needs the token ids of chat replies, which {engine} does "
+            "not give",
+            hint=f'set serve.engine to {_ENGINE}, or stages.{stage}.grpo.agent to ""',
+        )
+
+
+def agent_prompts(source: str, tokenizer: Any) -> list[Prompt]:
+    """The rows of a data set, each with everything that stands in it.
+
+    Raises:
+        UsageError: as `load_rows`; a row that JSON has no form for.
+    """
+    prompts = encode_prompts(load_rows(source), tokenizer)
+    made: list[Prompt] = []
+    for number, (prompt, row) in enumerate(zip(prompts, read_rows(source), strict=True), start=1):
+        try:
+            data = json.dumps(row, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"row {number} of {source} cannot be given to an agent: {error}"
+            ) from None
+        made.append(AgentPrompt(prompt.tokens, prompt.answer, data))
+    return made
+
+
+class AgentGroupSampler:
+    """Runs one group at a time; many may run at once. Use it as `async with AgentEpisodes(...)`.
+
+    `failures` counts episodes that are left out by their cause.
+    """
+
+    # So many groups' worth of failures in a row and no reward: the agent, not the rows.
+    _HOPELESS_GROUPS = 2
+
+    def __init__(
+        self, server: ModelServer, settings: GrpoConfig, version: Callable[[], int]
+    ) -> None:
+        self._server, self._settings = server, settings
+        sampling = Sampling(settings.temperature, settings.max_tokens)
+        self._proxy = AgentProxy(server.url, sampling, version, timeout=settings.batch_timeout)
+        self._pool: AgentPool | None = None
+        self._stack = contextlib.AsyncExitStack()
+        self.failures: Counter[str] = Counter()
+        self._failed_in_row = self._ended = self._running = self._ticks = 0
+
+    async def __aenter__(self) -> Self:
+        """Listen, and start the first worker.
+
+        Raises:
+            UsageError: the class cannot be imported or is no agent.
+            LaunchError: a process could not be started.
+        """
+        async with contextlib.AsyncExitStack() as stack:
+            proxy = await stack.enter_async_context(self._proxy)
+            order = AgentOrder(
+                self._settings.agent,
+                proxy.host,
+                proxy.port,
+                self._server.model,
+                self._settings.agent_timeout,
+            )
+            self._pool = await stack.enter_async_context(AgentPool(order))
+            ticking = asyncio.create_task(self._tick())
+            stack.callback(ticking.cancel)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self._stack.aclose()
+
+    @property
+    def done(self) -> int:
+        """Grows as long as anything moves: calls and episodes that ended, and agents' own time.
+
+        Not while the engine has a call: one that hangs must be noticed.
+        """
+        return self._proxy.done + self._ended + self._ticks
+
+    async def _tick(self) -> None:
+        """Agents may think and use tools for long; `agent_timeout` bounds it."""
+        while True:
+            await asyncio.sleep(_TICK_SECONDS)
+            self._ticks += self._running > 0 and self._proxy.gate.inside == 0
+
+    def check(self) -> None:
+        """Tell an agent that never works from one that some rows are too much for.
+
+        Raises:
+            AgentFailedError: nothing but failures for the episodes of two groups in a row.
+        """
+        if self._failed_in_row >= self._HOPELESS_GROUPS * self._settings.group_size:
+            causes = ", ".join(f"{count}x {cause}" for cause, count in self.failures.most_common())
+            raise AgentFailedError(
+                f"the agent {self._settings.agent} failed {self._failed_in_row} times in a row "
+                f"({causes})",
+                hint="the first failure of each cause stands above in this log",
+            )
+
+    async def pause(self, within: float) -> None:
+        """Hold new calls of agents back, and wait for those in flight.
+
+        Raises:
+            BlockedError: some were still in flight after `within` seconds.
+        """
+        await self._proxy.gate.close(within)
+
+    def resume(self) -> None:
+        """Let calls through again."""
+        self._proxy.gate.open()
+
+    async def run_group(self, prompt: Prompt) -> Group:
+        """All episodes of a row at once; a failed one is left out.
+
+        Raises:
+            AgentFailedError: fewer than two are left, so that nothing can be compared.
+            UsageError, LaunchError: a worker had to be replaced and could not be.
+        """
+        data = prompt.data if isinstance(prompt, AgentPrompt) else "{}"
+        began, count = time.monotonic(), self._settings.group_size
+        results = await asyncio.gather(
+            *(self._episode(data) for _ in range(count)), return_exceptions=True
+        )
+        good = [each for each in results if isinstance(each, _Episode)]
+        faults = [each for each in results if isinstance(each, AgentResult)]
+        for error in results:
+            if isinstance(error, BaseException):
+                raise error
+        if len(good) < 2:
+            first = faults[0]
+            raise AgentFailedError(
+                f"{len(faults)} of {count} episodes: agent {first.cause}: {first.detail}"
+            )
+        calls = [call for episode in good for call in episode.calls]
+        return AgentGroup(
+            prompt=prompt,
+            completions=[call.completion for call in calls],
+            rewards=[episode.reward for episode in good],
+            version=min(call.version for call in calls),
+            seconds=time.monotonic() - began,
+            failed=len(faults),
+            samples=[joined(episode.calls) for episode in good],
+        )
+
+    async def _episode(self, data: str) -> _Episode | AgentResult:
+        """One call of `run`: what it gave, or why it is left out."""
+        if self._pool is None:
+            raise ValueError("AgentEpisodes used outside its `async with` block")
+        key, url = self._proxy.open()
+        self._running += 1
+        try:
+            result = await self._pool.run(key, url, data)
+        finally:
+            calls = self._proxy.close(key)
+            self._running -= 1
+        self._ended += 1
+        if result.reward is not None and calls:
+            self._failed_in_row = 0
+            return _Episode(_one_number(result.reward), calls)
+        if result.reward is not None:
+            detail = "run returned a reward and no chat call of it was recorded"
+            result = AgentResult(cause=NO_CALL, detail=detail, seconds=result.seconds)
+        self._note(result, data)
+        return result
+
+    def _note(self, result: AgentResult, data: str) -> None:
+        """Say each cause once: the row shows what the agent could not bear."""
+        if result.cause not in self.failures:
+            print(
+                f"an episode is left out: agent {result.cause}: {result.detail}; "
+                f"its row: {data[:200]}\n{result.trace}".rstrip(),
+                flush=True,
+            )
+        self.failures[result.cause] += 1
+        self._failed_in_row += 1
+
+
+def _one_number(reward: Reward) -> float:
+    """A dict of rewards by completion id counts as its mean, as in `shakedown agent run`."""
+    return sum(reward.values()) / len(reward) if isinstance(reward, dict) else reward

@@ -1,0 +1,59 @@
+"""What published weights hold and must answer, found without the server."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+LARGEST = 4 << 30  # bytes of weights
+
+
+def reference_logprobs(folder: Path, tokens: Sequence[int]) -> list[float] | None:
+    """Logprobs of `tokens[1:]` in float32 on the CPU, or None for a model that is too large.
+
+    Raises:
+        UsageError: the folder holds no model that transformers reads.
+    """
+    if sum(path.stat().st_size for path in folder.glob("*.safetensors")) > LARGEST:
+        return None
+    import torch
+
+    from shakedown.models import huggingface
+
+    huggingface.quiet()
+    model = huggingface.read_model(folder).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([list(tokens)])).logits[0, :-1].float()
+    chosen = torch.tensor(list(tokens[1:]))[:, None]
+    found: list[float] = logits.log_softmax(-1).gather(1, chosen)[:, 0].tolist()
+    return found
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two folders hold equal tensors, whatever their files look like.
+
+    Reads until the first difference, which after an update is the first tensor. Names that only
+    one folder has are left out: tied weights are written once or twice.
+    """
+    from safetensors import safe_open
+
+    places = [_tensor_files(folder) for folder in (one, other)]
+    shared = sorted(places[0].keys() & places[1].keys())
+    for name in shared:
+        tensors = []
+        for place in places:
+            with safe_open(place[name], framework="pt") as archive:
+                tensors.append(archive.get_tensor(name))
+        if tensors[0].shape != tensors[1].shape or not tensors[0].equal(
+            tensors[1].to(tensors[0].dtype)
+        ):
+            return False
+    return bool(shared)
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as archive:
+            found |= dict.fromkeys(archive.keys(), path)
+    return found

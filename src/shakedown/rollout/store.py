@@ -1,0 +1,226 @@
+"""What trainer and orchestrator hand each other: files in one folder, each whole or not there.
+
+batches/step_000007.npz      rollouts for step 7, written by the orchestrator
+weights/v000007/             weights after step 7 (a Hugging Face folder), written by the trainer
+weights/latest.json          the newest version, written after its folder is complete
+loaded.json                  the version that the server answers with
+finished.json                the trainer has taken its last step
+
+Either side may die at any moment; what the other one reads stays whole. Version 0 are the weights
+that the server started with; they are never published.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shakedown.core.errors import BlockedError, StorageError, UsageError
+from shakedown.core.files import is_count, write_json
+from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
+
+_POLL_SECONDS = 0.05
+_SAMPLE = 1 << 20  # of a large file the first and last MiB are read: a cut or a mix-up shows there
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A published version. `digest` changes when the content does."""
+
+    version: int
+    folder: Path
+    digest: str
+
+
+class RolloutStore:
+    """Both sides open the same `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._batches, self._weights = root / "batches", root / "weights"
+
+    def publish_batch(self, batch: RolloutBatch) -> None:
+        """Hand out a batch, and remove those that the trainer has used up.
+
+        Raises:
+            UsageError: its arrays do not fit together.
+            StorageError: the file system is full or failed.
+        """
+        write_batch(batch, self.batch_path(batch.step))
+        used = self.latest_version()
+        for path in self._batches.glob("step_*.npz"):
+            # All ranks have read a batch before the weights after it are published.
+            if _number(path.stem) <= used:
+                path.unlink(missing_ok=True)
+
+    def batch_path(self, step: int) -> Path:
+        """Where the batch of a step lies."""
+        return self._batches / f"step_{step:06d}.npz"
+
+    def wait_batch(
+        self, step: int, timeout: float, on_wait: Callable[[], None] = lambda: None
+    ) -> RolloutBatch:
+        """The batch of a step; `on_wait` is called at every look, about 20 times a second.
+
+        Raises:
+            BlockedError: it did not arrive within `timeout` seconds.
+            StorageError: it arrived damaged, or is another step's.
+        """
+        path, began = self.batch_path(step), time.monotonic()
+        while not path.exists():
+            if time.monotonic() - began > timeout:
+                raise BlockedError(
+                    f"no rollout batch for step {step} within {timeout:.0f} s",
+                    hint="read the orchestrator's and the inference server's logs of this attempt",
+                )
+            on_wait()
+            time.sleep(_POLL_SECONDS)
+        batch = read_batch(path)
+        if batch.step != step:
+            raise StorageError(f"rollout batch {path} is the batch of step {batch.step}")
+        return batch
+
+    def publish_weights(self, version: int, write: Callable[[Path], None]) -> None:
+        """Publish the weights after step `version`; `write` fills a folder with them.
+
+        Versions older than the one that the server has loaded are removed.
+
+        Raises:
+            StorageError: the file system is full or failed.
+        """
+        target = self._folder(version)
+        staged = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            shutil.rmtree(staged, ignore_errors=True)
+            staged.mkdir(parents=True)
+            write(staged)
+            write_json(staged / _MANIFEST, _manifest(staged))
+            if target.exists():
+                shutil.rmtree(target)
+            staged.rename(target)
+        except OSError as error:
+            raise StorageError(
+                f"cannot publish weights {target}: {error.strerror or error}",
+                hint="free space on that file system",
+            ) from error
+        finally:
+            shutil.rmtree(staged, ignore_errors=True)
+        write_json(self._weights / "latest.json", {"version": version})
+        self._prune()
+
+    def latest_version(self) -> int:
+        """The newest published version, 0 when there is none."""
+        return _read_version(self._weights / "latest.json")
+
+    def latest_weights(self) -> Weights | None:
+        """The newest published weights, checked against their manifest; None before the first.
+
+        Raises:
+            StorageError: the folder is damaged.
+        """
+        version = self.latest_version()
+        if not version:
+            return None
+        folder = self._folder(version)
+        manifest = _read(folder / _MANIFEST)
+        try:
+            intact = manifest is not None and _manifest(folder) == manifest
+        except OSError as error:
+            raise StorageError(f"cannot read weights {folder}: {error.strerror}") from error
+        if not intact:
+            if self.latest_version() != version:  # replaced by a newer one meanwhile
+                return self.latest_weights()
+            raise StorageError(f"weights {folder} are damaged: they do not fit their {_MANIFEST}")
+        digests = json.dumps(_content(manifest or {}), sort_keys=True)
+        return Weights(version, folder, hashlib.sha256(digests.encode()).hexdigest())
+
+    def mark_loaded(self, version: int) -> None:
+        """Note that the server answers with this version: older ones may go."""
+        write_json(self.root / "loaded.json", {"version": version})
+
+    def loaded_version(self) -> int:
+        """The version that the server answers with."""
+        return _read_version(self.root / "loaded.json")
+
+    def finish_trainer(self) -> None:
+        """The trainer needs no more batches."""
+        write_json(self.root / "finished.json", {"version": self.latest_version()})
+
+    def trainer_finished(self) -> bool:
+        """Whether the trainer has said so."""
+        return (self.root / "finished.json").exists()
+
+    def _folder(self, version: int) -> Path:
+        return self._weights / f"v{version:06d}"
+
+    def _prune(self) -> None:
+        """Keep what the server has loaded and all newer ones: one of them may be being loaded."""
+        loaded = self.loaded_version()
+        for folder in self._weights.glob("v*"):
+            if _number(folder.name) < loaded:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _number(name: str) -> int:
+    digits = name.lstrip("stepv_")
+    return int(digits) if digits.isdecimal() else 1 << 60  # a foreign file is never removed
+
+
+def _manifest(folder: Path) -> dict[str, list[Any]]:
+    """Relative name -> [bytes, digest] of every file below `folder`."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != _MANIFEST)
+    if not files:
+        raise UsageError(f"{folder}: no weights were written")
+    return {str(p.relative_to(folder)): [p.stat().st_size, _sampled_digest(p)] for p in files}
+
+
+def _content(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The rows that hold weights: a note beside them is not another version."""
+    return {name: row for name, row in manifest.items() if not name.endswith((".json", ".jinja"))}
+
+
+def _sampled_digest(path: Path) -> str:
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as stream:
+        digest.update(stream.read(_SAMPLE))
+        stream.seek(max(0, size - _SAMPLE))
+        digest.update(stream.read(_SAMPLE))
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """A JSON object, or None when the file is not there.
+
+    Raises:
+        StorageError: it is there and no JSON object: atomic writes never leave that behind.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise StorageError(f"cannot read {path}: {error}") from error
+    if not isinstance(body, dict):
+        raise StorageError(f"{path} is damaged: expected a JSON object")
+    return body
+
+
+def _read_version(path: Path) -> int:
+    """The `version` of a file, 0 when it is not there.
+
+    Raises:
+        StorageError: as `_read`, or it holds no number.
+    """
+    body = _read(path)
+    if body is None:
+        return 0
+    version = body.get("version")
+    if not is_count(version):
+        raise StorageError(f"{path} is damaged: version is {version!r:.40}, expected a number")
+    return version

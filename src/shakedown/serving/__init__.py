@@ -1,1 +1,0 @@
-"""Persistent inference servers: engines, lease, keeper, client."""

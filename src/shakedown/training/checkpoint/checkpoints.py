@@ -1,0 +1,358 @@
+"""Checkpoints of a stage: whole or not there, the newest that fits is taken.
+
+checkpoints/step_000050/            renamed into place when complete
+    engine/                         model and optimizer, in the engine's own format
+    rng-rank0.pt ...                random states
+    rollouts/                       GRPO: batches that wait for the trainer (rollout/queue.py)
+    meta.json                       step, updates, world size, fingerprint, file sizes and sums
+checkpoints/latest                  the name of the newest; for people, not needed to resume
+checkpoints/foreign-step_000050     set aside: it belongs to another configuration
+checkpoints/damaged-step_000050     set aside: a file is missing, cut off or changed
+checkpoints/.writing-step_000100    being written (checkpoint_writing.py), or cut off in that
+
+The learning rate's schedule is a function of the number of updates and needs no state of its own.
+"""
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from shakedown.core.errors import StorageError
+from shakedown.core.files import is_count, write_json, write_text
+from shakedown.core.folders import publish_folder, storage_errors
+from shakedown.models.load_progress import beating
+from shakedown.training.checkpoint.files import damaged
+from shakedown.training.checkpoint.fingerprint import differences
+from shakedown.training.checkpoint.random_state import load_random, random_name
+from shakedown.training.checkpoint.writing import ENGINE, STAGED, Saving
+from shakedown.training.coordination import Ranks
+from shakedown.training.engines.base import TrainEngine
+from shakedown.training.engines.snapshot import raise_together
+
+_PREFIX = "step_"
+_NAME = re.compile(rf"{_PREFIX}[0-9]{{1,18}}")
+_META = "meta.json"
+_ROUND_SECONDS = 0.1  # of waiting for a thread, before the ranks ask each other again
+# What a rank waits for its thread at the end; the supervisor gives ten seconds.
+LAST_SECONDS = 8.0
+
+# Names in the ranks' sum of a step: ranks whose thread still writes, and those that failed.
+_WRITING, _FAILED = "_writing", "_unwritten"
+
+
+@dataclass(frozen=True)
+class Meta:
+    """What a checkpoint says of itself.
+
+    `files`: size in bytes by relative name. `data`: the place in the data; empty: the step says it.
+    `sums`: CRC-32 by relative name, not of what was attached; empty: an earlier release wrote it.
+    `digest`: of all the rest, for meta.json itself.
+    """
+
+    step: int
+    updates: int
+    world_size: int
+    fingerprint: Mapping[str, str]
+    files: Mapping[str, int]
+    data: Mapping[str, int] = field(default_factory=dict)
+    sums: Mapping[str, int] = field(default_factory=dict)
+    digest: str = ""
+
+    def own_digest(self) -> str:
+        """What `digest` has to be."""
+        body = {name: value for name, value in asdict(self).items() if name != "digest"}
+        return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from (None: start at the input model) and what to tell people."""
+
+    folder: Path | None
+    meta: Meta | None
+    messages: list[str]
+
+
+def find(
+    root: Path, fingerprint: Mapping[str, str], *, beat: Callable[[], None] = lambda: None
+) -> Found:
+    """The newest whole checkpoint of this configuration below `root`; only reads.
+
+    The one that is taken is read once to compare its sums; `beat` is called meanwhile.
+    """
+    messages: list[str] = []
+    for folder in reversed(_folders(root)):
+        meta = read_meta(folder)
+        if isinstance(meta, str):
+            messages.append(f"checkpoint {folder.name} ignored: {meta}")
+            continue
+        foreign = differences(fingerprint, meta.fingerprint)
+        if foreign:
+            listed = "; ".join(foreign[:3])
+            messages.append(f"checkpoint {folder.name} belongs to another configuration ({listed})")
+            continue
+        fault = damaged(folder, meta.sums, beat=beat)
+        if not fault:
+            return Found(folder, meta, messages)
+        messages.append(f"checkpoint {folder.name} ignored: damaged, {fault}")
+    return Found(None, None, messages)
+
+
+def read_meta(folder: Path) -> Meta | str:
+    """A checkpoint's own account of itself, or what is wrong with the folder."""
+    try:
+        meta = Meta(**json.loads((folder / _META).read_text(encoding="utf-8")))
+        kept = (meta.files, meta.sums, meta.fingerprint, meta.data)
+        counts = (meta.step, meta.updates, meta.world_size)
+        if not all(isinstance(each, dict) for each in kept) or not all(map(is_count, counts)):
+            return f"unreadable {_META}: not what a checkpoint says of itself"
+        whole = not meta.digest or meta.digest == meta.own_digest()
+        if not whole or f"{_PREFIX}{meta.step:06d}" != folder.name:
+            return f"damaged, {_META} is not as it was written here"
+    except FileNotFoundError:
+        return f"cut off, no {_META}"
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return f"unreadable {_META}: {error}"
+    for name, size in meta.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != size:
+            return f"cut off, {name} is not {size} bytes long"
+    return meta
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """The checkpoint being written: this rank's part."""
+
+    saving: Saving
+    step: int
+
+
+class Checkpoints:
+    """Saves and resumes the checkpoints of one stage, one at a time, beside the training.
+
+    All methods but `leave` are collective.
+
+    Args:
+        root: the stage's `checkpoints` folder.
+        keep: how many of the newest stay.
+        beat: called while a checkpoint is looked for.
+
+    `data`: the place in the data of the checkpoint that was resumed from.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        *,
+        engine: TrainEngine,
+        ranks: Ranks,
+        fingerprint: Mapping[str, str],
+        keep: int,
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._root = root
+        self._engine = engine
+        self._ranks = ranks
+        self._fingerprint = fingerprint
+        self._keep = keep
+        self._beat = beat
+        self._in_flight: _InFlight | None = None
+        self.data: dict[str, int] = {}
+
+    def resume(self) -> int:
+        """Load the newest checkpoint that fits; returns its step, 0 for a fresh start.
+
+        Rank 0 chooses, so that all ranks take the same even when a file system lags behind.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        chosen = self._ranks.broadcast_from_rank0("resume", self._choose, waiting=self._beat)
+        if not chosen:
+            return 0
+        folder = self._root / chosen
+        meta = read_meta(folder)
+        if isinstance(meta, str):
+            raise StorageError(f"checkpoint {folder} as rank {self._ranks.rank} sees it: {meta}")
+        with beating(self._beat):
+            self._engine.load(folder / ENGINE, updates=meta.updates)
+        if meta.world_size == self._ranks.world_size:  # on another number the seed's draws go on
+            load_random(folder / random_name(self._ranks.rank))
+        self.data = dict(meta.data)
+        return meta.step
+
+    def begin(
+        self,
+        step: int,
+        *,
+        data: Mapping[str, int] | None = None,
+        attach: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Copy the state after `step`; threads write it, and rank 0's publishes it.
+
+        A checkpoint that is still being written is waited for first.
+
+        Args:
+            data: the place in the data, for the one who resumes.
+            attach: called on rank 0 with the folder, to put more files into it.
+
+        Raises:
+            StorageError: the file system is full or cannot be written; older ones stay.
+        """
+        self.wait()
+        staged = self._root / f"{STAGED}{_PREFIX}{step:06d}"
+
+        def stage() -> str:
+            with storage_errors("write", staged):
+                staged.mkdir(parents=True)
+                if attach is not None:
+                    attach(staged)
+            return "staged"
+
+        self._ranks.broadcast_from_rank0(f"save-{step}", stage, waiting=_nothing)
+        snapshot = self._engine.snapshot()
+        rank, world_size = self._ranks.rank, self._ranks.world_size
+        updates, place = self._engine.updates, data or {}
+
+        def publish(saving: Saving) -> None:
+            self._publish(saving, step, updates, place)
+
+        saving = Saving(
+            staged,
+            snapshot,
+            rank=rank,
+            world_size=world_size,
+            publish=None if rank else publish,
+        )
+        self._in_flight = _InFlight(saving, step)
+
+    def logged(self, step: int) -> None:
+        """The metrics have the row of `step`: its checkpoint may appear without a gap."""
+        now = self._in_flight
+        if now is not None and now.step <= step:
+            now.saving.allow()
+
+    def flags(self) -> dict[str, float]:
+        """This rank's say about the checkpoint being written, for a sum over the ranks."""
+        if self._in_flight is None:
+            return {_WRITING: 0.0, _FAILED: 0.0}
+        saving = self._in_flight.saving
+        writing = saving.writing  # before the failure, which comes with its end
+        return {_WRITING: float(writing), _FAILED: float(bool(saving.failure))}
+
+    def agree(self, sums: dict[str, float]) -> None:
+        """Take the flags' sums out of `sums`; forget a checkpoint that is published.
+
+        Raises:
+            StorageError: on every rank, when one of them could not write its part.
+        """
+        writing, failed = sums.pop(_WRITING), sums.pop(_FAILED)
+        now = self._in_flight
+        if now is None or (writing and not failed):
+            return
+        self._in_flight = None
+        if failed:
+            now.saving.abandon()
+            now.saving.join(LAST_SECONDS)
+            raise_together(now.saving.failure)
+
+    def wait(self) -> None:
+        """Until the checkpoint that is being written, if any, is published.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        while self._in_flight is not None:
+            self._in_flight.saving.allow()  # whoever waits has logged its step
+            self._in_flight.saving.join(_ROUND_SECONDS)
+            self.agree(self._ranks.sum(self.flags()))
+
+    def leave(self, logged: int, *, within: float = LAST_SECONDS) -> None:
+        """(this rank alone) End the thread after an error; rank 0 publishes what all have written.
+
+        The others cannot be asked any more, but their marks on disk can.
+
+        Args:
+            logged: the last step with a row of metrics; a later checkpoint would leave a gap.
+        """
+        now, self._in_flight = self._in_flight, None
+        if now is None:
+            return
+        if now.step <= logged:
+            now.saving.allow()
+        else:
+            now.saving.abandon()
+        now.saving.join(within)
+        now.saving.abandon()
+        if self._ranks.rank:
+            return
+        if now.saving.published:
+            print(f"{_PREFIX}{now.step:06d} was still written", flush=True)
+        elif now.saving.failure:  # the error that ended the stage says why it ended
+            print(f"the checkpoint of step {now.step} is lost: {now.saving.failure}", flush=True)
+
+    def _choose(self) -> str:
+        found = find(self._root, self._fingerprint, beat=self._beat)
+        for message in found.messages:
+            print(message, flush=True)
+        if found.folder is not None:
+            print(f"resuming from {found.folder.name}", flush=True)
+        elif found.messages:
+            print("starting from the input model", flush=True)
+        self._set_aside(found.meta.step if found.meta else 0)
+        return found.folder.name if found.folder else ""
+
+    def _set_aside(self, taken: int) -> None:
+        """Foreign and broken checkpoints must not be taken for this run's later ones.
+
+        They are kept, one of each step: a file system may have told wrongly that they are broken.
+        """
+        with storage_errors("tidy", self._root):
+            self._sweep()
+            for folder in _folders(self._root):
+                meta = read_meta(folder)
+                if isinstance(meta, Meta) and differences(self._fingerprint, meta.fingerprint):
+                    kind = "foreign"
+                elif isinstance(meta, str) or meta.step > taken:
+                    kind = "damaged"
+                else:
+                    continue
+                aside = self._root / f"{kind}-{folder.name}"
+                if aside.exists():
+                    shutil.rmtree(aside)
+                folder.rename(aside)
+
+    def _sweep(self) -> None:
+        """Remove what was cut off while it was being written."""
+        for staged in sorted(self._root.glob(f"{STAGED.removesuffix('-')}*")):
+            print(f"{staged.name} was cut off before it was whole: removed", flush=True)
+            shutil.rmtree(staged)
+
+    def _publish(self, saving: Saving, step: int, updates: int, data: Mapping[str, int]) -> None:
+        """(rank 0's thread) Make the folder a checkpoint and remove those that are too old."""
+        staged, target = saving.staged, self._root / f"{_PREFIX}{step:06d}"
+        (sizes, sums), ranks = saving.complete(), self._ranks.world_size
+        meta = Meta(step, updates, ranks, self._fingerprint, sizes, data, sums)
+        write_json(staged / _META, asdict(replace(meta, digest=meta.own_digest())))
+        publish_folder(staged, target)
+        write_text(self._root / "latest", target.name + "\n")
+        with storage_errors("tidy", self._root):
+            for old in _folders(self._root)[: -self._keep]:
+                shutil.rmtree(old)
+
+
+def _folders(root: Path) -> list[Path]:
+    """Checkpoint folders by ascending step."""
+    if not root.is_dir():
+        return []
+    named = [p for p in root.iterdir() if _NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(named, key=lambda p: int(p.name.removeprefix(_PREFIX)))
+
+
+def _nothing() -> None:
+    """The other ranks just wait."""

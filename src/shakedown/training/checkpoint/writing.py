@@ -1,0 +1,159 @@
+"""One checkpoint on its way to disk, written by a thread of each rank while training goes on.
+
+checkpoints/.writing-step_000050/   not yet a checkpoint, whatever happens
+    engine/ rng-rank0.pt rollouts/  as in the checkpoint
+    written-rank0.json              sizes and sums of a rank's files; its last: all before are
+                                    on disk
+"""
+
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from shakedown.core.errors import ShakedownError, StorageError, UsageError
+from shakedown.core.files import read_object, write_json
+from shakedown.core.folders import storage_errors, sync_file
+from shakedown.training.checkpoint.files import Written, checksum
+from shakedown.training.checkpoint.random_state import random_name, random_state
+from shakedown.training.engines.snapshot import Snapshot
+
+STAGED = ".writing-"
+ENGINE = "engine"
+_LOOK_SECONDS = 0.05
+
+
+class Saving:
+    """This rank's part of a checkpoint in the making; its thread writes from the first moment.
+
+    Args:
+        staged: the folder of all ranks; there.
+        snapshot: what the engine copied.
+        publish: (rank 0) called by the thread when all ranks have written and `allow` was called,
+            so that a rank that hangs in the next step does not hold the checkpoint back.
+    """
+
+    def __init__(
+        self,
+        staged: Path,
+        snapshot: Snapshot,
+        *,
+        rank: int,
+        world_size: int,
+        publish: Callable[["Saving"], None] | None = None,
+    ) -> None:
+        self.staged = staged
+        self.snapshot = snapshot
+        self.world_size = world_size
+        self._rank = rank
+        self._random = random_state()
+        self._failure = ""
+        self._publish = publish
+        self._allowed, self._abandoned = threading.Event(), threading.Event()
+        self.published = False
+        # A daemon: a file system that never answers must not hold the process at its end.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def allow(self) -> None:
+        """The checkpoint may appear: the metrics have its step."""
+        self._allowed.set()
+
+    def abandon(self) -> None:
+        """It is not to appear any more, unless it is appearing just now."""
+        self._abandoned.set()
+        self._allowed.set()
+
+    @property
+    def writing(self) -> bool:
+        """Whether the thread is still at work; on rank 0 until the checkpoint is published."""
+        return self._thread.is_alive()
+
+    @property
+    def failure(self) -> str:
+        """Why this rank could not write; empty: it could, or still writes."""
+        return self._failure
+
+    def join(self, within: float) -> None:
+        """Wait for the thread, at most `within` seconds."""
+        self._thread.join(within)
+
+    def _all_written(self) -> bool:
+        """Wait until every rank's part is on disk; False when it was abandoned before."""
+        marks = [self.staged / _mark(rank) for rank in range(self.world_size)]
+        self._allowed.wait()
+        while not all(mark.is_file() for mark in marks):
+            if self._abandoned.wait(_LOOK_SECONDS):
+                return False
+        return not self._abandoned.is_set()
+
+    def complete(self) -> tuple[dict[str, int], dict[str, int]]:
+        """(rank 0, when all have written) Complete the folder.
+
+        Returns:
+            The size of every file by its name; the sum of each but what was attached.
+
+        Raises:
+            StorageError: a rank's file is not there as the rank wrote it.
+        """
+        marks = [self.staged / _mark(rank) for rank in range(self.world_size)]
+        try:
+            told = {
+                name: Written(*each)
+                for mark in marks
+                for name, each in read_object(mark, "mark").items()
+            }
+        except (UsageError, TypeError) as error:
+            raise StorageError(
+                f"a rank's part of the checkpoint is not to be seen: {error}"
+            ) from error
+        self.snapshot.complete(self.staged / ENGINE)
+        with storage_errors("write", self.staged):
+            for mark in marks:
+                mark.unlink()
+            found = _sizes(self.staged, told)
+            lost = [name for name, each in told.items() if found[name] != each.size]
+            if lost:
+                raise StorageError(
+                    f"checkpoint {self.staged}: {lost[0]} has {found[lost[0]]} bytes, "
+                    f"its rank wrote {told[lost[0]].size}",
+                    hint="the results folder has to be one file system for all nodes",
+                )
+            sums = {name: each.crc for name, each in told.items()}
+            completed = [n for n in found if n.startswith(f"{ENGINE}/") and n not in told]
+            sums |= {name: checksum(self.staged / name) for name in completed}
+        return found, sums
+
+    def _run(self) -> None:
+        try:
+            self._write()
+            if self._publish is not None and self._all_written():
+                self._publish(self)
+                self.published = True
+        except ShakedownError as error:
+            self._failure = str(error)
+        except BaseException as error:  # noqa: BLE001 - the main threads of all ranks are told
+            traceback.print_exc()
+            self._failure = f"{type(error).__name__}: {error}"
+
+    def _write(self) -> None:
+        paths = list(self.snapshot.write(self.staged / ENGINE))
+        with storage_errors("write", self.staged):
+            random = self.staged / random_name(self._rank)
+            random.write_bytes(self._random)
+            sync_file(random)
+            mine = {
+                str(path.relative_to(self.staged)): (path.stat().st_size, checksum(path))
+                for path in [*paths, random]
+            }
+        write_json(self.staged / _mark(self._rank), mine)
+
+
+def _sizes(folder: Path, told: Iterable[str]) -> dict[str, int]:
+    """By name: other nodes' files are asked for, as a listing may not have them yet."""
+    found = {path for path in folder.rglob("*") if path.is_file()} | {folder / n for n in told}
+    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(found)}
+
+
+def _mark(rank: int) -> str:
+    return f"written-rank{rank}.json"

@@ -1,0 +1,57 @@
+"""Lint of a config against the rewards, faults and engines that exist here."""
+
+import asyncio
+
+from shakedown.agents.reward_pool import RewardLimits, reward_fault
+from shakedown.agents.rewards import REWARDS, is_own
+from shakedown.config import Config
+from shakedown.config.lint import lint
+from shakedown.core.errors import ConfigError
+from shakedown.core.verdict import Finding
+from shakedown.training.engines.names import DIMENSIONS
+from shakedown.training.faults import KINDS
+
+
+def findings_of(config: Config) -> list[Finding]:
+    """Lint against the rewards, faults and engines that exist here.
+
+    A user's own reward is imported, in a process of its own: its code may do anything.
+    """
+    reward, own = config.data.reward, is_own(config.data.reward)
+    rewards = [*REWARDS, reward] if own else list(REWARDS)
+    findings = lint(config, rewards=rewards, faults=KINDS, engines=DIMENSIONS)
+    limits = RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb)
+    fault = asyncio.run(reward_fault(reward, limits)) if own else ""
+    return [*findings, _reward_finding(reward, fault)] if fault else findings
+
+
+def faults_of(findings: list[Finding]) -> list[Finding]:
+    """What stops a run; the others are advice."""
+    return [finding for finding in findings if finding.status != "warn"]
+
+
+def _reward_finding(reward: str, fault: str) -> Finding:
+    return Finding(
+        check="reward",
+        status="fail",
+        scope="config",
+        subject="data.reward",
+        measured=reward,
+        expected="a function (completion, answer) -> float",
+        blame="user",
+        remedy=fault,
+    )
+
+
+def require_sound(config: Config, where: str) -> Config:
+    """Return the config.
+
+    Raises:
+        ConfigError: lint has something against it.
+    """
+    findings = faults_of(findings_of(config))
+    if not findings:
+        return config
+    rows = [f"{f.subject}: got {f.measured!r}, expected {f.expected}. {f.remedy}" for f in findings]
+    listed = "\n  ".join(rows)
+    raise ConfigError(f"{where}: {len(findings)} fault(s)\n  {listed}")

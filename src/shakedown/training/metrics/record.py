@@ -1,0 +1,60 @@
+"""Where a stage's rows go: metrics.jsonl always, the sinks that were asked for, the console."""
+
+from collections.abc import Callable, Mapping
+
+from shakedown.training.metrics.log import MetricsLog
+from shakedown.training.metrics.sinks import Sink, open_sink
+from shakedown.training.metrics.table import ProgressTable
+from shakedown.training.stage.job import StageJob
+
+
+class Record:
+    """For rank 0. A sink that fails is said once and left out: it must never end the training.
+
+    Raises:
+        UsageError: a sink cannot be used here.
+    """
+
+    def __init__(self, job: StageJob) -> None:
+        self._metrics = MetricsLog(job.paths.metrics)
+        self._table = ProgressTable(job.config.steps)
+        self._sinks: dict[str, Sink] = {
+            name: open_sink(name, job) for name in dict.fromkeys(job.config.sinks)
+        }
+
+    def begin(self, done: int) -> None:
+        """Go on after step `done`: what was written of later steps is void.
+
+        Raises:
+            StorageError: metrics.jsonl cannot be read or written.
+        """
+        self._metrics.keep_until(done)
+        self._each(lambda sink: sink.begin(done))
+
+    def append(self, row: Mapping[str, float]) -> None:
+        """One step's row.
+
+        Raises:
+            StorageError: metrics.jsonl cannot be written.
+        """
+        self._metrics.append(row)
+        self.plot(row)
+        for line in self._table.lines(row):
+            print(line, flush=True)
+
+    def plot(self, row: Mapping[str, float]) -> None:
+        """Numbers of `row["step"]` for the sinks alone."""
+        self._each(lambda sink: sink.append(row))
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        self._each(lambda sink: sink.close())
+
+    def _each(self, do: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                do(sink)
+            except Exception as error:  # noqa: BLE001 - a view of the run, by another's library
+                del self._sinks[name]
+                reason = f"{type(error).__name__}: {error}"
+                print(f"sink {name} failed and is left out from here: {reason:.300}", flush=True)

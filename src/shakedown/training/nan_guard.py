@@ -1,0 +1,100 @@
+"""What a rank was training on when the loss stopped being a number: saved before the rank ends."""
+
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from shakedown.core.errors import ExitCode, ShakedownError, StorageError
+from shakedown.core.files import atomic_open
+from shakedown.training.batch import TokenBatch, rank_share
+from shakedown.training.context import Context
+
+
+class DivergedError(ShakedownError):
+    """The loss or its gradient is NaN or infinite: training on would be in vain."""
+
+    exit_code = ExitCode.FAIL
+
+
+def finite(step: int, values: Mapping[str, float], *, saved: str = "") -> dict[str, float]:
+    """Rounded for reading: nine digits are more than float32 has.
+
+    Args:
+        saved: where the batch lies, for the message.
+
+    Raises:
+        DivergedError: a number is NaN or infinite.
+    """
+    broken = not_finite(values)
+    if broken:
+        where = f"; {saved}" if saved else ""
+        raise DivergedError(
+            f"step {step}: {', '.join(broken)} is not a finite number{where}",
+            hint="lower optimizer.lr or raise optimizer.warmup_steps; "
+            "the last checkpoint is from before this step",
+        )
+    return {name: float(f"{value:.9g}") for name, value in values.items()}
+
+
+def not_finite(values: Mapping[str, float]) -> list[str]:
+    """Names of the numbers that are NaN or infinite."""
+    return [name for name, value in values.items() if not math.isfinite(value)]
+
+
+def checked(context: Context, values: Mapping[str, float]) -> dict[str, float]:
+    """`finite` for the step in work; a batch that broke it is saved first.
+
+    Raises:
+        DivergedError: a number is NaN or infinite; the message names this rank's file.
+    """
+    saved = _save(context, values) if not_finite(values) else ""
+    return finite(context.step, values, saved=saved)
+
+
+def _save(context: Context, values: Mapping[str, float]) -> str:
+    """What the message says of the file; a disk that is full must not hide the divergence."""
+    engine, batch = context.engine, context.batch
+    if batch is None:
+        return "no batch to save"
+    whole = rank_share(
+        batch, rank=engine.data_rank, world_size=engine.data_world_size, micro_batch_size=None
+    )
+    path = context.job.attempt.diverged(engine.rank)
+    try:
+        write_diverged(path, whole[0], step=context.step, rank=engine.rank, values=values)
+    except StorageError as error:
+        return f"its batch could not be saved: {error.args[0]}"
+    return f"this rank's batch is in {path}"
+
+
+def write_diverged(
+    path: Path, batch: TokenBatch, *, step: int, rank: int, values: Mapping[str, float]
+) -> None:
+    """Write atomically as .npz without pickle.
+
+    Arrays: `step`, `rank`, `tokens` [n, t], `lengths` [n], `mask` [n, t], `extra.NAME` [n] or
+    [n, t], `broken` (names of metrics), `metrics` and `values` (all names and numbers of the step).
+
+    Args:
+        batch: this rank's n rows, as they went into the model.
+
+    Raises:
+        StorageError: the file system is full or failed.
+    """
+    tensors = {"tokens": batch.tokens, "lengths": batch.lengths, "mask": batch.mask}
+    tensors |= {f"extra.{name}": each for name, each in batch.extra.items()}
+    arrays: dict[str, NDArray[Any]] = {
+        name: each.detach().cpu().numpy() for name, each in tensors.items()
+    }
+    arrays |= {"step": np.array(step), "rank": np.array(rank)}
+    arrays |= {"broken": np.array(not_finite(values)), "metrics": np.array(list(values))}
+    arrays["values"] = np.array(list(values.values()), dtype=np.float64)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    with atomic_open(path, "wb") as stream:
+        stream.write(buffer.getbuffer())

@@ -1,0 +1,127 @@
+"""The processes of a stage: trainer ranks, and for GRPO the inference server and orchestrator."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from shakedown.cluster.nodes import free_port, node_address, node_name
+from shakedown.cluster.ranks import rank_components
+from shakedown.cluster.supervise import Component
+from shakedown.config import ServeConfig
+from shakedown.core.paths import AttemptPaths
+from shakedown.inference.engines import LaunchSpec, get_engine
+from shakedown.monitor import hook
+from shakedown.training.stage.job import StageJob
+
+# Debug levels: what a rerun may switch on, cheapest first; docs/hang.md has what each costs.
+DEBUG_ENVIRONMENT: dict[str, dict[str, str]] = {
+    "off": {},
+    "info": {"NCCL_DEBUG": "INFO", "TORCH_CPP_LOG_LEVEL": "INFO"},
+    "detail": {
+        "NCCL_DEBUG": "INFO",
+        "TORCH_CPP_LOG_LEVEL": "INFO",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+    },
+    "blocking": {
+        "NCCL_DEBUG": "INFO",
+        "TORCH_CPP_LOG_LEVEL": "INFO",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL",
+        "CUDA_LAUNCH_BLOCKING": "1",
+    },
+}
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """The stage's own inference server: where it listens and how it is started."""
+
+    component: Component
+    base_url: str
+    served_name: str
+
+
+def trainer_components(
+    job: StageJob,
+    job_file: Path,
+    nodes: Sequence[str],
+    srun_args: Sequence[str] = (),
+    gpus: Mapping[str, str] | None = None,
+) -> list[Component]:
+    """One component a rank here, or one srun step over the nodes of a Slurm job.
+
+    `gpus`: the variables of `cluster.gpus.wanted_gpus`.
+    """
+    elsewhere = nodes[0] != node_name()
+    remote = len(nodes) > 1 or elsewhere
+    return rank_components(
+        argv=[sys.executable, "-m", "shakedown.training.stage.worker", "--job", str(job_file)],
+        world_size=job.world_size,
+        nodes=nodes,
+        log_dir=job.attempt.logs,
+        env={**trainer_environment(job.config.debug), **(gpus or {})},
+        master_addr=node_address(nodes[0]) if remote else "127.0.0.1",
+        master_port=free_port(),
+        srun_args=srun_args,
+        elsewhere=elsewhere,
+    )
+
+
+def trainer_environment(debug: str) -> Mapping[str, str]:
+    """Flight Recorder and debug variables, which torch reads when it is loaded."""
+    return {**hook.ENVIRONMENT, **DEBUG_ENVIRONMENT[debug]}
+
+
+def server_plan(
+    serve: ServeConfig,
+    model: str,
+    dtype: str,
+    attempt: AttemptPaths,
+    seed: int,
+    *,
+    gpus: Mapping[str, str] | None = None,
+) -> ServerPlan:
+    """The inference server that the stage owns and whose weights it updates.
+
+    `gpus`: variables that leave it some of the GPUs here; None: it sees all.
+    """
+    engine = get_engine(serve.engine)
+    port = free_port()
+    spec = LaunchSpec(
+        model=model,
+        served_name="policy",
+        host="127.0.0.1",
+        port=port,
+        dtype=dtype,
+        max_model_len=serve.max_model_len,
+        kv_cache_gb=serve.kv_cache_gb,
+        allocation=serve.allocation,
+        extra_args=tuple(serve.extra_args),
+        seed=seed,
+    )
+    command = engine.launch(spec)
+    component = Component(
+        name="inference",
+        role="inference",
+        argv=command.argv,
+        log=attempt.log("inference"),
+        env={**command.env, **(gpus or {})},
+    )
+    return ServerPlan(component, f"http://127.0.0.1:{port}", spec.served_name)
+
+
+def orchestrator_component(job: StageJob, job_file: Path) -> Component:
+    """Generates rollouts for the trainer and loads its weights into the server."""
+    return Component(
+        name="orchestrator",
+        role="orchestrator",
+        argv=(
+            sys.executable,
+            "-m",
+            "shakedown.training.stage.orchestrator",
+            "--job",
+            str(job_file),
+        ),
+        log=job.attempt.log("orchestrator"),
+        env={"OMP_NUM_THREADS": "1"},
+    )

@@ -1,0 +1,82 @@
+"""How a stage ends: pure rules over the exits of its components."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from shakedown.cluster.supervise import Exit, describe_exit
+from shakedown.core.errors import INTERRUPTED
+from shakedown.core.outcome import State
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What ended a stage; `component` names the one that failed first."""
+
+    state: State
+    sentence: str
+    component: str = ""
+
+
+_COMPLETED = Ending("completed", "all steps done")
+
+
+def judge_exits(exits: Sequence[Exit], running: Collection[str]) -> Ending | None:
+    """The stage's ending once its components have exited like this, or None while it goes on.
+
+    Args:
+        exits: all exits so far, in the order in which they were seen.
+        running: names of the components that still run.
+    """
+    failure = first_failure(exits)
+    if failure is not None:
+        return Ending("failed", f"{failure}", failure.component.name)
+    early = [e for e in exits if e.component.role in ("inference", "orchestrator")]
+    trainers_run = any(name.startswith("trainer") for name in running)
+    orchestrator_runs = any(name.startswith("orchestrator") for name in running)
+    for ended in early:
+        if trainers_run or (ended.component.role == "inference" and orchestrator_runs):
+            return Ending("failed", f"{ended} while others still needed it", ended.component.name)
+    if not trainers_run and _saved(exits):
+        return interrupted(exits, running, "stopped by a signal to its ranks")
+    if not trainers_run and not orchestrator_runs:
+        return _COMPLETED
+    return None
+
+
+def judge_stop(exits: Sequence[Exit], running: Collection[str], reason: str) -> Ending | None:
+    """`judge_exits` once the stage is told to stop: only the trainers are waited for.
+
+    A trainer that failed ends the wait: its peers cannot save without it.
+    """
+    trainers = [e for e in exits if e.component.role == "trainer"]
+    if first_failure(trainers) is None and any(name.startswith("trainer") for name in running):
+        return None
+    if trainers and all(e.returncode == 0 for e in trainers):
+        return _COMPLETED
+    return interrupted(exits, running, reason)
+
+
+def _saved(exits: Sequence[Exit]) -> bool:
+    return any(e.component.role == "trainer" and e.returncode == INTERRUPTED for e in exits)
+
+
+def first_failure(exits: Sequence[Exit]) -> Exit | None:
+    """The exit that is to be reported: of those seen, a signal outranks an error code.
+
+    A rank that is killed makes its peers fail with "connection closed" within the same poll.
+    """
+    bad = [e for e in exits if e.returncode not in (0, INTERRUPTED)]
+    killed = [e for e in bad if e.returncode < 0]
+    return next(iter(killed or bad), None)
+
+
+def interrupted(exits: Sequence[Exit], running: Collection[str], reason: str) -> Ending:
+    """The ending of a stage that was told to stop."""
+    lost = [
+        f"{e.component.name} {describe_exit(e.returncode)}"
+        for e in exits
+        if e.component.role == "trainer" and e.returncode != INTERRUPTED
+    ]
+    lost += [f"{name} did not end" for name in running if name.startswith("trainer")]
+    how = "state saved" if _saved(exits) and not lost else "state of the last checkpoint kept"
+    return Ending("interrupted", f"{reason}, {how}{': ' + '; '.join(lost) if lost else ''}")

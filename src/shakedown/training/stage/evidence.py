@@ -1,0 +1,87 @@
+"""Collect a stalled attempt's evidence on every node while its processes still live."""
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+
+from shakedown.cluster.nodes import node_name
+from shakedown.core.errors import UsageError
+from shakedown.core.paths import AttemptPaths
+from shakedown.monitor.collect import Target, collect_local, from_attempt
+from shakedown.monitor.collect.steps import READ, Step, collect_nodes
+from shakedown.monitor.collect.writer import COLLECTED, Writer
+from shakedown.monitor.watch import Health
+
+_STEP_SECONDS = 60.0  # one step on other nodes; their ranks have our hook and answer at once
+_GAP_SECONDS = 2.0  # the watch has looked twice itself, 5 s apart
+
+
+def collect_evidence(
+    attempt: AttemptPaths, running: Mapping[str, int], health: Health, nodes: Sequence[str]
+) -> None:
+    """Sample all components twice and write everything to the attempt's `evidence/`.
+
+    `nodes`: of the stage; this one is read by this process, the others by a step in its job.
+    Never raises for what cannot be read: what was missed stands in `collected-<host>.json`, and
+    of nodes that were not reached in `collected-job.json`.
+    """
+    print(f"stalled: {health.sentence}; collecting evidence in {attempt.evidence}", flush=True)
+    others = _OtherNodes(attempt, [node for node in nodes if node != node_name()])
+    others.start()
+    report = collect_local(
+        _targets(attempt, running), attempt.evidence, logs=attempt.logs, gap=_GAP_SECONDS
+    )
+    missed = report.missed + [f"{t.name}: {m}" for t in report.targets for m in t.missed]
+    missed += others.finish()
+    print(f"collected in {report.seconds:.1f} s, {len(missed)} thing(s) missed", flush=True)
+
+
+class _OtherNodes:
+    """The stage's other nodes, collected while this one is."""
+
+    def __init__(self, attempt: AttemptPaths, nodes: Sequence[str]) -> None:
+        root, out = attempt.root.absolute(), attempt.evidence.absolute()
+        arguments = ["--attempt", str(root), "--gap", str(_GAP_SECONDS)]
+        self._nodes = nodes
+        self._step = Step(os.environ.get("SLURM_JOB_ID", ""), out, arguments, _STEP_SECONDS)
+        self._missed: list[str] = []
+        self._thread = threading.Thread(target=self._collect, name="collect-nodes", daemon=True)
+
+    def start(self) -> None:
+        if self._nodes:
+            self._thread.start()
+
+    def finish(self) -> list[str]:
+        """Wait for them, which is bounded; what was missed, also printed."""
+        if self._nodes:
+            seconds = self._step.longest(len(self._nodes))
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                self._missed.append(f"other nodes: not all within {seconds:.0f} s")
+        for text in self._missed:
+            print(f"not collected: {text}", flush=True)
+        return self._missed
+
+    def _collect(self) -> None:
+        step = self._step
+        writer = Writer(step.out)
+        report = collect_nodes(step, self._nodes, writer)
+        lost = [f"node {name}: {said}" for name, said in report.nodes.items() if said != READ]
+        body = {"schema": COLLECTED, "job": step.job_id, "nodes": report.nodes}
+        body |= {"missed": writer.summary(), "files": writer.files}
+        writer.json("collected-job.json", body)
+        self._missed += [*lost, *writer.summary()]
+
+
+def _targets(attempt: AttemptPaths, running: Mapping[str, int]) -> list[Target]:
+    """Components with a heartbeat, and those that run without one (the inference server)."""
+    try:
+        targets = from_attempt(attempt.root)
+    except UsageError:
+        targets = []
+    known = {target.pid for target in targets}
+    for name, pid in running.items():
+        if pid not in known:
+            role, _, rank = name.partition("-rank")
+            targets.append(Target(name, pid, role, int(rank) if rank.isdecimal() else None))
+    return targets

@@ -1,0 +1,77 @@
+"""What one attempt of a training stage is told: written by the supervisor, read by its parts."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shakedown.agents.reward_pool import RewardLimits
+from shakedown.config import StageConfig
+from shakedown.core.errors import UsageError
+from shakedown.core.files import read_object, write_json
+from shakedown.core.paths import AttemptPaths, StagePaths
+
+
+@dataclass(frozen=True)
+class StageJob:
+    """One stage, and the attempt at it once that has begun (`attempt_root`).
+
+    `model` is the input checkpoint (a Hugging Face folder); `train` and `heldout` are JSON-lines
+    files or hub names; `world_size` counts trainer ranks; `endpoint` is the base URL of the
+    stage's own inference server without `/v1` (GRPO only),
+    `served_model` its model name and `engine` its kind. `reward_timeout` (s) and
+    `reward_memory_gb` (GiB) bound one call of the reward function. `replay`: a folder of recorded
+    rollouts to train on instead of generating; empty: none.
+    """
+
+    stage: str
+    config: StageConfig
+    model: str
+    dtype: str
+    train: str
+    heldout: str
+    reward: str
+    seed: int
+    world_size: int
+    stage_root: str
+    attempt_root: str = ""
+    endpoint: str = ""
+    served_model: str = "policy"
+    engine: str = "vllm"
+    reward_timeout: float = RewardLimits.seconds
+    reward_memory_gb: float = RewardLimits.memory_gb
+    replay: str = ""
+
+    @property
+    def generates(self) -> bool:
+        """Whether the stage has an inference server and an orchestrator of its own."""
+        return self.config.algorithm == "grpo" and not self.replay
+
+    @property
+    def paths(self) -> StagePaths:
+        return StagePaths(Path(self.stage_root))
+
+    @property
+    def attempt(self) -> AttemptPaths:
+        return AttemptPaths(Path(self.attempt_root))
+
+    @property
+    def reward_limits(self) -> RewardLimits:
+        return RewardLimits(self.reward_timeout, self.reward_memory_gb)
+
+    def write(self, path: Path) -> None:
+        """Write the job atomically as JSON."""
+        write_json(path, {**asdict(self), "config": self.config.model_dump(mode="json")})
+
+
+def read_job(path: Path) -> StageJob:
+    """Read a job file.
+
+    Raises:
+        UsageError: the file is missing or not a job.
+    """
+    body = read_object(path, "stage job")
+    try:
+        config = StageConfig.model_validate_json(json.dumps(body.pop("config")))
+        return StageJob(config=config, **body)
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is not a stage job: {error}") from error

@@ -1,0 +1,402 @@
+"""The inference side of a GRPO stage: `python -m shakedown.training.stage.orchestrator --job F`.
+
+Waits for the stage's server, generates and rewards a batch for every step, keeps staleness within
+`async_level`, loads the trainer's weights into the server as they appear and verifies them. Exit
+codes: 0 the trainer has finished, 75 stopped by a signal, else as every command.
+"""
+
+import argparse
+import asyncio
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from shakedown.agents.reward_pool import RewardPool
+from shakedown.config import GrpoConfig
+from shakedown.core.errors import INTERRUPTED, ConfigError, ServerError, ShakedownError
+from shakedown.data_sources import load_rows
+from shakedown.inference.client import Client
+from shakedown.inference.engines import Request, get_token_engine
+from shakedown.inference.ready import ReadyOptions, wait_ready
+from shakedown.models.huggingface import read_config, read_tokenizer
+from shakedown.monitor.heartbeat import Heartbeat, read_heartbeats
+from shakedown.rollout.agent_batch import agent_batch
+from shakedown.rollout.agent_sampler import (
+    AgentGroupSampler,
+    ModelServer,
+    agent_prompts,
+    check_engine,
+)
+from shakedown.rollout.controller import RolloutController
+from shakedown.rollout.queue import (
+    FinishedGroup,
+    QueuedPrompt,
+    RolloutQueue,
+    SavedQueue,
+    find_queue,
+)
+from shakedown.rollout.samplers import Group, GroupSampler, Prompt, encode_prompts, to_batch
+from shakedown.rollout.staleness import Staleness, explain
+from shakedown.rollout.store import RolloutStore
+from shakedown.rollout.weights import WeightSync, probe_tokens
+from shakedown.training.checkpoint.checkpoints import find
+from shakedown.training.checkpoint.fingerprint import fingerprint
+from shakedown.training.faults import Injector
+from shakedown.training.stage.job import StageJob, read_job
+
+_POLL_SECONDS = 0.05
+_BEAT_SECONDS = 0.5
+_HEALTH_SECONDS = 2.0
+_HELD_SECONDS = 5.0
+_SAY_SECONDS = 2.0
+_PROBE_PROMPTS = 64
+_SAFE_LENGTH = 200  # tokens, where a server does not tell its own limit
+_SETTLE_SECONDS = 3.0  # srun ends a little after its last task
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the orchestrator of one attempt and return its exit code."""
+    parser = argparse.ArgumentParser(prog="shakedown.training.stage.orchestrator")
+    parser.add_argument("--job", type=Path, required=True, help="job.json of the attempt")
+    args = parser.parse_args(argv)
+    try:
+        return asyncio.run(_until_signal(read_job(args.job)))
+    except ShakedownError as error:
+        traceback.print_exc()
+        print(f"shakedown: {error}", file=sys.stderr, flush=True)
+        return int(error.exit_code)
+
+
+async def _until_signal(job: StageJob) -> int:
+    """Run to the end, or return 75 after SIGTERM, SIGINT or SIGUSR2."""
+    loop, work = asyncio.get_running_loop(), asyncio.ensure_future(orchestrate(job))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        loop.add_signal_handler(number, work.cancel)
+    try:
+        await work
+    except asyncio.CancelledError:
+        print("stopped by a signal", flush=True)
+        return INTERRUPTED
+    return 0
+
+
+async def orchestrate(job: StageJob) -> None:
+    """Serve the trainer until it has finished.
+
+    Raises:
+        ConfigError: the settings would block for ever.
+        ServerError: the server did not start, is not healthy, or does not obey.
+        BlockedError: no batch can be complete.
+    """
+    settings = _checked(job)
+    heartbeat = Heartbeat(job.attempt.heartbeats, 0, role="orchestrator")
+    heartbeat.beat(phase="init")
+    engine = get_token_engine(job.engine)
+    tokenizer = read_tokenizer(Path(job.model))
+    vocabulary = getattr(read_config(Path(job.model)), "vocab_size", None)
+    prompts = (
+        agent_prompts(job.train, tokenizer)
+        if settings.agent
+        else encode_prompts(load_rows(job.train), tokenizer)
+    )
+    wait = ReadyOptions(
+        job.config.start_timeout,
+        say=lambda line: print(line, flush=True),
+        tick=lambda: heartbeat.beat(phase="init"),
+        log=job.attempt.log("inference"),
+    )
+    seconds = await asyncio.to_thread(wait_ready, engine, job.endpoint, job.served_model, wait)
+    print(f"server at {job.endpoint} answered a generation after {seconds:.0f} s", flush=True)
+    limit = settings.batch_timeout
+    async with Client(engine, job.endpoint, job.served_model, timeout=limit) as client:
+        probe = probe_tokens(
+            [p.tokens for p in prompts[:_PROBE_PROMPTS]], longest=await _longest(client)
+        )
+        sync = WeightSync(client, probe, dtype=job.dtype, initial=Path(job.model))
+        await sync.begin()
+        orchestrator = Orchestrator(
+            Parts(job, settings, client, sync, heartbeat, prompts, tokenizer, vocabulary)
+        )
+        await orchestrator.run()
+
+
+def _checked(job: StageJob) -> GrpoConfig:
+    """The stage's settings, or why they can never work."""
+    settings = job.config.grpo
+    if settings is None:
+        raise ConfigError(f"stage {job.stage} has no `grpo:` section: it needs no orchestrator")
+    if settings.agent:
+        check_engine(job.stage, job.engine)
+    trap = explain(_rule(job, settings), needed=job.config.batch_size)
+    if trap:
+        raise ConfigError(
+            f"stages.{job.stage}.grpo: {trap}",
+            hint=f"set max_concurrent to at least group_size, {settings.group_size}",
+        )
+    return settings
+
+
+def _rule(job: StageJob, settings: GrpoConfig) -> Staleness:
+    """In groups: `max_concurrent` counts samples."""
+    slots = settings.max_concurrent // settings.group_size
+    return Staleness(slots, settings.async_level, job.config.batch_size)
+
+
+async def _longest(client: Client) -> int:
+    """Tokens that the server takes with one to generate; a safe guess where it does not tell."""
+    reply = await client.send(Request("/v1/models", method="GET"))
+    try:
+        return int(reply["data"][0]["max_model_len"]) - 1
+    except (KeyError, IndexError, TypeError, ValueError):
+        return _SAFE_LENGTH
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loops work with."""
+
+    job: StageJob
+    settings: GrpoConfig
+    client: Client
+    sync: WeightSync
+    heartbeat: Heartbeat
+    prompts: Sequence[Prompt]
+    tokenizer: Any
+    vocabulary: int | None
+
+
+class Orchestrator:
+    """The loops of a stage; all share one event loop and end with the first that ends."""
+
+    def __init__(self, parts: Parts) -> None:
+        job, self._settings, tokenizer = parts.job, parts.settings, parts.tokenizer
+        self._job, self._client, self._sync = job, parts.client, parts.sync
+        self._heartbeat = parts.heartbeat
+        self._pad = int(tokenizer.pad_token_id)
+        self._exchange = RolloutStore(job.attempt.exchange)
+        self._start, kept = _resumed(job, self._settings, self._heartbeat)
+        self._version, self._syncing = 0, False
+        self._faults = Injector(job.config.fault, 0, role="orchestrator")
+        self._step, self._said = self._start + len(kept.batches) + 1, 0.0
+        self._sync_seconds, self._held = 0.0, time.monotonic()
+        self._rewards: RewardPool | AgentGroupSampler
+        self._episodes: GroupSampler | AgentGroupSampler
+        self._to_batch = agent_batch if self._settings.agent else to_batch
+        if self._settings.agent:
+            agents = AgentGroupSampler(
+                ModelServer(job.endpoint, job.served_model), self._settings, lambda: self._version
+            )
+            self._rewards = self._episodes = agents
+        else:
+            self._rewards = pool = RewardPool(job.reward, job.reward_limits)
+            self._episodes = GroupSampler(
+                self._client,
+                tokenizer,
+                pool,
+                self._settings,
+                lambda: self._version,
+                newest=self._exchange.latest_version,
+                vocabulary=parts.vocabulary,
+            )
+        self._queue = RolloutQueue(
+            self._exchange, parts.prompts, self._episodes.run_group, seed=job.seed, kept=kept
+        )
+        rule, groups = _rule(job, self._settings), job.config.batch_size
+        self._controller: RolloutController[QueuedPrompt, FinishedGroup] = RolloutController(
+            self._queue.run,
+            max_concurrent=rule.max_concurrent,
+            max_head_offpolicyness=rule.max_head_offpolicyness,
+            batch_size=groups,
+            source=self._queue.draws(),
+            total=(job.config.steps - self._start) * groups,
+            accepted=len(kept.batches) * groups,
+        )
+
+    async def run(self) -> None:
+        """Until the trainer has finished and its processes are gone.
+
+        Raises:
+            UsageError: the reward function cannot be used.
+        """
+        async with self._rewards, self._controller:
+            await self._resume()
+            await _first_to_end(
+                self._batches(), self._weights(), self._health(), self._beats(), self._finish()
+            )
+        print("the trainer has finished", flush=True)
+
+    async def _resume(self) -> None:
+        """A resumed trainer publishes its weights first; batches of older ones would be in vain."""
+        if not self._start:
+            return
+        self._queue.hand_out()
+        print(f"waiting for the weights of step {self._start} to go on from", flush=True)
+        while self._exchange.latest_version() < self._start:
+            self._heartbeat.beat(phase="init", step=self._start)
+            await asyncio.sleep(_POLL_SECONDS)
+        await self._load_newest()
+
+    async def _batches(self) -> None:
+        """Publish the batch of each step; then wait for the others to end."""
+        while self._step <= self._job.config.steps:
+            self._faults.at("rollout", self._step, self._controller)
+            began = time.monotonic()
+            groups = self._queue.take(self._step, await self._controller.next_batch())
+            self._publish(groups, time.monotonic() - began)
+            self._step += 1
+        await asyncio.Event().wait()
+
+    def _publish(self, groups: Sequence[Group], waited: float) -> None:
+        stats = {
+            "batch_seconds": waited,
+            "weight_update_seconds": self._sync_seconds,
+            "server_version": float(self._version),
+            "failed_groups": float(sum(self._controller.failures.values())),
+            "groups_ready": float(self._controller.ready),
+        }
+        batch = self._to_batch(self._step, groups, pad=self._pad, stats=stats)
+        self._exchange.publish_batch(batch)
+        now = time.monotonic()
+        if now - self._said >= _SAY_SECONDS or self._step == self._job.config.steps:
+            self._said = now
+            print(
+                f"batch {self._step}/{self._job.config.steps}: {len(batch.rewards)} samples, "
+                f"reward {batch.rewards.mean():.3f}, weights of version {self._version}",
+                flush=True,
+            )
+
+    async def _weights(self) -> None:
+        """Load every version that the trainer publishes; those passed over are not needed."""
+        while True:
+            if self._exchange.latest_version() > self._version:
+                await self._load_newest()
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _load_newest(self) -> None:
+        """No generation is in flight meanwhile: every token is of one version."""
+        limit = self._settings.weight_update_timeout
+        self._controller.pause()
+        self._syncing = True
+        try:
+            await self._episodes.pause(limit)
+            self._heartbeat.beat(phase="weight_sync", step=self._step)
+            weights = self._exchange.latest_weights()
+            if weights is not None:
+                self._faults.at("weights", weights.version)
+                self._sync_seconds = await self._sync.apply(weights, within=limit)
+                self._version = weights.version
+                self._exchange.mark_loaded(weights.version)
+                self._controller.set_version(weights.version - self._start)
+        finally:
+            self._syncing = False
+        self._episodes.resume()
+        self._controller.resume()
+
+    async def _health(self) -> None:
+        """End the stage when the server is not healthy for too long, or no reward comes.
+
+        Raises:
+            ServerError: names the server and what it answered last.
+            BadRewardError: the reward function never works.
+        """
+        patience = max(10.0, self._job.config.stall_timeout / 2)
+        healthy = time.monotonic()
+        while True:
+            self._episodes.check()
+            fault = await self._client.health()
+            now = time.monotonic()
+            if not fault or self._syncing:
+                healthy = now
+            if now - healthy > patience:
+                raise ServerError(
+                    f"the inference server at {self._job.endpoint} has not been healthy for "
+                    f"{now - healthy:.0f} s: {fault}",
+                    hint=f"read {self._job.attempt.log('inference')}",
+                )
+            await asyncio.sleep(_HEALTH_SECONDS)
+
+    async def _beats(self) -> None:
+        """A beat only when a group ended or a reward came: a server that hangs must be noticed."""
+        before = (-1, -1)
+        while True:
+            done = (self._controller.accepted, self._rewards.done)
+            if self._controller.running == 0 and not self._syncing:
+                self._heartbeat.beat(phase="rollout_wait", step=self._step)
+                self._say_held()
+            elif done != before and not self._syncing:
+                self._heartbeat.beat(
+                    phase="data",
+                    step=self._step,
+                    micro_batch=done[0] % self._job.config.batch_size,
+                    batch_size=self._settings.group_size,
+                )
+            before = done
+            await asyncio.sleep(_BEAT_SECONDS)
+
+    def _say_held(self) -> None:
+        """Rollouts that the staleness rule holds back look like a hang: the log says why."""
+        now = time.monotonic()
+        if self._controller.capacity > 0:
+            self._held = now
+        elif now - self._held >= _HELD_SECONDS:
+            self._held = now
+            print(
+                f"no rollout capacity: {self._controller.accepted} groups are made, and the "
+                f"staleness limit allows no more before weights newer than version "
+                f"{self._controller.version}",
+                flush=True,
+            )
+
+    async def _finish(self) -> None:
+        """Wait for the trainer's word, and for the end of its processes: they still write.
+
+        The stage's supervisor takes an orchestrator that ends first for a failure.
+        """
+        # Files of another process: there is no event to wait for.
+        while not self._exchange.trainer_finished() or _trainers_live(self._job):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_SECONDS)
+        self._heartbeat.beat(phase="finished", step=self._step - 1)
+        await asyncio.sleep(_SETTLE_SECONDS if self._job.config.nodes > 1 else 0.0)
+
+
+def _resumed(job: StageJob, settings: GrpoConfig, heartbeat: Heartbeat) -> tuple[int, SavedQueue]:
+    """The step that the trainer goes on from, by its own rule over the same files; the queue."""
+    found = find(job.paths.checkpoints, fingerprint(job), beat=lambda: heartbeat.beat(phase="init"))
+    step = 0 if found.meta is None else found.meta.step
+    groups, level = job.config.batch_size, settings.async_level
+    return step, find_queue(found.folder, step, batch_size=groups, async_level=level)
+
+
+def _trainers_live(job: StageJob) -> bool:
+    """Whether a trainer rank has not said that it is done, or is still there on this host."""
+    host = socket.gethostname()[:64]
+    ranks = [beat for beat in read_heartbeats(job.attempt.heartbeats) if beat.role == "trainer"]
+    return any(
+        beat.phase != "finished" or (beat.host == host and psutil.pid_exists(beat.pid))
+        for beat in ranks
+    )
+
+
+async def _first_to_end(*loops: Coroutine[Any, Any, None]) -> None:
+    """Run until one ends; cancel the others; raise its error."""
+    tasks = [asyncio.create_task(loop) for loop in loops]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

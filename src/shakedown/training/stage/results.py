@@ -1,0 +1,61 @@
+"""What a stage reached, for its outcome: last metrics, and accuracy before and after."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from shakedown.core.paths import StagePaths
+
+
+def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
+    """The last step and the figures of `metrics.jsonl` and of the attempts' evaluations.
+
+    `sampled_accuracy_start` is the first attempt's, so that a resumed stage tells its whole gain.
+    """
+    rows = read_rows(paths.metrics)
+    last = rows[-1] if rows else {}
+    metrics = {
+        key: float(value)
+        for key, value in last.items()
+        if key != "step" and _is_finite_number(value)
+    }
+    evaluations = []
+    for number in paths.attempt_numbers():
+        evaluations += read_rows(paths.attempt(number).evals)
+    if evaluations:
+        for key in ("sampled_accuracy", "greedy_accuracy"):
+            for name, row in (("start", evaluations[0]), ("end", evaluations[-1])):
+                if _is_finite_number(row.get(key)):
+                    metrics[f"{key}_{name}"] = float(row[key])
+    return int(last.get("step", 0)), metrics
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Whole JSON rows of a file; a row cut off by a kill is left out, a missing file is empty."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def resume_hint(paths: StagePaths) -> str:
+    """Where an interrupted stage goes on."""
+    again = "run the same command again to"
+    try:
+        name = (paths.checkpoints / "latest").read_text(encoding="utf-8")
+        return f"{again} resume after step {int(name.strip().removeprefix('step_'))}"
+    except (OSError, ValueError):
+        return f"{again} start it anew: no checkpoint was written"
+
+
+def _is_finite_number(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)

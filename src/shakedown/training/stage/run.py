@@ -1,0 +1,208 @@
+"""Run one attempt of a training stage: start every component, watch them, say how it ended.
+
+The attempt always ends with an outcome, and no process outlives it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shakedown.cluster.nodes import allocation_nodes, node_name
+from shakedown.cluster.supervise import Component, Exit, Supervisor
+from shakedown.config import ServeConfig
+from shakedown.core.errors import LaunchError, UsageError
+from shakedown.core.outcome import Outcome
+from shakedown.core.paths import AttemptPaths
+from shakedown.core.verdict import Stopwatch
+from shakedown.monitor.watch import Health, Watch
+from shakedown.rollout.recording import check_recording
+from shakedown.training.stage import stopping
+from shakedown.training.stage.components import (
+    orchestrator_component,
+    server_plan,
+    trainer_components,
+)
+from shakedown.training.stage.devices import StageDevices, stage_devices
+from shakedown.training.stage.echo import LogEcho
+from shakedown.training.stage.endings import Ending
+from shakedown.training.stage.evidence import collect_evidence
+from shakedown.training.stage.job import StageJob
+from shakedown.training.stage.port_race import port_was_taken
+from shakedown.training.stage.results import resume_hint, stage_metrics
+from shakedown.training.stage.supervision import Monitor, stop_signals
+
+_PORT_TRIES = 3
+_GRACE_SECONDS = 10.0
+_STOP_GRACE_SECONDS = 5.0  # the ranks had their time to save
+_HUNG_GRACE_SECONDS = 2.0  # what stands still saves nothing
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """A stage's job, still without an attempt, and how its processes are started.
+
+    `serve`: of the stage's own inference server. `srun_args`: more options of the srun that
+    starts the ranks. `gpus_per_node`: 0 leaves the GPUs to whoever takes them first.
+    """
+
+    job: StageJob
+    serve: ServeConfig
+    srun_args: Sequence[str] = ()
+    gpus_per_node: int = 0
+
+
+def run_stage(plan: StagePlan) -> Outcome:
+    """Run one new attempt and write its outcome; an interrupted one leaves no stage outcome.
+
+    One more is run, at most twice, where rank 0 could not listen on the port chosen for it.
+
+    Raises:
+        StorageError: the results folder cannot be written.
+        LaunchError: a component could not be started.
+        UsageError: the stage wants more nodes or GPUs than there are; the recorded rollouts are
+            not all there, or cannot be replayed here.
+    """
+    for _ in range(_PORT_TRIES - 1):
+        outcome = _run_attempt(plan)
+        log = plan.job.paths.attempt(outcome.attempt).log("trainer-rank0")
+        if not port_was_taken(outcome, log):
+            return outcome
+        print("the ranks' port was taken by another process: starting with another one", flush=True)
+    return _run_attempt(plan)
+
+
+def _run_attempt(plan: StagePlan) -> Outcome:
+    job, paths = plan.job, plan.job.paths
+    if job.replay:
+        _check_replay(job, Path(job.replay))
+    clock = Stopwatch()
+    nodes = _nodes(job.config.nodes)
+    devices = stage_devices(job.config, plan.serve, nodes, plan.gpus_per_node)
+    paths.outcome.unlink(missing_ok=True)
+    attempt = paths.new_attempt()
+    stopping.prepare(attempt.stop)
+    job, components = _components(plan, attempt, devices)
+    print(
+        f"stage {job.stage}, attempt {attempt.root.name}: {job.world_size} trainer rank(s) on "
+        f"{', '.join(devices.trainer_nodes)}; logs in {attempt.logs}",
+        flush=True,
+    )
+    ending, exits, health = _supervise(job, components, nodes)
+    outcome = Outcome(
+        stage=job.stage,
+        attempt=int(attempt.root.name),
+        state=ending.state,
+        sentence=ending.sentence,
+        failed_component=ending.component,
+        exit_codes={e.component.name: e.returncode for e in exits},
+        stalled=_stalled(health) if ending.state == "hung" else {},
+        started=clock.started,
+        seconds=clock.seconds,
+    )
+    steps, metrics = stage_metrics(paths)
+    outcome = replace(outcome, steps=steps, metrics=metrics)
+    if outcome.state == "interrupted":
+        outcome = replace(outcome, sentence=f"{outcome.sentence}; {resume_hint(paths)}")
+    outcome.write(attempt.outcome)
+    if outcome.state != "interrupted":
+        outcome.write(paths.outcome)
+    return outcome
+
+
+def _check_replay(job: StageJob, folder: Path) -> None:
+    if job.config.algorithm != "grpo":
+        raise UsageError(f"stage {job.stage} is {job.config.algorithm}: only grpo has rollouts")
+    if folder.resolve().is_relative_to(job.paths.root.resolve()):
+        raise UsageError(
+            f"{folder} was recorded by this very stage: a replay would set its checkpoints, "
+            "metrics and model aside",
+            hint="give the replay a results folder of its own: --run-dir DIR",
+        )
+    check_recording(folder, job.config.steps)
+
+
+def _nodes(wanted: int) -> list[str]:
+    """The first `wanted` nodes of the Slurm job, or this machine.
+
+    Raises:
+        UsageError: the job has fewer nodes.
+    """
+    if wanted == 1:
+        return [node_name()]
+    nodes = allocation_nodes()
+    if len(nodes) < wanted:
+        raise UsageError(
+            f"the stage wants {wanted} nodes, but this job has {len(nodes)}: {', '.join(nodes)}",
+            hint="run it with `snakemake --profile profiles/slurm`, or set its nodes to 1",
+        )
+    return nodes[:wanted]
+
+
+def _components(
+    plan: StagePlan, attempt: AttemptPaths, devices: StageDevices
+) -> tuple[StageJob, list[Component]]:
+    job = replace(plan.job, attempt_root=str(attempt.root.absolute()))
+    job_file = attempt.root / "job.json"
+    components: list[Component] = []
+    if job.generates:
+        server = server_plan(
+            plan.serve, job.model, job.dtype, attempt, job.seed, gpus=devices.server
+        )
+        job = replace(
+            job,
+            endpoint=server.base_url,
+            served_model=server.served_name,
+            engine=plan.serve.engine,
+        )
+        components += [server.component, orchestrator_component(job, job_file)]
+    job.write(job_file)
+    trainers = trainer_components(
+        job, job_file.absolute(), devices.trainer_nodes, plan.srun_args, devices.trainer
+    )
+    return job, components + trainers
+
+
+def _supervise(
+    job: StageJob, components: list[Component], nodes: list[str]
+) -> tuple[Ending, list[Exit], Health | None]:
+    attempt = job.attempt
+    expected = [("trainer", rank) for rank in range(job.world_size)]
+    if job.generates:
+        expected.append(("orchestrator", 0))
+    with stop_signals() as stop, Supervisor(grace=_GRACE_SECONDS) as supervisor:
+        monitor = Monitor(
+            supervisor=supervisor,
+            attempt=attempt,
+            watch=Watch(job.config.stall_timeout, job.config.start_timeout, expected),
+            echo=LogEcho(_echoed(job)),
+            stop=stop,
+            on_stall=lambda health: collect_evidence(attempt, supervisor.running(), health, nodes),
+        )
+        try:
+            for component in components:
+                supervisor.start(component)
+            ending = monitor.run()
+        except LaunchError as error:
+            ending = Ending("failed", str(error))
+        grace = _STOP_GRACE_SECONDS if stop.reason else _GRACE_SECONDS
+        if ending.state == "hung":
+            grace = _HUNG_GRACE_SECONDS
+        exits = monitor.exits + supervisor.stop_all(grace)
+    return ending, exits, monitor.health
+
+
+def _echoed(job: StageJob) -> dict[str, Path]:
+    """Rank 0 and the orchestrator tell the progress; the other logs are for when it fails."""
+    names = ["trainer-rank0"] + (["orchestrator"] if job.generates else [])
+    return {name: job.attempt.log(name) for name in names}
+
+
+def _stalled(health: Health | None) -> dict[str, object]:
+    if health is None:
+        return {}
+    still = [
+        {"name": s.name, "role": s.role, "rank": s.rank, "phase": s.phase, "step": s.step}
+        | {"seconds": round(s.seconds, 1)}
+        for s in health.still
+    ]
+    return {"sentence": health.sentence, "still": still}

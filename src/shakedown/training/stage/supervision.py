@@ -1,0 +1,132 @@
+"""Watch a stage's components until they end, stand still, or the stage is told to stop."""
+
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+
+from shakedown.cluster.supervise import Exit, Supervisor
+from shakedown.core.paths import AttemptPaths
+from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.monitor.watch import Health, Watch
+from shakedown.training.stage import stopping
+from shakedown.training.stage.echo import LogEcho
+from shakedown.training.stage.endings import Ending, interrupted, judge_exits, judge_stop
+
+_POLL_SECONDS = 0.2
+_WATCH_SECONDS = 1.0
+_ECHO_SECONDS = 1.0
+_SETTLE_SECONDS = 0.5  # peers of a dead rank fail within this: the kill is then told from the echo
+# For a checkpoint after SIGTERM or SIGINT. Slurm's KillWait is 30 s when not set: the rest is for
+# ending what hangs. SIGUSR2 sets no limit: it is followed by SIGTERM when the time is over.
+SAVE_SECONDS = 60.0
+SAVE_SECONDS_IN_SLURM = 20.0
+
+
+@dataclass
+class StopSignals:
+    """Set by a signal handler; the loop looks at it. `deadline` is monotonic seconds."""
+
+    reason: str = ""
+    deadline: float = math.inf
+
+    def note(self, number: int) -> None:
+        """Take a signal: the first one is the reason, the first but SIGUSR2 starts the clock."""
+        self.reason = self.reason or f"stopped by {signal.Signals(number).name}"
+        if number != signal.SIGUSR2 and self.deadline == math.inf:
+            by_slurm = number == signal.SIGTERM and "SLURM_JOB_ID" in os.environ
+            seconds = SAVE_SECONDS_IN_SLURM if by_slurm else SAVE_SECONDS
+            self.deadline = time.monotonic() + seconds
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopSignals]:
+    """SIGTERM, SIGINT and SIGUSR2 (Slurm's warning before the time limit) ask for a clean stop."""
+    flag = StopSignals()
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        flag.note(number)
+
+    watched = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2)
+    before = {number: signal.signal(number, note) for number in watched}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass
+class Monitor:
+    """`on_stall` collects evidence while the stalled processes still live."""
+
+    supervisor: Supervisor
+    attempt: AttemptPaths
+    watch: Watch
+    echo: LogEcho
+    stop: StopSignals
+    on_stall: Callable[[Health], None]
+    exits: list[Exit] = field(default_factory=list)
+    health: Health | None = None
+    _asked: bool = False  # the ranks to save and stop
+
+    def run(self) -> Ending:
+        """Return how the stage ended; components may still run then, the caller ends them."""
+        next_watch = next_echo = 0.0
+        while True:
+            now = time.monotonic()
+            if now >= next_echo:
+                self.echo.show_new()
+                next_echo = now + _ECHO_SECONDS
+            ending = self._look(now >= next_watch, now)
+            if now >= next_watch:
+                next_watch = now + _WATCH_SECONDS
+            if ending is not None:
+                self.echo.show_new()
+                return ending
+            time.sleep(_POLL_SECONDS)
+
+    def _look(self, watch_too: bool, now: float) -> Ending | None:
+        if self.stop.reason and not self._asked:
+            self._ask_to_stop()
+        ending = self._judge()
+        if ending is not None and ending.state in ("failed", "interrupted"):
+            time.sleep(_SETTLE_SECONDS)
+            if self.stop.reason and not self._asked:
+                return None  # Slurm's signal reached the component before this process
+            return self._judge()
+        if ending is None and now >= self.stop.deadline:
+            return interrupted(self.exits, self.supervisor.running(), self.stop.reason)
+        if ending is not None or not watch_too or self.stop.deadline < math.inf:
+            return ending
+        return self._stall(now)
+
+    def _judge(self) -> Ending | None:
+        self.exits += self.supervisor.poll()
+        running = self.supervisor.running()
+        if self._asked:
+            return judge_stop(self.exits, running, self.stop.reason)
+        return judge_exits(self.exits, running)
+
+    def _stall(self, now: float) -> Ending | None:
+        self.health = self.watch.observe(read_heartbeats(self.attempt.heartbeats), now)
+        if self.health.state != "stalled":
+            return None
+        self.on_stall(self.health)
+        return Ending("hung", self.health.sentence, self.health.still[0].name)
+
+    def _ask_to_stop(self) -> None:
+        """By the file that all nodes see, and by a signal to the ranks that are children here."""
+        self._asked = True
+        self.echo.say(f"{self.stop.reason}: saving the state")
+        try:
+            stopping.ask(self.attempt.stop, self.stop.reason)
+        except OSError as error:  # a full disk; the signal is still worth sending
+            self.echo.say(f"cannot write {self.attempt.stop}: {error.strerror}")
+        for name in self.supervisor.running():
+            if name.startswith("trainer-rank"):
+                self.supervisor.signal(name, signal.SIGTERM)

@@ -1,0 +1,165 @@
+"""One trainer rank: `python -m shakedown.training.stage.worker --job JOB.json`.
+
+The launcher sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Exit codes: 0 all
+steps done, 75 stopped by a signal or the stop file with the state saved, 1 to 3 as every command.
+"""
+
+import argparse
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from shakedown.core.errors import INTERRUPTED, ConfigError, ExitCode, ShakedownError, UsageError
+from shakedown.models.load_progress import beating
+from shakedown.monitor.heartbeat import Heartbeat
+from shakedown.monitor.hook import install, leave_dump
+from shakedown.training.context import Context
+from shakedown.training.coordination import PeerFailedError, Ranks
+from shakedown.training.engines import engine_class, engine_sizes
+from shakedown.training.engines.base import EngineOptions
+from shakedown.training.faults import Injector
+from shakedown.training.stage.job import StageJob, read_job
+from shakedown.training.stage.stopping import StopFlag
+from shakedown.training.trainer import Trainer
+
+# Longer than any watcher waits: a collective that times out takes its evidence with it.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# How long a rank that heard of another's failure waits to be ended with the stage.
+_OUTLAST_SECONDS, _POLL_SECONDS = 3.0, 0.05
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one rank and return its exit code."""
+    parser = argparse.ArgumentParser(prog="shakedown.training.stage.worker", description=__doc__)
+    parser.add_argument("--job", type=Path, required=True, help="job.json of the attempt")
+    args = parser.parse_args(argv)
+    try:
+        return run(read_job(args.job))
+    except PeerFailedError as error:  # nothing is wrong here: that rank's log has the traceback
+        print(f"shakedown: {error}", file=sys.stderr, flush=True)
+        return int(error.exit_code)
+    except ShakedownError as error:
+        # The traceback goes to this rank's log, where the diagnosis looks for it.
+        traceback.print_exc()
+        print(f"shakedown: {error}", file=sys.stderr, flush=True)
+        return int(error.exit_code)
+    except Exception:  # noqa: BLE001 - told as Python would, but without torch's teardown
+        sys.excepthook(*sys.exc_info())  # torch's own names the rank in every line
+        return int(ExitCode.FAIL)
+
+
+def run(job: StageJob) -> int:
+    """Train; returns 0 or 75.
+
+    Raises:
+        ShakedownError: bad environment, model or data; a full disk; a loss that is NaN or infinite.
+    """
+    rank, _ = _environment(job)
+    install(rank, job.attempt.evidence)
+    heartbeat = Heartbeat(job.attempt.heartbeats, rank)
+    heartbeat.beat(phase="init")
+    stop = StopFlag(job.attempt.stop if rank == 0 else None)
+    _stop_on_signals(stop)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.manual_seed(job.seed + rank)
+    device = _device()
+    faults = Injector(job.config.fault, rank)
+    build = engine_class(job.config.allocation).build
+    sizes = engine_sizes(job.config.allocation)
+    faults.at("join")
+    _join(device, job)
+    heartbeat.beat(phase="init")
+    faults.at("load")
+    with beating(lambda: heartbeat.beat(phase="init")):
+        engine = build(
+            Path(job.model),
+            optimizer=job.config.optimizer,
+            dtype=job.dtype,
+            device=device,
+            sizes=sizes,
+            options=EngineOptions(job.config.activation_checkpointing, job.config.compile),
+        )
+    store = dist.distributed_c10d._get_default_store()
+    context = Context(job, engine, Ranks(store, device=device), heartbeat, faults, stop)
+    heartbeat.beat(phase="init")
+    try:
+        completed = Trainer(context).run()
+    except PeerFailedError:
+        _outlast(stop)
+        raise
+    except Exception:
+        leave_dump(rank, job.attempt.evidence)
+        raise
+    return 0 if completed else INTERRUPTED
+
+
+def _outlast(stop: StopFlag) -> None:
+    """A stage is told by the exit that is seen first: let the rank that failed be it."""
+    began = time.monotonic()
+    while not stop.requested and time.monotonic() - began < _OUTLAST_SECONDS:
+        time.sleep(_POLL_SECONDS)
+
+
+def _environment(job: StageJob) -> tuple[int, int]:
+    missing = [name for name in _ENVIRONMENT if name not in os.environ]
+    if missing:
+        raise UsageError(
+            f"{', '.join(missing)} not set: a rank is started by a launcher",
+            hint="shakedown train STAGE --config FILE",
+        )
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if world != job.world_size:
+        raise ConfigError(f"WORLD_SIZE is {world}, but the job has {job.world_size} ranks")
+    return rank, world
+
+
+def _stop_on_signals(stop: StopFlag) -> None:
+    """SIGUSR2 is Slurm's warning before the time limit, SIGTERM its preemption."""
+
+    def note(_number: int, _frame: FrameType | None) -> None:
+        stop.request()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+        signal.signal(number, note)
+
+
+def _device() -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _join(device: torch.device, job: StageJob) -> None:
+    """Meet the other ranks: gloo on CPUs; on GPUs NCCL, and gloo for checkpoints."""
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    patience = timedelta(seconds=4 * job.config.stall_timeout)
+    dist.init_process_group(backend, timeout=max(COLLECTIVE_TIMEOUT, patience))
+
+
+def exit_without_teardown(code: int) -> NoReturn:
+    """End this process without torch's teardown.
+
+    After a failure it may abort for want of its peers, and hide the exit code. After the last step
+    a group that something still holds ends under the interpreter's lock, for which a thread of
+    gloo may wait: seen to hang for ever (torch 2.13).
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    exit_without_teardown(main())

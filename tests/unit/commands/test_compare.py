@@ -1,0 +1,414 @@
+"""`shakedown compare` from end to end: a real model in transformers, a local server in the dialect.
+
+The server speaks vLLM's protocol and takes its numbers from the same model, so that each trap can
+be planted exactly; the real engine is compared in test_agents_consistency_vllm.py.
+"""
+
+import json
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from shakedown.cli import main
+from shakedown.consistency.run import Comparison, Plan, compare
+from shakedown.consistency.samples import read_prompts
+from shakedown.consistency.score import Reference, Scored
+from shakedown.consistency.write import make_verdict
+from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.verdict import Stopwatch, read_verdict
+from shakedown.report.comparison_page import render_report
+from shakedown.training.demo import write_model
+
+ROWS = [
+    {"messages": [{"role": "user", "content": f"{n:02d}+{n + 1:02d}="}], "answer": "1"}
+    for n in range(10)
+]
+
+
+@dataclass
+class Engine:
+    """What the server does; `plant` holds the traps that are on."""
+
+    reference: Reference
+    url: str = ""
+    owner: str = "vllm"
+    plant: set[str] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    seen: int = 0
+
+    def reply(self, path: str, body: dict[str, Any]) -> tuple[int, object]:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "policy", "owned_by": self.owner}]}
+        with self.lock:
+            self.seen += 1
+            if "refuse" in self.plant or ("refuse_some" in self.plant and self.seen % 5 == 0):
+                return 400, {"error": {"message": "as planted"}}
+            if path == "/generate":
+                return 200, self.native(body)
+            if "prompt_logprobs" in body:
+                return 200, self.scored(body["prompt"])
+            return 200, self.generated(path, body)
+
+    def generated(self, path: str, body: dict[str, Any]) -> object:
+        if "messages" in body:
+            text = "".join(m["content"] for m in body["messages"])
+            prompt = [1, *self.reference.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        else:
+            prompt = list(self.reference.tokenizer(body["prompt"])["input_ids"])
+        if "double_bos" in self.plant:
+            prompt = [1, *prompt]
+        ids, logprobs = self.sample(prompt, body["max_tokens"], body["temperature"])
+        rows: list[float | None] = list(logprobs)
+        if "missing" in self.plant:
+            rows[0] = None
+        chosen: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": ids}
+        if path.endswith("chat/completions"):
+            chosen |= {"message": {"content": "x"}}
+            chosen |= {"logprobs": {"content": [{"logprob": value} for value in rows]}}
+        else:
+            chosen |= {"text": "x", "logprobs": {"token_logprobs": rows}}
+        if "no_logprobs" in self.plant:
+            chosen["logprobs"] = None
+        if "no_ids" in self.plant:
+            del chosen["token_ids"]
+        return {"choices": [chosen], "prompt_token_ids": prompt, "usage": {}}
+
+    def native(self, body: dict[str, Any]) -> object:
+        """SGLang's /generate: [logprob, token id, text] a token."""
+        ids = body["input_ids"]
+        options = body["sampling_params"]
+        if "logprob_start_len" in body:
+            known = self.values(ids[:1], ids[1:])
+            rows = [[v, i, None] for v, i in zip([None, *known], ids, strict=True)]
+            return {
+                "text": "",
+                "meta_info": {"input_token_logprobs": rows, "output_token_logprobs": []},
+            }
+        made, values = self.sample(ids, options["max_new_tokens"], options["temperature"])
+        rows = [[v, i, None] for v, i in zip(values, made, strict=True)]
+        return {"text": "x", "meta_info": {"output_token_logprobs": rows, "finish_reason": None}}
+
+    def scored(self, ids: Sequence[int]) -> object:
+        values = self.values(ids[:1], ids[1:])
+        rows = [None, *({str(i): {"logprob": v}} for i, v in zip(ids[1:], values, strict=True))]
+        return {"choices": [{"prompt_logprobs": rows}]}
+
+    def values(
+        self, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1
+    ) -> list[float]:
+        (score,) = self.reference.score([Scored(prompt, ids)], temperature=temperature)
+        chosen = score.logprobs if "processed" in self.plant else score.raw
+        return [float(value) for value in chosen]
+
+    def sample(
+        self, prompt: Sequence[int], count: int, temperature: float
+    ) -> tuple[list[int], list[float]]:
+        """Draw `count` tokens, the most likely ones at temperature 0."""
+        ids: list[int] = []
+        generator = np.random.default_rng([len(prompt), *prompt])
+        for _ in range(count):
+            logits = self.logits([*prompt, *ids])
+            if temperature == 0:
+                place = 1 if "wrong_greedy" in self.plant and len(ids) == 2 else 0
+                ids.append(int(np.argsort(-logits)[place]))
+            else:
+                p = np.exp(logits / temperature - np.max(logits / temperature))
+                ids.append(int(generator.choice(len(p), p=p / p.sum())))
+        values = self.values(prompt, ids, temperature)
+        if "outlier" in self.plant and temperature and prompt[1] == prompt[2]:
+            values[1] -= 5.0
+        return ids, values
+
+    def logits(self, ids: Sequence[int]) -> np.ndarray[Any, np.dtype[np.float64]]:
+        with torch.inference_mode():
+            out = self.reference._model(input_ids=torch.tensor([list(ids)])).logits
+        return out[0, -1].double().numpy()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    write_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Engine]:
+    engine = Engine(Reference(str(model), dtype="float32"))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.answer({})
+
+        def do_POST(self) -> None:
+            self.answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+
+        def answer(self, body: dict[str, Any]) -> None:
+            status, reply = engine.reply(self.path, body)
+            data = json.dumps(reply).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002
+            """Quiet."""
+
+    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    listening.daemon_threads = True
+    engine.url = f"http://127.0.0.1:{listening.server_port}"
+    thread = threading.Thread(target=listening.serve_forever)
+    thread.start()
+    yield engine
+    listening.shutdown()
+    listening.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def engine(server: Engine) -> Engine:
+    server.plant, server.owner, server.seen = set(), "vllm", 0
+    return server
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return path
+
+
+def run(engine: Engine, model: Path, data: Path, out: Path, *options: str) -> int:
+    argv = ["compare", "--reference", f"transformers:{model}", "--engine", engine.url]
+    argv += ["--data", str(data), "--out", str(out), "--max-tokens", "8", *options]
+    return main(argv)
+
+
+def compared(engine: Engine, model: Path, **options: Any) -> Comparison:
+    plan = Plan(url=engine.url, reference=str(model), rows=ROWS, max_tokens=8, **options)
+    return compare(plan)
+
+
+def culprit_of(result: Comparison) -> list[str]:
+    return [layer.name for layer in result.layers if layer.explains]
+
+
+def test_an_engine_that_agrees_passes_and_writes_every_file(
+    engine: Engine, model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    assert run(engine, model, data, out, "--limit", "4") == 0
+    verdict = read_verdict(out / "verdict.json")
+    tokens = pq.read_table(out / "tokens.parquet").to_pydict()
+    samples = pq.read_table(out / "samples.parquet").to_pydict()
+    assert verdict.status == "PASS"
+    assert len(tokens["token"]) == verdict.metrics["tokens"] == 4 * 8
+    assert samples["sample"] == [0, 1, 2, 3]
+    assert samples["token_ids"][2] == tokens["token"][16:24]
+    assert tokens["position"][8:10] == [0, 1]
+    gaps = np.abs(np.subtract(tokens["logprob_reference"], tokens["logprob_engine"]))
+    assert verdict.metrics["mean_abs_dlogp"] == pytest.approx(gaps.mean())
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "Rollout consistency" in page
+    assert "<script" not in page
+    assert "http://" not in page.replace(engine.url, "")  # opens without a network
+
+
+def test_metrics_stand_with_their_interval(engine: Engine, model: Path) -> None:
+    result = compared(engine, model)
+    verdict = make_verdict(result, Stopwatch())
+    for name in ("k3", "k1", "pearson", "ess", "greedy_divergence_rate", "chi2"):
+        assert {name, f"{name}_low", f"{name}_high"} <= set(verdict.metrics)
+
+
+def test_plain_prompts_are_compared_too(engine: Engine, model: Path) -> None:
+    plan = Plan(engine.url, str(model), [{"prompt": "12+34="}, {"question": "1+1="}], max_tokens=4)
+    result = compare(plan)
+    assert result.status == "PASS"
+    assert list(result.completions[0].prompt.ids) == list(result.completions[0].prompt_ids)
+
+
+def test_sglang_s_own_protocol_is_compared_too(engine: Engine, model: Path) -> None:
+    engine.owner = "sglang"
+    result = compared(engine, model)
+    assert (result.engine, result.status) == ("sglang", "PASS")
+    assert result.prefill is not None
+
+
+def test_raw_log_probabilities_at_another_temperature_fail_by_their_name(
+    engine: Engine, model: Path
+) -> None:
+    result = compared(engine, model, temperature=0.5)
+    assert result.status == "FAIL"
+    assert "semantics" in culprit_of(result)
+    engine.plant = {"processed"}
+    assert compared(engine, model, temperature=0.5).status == "PASS"
+
+
+def test_a_double_bos_in_the_server_fails_by_its_name(engine: Engine, model: Path) -> None:
+    engine.plant = {"double_bos"}
+    result = compared(engine, model)
+    finding = {f.check: f for f in result.findings}["layer_prompt_ids"]
+    assert result.status == "FAIL"
+    assert "double BOS in the server" in str(finding.measured)
+
+
+def test_another_checkpoint_fails_by_its_forward_pass(
+    engine: Engine, tmp_path: Path, model: Path
+) -> None:
+    other = tmp_path / "other"
+    write_model(other, seed=1)
+    sharp = AutoModelForCausalLM.from_pretrained(other)
+    with torch.no_grad():
+        sharp.model.norm.weight.mul_(3)
+    sharp.save_pretrained(other)
+    result = compared(engine, other)
+    assert result.status == "FAIL"
+    assert culprit_of(result) == ["forward"]
+    assert "decisive" in {f.check: str(f.measured) for f in result.findings}["greedy_divergence"]
+
+
+def test_one_outlier_token_is_a_finding_with_its_place(engine: Engine, model: Path) -> None:
+    engine.plant = {"outlier"}
+    result = compared(engine, model)
+    assert result.status != "PASS"
+    assert "outliers" in [layer.name for layer in result.layers if layer.status == "warn"]
+
+
+def test_a_greedy_token_that_is_not_the_argmax_is_seen(engine: Engine, model: Path) -> None:
+    engine.plant = {"wrong_greedy"}
+    result = compared(engine, model)
+    assert result.metrics["greedy_divergence_rate"].value == 1.0
+    assert {d.position for d in result.divergences if d} == {2}
+
+
+def test_missing_log_probabilities_are_told(engine: Engine, model: Path) -> None:
+    engine.plant = {"missing"}
+    result = compared(engine, model)
+    finding = {f.check: f for f in result.findings}["missing_logprobs"]
+    assert result.status == "WARN"
+    assert str(finding.measured).startswith("10 tokens")
+
+
+def test_single_refused_requests_are_told_and_the_rest_is_compared(
+    engine: Engine, model: Path
+) -> None:
+    engine.plant = {"refuse_some"}
+    result = compared(engine, model)
+    assert 0 < len(result.completions) < len(ROWS)
+    assert "as planted" in {f.check: str(f.measured) for f in result.findings}["requests"]
+
+
+@pytest.mark.parametrize(
+    ("plant", "said"),
+    [
+        ("no_logprobs", "returned no log-probabilities"),
+        ("no_ids", "returned no token ids"),
+        ("refuse", "all 10 requests failed"),
+    ],
+)
+def test_an_engine_that_cannot_be_judged_is_blocked_with_the_reason(
+    engine: Engine, model: Path, data: Path, plant: str, said: str
+) -> None:
+    engine.plant = {plant}
+    out = data.parent / "out"
+    assert run(engine, model, data, out) == 3
+    verdict = read_verdict(out / "verdict.json")
+    assert verdict.status == "BLOCKED"
+    assert said in verdict.summary
+    assert not (out / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--reference", "transformer:m", "--engine", "http://h", "--data", "d"], "did you mean"),
+        (["--reference", "transformers:m", "--engine", "vlm:m", "--data", "d"], "'vllm'"),
+        (["--engine", "http://h", "--data", "d"], "--reference is missing"),
+        (["--config", "c.yaml"], "belong together"),
+        (
+            ["--reference", "transformers:m", "--engine", "http://h", "--data", "no.jsonl"],
+            "no.jsonl",
+        ),
+    ],
+)
+def test_wrong_arguments_are_usage_errors(
+    capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main(["compare", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_missing_reference_model_is_a_usage_error(engine: Engine, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no config\.json"):
+        compared(engine, tmp_path)
+
+
+def test_a_damaged_reference_model_is_blocked(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    with pytest.raises(BlockedError, match="cannot load"):
+        Reference(str(tmp_path))
+
+
+def test_token_ids_outside_the_vocabulary_are_blocked(engine: Engine) -> None:
+    with pytest.raises(BlockedError, match="serves another model"):
+        engine.reference.score([Scored([1], [engine.reference.vocabulary])])
+
+
+def test_a_model_that_is_not_served_is_a_usage_error(engine: Engine, model: Path) -> None:
+    with pytest.raises(UsageError, match="it serves policy"):
+        compare(Plan(engine.url, str(model), ROWS, model="other"))
+
+
+def test_scores_do_not_depend_on_the_batch(engine: Engine) -> None:
+    generator = np.random.default_rng(0)
+    items = [
+        Scored([1, *generator.integers(3, 90, n)], list(generator.integers(3, 90, 1 + n % 7)))
+        for n in range(9)
+    ]
+    together = engine.reference.score(items, temperature=0.7)
+    for item, score in zip(items, together, strict=True):
+        (alone,) = engine.reference.score([item], temperature=0.7)
+        np.testing.assert_allclose(score.logprobs, alone.logprobs, atol=1e-5)
+
+
+def test_scores_are_the_model_s_own_log_softmax(engine: Engine) -> None:
+    prompt, ids = [1, 4, 5], [6, 7, 8]
+    (score,) = engine.reference.score([Scored(prompt, ids)], temperature=2.0)
+    for place, token in enumerate(ids):
+        logits = engine.logits([*prompt, *ids[:place]])
+        for values, heat in ((score.raw, 1.0), (score.logprobs, 2.0)):
+            hot = logits / heat
+            expected = hot[token] - (hot.max() + math.log(np.exp(hot - hot.max()).sum()))
+            assert values[place] == pytest.approx(expected, abs=1e-5)
+        first, second = np.sort(logits)[::-1][:2]
+        assert score.top_ids[place] == np.argmax(logits)
+        assert score.margins[place] == pytest.approx(first - second, abs=1e-5)
+
+
+@pytest.mark.parametrize("row", [{}, {"prompt": 3}, {"messages": ["a"]}, {"messages": {}}])
+def test_rows_without_a_prompt_are_refused_by_number(engine: Engine, row: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="data row 2"):
+        read_prompts([ROWS[0], row], engine.reference.tokenizer)
+
+
+def test_hostile_token_text_is_escaped_in_the_page(engine: Engine, model: Path) -> None:
+    hostile = "</style><script>alert(1)</script>\u202e\x1b[31m\ud800"
+    result = replace(compared(engine, model), decode=lambda _: hostile)
+    page = render_report(result, make_verdict(result, Stopwatch()))
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "\x1b" not in page
+    assert page.count("</style>") == 1

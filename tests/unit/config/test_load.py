@@ -1,0 +1,189 @@
+"""The config is strict, and its errors name the key and the nearest valid one."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shakedown.config import dump_config, load_config, merge, parse_config
+from shakedown.core.errors import ConfigError, ExitCode
+from shakedown.training.lint import findings_of
+
+ROOT = Path(__file__).parents[3]
+SHIPPED = ROOT / "config" / "config.yaml"
+EXAMPLES = sorted((ROOT / "config" / "examples").glob("*.yaml"))
+
+
+def _shipped() -> dict[str, Any]:
+    body: dict[str, Any] = yaml.safe_load(SHIPPED.read_text(encoding="utf-8"))
+    return body
+
+
+def test_shipped_config_states_every_key_of_the_schema() -> None:
+    config = load_config(SHIPPED)
+    written = _shipped()
+
+    resolved = config.model_dump(mode="json")
+
+    assert resolved.keys() == written.keys()
+    for section, value in resolved.items():
+        if isinstance(value, dict):
+            assert value.keys() == written[section].keys(), section
+    for name, stage in resolved["stages"].items():
+        assert stage.keys() == written["stages"][name].keys()
+    assert resolved["stages"]["grpo"]["grpo"].keys() == written["stages"]["grpo"]["grpo"].keys()
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_every_example_loads_over_the_shipped_config(example: Path) -> None:
+    assert load_config(SHIPPED, example).stages
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda p: p.name)
+def test_an_overlay_alone_lies_over_the_workflows_config(
+    example: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+
+    assert load_config(example) == load_config(SHIPPED, example)
+
+
+def test_an_overlay_without_stages_gets_those_of_the_workflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text("run: mine\n", encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+
+    assert list(load_config(overlay).stages) == ["sft", "grpo"]
+
+
+def test_a_whole_config_alone_stays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = _shipped()
+    body["stages"] = {"only": body["stages"]["sft"]}
+    whole = tmp_path / "whole.yaml"
+    whole.write_text(yaml.safe_dump(body | {"order": ["only"]}), encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+
+    assert list(load_config(whole).stages) == ["only"]
+
+
+def test_a_fault_of_an_overlay_names_both_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text("serve: {enigne: vllm}\n", encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(overlay)
+
+    assert f"config/config.yaml + {overlay}: 1 fault(s)" in str(caught.value)
+    assert "did you mean 'engine'?" in str(caught.value)
+
+
+def test_resolved_form_loads_to_the_same_config(tmp_path: Path) -> None:
+    config = load_config(SHIPPED)
+    path = tmp_path / "config.resolved.yaml"
+    path.write_text(dump_config(config), encoding="utf-8")
+
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"sed": 1}, "sed: unknown key (did you mean 'seed'?)"),
+        ({"serve": {"enigne": "vllm"}}, "serve.enigne: unknown key (did you mean 'engine'?)"),
+        (
+            {"stages": {"sft": {"optimizer": {"l_r": 1.0}}}},
+            "stages.sft.optimizer.l_r: unknown key (did you mean 'lr'?)",
+        ),
+        ({"seed": "0"}, "seed: Input should be a valid integer, got '0'"),
+        ({"stages": {"sft": {"steps": 0}}}, "stages.sft.steps: Input should be greater than 0"),
+        ({"run": "../evil"}, "run: String should match pattern"),
+        (
+            {"stages": {"grpo": {"grpo": {"tis_cap": 0.5}}}},
+            "tis_cap is 0 (no weights) or at least 1, got 0.5",
+        ),
+        ({"stages": {"grpo": {"grpo": {"kl_coef": -0.1}}}}, "greater than or equal to 0, got -0.1"),
+        ({"stages": {"grpo": {"grpo": {"kl_coef": float("inf")}}}}, "should be a finite number"),
+        (
+            {"stages": {"grpo": {"grpo": {"loss_level": "tokens"}}}},
+            "stages.grpo.grpo.loss_level: Input should be 'token' or 'sequence'",
+        ),
+        ({"stages": {"sft": {"grpo": {}}}}, "if and only if its algorithm is grpo"),
+    ],
+)
+def test_wrong_config_names_key_and_valid_ones(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(merge(_shipped(), change))
+
+    assert expected in str(caught.value)
+    assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("text", ["- a list", "a: [", "\x00"])
+def test_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text, encoding="utf-8")
+
+    with pytest.raises(ConfigError, match=r"broken\.yaml"):
+        load_config(path)
+
+
+def test_missing_file_is_refused_with_its_name() -> None:
+    with pytest.raises(ConfigError, match=r"cannot read config nowhere\.yaml"):
+        load_config(Path("nowhere.yaml"))
+
+
+def test_stages_follow_the_order_and_not_the_overlay() -> None:
+    shipped = _shipped()
+    swapped = {name: shipped["stages"][name] for name in ("grpo", "sft")}
+
+    config = parse_config({**shipped, "stages": swapped})
+
+    assert list(config.stages) == ["sft", "grpo"]
+
+
+@pytest.mark.parametrize("order", [["sft"], ["sft", "grpo", "dpo"], ["sft", "sft", "grpo"]])
+def test_order_that_does_not_name_every_stage_once_is_refused(order: list[str]) -> None:
+    with pytest.raises(ConfigError, match="must name each stage of `stages` once: sft, grpo"):
+        parse_config({**_shipped(), "order": order})
+
+
+def _linted(change: dict[str, Any]) -> dict[str, str]:
+    findings = findings_of(parse_config(merge(_shipped(), {"data": change})))
+    return {finding.subject: f"{finding.expected} {finding.remedy}" for finding in findings}
+
+
+def test_own_reward_is_imported_by_lint_and_its_fault_is_told(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def reward(a, b): return 1.0", encoding="utf-8")
+
+    assert _linted({"reward": f"{tmp_path / 'own.py'}:reward"}) == {}
+    assert (
+        "no 'rewards' there (did you mean 'reward'?)"
+        in (_linted({"reward": f"{tmp_path / 'own.py'}:rewards"})["data.reward"])
+    )
+    assert "did you mean 'gsm8k'" in _linted({"reward": "gsm8"})["data.reward"]
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"train": "gsm8k", "heldout": "geometry3k:test"}, {}),
+        ({"train": "hub:my/copy", "heldout": "hub:my/copy:test", "format": "gsm8k"}, {}),
+        ({"train": f"{ROOT}/tests/data/datasets/gsm8k.jsonl", "format": "gsm8k"}, {}),
+        ({"train": "gsm9k"}, {"data.train": "did you mean 'gsm8k'"}),
+        ({"train": "gsm8k=no.jsonl"}, {"data.train": "an existing JSON-lines or parquet file"}),
+        ({"format": "gsm9k"}, {"data.format": "did you mean 'gsm8k'"}),
+    ],
+)
+def test_data_that_is_not_there_is_found_by_lint(
+    change: dict[str, Any], fault: dict[str, str]
+) -> None:
+    found = _linted(change)
+
+    assert found.keys() == fault.keys()
+    assert all(words in found[subject] for subject, words in fault.items())

@@ -1,0 +1,223 @@
+"""Reading rows, their order, and their split into batches of ranks."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shakedown.core.errors import UsageError
+from shakedown.data_sources import Row, RowStream, epoch_order, load_rows, step_indices
+from shakedown.training.batch import TokenBatch, pad_rows, rank_share
+
+GOOD = '{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}'
+
+
+def _file(folder: Path, *lines: str) -> str:
+    path = folder / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def test_rows_are_read_with_messages_and_answer(tmp_path: Path) -> None:
+    rows = load_rows(_file(tmp_path, GOOD, GOOD.replace("1+1", "1+2").replace('"2"', '"3"')))
+
+    assert [row.answer for row in rows] == ["2", "3"]
+    assert rows[1].messages == ({"role": "user", "content": "1+2="},)
+
+
+def test_limit_reads_only_the_first_rows(tmp_path: Path) -> None:
+    assert len(load_rows(_file(tmp_path, GOOD, GOOD, GOOD), limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ('{"messages": [{"role": "user", "content": "x"}]}', r"line 3: no `answer`"),
+        ('{"answer": "2"}', r"line 3: no `messages`"),
+        ('{"messages": [], "answer": "2"}', r"line 3: `messages` must be a list"),
+        ('{"messages": [{"role": "user"}], "answer": "2"}', r"line 3: each message needs text"),
+        ('{"messages": "hi", "answer": "2"}', r"line 3|cannot read"),
+        ("{not json", r"line 3: not JSON"),
+        ("[1, 2]", r"line 3: expected an object, got list"),
+    ],
+)
+def test_a_bad_row_is_named_by_its_line(tmp_path: Path, bad: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        load_rows(_file(tmp_path, GOOD, GOOD, bad))
+
+
+def test_a_number_as_answer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="line 1: `answer` must be text, got int"):
+        load_rows(_file(tmp_path, GOOD.replace('"2"', "2")))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b"\xff\xfe\x00\x01" * 10)
+
+    with pytest.raises(UsageError, match="cannot read data set"):
+        load_rows(str(tmp_path / "rows.jsonl"))
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text("", encoding="utf-8")
+
+    with pytest.raises(UsageError, match="rows"):
+        load_rows(str(tmp_path / "rows.jsonl"))
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot read data set .*nothing\.jsonl: No such file"):
+        load_rows(str(tmp_path / "nothing.jsonl"))
+
+
+def test_every_epoch_shows_every_row_once_in_another_order() -> None:
+    first = [i for step in range(1, 6) for i in step_indices(20, seed=0, step=step, batch_size=4)]
+    second = [i for step in range(6, 11) for i in step_indices(20, seed=0, step=step, batch_size=4)]
+
+    assert sorted(first) == sorted(second) == list(range(20))
+    assert first != second
+
+
+def test_a_batch_across_the_end_of_an_epoch_goes_on_with_the_next() -> None:
+    indices = step_indices(5, seed=7, step=2, batch_size=4)
+
+    assert indices[:1] == list(epoch_order(5, seed=7, epoch=0)[4:])
+    assert indices[1:] == list(epoch_order(5, seed=7, epoch=1)[:3])
+
+
+def _batch(lengths: list[int]) -> TokenBatch:
+    rows = [[10 * i + j for j in range(length)] for i, length in enumerate(lengths)]
+    batch = pad_rows(rows, [1 if length > 1 else 0 for length in lengths], pad=0)
+    weights = torch.arange(len(lengths), dtype=torch.float32)
+    return TokenBatch(batch.tokens, batch.lengths, batch.mask, {"weight": weights})
+
+
+def test_mask_covers_the_answer_and_never_the_padding() -> None:
+    batch = pad_rows([[5, 6, 7, 8], [5, 9]], [2, 1], pad=0)
+
+    assert batch.tokens.tolist() == [[5, 6, 7, 8], [5, 9, 0, 0]]
+    assert batch.mask.tolist() == [[False, False, True, True], [False, True, False, False]]
+
+
+@given(
+    lengths=st.lists(st.integers(2, 9), min_size=1, max_size=13),
+    world_size=st.integers(1, 5),
+    micro=st.none() | st.integers(1, 4),
+)
+def test_ranks_share_all_trained_tokens_in_equally_many_micro_batches(
+    lengths: list[int], world_size: int, micro: int | None
+) -> None:
+    batch = _batch(lengths)
+
+    shares = [
+        rank_share(batch, rank=rank, world_size=world_size, micro_batch_size=micro)
+        for rank in range(world_size)
+    ]
+
+    trained = sorted(int(t) for share in shares for part in share for t in part.tokens[part.mask])
+    assert trained == sorted(batch.tokens[batch.mask].tolist())
+    assert len({len(share) for share in shares}) == 1
+    for part in (part for share in shares for part in share):
+        assert part.tokens.shape[1] == part.lengths.max()
+        assert part.at_mask("weight").shape == part.tokens[part.mask].shape
+
+
+def test_micro_batches_hold_rows_of_like_length_the_longest_first() -> None:
+    batch = _batch([3, 9, 4, 8, 2, 7, 5])
+
+    shares = [rank_share(batch, rank=r, world_size=2, micro_batch_size=2) for r in (0, 1)]
+
+    widths = [[part.tokens.shape[1] for part in share] for share in shares]
+    assert widths == [[9, 4], [8, 3]]
+    assert [part.lengths.tolist() for part in shares[0]] == [[9, 7], [4, 2]]
+    assert [part.lengths.tolist() for part in shares[1]] == [[8, 5], [3, 2]]
+    assert shares[1][1].mask.any(1).tolist() == [True, False]  # the repeated row is not trained
+
+
+def test_rows_written_by_json_keep_digits_as_text(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "02+03="}], "answer": "050"}
+
+    assert load_rows(_file(tmp_path, json.dumps(row)))[0].answer == "050"
+
+
+def _numbered(folder: Path, count: int) -> str:
+    return _file(folder, *(GOOD.replace('"2"', f'"{number}"') for number in range(count)))
+
+
+def _stream(source: str, *, window: int, seed: int = 0) -> RowStream[int]:
+    """Answers as numbers; multiples of 7 are left out."""
+
+    def prepare(row: Row) -> int | None:
+        return int(row.answer) if int(row.answer) % 7 else None
+
+    return RowStream(source, prepare, seed=seed, rows=window)
+
+
+def test_a_data_set_in_one_window_is_shuffled_whole_as_the_steps_say(tmp_path: Path) -> None:
+    stream = _stream(_numbered(tmp_path, 22), window=100)
+    kept = [number for number in range(22) if number % 7]
+
+    taken = [stream.take(4) for _ in range(12)]
+
+    assert taken == [
+        [kept[i] for i in step_indices(len(kept), seed=0, step=step, batch_size=4)]
+        for step in range(1, 13)
+    ]
+    assert stream.left_out == 4
+
+
+@pytest.mark.parametrize("window", [1, 5, 11, 22, 23])
+def test_every_epoch_of_windows_holds_every_row_once(tmp_path: Path, window: int) -> None:
+    stream = _stream(_numbered(tmp_path, 22), window=window)
+
+    epochs = [stream.take(18) for _ in range(3)]
+
+    assert all(sorted(epoch) == [n for n in range(22) if n % 7] for epoch in epochs)
+    assert window == 1 or epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("window", [4, 22, 100])
+def test_a_stream_goes_on_exactly_from_every_position(tmp_path: Path, window: int) -> None:
+    source = _numbered(tmp_path, 22)
+    whole = _stream(source, window=window)
+    expected = [whole.take(5) for _ in range(10)]
+
+    for done in (0, 1, 4, 9):  # in the first epoch, at its end and in the third
+        before = _stream(source, window=window)
+        before.take(5 * done)
+        saved = json.loads(json.dumps(before.position.to_json()))
+        after = _stream(source, window=window, seed=99)
+        after.seek(saved)
+
+        assert [after.take(5) for _ in range(10 - done)] == expected[done:]
+
+
+def test_streams_of_several_ranks_never_diverge_at_an_uneven_end(tmp_path: Path) -> None:
+    ranks = [_stream(_numbered(tmp_path, 22), window=8) for _ in range(3)]
+
+    batches = [[rank.take(5) for _ in range(9)] for rank in ranks]
+
+    assert batches[0] == batches[1] == batches[2]
+    assert all(len(batch) == 5 for batch in batches[0])
+
+
+@pytest.mark.parametrize(
+    "saved", [{"seed": 0}, {"seed": 0, "rows": 4, "more": 1}, {"seed": 0, "rows": 4, "window": 9}]
+)
+def test_a_position_that_is_not_in_the_data_is_refused(
+    tmp_path: Path, saved: dict[str, int]
+) -> None:
+    stream = _stream(_numbered(tmp_path, 22), window=4)
+
+    with pytest.raises(UsageError, match=r"position"):
+        stream.seek(saved)
+
+
+def test_a_stream_in_which_no_row_is_left_ends_with_a_message(tmp_path: Path) -> None:
+    source = _file(tmp_path, *[GOOD.replace('"2"', '"7"')] * 5)
+
+    with pytest.raises(UsageError, match="no row is left of 5 rows"):
+        _stream(source, window=2).take(1)

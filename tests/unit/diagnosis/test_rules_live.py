@@ -1,0 +1,191 @@
+"""Samples of a job that may still move: a long step is told from a hang by time alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shakedown.diagnosis.analyze import Diagnosis, analyze
+from shakedown.diagnosis.diagnose import diagnose_paths
+from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.read import read_paths
+from shakedown.diagnosis.read.source import EvidenceFile
+from shakedown.diagnosis.read.step_times import step_lengths
+from shakedown.diagnosis.records import BeatRecord
+from shakedown.monitor.collect import collect_local
+from shakedown.monitor.heartbeat import Heartbeat
+
+NOW = 1.8e9
+LOOP = ["train (train.py:43)", "<module> (train.py:79)"]
+WAITS = ["all_reduce (torch/distributed/distributed_c10d.py:3252)", *LOOP]
+COMPUTES = ["forward (model.py:9)", *LOOP]
+STEP_LINES = "".join(
+    f"2026-11-21 10:{minute:02}:00 INFO step: {step} loss: 1.0\n"
+    for step, minute in enumerate(range(10, 15), start=101)
+)
+
+
+def job(
+    folder: Path, *, age: float | None, samples: int = 2, step: int = 40, began: float = 0.0,
+    moves: bool = False, phase: str = "train",
+) -> Path:  # fmt: skip
+    """Rank 1 computes while ranks 0 and 2 wait; every beat is `age` seconds old at the last."""
+    for number in range(1, samples + 1):
+        where = folder / f"round{number}"
+        where.mkdir(parents=True)
+        for rank in range(3):
+            frames = "\n".join(f"    {f}" for f in (COMPUTES if rank == 1 else WAITS))
+            text = f'Process {100 + rank}: python train.py\n\nThread {100 + rank}: "MainThread"\n'
+            (where / f"pyspy-trainer-rank{rank}.txt").write_text(f"{text}{frames}\n")
+        if age is None:
+            continue
+        rows = [beat(r, NOW - age, step + (r == 1 and moves) * number) for r in range(3)]
+        rows = [{**row, "phase": phase} for row in rows]
+        taken = NOW - 5 * (samples - number)
+        body = {"schema": "shakedown/beats/1", "round": number, "beats": rows}
+        times = {"taken": taken, "began": began}
+        (where / "beats-n1.json").write_text(json.dumps({**body, **times}))
+    return folder
+
+
+def beat(rank: int, wall: float, step: int) -> dict[str, Any]:
+    return {
+        "role": "trainer", "rank": rank, "pid": 100 + rank, "host": "n1", "phase": "train",
+        "step": step, "micro_batch": 0, "batch_size": 4, "count": 3 * step, "wall": wall,
+        "monotonic": 5.0,
+    }  # fmt: skip
+
+
+def diagnose(*paths: Path) -> Diagnosis:
+    return analyze(build_facts(read_paths(list(paths)).records))
+
+
+def test_rank_in_a_step_no_longer_than_usual_is_not_named(tmp_path: Path) -> None:
+    (job(tmp_path, age=30.0) / "train.log").write_text(STEP_LINES)
+    chosen = diagnose(tmp_path).chosen
+    assert (chosen.state, chosen.cause, list(chosen.ranks)) == ("unknown", "unknown", [])
+    assert "heartbeat is 30 s old and a step takes about 60 s" in chosen.sentence
+    assert chosen.needed == ["a second sample 150 s later: the same picture then is a hang"]
+
+
+def test_rank_that_stands_for_many_steps_is_named(tmp_path: Path) -> None:
+    (job(tmp_path, age=181.0) / "train.log").write_text(STEP_LINES)
+    chosen = diagnose(tmp_path).chosen
+    assert (chosen.state, list(chosen.ranks)) == ("hung", [1])
+    assert not any("second sample" in text for text in chosen.needed)
+
+
+@pytest.mark.parametrize(("age", "named"), [(20.0, []), (40.0, [1])])
+def test_mean_step_since_the_first_heartbeat_counts_where_no_log_tells(
+    tmp_path: Path, age: float, named: list[int]
+) -> None:
+    job(tmp_path, age=age, step=40, began=NOW - age - 400.0)  # 10 s a step
+    assert list(diagnose(tmp_path).chosen.ranks) == named
+
+
+def test_mean_of_a_few_steps_is_that_of_loading_and_does_not_count(tmp_path: Path) -> None:
+    job(tmp_path, age=20.0, step=2, began=NOW - 500.0)
+    assert list(diagnose(tmp_path).chosen.ranks) == [1]
+
+
+def test_rank_that_counts_on_between_samples_is_slow(tmp_path: Path) -> None:
+    chosen = diagnose(job(tmp_path, age=1.0, moves=True)).chosen
+    assert (chosen.state, chosen.cause, list(chosen.ranks)) == ("slow", "slow_not_hung", [])
+    assert "rank 1" in chosen.sentence
+
+
+def test_one_sample_without_a_steps_length_is_less_sure_and_says_so(tmp_path: Path) -> None:
+    one = diagnose(job(tmp_path / "one", age=None, samples=1)).chosen
+    two = diagnose(job(tmp_path / "two", age=None, samples=2)).chosen
+    assert list(one.ranks) == list(two.ranks) == [1]
+    assert one.confidence == pytest.approx(two.confidence - 0.1)
+    assert any("cannot tell slow from hung" in text for text in one.needed)
+    assert not two.needed
+
+
+def test_samples_without_heartbeats_ask_for_one_after_three_steps(tmp_path: Path) -> None:
+    (job(tmp_path, age=None) / "train.log").write_text(STEP_LINES)
+    chosen = diagnose(tmp_path).chosen
+    assert list(chosen.ranks) == [1]
+    assert any(text.startswith("a second sample 180 s") for text in chosen.needed)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("outcome.json", '{"schema": "shakedown/outcome/1", "state": "hung", "exit_codes": {}}'),
+        ("rank0.log", "[PG 0 Rank 0] Watchdog caught collective operation timeout: "
+         "WorkNCCL(SeqNum=3, OpType=ALLREDUCE, NumelIn=1, NumelOut=1)\n"),
+    ],
+)  # fmt: skip
+def test_who_watched_long_enough_is_believed(tmp_path: Path, name: str, text: str) -> None:
+    (job(tmp_path, age=30.0) / "train.log").write_text(STEP_LINES)
+    (tmp_path / name).write_text(text)
+    assert list(diagnose(tmp_path).chosen.ranks) == [1]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (" iteration 3/ 9 | elapsed time per iteration (ms): 23456.0 | lm loss: 1\n", 23.456),
+        ('{"step": 3, "step_seconds": 12.5}\n{"step": 4, "step_seconds": 13.5}\n', 13.0),
+        ("step:7 - timing_s/step:35.2 - x:1\n", 35.2),
+        ("  5%| 3/60 [01:18<24:42, 26.01s/it]\n", 26.01),
+        ("step time: 900 ms\n", 0.9),
+        (STEP_LINES, 60.0),
+        (STEP_LINES.replace(" INFO step:", ",123 - root - INFO - global_step ="), 60.0),
+        ("2026-11-21T10:00:00 step 3\n2026-11-21T10:00:09 step 3\n", None),
+        ("2026-13-41T10:00:00 step 3\n2026-11-21T10:00:09 step 4\n", None),
+        ("step_time: 0\nstep time: 99999999999 s\nelapsed time per iteration (ms): nan\n", None),
+        ("2026-11-21T10:00:09 step 9\n2026-11-21T10:00:01 step 99\n", None),
+    ],
+)
+def test_length_of_a_step_is_read_from_logs(text: str, seconds: float | None) -> None:
+    found = step_lengths(EvidenceFile(Path("a.log"), "a.log", text.encode()))
+    assert [row.seconds for row in found] == ([] if seconds is None else [pytest.approx(seconds)])
+
+
+def test_collector_notes_when_it_read_the_beats_and_since_when_they_are(tmp_path: Path) -> None:
+    folder = tmp_path / "heartbeat"
+    Heartbeat(folder, 0).beat(phase="train", step=3)
+    collect_local([], tmp_path / "evidence", rounds=1, heartbeats=folder)
+    (row,) = [r for r in read_paths([tmp_path / "evidence"]).records if isinstance(r, BeatRecord)]
+    assert row.taken >= row.began > 0
+    assert row.taken >= row.beat.wall
+
+
+@pytest.mark.parametrize("value", ["x", -1, 1e999, None, True, [], 10**400])
+def test_times_that_cannot_be_true_count_as_not_given(tmp_path: Path, value: object) -> None:
+    job(tmp_path, age=30.0, samples=1)
+    path = tmp_path / "round1/beats-n1.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "taken": value, "began": value}))
+    rows = [r for r in read_paths([tmp_path]).records if isinstance(r, BeatRecord)]
+    assert {(r.taken, r.began) for r in rows} == {(0.0, 0.0)}
+    assert list(diagnose(tmp_path).chosen.ranks) == [1]
+
+
+def test_metrics_of_a_running_stage_tell_its_steps(tmp_path: Path) -> None:
+    attempt = tmp_path / "sft/attempts/1"
+    (attempt / "heartbeat").mkdir(parents=True)
+    job(attempt / "evidence", age=30.0)
+    rows = [json.dumps({"step": n, "loss": 1.0, "step_seconds": 60.0}) for n in range(3)]
+    (tmp_path / "sft/metrics.jsonl").write_text("\n".join(rows))
+    verdict = diagnose_paths([attempt])
+    assert verdict.status == "BLOCKED"
+    assert "a step takes about 60 s" in verdict.summary
+
+
+@pytest.mark.parametrize(("age", "named"), [(20.0, []), (301.0, [1])])
+@pytest.mark.parametrize("phase", ["init", "checkpoint"])
+def test_phases_that_are_long_by_nature_have_the_patience_of_a_start(
+    tmp_path: Path, phase: str, age: float, named: list[int]
+) -> None:
+    chosen = diagnose(job(tmp_path, age=age, phase=phase)).chosen
+    assert list(chosen.ranks) == named
+    assert named or f"{phase} may take 300 s" in chosen.sentence
+
+
+def test_beats_that_are_repeated_while_waiting_are_no_sign_of_life(tmp_path: Path) -> None:
+    (job(tmp_path, age=1.0, phase="rollout_wait") / "train.log").write_text(STEP_LINES)
+    assert diagnose(tmp_path).chosen.state == "hung"

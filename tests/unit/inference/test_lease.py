@@ -1,0 +1,159 @@
+"""Leases, records and addresses of servers."""
+
+import os
+import socket
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from shakedown.core.errors import LaunchError, ServerError, UsageError
+from shakedown.inference import slurm
+from shakedown.inference.address import choose_port, own_address, port_fault
+from shakedown.inference.engines import LaunchSpec
+from shakedown.inference.folder import (
+    ServerFolder,
+    ServerOrder,
+    SlurmOptions,
+    read_endpoint,
+    read_order,
+)
+from shakedown.inference.lease import Lease, LeaseWatch
+
+
+def test_lease_is_renewed_by_use_and_not_by_the_clock(tmp_path: Path) -> None:
+    lease = Lease(tmp_path / "lease")
+    lease.renew()
+    watch = LeaseWatch(tmp_path / "lease", seconds=0.0)
+    assert watch.expired()
+
+    # A file server an hour behind: only the change counts.
+    os.utime(tmp_path / "lease", (1, 1))
+
+    assert LeaseWatch(tmp_path / "lease", seconds=100.0).idle() < 100.0
+    before = watch.idle()
+    lease.renew()
+    assert watch.idle() <= before
+
+
+def test_lease_that_cannot_be_written_says_where(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="cannot renew lease"):
+        Lease(tmp_path / "missing" / "lease").renew()
+
+
+def test_order_survives_its_file(tmp_path: Path) -> None:
+    spec = LaunchSpec("org/model", extra_args=("--a", "b"), prefix=("nice",))
+    order = ServerOrder("p", "vllm", spec, slurm=SlurmOptions("main", extra=("--mem=4G",)))
+
+    order.write(tmp_path / "order.json")
+
+    assert read_order(tmp_path / "order.json") == order
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"schema": "other"}', '{"schema": "shakedown/endpoint/1"}']
+)
+def test_file_that_is_no_endpoint_is_bad_input(tmp_path: Path, text: str) -> None:
+    (tmp_path / "endpoint.json").write_text(text)
+
+    with pytest.raises(UsageError, match=r"endpoint\.json|endpoint"):
+        read_endpoint(tmp_path)
+
+
+def test_missing_endpoint_names_the_command_that_makes_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="shakedown serve start"):
+        read_endpoint(tmp_path / "endpoint.json")
+
+
+def test_port_in_use_has_a_reason_and_is_not_chosen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert port_fault("127.0.0.1", taken.getsockname()[1]) == "Address already in use"
+
+    assert port_fault("127.0.0.1", choose_port("127.0.0.1")) == ""
+
+
+def test_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(ServerError, match=r"no free port on 198\.51\.100\.7"):
+        choose_port("198.51.100.7")
+
+
+def test_local_server_is_for_this_machine_alone() -> None:
+    assert own_address("local") == "127.0.0.1"
+
+
+def test_sbatch_command_asks_for_what_was_given(tmp_path: Path) -> None:
+    options = SlurmOptions(
+        "gpu",
+        "team",
+        gpus=2,
+        cpus=8,
+        time_limit="4:00:00",
+        exclude="n7,n9",
+        gpu_model="h200",
+        extra=("--mem=64G",),
+    )
+
+    command = slurm.sbatch_command(ServerFolder(tmp_path), "policy", options)
+
+    assert {"--partition=gpu", "--account=team", "--gres=gpu:h200:2"} <= set(command)
+    assert {"--cpus-per-task=8", "--time=4:00:00", "--mem=64G", "--nodes=1"} <= set(command)
+    assert "--exclude=n7,n9" in command
+    plain = slurm.sbatch_command(ServerFolder(tmp_path), "policy", SlurmOptions())
+    assert not [word for word in plain if word.startswith(("--partition", "--gres", "--time"))]
+
+
+def test_job_of_the_server_is_no_part_of_the_job_around() -> None:
+    environ = {"SLURM_JOB_ID": "7", "SBATCH_ACCOUNT": "x", "SLURM_CONF": "/c", "PATH": "/bin"}
+
+    assert slurm.clean_environment(environ) == {"SLURM_CONF": "/c", "PATH": "/bin"}
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of stand-ins that comes first in PATH."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+def stand_in(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    assert subprocess.run(["sh", "-n", str(path)], check=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("echo 'PENDING|Resources'", slurm.JobState("PENDING", "Resources")),
+        ("echo 'RUNNING|None'", slurm.JobState("RUNNING", "None")),
+        ("echo 'CANCELLED|None'", slurm.JobState("", "CANCELLED")),
+        ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", slurm.JobState("")),
+        ("echo 'Unable to contact slurm controller' >&2; exit 1", None),
+    ],
+)
+def test_queue_is_read_and_a_silent_controller_is_not_the_end_of_the_job(
+    programs: Path, script: str, expected: slurm.JobState | None
+) -> None:
+    stand_in(programs, "squeue", script)
+
+    assert slurm.job_state("7") == expected
+
+
+def test_refused_job_is_told_in_slurms_words(programs: Path, tmp_path: Path) -> None:
+    stand_in(
+        programs, "sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1"
+    )
+
+    with pytest.raises(LaunchError, match="invalid partition specified"):
+        slurm.submit(ServerFolder(tmp_path), "policy", SlurmOptions("gpu"))
+
+
+def test_machine_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(LaunchError, match="sbatch is not installed here"):
+        slurm.submit(ServerFolder(tmp_path), "policy", SlurmOptions())

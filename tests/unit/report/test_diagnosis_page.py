@@ -1,0 +1,129 @@
+"""diagnosis.html: what stands on it, how large it gets, and that it bears older verdicts."""
+
+import dataclasses
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from shakedown.diagnosis.diagnose import diagnose_paths
+from shakedown.report.diagnosis_page import render
+from tests.hang_verdicts import large
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+class Reader(HTMLParser):
+    """Headings, text, and whether every element is closed."""
+
+    VOID = frozenset({"meta", "br"})
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.headings: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.branches: list[bool] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.links += [v or "" for k, v in attrs if k in ("src", "href") or k.startswith("on")]
+        if "branch" in (given.get("class") or ""):
+            self.branches.append("open" in given)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert attrs, f"empty <{tag}/>"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self.open and self.open[-1] == "h2":
+            self.headings.append(data.strip())
+
+
+@pytest.mark.parametrize("ranks", [4, 256, 16384, 100_000])
+def test_page_stays_below_2_megabytes_and_is_well_formed(ranks: int) -> None:
+    page = render(large(ranks))
+    assert len(page.encode()) < 1_000_000
+    reader = Reader(page)
+    assert reader.open == []
+    assert reader.links == []
+
+
+def test_classes_that_alternate_rank_by_rank_keep_the_page_small() -> None:
+    verdict = large()
+    rows = verdict.extra["diagnosis"]["classes"]
+    for number, row in enumerate(rows):
+        row["ranks"] = list(range(number, 16384, 64))
+    assert len(render(verdict).encode()) < 1_000_000
+
+
+def test_sections_come_in_the_order_in_which_one_asks() -> None:
+    reader = Reader(render(diagnose_paths([DATA / "hang_dumps" / "b_cond"])))
+    assert reader.headings == [
+        "What to do next",
+        "Ranks by class",
+        "Call paths, merged",
+        "Who waits for whom",
+        "Collectives around the break",
+        "Evidence",
+        "What speaks against it",
+    ]
+    text = " ".join(reader.text.split())
+    assert text.index("culpritranks 0, 1") < text.index("What to do next")
+    assert "rank 0: last call broadcast, number 5" in text
+
+
+def test_only_the_culprits_branch_is_open() -> None:
+    reader = Reader(render(large()))
+    assert reader.branches[:2] == [True, True]
+    assert not any(reader.branches[2:])
+
+
+def test_classes_are_told_in_words_beside_their_colour() -> None:
+    page = render(large(16))
+    reader = Reader(page)
+    assert page.count('class="cell culprit"') == 1
+    assert 'title="rank 1, class A, culprit"' in page
+    assert "gpu0001" in reader.text
+
+
+def test_a_verdict_without_timeline_hosts_and_quotes_has_its_page() -> None:
+    verdict = large(4)
+    older = dataclasses.replace(verdict, extra={"diagnosis": verdict.extra["diagnosis"]})
+    reader = Reader(render(older))
+    assert reader.open == []
+    assert "TORCH_FR_BUFFER_SIZE" in reader.text
+
+
+def test_a_class_with_innocents_says_how_many_are_culprits() -> None:
+    text = Reader(render(diagnose_paths([DATA / "fr_traces" / "lock_gil_1st"]))).text
+    assert "2 of them culprits" in text
+
+
+def test_hostile_names_of_hosts_groups_and_quotes_are_escaped() -> None:
+    evil = "</style><script>alert(1)</script>\"'><img src=x onerror=y>"
+    verdict = large(16)
+    body = verdict.extra["diagnosis"]
+    body["classes"][0]["path"] = [evil, f"f ({evil}.py:3)"]
+    body["classes"][0]["waiting_in"] = evil
+    body["wait_for"] = [{"from": evil, "to": "rank 1", "why": evil}]
+    body["conflicts"] = body["needed"] = [evil]
+    body["culprits"]["nodes"] = [evil]
+    call = dict.fromkeys(("op", "sizes", "dtypes", "where", "state", "ranks"), evil)
+    row = {"seq": 1, "calls": [call], "missing": evil}
+    table = {"group": evil, "members": evil, "silent": evil, "break": 1, "rows": [row]}
+    extra = {**verdict.extra, "timeline": [table], "hosts": {evil: "0-15"}}
+    page = render(dataclasses.replace(verdict, summary=evil, extra=extra))
+    assert "<script" not in page
+    assert "<img" not in page
+    assert page.count("</style>") == 1
+    reader = Reader(page)
+    assert reader.open == []
+    assert reader.links == []

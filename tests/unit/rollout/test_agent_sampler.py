@@ -1,0 +1,453 @@
+"""Rollouts from an own agent class: what becomes of good and bad agents, and exact tokens."""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shakedown.config import GrpoConfig, StageConfig
+from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.paths import StagePaths
+from shakedown.inference.client import Client
+from shakedown.inference.engines import get_token_engine
+from shakedown.rollout.agent_batch import agent_batch
+from shakedown.rollout.agent_sampler import (
+    AgentFailedError,
+    AgentGroup,
+    AgentGroupSampler,
+    AgentPrompt,
+    ModelServer,
+    agent_prompts,
+)
+from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
+from shakedown.rollout.samplers import Group, GroupSampler, Prompt, to_batch
+from shakedown.rollout.store import RolloutStore
+from shakedown.training.algorithms.grpo import rollout_metrics, token_batch
+from shakedown.training.demo import write_model, write_rows
+from shakedown.training.stage import orchestrator
+from shakedown.training.stage.job import StageJob
+from tests.unit.rollout.chat_engine import END, ChatEngine, chatting, logprob, prompt_ids, reply_ids
+
+TARGET = f"{Path(__file__).parent / 'agent_kinds.py'}:Kinds"
+QUESTION = prompt_ids([{"role": "user", "content": "12+34="}])
+GOOD: tuple[str, ...] = (
+    "single",
+    "two_turns",
+    "rewrites",
+    "choices",
+    "streams",
+    "narrows",
+    "environment",
+)
+GOOD += ("synchronous", "busy", "once")
+SLOW = ("blocks", "endless")
+BAD = ("silent", "nothing", "leaves", "elsewhere")
+FAULTS = ("too long", "no ids", "miscounted", "odd error")
+PLACES = np.arange(100)
+
+
+def job(
+    root: Path, url: str, *, agent: str = TARGET, served_by: str = "vllm", **more: Any
+) -> StageJob:
+    grpo = {"group_size": 3, "max_tokens": 16, "agent": agent, **more}
+    config = {
+        "algorithm": "grpo",
+        "allocation": "fsdp:d1",
+        "steps": 1,
+        "batch_size": 2,
+        "optimizer": {"lr": 1e-3},
+        "grpo": grpo,
+    }
+    stage = StagePaths(root / "stage")
+    attempt = stage.new_attempt()
+    return StageJob(
+        stage="grpo",
+        config=StageConfig.model_validate(config),
+        model=str(root / "model"),
+        dtype="float32",
+        train=str(root / "train.jsonl"),
+        heldout="",
+        reward="exact_match",
+        seed=0,
+        world_size=1,
+        endpoint=url,
+        engine=served_by,
+        stage_root=str(stage.root),
+        attempt_root=str(attempt.root),
+    )
+
+
+def server_of(made: StageJob) -> ModelServer:
+    return ModelServer(made.endpoint, made.served_model)
+
+
+def settings_of(made: StageJob) -> GrpoConfig:
+    assert made.config.grpo is not None
+    return made.config.grpo
+
+
+def row(kind: str, **more: Any) -> AgentPrompt:
+    return AgentPrompt(QUESTION, "", json.dumps({"kind": kind, **more}))
+
+
+class Seen:
+    """What one start of the workers gave: groups or errors by kind, and what was said."""
+
+    def __init__(self, engine: ChatEngine, folder: Path) -> None:
+        self.engine, self.folder = engine, folder
+        self.groups: dict[str, AgentGroup] = {}
+        self.errors: dict[str, str] = {}
+        self.version = 7
+
+    async def run(self) -> None:
+        made = job(self.folder, self.engine.url)
+        async with AgentGroupSampler(
+            server_of(made), settings_of(made), lambda: self.version
+        ) as episodes:
+            # Beside each other: what one does must not cost another one.
+            await asyncio.gather(
+                *(self._run(episodes, kind, kind) for kind in (*BAD, *GOOD)),
+                *(self._run(episodes, "asks", text, content=text) for text in FAULTS),
+                self._run(episodes, "asks", "broken", content="broken off", more={"stream": True}),
+                self._slow(),
+                self._run(
+                    episodes, "asks", "forced", content="x", more={"tool_choice": "required"}
+                ),
+            )
+            self.failures = dict(episodes.failures)
+            await self._held_back(episodes)
+            await self._thinking(episodes)
+            episodes.check()  # the last group was good
+            await self._hopeless(episodes)
+            await self._run(episodes, "dies", "dies")
+            await self._run(episodes, "single", "after a worker died")
+            self.done = episodes.done
+
+    async def _run(self, episodes: AgentGroupSampler, kind: str, name: str, **more: Any) -> None:
+        try:
+            group = await episodes.run_group(row(kind, flag=str(self.folder / "flag"), **more))
+        except AgentFailedError as error:
+            self.errors[name] = str(error)
+        else:
+            assert isinstance(group, AgentGroup)
+            self.groups[name] = group
+
+    async def _slow(self) -> None:
+        """Two episodes that block their worker, two without end, and two good ones beside them."""
+        made = job(self.folder, self.engine.url, group_size=2, agent_timeout=5.0)
+        async with AgentGroupSampler(server_of(made), settings_of(made), lambda: 7) as episodes:
+            await asyncio.gather(
+                *(self._run(episodes, kind, kind) for kind in SLOW),
+                self._run(episodes, "single", "beside a blocked one"),
+            )
+
+    async def _held_back(self, episodes: AgentGroupSampler) -> None:
+        """During an update calls wait, and those in flight are waited for."""
+        before = self._asked()
+        self.engine.may_answer.clear()
+        first = asyncio.create_task(self._run(episodes, "single", "in flight"))
+        while self._asked() < before + 3:  # noqa: ASYNC110 - another thread counts
+            await asyncio.sleep(0.01)
+        with pytest.raises(BlockedError, match="generations were still in flight after 0 s"):
+            await episodes.pause(0.01)
+        done = episodes.done
+        await asyncio.sleep(1.2)
+        self.moved_while_the_engine_hung = episodes.done - done
+        self.engine.may_answer.set()
+        await episodes.pause(60.0)
+        before = self._asked()
+        second = asyncio.create_task(self._run(episodes, "single", "held back"))
+        await asyncio.sleep(0.2)
+        self.asked_while_closed = self._asked() - before
+        self.version = 8
+        episodes.resume()
+        await asyncio.gather(first, second)
+
+    async def _thinking(self, episodes: AgentGroupSampler) -> None:
+        """Agents at work between their calls."""
+        done, flag = episodes.done, self.folder / "go on"
+        group = asyncio.create_task(episodes.run_group(row("waits", flag=str(flag))))
+        while episodes.done < done + 3:  # noqa: ASYNC110 - the calls
+            await asyncio.sleep(0.01)
+        done = episodes.done
+        await asyncio.sleep(1.2)
+        self.moved_while_agents_thought = episodes.done - done
+        flag.touch()
+        await group
+
+    async def _hopeless(self, episodes: AgentGroupSampler) -> None:
+        for number in range(2):
+            episodes.check()
+            await self._run(episodes, "raises", f"raises {number}")
+        with pytest.raises(AgentFailedError, match=r"failed 6 times in a row \(.*x exception") as e:
+            episodes.check()
+        assert e.value.exit_code == 1
+
+    def _asked(self) -> int:
+        return sum(path == "/v1/chat/completions" for path, _ in self.engine.seen)
+
+    def batch(self, *names: str) -> RolloutBatch:
+        return agent_batch(3, [self.groups[name] for name in names], pad=0, stats={})
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    with chatting() as engine:
+        found = Seen(engine, tmp_path_factory.mktemp("agents"))
+        asyncio.run(found.run())
+        yield found
+
+
+def test_one_turn_gives_the_rows_of_the_plain_path(seen: Seen) -> None:
+    class Texts:
+        def decode(self, tokens: list[int], **_: Any) -> str:
+            return "".join(chr(token) for token in tokens if token > END)
+
+    class Lengths:
+        async def score(self, texts: list[str], _: str) -> list[float]:
+            return [float(len(text)) for text in texts]
+
+    async def plain() -> Group:
+        engine, settings = get_token_engine("vllm"), settings_of(job(seen.folder, ""))
+        async with Client(engine, seen.engine.url, "policy") as client:
+            episodes = GroupSampler(client, Texts(), Lengths(), settings, lambda: 7)  # type: ignore[arg-type]
+            return await episodes.run_group(Prompt(QUESTION, ""))
+
+    expected, found = to_batch(3, [asyncio.run(plain())], pad=0, stats={}), seen.batch("single")
+
+    for name in ("versions", "tokens", "loss_mask", "logprobs", "rewards", "groups"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+    assert {**expected.stats, **found.stats, "group_seconds_mean": 0, "group_seconds_max": 0} == {
+        **found.stats,
+        "group_seconds_mean": 0,
+        "group_seconds_max": 0,
+    }
+    assert found.stats["calls_mean"] == found.stats["sequences_mean"] == 1.0
+
+
+def test_turns_that_go_on_with_the_same_tokens_are_one_sequence(seen: Seen) -> None:
+    group = seen.groups["two_turns"]
+    first = prompt_ids([{"role": "user", "content": "one"}])
+    answer = reply_ids(first, 16)
+    between = [ord(letter) for letter in "and?"]
+    second = reply_ids([*first, *answer, *between], 16)
+
+    for samples in group.samples:
+        assert [sample.tokens for sample in samples] == [[*first, *answer, *between, *second]]
+        sampled = [
+            token for token, on in zip(samples[0].tokens, samples[0].mask, strict=True) if on
+        ]
+        assert sampled == [*answer, *second]
+        assert samples[0].logprobs[len(first)] == logprob(answer[0])
+        assert samples[0].calls == 2
+    assert group.rewards == [2.0, 2.0, 2.0]  # the mean of a dict
+
+
+def test_a_history_that_was_written_anew_begins_a_sequence_of_its_own(seen: Seen) -> None:
+    samples = seen.groups["rewrites"].samples[0]
+
+    assert len(samples) == 2
+    assert [sum(sample.mask) for sample in samples] == [4, 5]
+    batch = seen.batch("rewrites", "single")
+    assert batch.episodes is not None
+    assert batch.episodes.tolist() == [0, 0, 1, 1, 2, 2, 3, 4, 5]
+    assert batch.groups.tolist() == [0] * 6 + [1] * 3
+    assert batch.rewards.tolist() == [1] * 6 + [3] * 3
+
+
+def test_a_choice_that_was_gone_on_with_is_not_trained_twice(seen: Seen) -> None:
+    samples = seen.groups["choices"].samples[0]
+
+    assert len(samples) == 2  # both choices are alike: the first one is gone on with
+    assert sum(sum(sample.mask) for sample in samples) == 4 + 4 + 5
+
+
+@pytest.mark.parametrize("kind", ["streams", "narrows", "environment", "synchronous"])
+def test_every_way_to_ask_is_recorded_with_the_same_tokens(seen: Seen, kind: str) -> None:
+    samples = seen.groups[kind].samples
+
+    assert samples == seen.groups["single"].samples
+    assert seen.groups[kind].rewards[0] > 0
+
+
+def test_the_engine_is_asked_for_the_stage_s_own_sampling(seen: Seen) -> None:
+    bodies = [body for path, body in seen.engine.seen if path == "/v1/chat/completions"]
+
+    assert {(body["temperature"], body["max_tokens"]) for body in bodies} == {(1.0, 16)}
+    assert not any({"top_p", "seed", "max_completion_tokens"} & body.keys() for body in bodies)
+    assert all(body["return_token_ids"] and body["logprobs"] for body in bodies)
+
+
+def test_an_agent_s_retry_after_a_busy_engine_is_one_call(seen: Seen) -> None:
+    assert [[s.calls for s in samples] for samples in seen.groups["busy"].samples] == [
+        [1],
+        [1],
+        [1],
+    ]
+    assert len(seen.engine.refused) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("blocks", "2 of 2 episodes: agent blocked_loop: "),
+        ("endless", "agent episode_timeout: no result after 5 s"),
+        (
+            "silent",
+            "3 of 3 episodes: agent no_call: run returned a reward and no chat call",
+        ),
+        ("nothing", "agent bad_return: the reward is None"),
+        ("leaves", "agent exit: "),
+        ("dies", "agent exit: the worker ended with exit code 3"),
+        ("elsewhere", "in training an agent can only POST /v1/chat/completions"),
+        ("too long", "api_status: BadRequestError: Error code: 400 .*maximum context length"),
+        ("no ids", "api_status: .*not recorded: .*prompt_token_ids"),
+        ("miscounted", "api_status: .*the engine sampled 5 tokens and told 4|sampled"),
+        ("odd error", "api_status: .*Internal Server Error"),
+        ("broken", "not recorded: the engine's stream broke off"),
+        ("forced", "400 .*tool_choice forces tokens upon the model"),
+    ],
+)
+def test_a_bad_agent_costs_its_own_episodes_and_the_cause_is_named(
+    seen: Seen, name: str, words: str
+) -> None:
+    assert re.search(words, seen.errors[name]), seen.errors[name]
+
+
+def test_one_failed_episode_leaves_the_others_of_its_group(seen: Seen) -> None:
+    group = seen.groups["once"]
+
+    assert (group.failed, group.rewards, len(group.samples)) == (1, [1.0, 1.0], 2)
+    assert seen.groups.keys() >= {*GOOD, "beside a blocked one", "after a worker died"}
+
+
+def test_an_update_holds_calls_back_and_each_call_knows_its_version(seen: Seen) -> None:
+    assert seen.asked_while_closed == 0
+    assert seen.groups["in flight"].version == 7
+    assert [s.version for each in seen.groups["held back"].samples for s in each] == [8, 8, 8]
+
+
+def test_agents_that_think_are_told_from_an_engine_that_hangs(seen: Seen) -> None:
+    assert seen.moved_while_agents_thought > 0
+    assert seen.moved_while_the_engine_hung == 0
+
+
+def test_an_episode_of_many_sequences_counts_once_among_the_rewards(
+    seen: Seen, tmp_path: Path
+) -> None:
+    groups = [seen.groups["rewrites"]]
+    mixed = AgentGroup(**{**vars(groups[0]), "rewards": [1.0, 0.0]})
+    longer = AgentGroup(**{**vars(mixed), "samples": [mixed.samples[0], mixed.samples[1][:1]]})
+    batch = agent_batch(1, [longer], pad=0, stats={})
+    write_batch(batch, tmp_path / "batch.npz")
+    found = read_batch(tmp_path / "batch.npz")
+
+    trained = token_batch(found, pad=0)
+    numbers = rollout_metrics(found, trained, trained=7)
+
+    assert found.rewards.tolist() == [1, 1, 0]
+    wanted = 0.5 / (np.sqrt(0.5) + 1e-4)
+    assert np.allclose(trained.extra["advantages"], [wanted, wanted, -wanted])
+    assert numbers["reward_mean"] == 0.5
+    assert numbers["sequences"] == 3
+
+
+def test_damaged_episodes_are_refused(seen: Seen, tmp_path: Path) -> None:
+    batch = seen.batch("rewrites")
+    broken = RolloutBatch(**{**vars(batch), "episodes": np.zeros(2, dtype=np.int64)})
+
+    with pytest.raises(UsageError, match="episodes is int64"):
+        write_batch(broken, tmp_path / "batch.npz")
+
+
+def runnable(root: Path, engine: ChatEngine, **more: Any) -> Path:
+    write_model(root / "model", seed=0)
+    messages = [{"role": "user", "content": "1+1="}]
+    rows = [{"messages": messages, "answer": "2", "kind": k} for k in ("single", "streams") * 4]
+    write_rows(root / "train.jsonl", rows)
+    made = job(root, engine.url, **more)
+    path = Path(made.attempt_root) / "job.json"
+    made.write(path)
+    return path
+
+
+def test_the_orchestrator_publishes_what_agents_did(tmp_path: Path) -> None:
+    with chatting() as engine:
+        path = runnable(tmp_path, engine)
+        exchange = RolloutStore(path.parent / "exchange")
+        batches: list[RolloutBatch] = []
+
+        def trainer() -> None:
+            batches.append(exchange.wait_batch(1, timeout=60.0))
+            exchange.finish_trainer()
+
+        thread = threading.Thread(target=trainer)
+        thread.start()
+        code = orchestrator.main(["--job", str(path)])
+        thread.join()
+
+    assert code == 0
+    assert batches[0].episodes is not None
+    assert batches[0].groups.tolist() == [0, 0, 0, 1, 1, 1]
+    assert (batches[0].loss_mask.sum(1) == 4).all()
+
+
+def test_an_agent_that_never_works_ends_the_stage_and_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text(
+        "class Own:\n    async def run(self, data, **_):\n        return {}[data['answer']]\n",
+        encoding="utf-8",
+    )
+    with chatting() as engine:
+        path = runnable(tmp_path, engine, agent=f"{tmp_path / 'own.py'}:Own")
+        code = orchestrator.main(["--job", str(path)])
+
+    assert code in (1, 3)
+    said = capsys.readouterr()
+    assert "an episode is left out: agent exception: KeyError: '2'" in said.out
+    assert "Traceback (most recent call last):" in said.out
+    assert "exception" in said.err.splitlines()[-2]
+
+
+@pytest.mark.parametrize(
+    ("agent", "engine", "words"),
+    [
+        ("no_file.py:Own", "vllm", "no file no_file.py"),
+        (TARGET.replace("Kinds", "Kind"), "vllm", "did you mean 'Kinds'?"),
+        (TARGET, "sglang", "which sglang does not give"),
+    ],
+)
+def test_an_agent_that_cannot_run_is_refused(
+    tmp_path: Path, agent: str, engine: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with chatting() as server:
+        code = orchestrator.main(
+            ["--job", str(runnable(tmp_path, server, agent=agent, served_by=engine))]
+        )
+
+    assert code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_rows_are_given_whole(tmp_path: Path) -> None:
+    class Tokenizer:
+        chat_template = "x"
+
+        def apply_chat_template(self, *_: Any, **__: Any) -> list[int]:
+            return [5]
+
+    body = {"messages": [{"role": "user", "content": "a"}], "answer": "b", "tools": [1, {"c": 2}]}
+    write_rows(tmp_path / "rows.jsonl", [body])
+
+    (prompt,) = agent_prompts(str(tmp_path / "rows.jsonl"), Tokenizer())
+
+    assert isinstance(prompt, AgentPrompt)
+    assert json.loads(prompt.data) == body
+    assert prompt.tokens == [5]

@@ -1,0 +1,148 @@
+"""A real vLLM server: the checks's 512 episodes at once, and tokens compared with transformers."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from shakedown.cli import main
+from shakedown.config import GrpoConfig, load_config
+from shakedown.core.verdict import read_verdict
+from shakedown.inference.engines import LaunchSpec
+from shakedown.inference.folder import Endpoint, ServerOrder
+from shakedown.inference.server import start, stop
+from shakedown.rollout.agent_sampler import AgentGroup, AgentGroupSampler, AgentPrompt, ModelServer
+from shakedown.rollout.reference import reference_logprobs
+from shakedown.training.demo import addition_rows, write_model, write_rows
+from tests.unit.rollout.test_agent_sampler import TARGET
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+REPOSITORY = Path(__file__).parents[3]
+CONFIG = REPOSITORY / "config" / "config.yaml"
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server with its files: the model's folder, the data, endpoint.json."""
+
+    endpoint: Endpoint
+    model: Path
+    data: Path
+    record: Path
+    config: Path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("vllm")
+    write_model(folder / "model", seed=0)
+    write_rows(folder / "rows.jsonl", addition_rows(train_size=64, heldout_size=1, seed=0)[0])
+    target = f"{CONFIG.parent}/examples/my_agent.py:MyAgent"
+    over = {"agents": {"target": target}, "data": {"heldout": str(folder / "rows.jsonl")}}
+    (folder / "over.yaml").write_text(yaml.safe_dump(over), encoding="utf-8")
+    spec = LaunchSpec(str(folder / "model"))
+    order = ServerOrder("policy", "vllm", spec)
+    endpoint = start(order, folder / "server", say=lambda _: None)
+    try:
+        yield Served(
+            endpoint,
+            folder / "model",
+            folder / "rows.jsonl",
+            folder / "server" / "endpoint.json",
+            folder / "over.yaml",
+        )
+    finally:
+        stop(folder / "server", say=lambda _: None)
+
+
+def test_every_check_passes_with_512_episodes_at_once(served: Served, tmp_path: Path) -> None:
+    config = load_config(CONFIG, served.config)
+    assert config.agents.prompts * config.agents.group_size == 512
+    argv = ["agent", "checks", "--config", str(CONFIG), str(served.config)]
+    code = main([*argv, "--endpoint", str(served.record), "--out", str(tmp_path)])
+    verdict = read_verdict(tmp_path / "verdict.json")
+    episodes = (tmp_path / "episodes.jsonl").read_text(encoding="utf-8")
+    lines = [json.loads(line) for line in episodes.splitlines()]
+    # A busy machine may warn of the event loop's lag; no check may fail.
+    assert code == 0
+    assert {finding.status for finding in verdict.findings} <= {"pass", "warn"}
+    assert verdict.metrics["concurrent_episodes_ok"] == 512
+    assert {line["check"] for line in lines} == {"single", "concurrent", "grouped", "controller"}
+
+
+def test_an_agent_that_names_another_model_is_told_which_one_is_served(
+    served: Served, tmp_path: Path
+) -> None:
+    agent = tmp_path / "other.py"
+    source = (CONFIG.parent / "examples" / "my_agent.py").read_text(encoding="utf-8")
+    agent.write_text(source.replace("model=model", 'model="qwen/qwen2.5-0.5b-instruct"'))
+    argv = ["agent", "run", f"{agent}:MyAgent", "--data", str(served.data), "--limit", "2"]
+    code = main([*argv, "--base-url", served.endpoint.base_url, "--out", str(tmp_path)])
+    verdict = read_verdict(tmp_path / "verdict.json")
+    assert code == 1
+    assert verdict.extra["failures"] == {"unknown_model": 2}
+    assert "serves policy" in verdict.summary
+
+
+def test_the_engine_agrees_with_transformers_by_the_run_s_own_settings(
+    served: Served, tmp_path: Path
+) -> None:
+    argv = ["compare", "--config", str(CONFIG), str(served.config)]
+    code = main([*argv, "--endpoint", str(served.record), "--out", str(tmp_path)])
+    verdict = read_verdict(tmp_path / "verdict.json")
+    assert (code, verdict.status) == (0, "PASS")
+    assert verdict.metrics["samples"] == 64
+    # Float32 on both sides: rounding alone, measured at 1e-5 at most.
+    assert verdict.metrics["max_abs_dlogp"] < 1e-3
+    assert pq.read_table(tmp_path / "tokens.parquet").num_rows == verdict.metrics["tokens"]
+
+
+@pytest.mark.parametrize("temperature", ["0.7", "0"])
+def test_other_temperatures_agree_as_the_server_reports_processed_log_probabilities(
+    served: Served, tmp_path: Path, temperature: str
+) -> None:
+    argv = ["compare", "--reference", f"transformers:{served.model}", "--limit", "8"]
+    argv += ["--engine", served.endpoint.base_url, "--data", str(served.data)]
+    code = main([*argv, "--temperature", temperature, "--out", str(tmp_path)])
+    assert (code, read_verdict(tmp_path / "verdict.json").status) == (0, "PASS")
+
+
+def test_another_checkpoint_than_the_served_one_fails(served: Served, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    write_model(other, seed=1)
+    argv = ["compare", "--reference", f"transformers:{other}", "--limit", "16", "--grade", "dense"]
+    argv += ["--engine", served.endpoint.base_url, "--data", str(served.data)]
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 1
+    verdict = read_verdict(tmp_path / "out" / "verdict.json")
+    assert "other weights" in verdict.summary
+
+
+def test_what_agents_did_has_the_tokens_and_logprobs_of_transformers(
+    served: Served, tmp_path: Path
+) -> None:
+    kinds = ("two_turns", "streams", "rewrites")
+
+    async def run() -> list[AgentGroup]:
+        url = served.endpoint.base_url.removesuffix("/v1")
+        settings = GrpoConfig(agent=TARGET, group_size=2, max_tokens=16, temperature=1.0)
+        async with AgentGroupSampler(ModelServer(url, "policy"), settings, lambda: 0) as episodes:
+            prompts = [AgentPrompt([1], "", json.dumps({"kind": kind})) for kind in kinds]
+            groups = await asyncio.gather(*(episodes.run_group(prompt) for prompt in prompts))
+        return [group for group in groups if isinstance(group, AgentGroup)]
+
+    groups = asyncio.run(run())
+
+    samples = [sample for group in groups for each in group.samples for sample in each]
+    assert len(samples) >= 8
+    for sample in samples:
+        expected = reference_logprobs(served.model, sample.tokens)
+        assert expected is not None
+        assert 0 < sum(sample.mask) <= 32
+        pairs = zip(sample.mask[1:], sample.logprobs[1:], expected, strict=True)
+        assert max(abs(ours - theirs) for on, ours, theirs in pairs if on) < 1e-4

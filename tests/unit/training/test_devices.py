@@ -1,0 +1,169 @@
+"""Which nodes and GPUs a stage gives to its trainer and its server, and how ranks learn of it."""
+
+from pathlib import Path
+
+import pytest
+
+from shakedown.cluster.bootstrap import main as bootstrap
+from shakedown.cluster.gpus import GPUS, visible_gpus, wanted_gpus
+from shakedown.cluster.nodes import node_name
+from shakedown.cluster.placement import PlacementError
+from shakedown.cluster.ranks import rank_components
+from shakedown.config import ServeConfig, StageConfig
+from shakedown.core.errors import UsageError
+from shakedown.training.stage.components import trainer_components
+from shakedown.training.stage.devices import stage_devices
+from shakedown.training.stage.job import StageJob
+
+
+def _stage(allocation: str, nodes: int = 1, *, grpo: bool = True) -> StageConfig:
+    return StageConfig.model_validate(
+        {
+            "algorithm": "grpo" if grpo else "sft",
+            "allocation": allocation,
+            "nodes": nodes,
+            "steps": 1,
+            "batch_size": 8,
+            "optimizer": {"lr": 1e-6},
+            "grpo": {} if grpo else None,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("stage", "serve", "nodes", "gpus"),
+    [
+        (_stage("fsdp:d6"), ("vllm:d2", False), "a", ("2,3,4,5,6,7", "0,1")),
+        (_stage("fsdp:d8", 2), ("vllm:d4", False), "ab", ("4,5,6,7", "0,1,2,3")),
+        (_stage("fsdp:d8", 2), ("vllm:d8", False), "b", ("0,1,2,3,4,5,6,7", "0,1,2,3,4,5,6,7")),
+        (_stage("fsdp:d16", 2), ("vllm:t2", True), "ab", ("0,1,2,3,4,5,6,7", "0,1")),
+    ],
+)
+def test_a_stage_gives_its_trainer_and_server_their_gpus(
+    stage: StageConfig, serve: tuple[str, bool], nodes: str, gpus: tuple[str, str]
+) -> None:
+    config = ServeConfig(allocation=serve[0], share_gpus=serve[1])
+
+    found = stage_devices(stage, config, ["a", "b"][: stage.nodes], 8, environ={})
+
+    assert "".join(found.trainer_nodes) == nodes
+    assert found.trainer == {GPUS: gpus[0]}
+    assert found.server == {"CUDA_VISIBLE_DEVICES": gpus[1]}
+
+
+def test_a_stage_whose_tensor_groups_fill_one_node_stays_on_it() -> None:
+    found = stage_devices(_stage("megatron:t8", 2, grpo=False), ServeConfig(), ["a", "b"], 8, {})
+
+    assert (list(found.trainer_nodes), found.trainer) == (["a"], {})
+
+
+def test_a_server_of_transformers_is_one_process() -> None:
+    serve = ServeConfig(engine="transformers")
+
+    found = stage_devices(_stage("fsdp:d7"), serve, ["a"], 8, environ={})
+
+    assert found.server == {"CUDA_VISIBLE_DEVICES": "0"}
+    assert found.trainer == {GPUS: "1,2,3,4,5,6,7"}
+
+
+def test_a_stage_without_gpus_or_without_a_server_assigns_none() -> None:
+    for stage, gpus in ((_stage("fsdp:d2"), 0), (_stage("fsdp:d2", grpo=False), 8)):
+        found = stage_devices(stage, ServeConfig(), ["a"], gpus, environ={})
+
+        assert (list(found.trainer_nodes), found.trainer, found.server) == (["a"], {}, {})
+
+
+def test_a_server_larger_than_a_node_is_refused() -> None:
+    with pytest.raises(PlacementError, match="needs 16 GPUs, and a server runs on one node of 8"):
+        stage_devices(_stage("fsdp:d8", 4), ServeConfig(allocation="vllm:d16"), list("abcd"), 8, {})
+
+
+@pytest.mark.parametrize(
+    ("shown", "seen"),
+    [
+        (None, {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        ("4,5,6,7", {"CUDA_VISIBLE_DEVICES": "6,7"}),
+        ("GPU-a, GPU-b, GPU-c, GPU-d", {"CUDA_VISIBLE_DEVICES": "GPU-c,GPU-d"}),
+        ("", {}),
+        ("-1", {}),
+        ("NoDevFiles", {}),
+    ],
+)
+def test_gpus_are_taken_out_of_those_that_are_shown(
+    shown: str | None, seen: dict[str, str]
+) -> None:
+    environ = {} if shown is None else {"CUDA_VISIBLE_DEVICES": shown}
+
+    assert visible_gpus(wanted_gpus([2, 3]), environ) == seen
+    assert visible_gpus(wanted_gpus([]), environ) == {}
+
+
+def test_fewer_gpus_than_wanted_are_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="GPUs 2,3 are wanted, but CUDA_VISIBLE_DEVICES=0,1 shows"):
+        visible_gpus(wanted_gpus([2, 3]), {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+def test_ranks_here_see_their_gpus_and_ranks_elsewhere_are_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    env = wanted_gpus([1, 2])
+
+    def started(*, elsewhere: bool) -> list[str]:
+        parts = rank_components(
+            argv=["x"],
+            world_size=2,
+            nodes=["n"],
+            log_dir=tmp_path,
+            env=env,
+            master_port=1,
+            elsewhere=elsewhere,
+        )
+        assert all(part.env[GPUS] == "1,2" for part in parts)
+        return [part.env.get("CUDA_VISIBLE_DEVICES", part.name) for part in parts]
+
+    assert started(elsewhere=False) == ["5,6", "5,6"]
+    assert started(elsewhere=True) == ["trainer-srun"]
+
+
+@pytest.mark.parametrize(("node", "remote"), [(node_name(), False), ("some-other-node", True)])
+def test_a_trainer_on_another_node_is_started_there_by_srun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str, remote: bool
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    job = StageJob(
+        stage="grpo",
+        config=_stage("fsdp:d1", 2),
+        model="",
+        dtype="float32",
+        train="",
+        heldout="",
+        reward="",
+        seed=0,
+        world_size=1,
+        stage_root="",
+        attempt_root=str(tmp_path),
+    )
+
+    (part,) = trainer_components(job, tmp_path / "job.json", [node], (), wanted_gpus([0]))
+
+    assert part.env[GPUS] == "0"
+    assert part.env["MASTER_ADDR"] == (node if remote else "127.0.0.1")
+    assert (f"--nodelist={node}" in part.argv) == remote
+
+
+def test_a_rank_under_srun_takes_its_gpus_from_those_of_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = {"PROCID": "3", "LOCALID": "1", "NTASKS": "4", "NODEID": "1"}
+    for name, value in task.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "2(x2)")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    monkeypatch.setenv(GPUS, "2,3")
+    seen: dict[str, str] = {}
+    monkeypatch.setattr("os.execvpe", lambda _file, _argv, env: seen.update(env))
+
+    bootstrap(["--", "x"])
+
+    assert (seen["LOCAL_RANK"], seen["CUDA_VISIBLE_DEVICES"]) == ("1", "2,3")

@@ -1,0 +1,93 @@
+"""Which exit is reported, and when a stage is over."""
+
+from pathlib import Path
+
+import pytest
+
+from shakedown.cluster.supervise import Component, Exit
+from shakedown.core.errors import INTERRUPTED
+from shakedown.training.stage.endings import interrupted, judge_exits, judge_stop
+
+
+def _exit(name: str, code: int) -> Exit:
+    role, _, _ = name.partition("-")
+    return Exit(Component(name, role, ("true",), Path("log")), code, 1.0)
+
+
+def test_stage_goes_on_while_nothing_has_exited() -> None:
+    assert judge_exits([], ["trainer-rank0", "trainer-rank1"]) is None
+
+
+def test_stage_waits_for_the_orchestrator_after_the_trainers() -> None:
+    done = [_exit("trainer-rank0", 0), _exit("trainer-rank1", 0)]
+
+    assert judge_exits(done, ["orchestrator", "inference"]) is None
+    ending = judge_exits([*done, _exit("orchestrator", 0)], ["inference"])
+
+    assert ending is not None
+    assert ending.state == "completed"
+
+
+def test_killed_rank_is_reported_and_not_the_peer_that_failed_of_it() -> None:
+    exits = [_exit("trainer-rank0", 1), _exit("trainer-rank1", -9)]
+
+    ending = judge_exits(exits, [])
+
+    assert ending is not None
+    assert (ending.state, ending.component) == ("failed", "trainer-rank1")
+    assert "SIGKILL" in ending.sentence
+
+
+def test_first_error_code_is_reported_when_nothing_was_killed() -> None:
+    ending = judge_exits([_exit("orchestrator", 3), _exit("trainer-rank0", 1)], [])
+
+    assert ending is not None
+    assert ending.component == "orchestrator"
+
+
+@pytest.mark.parametrize("name", ["inference", "orchestrator"])
+def test_helper_that_ends_early_with_code_0_is_a_failure(name: str) -> None:
+    ending = judge_exits([_exit(name, 0)], ["trainer-rank0", "trainer-rank1"])
+
+    assert ending is not None
+    assert (ending.state, ending.component) == ("failed", name)
+
+
+def test_ranks_that_saved_without_the_supervisor_being_told_are_no_completed_stage() -> None:
+    ending = judge_exits([_exit("trainer-srun", INTERRUPTED)], ["orchestrator"])
+
+    assert ending is not None
+    assert ending.state == "interrupted"
+    assert "state saved" in ending.sentence
+
+
+@pytest.mark.parametrize(
+    ("exits", "running", "state", "words"),
+    [
+        ([], ["trainer-rank0"], None, ""),
+        ([("trainer-rank0", INTERRUPTED)], ["trainer-rank1"], None, ""),
+        ([("trainer-rank0", INTERRUPTED)], ["orchestrator"], "interrupted", "state saved"),
+        ([("inference", -15), ("orchestrator", 1)], ["trainer-rank0"], None, ""),
+        ([("trainer-rank0", -9)], [], "interrupted", "last checkpoint kept: trainer-rank0 killed"),
+        ([("trainer-rank0", 1)], ["trainer-rank1"], "interrupted", "trainer-rank1 did not end"),
+        ([("trainer-rank0", 0), ("trainer-rank1", 0)], [], "completed", "all steps done"),
+        ([], [], "interrupted", "last checkpoint kept"),
+    ],
+)
+def test_a_stopped_stage_waits_for_its_trainers_and_says_whether_they_saved(
+    exits: list[tuple[str, int]], running: list[str], state: str | None, words: str
+) -> None:
+    ending = judge_stop([_exit(*each) for each in exits], running, "stopped by SIGTERM")
+
+    assert (ending and ending.state) == state
+    assert words in (ending.sentence if ending else "")
+
+
+def test_a_rank_that_did_not_end_in_time_is_named() -> None:
+    saved = [_exit("trainer-rank0", INTERRUPTED)]
+
+    ending = interrupted(saved, ["trainer-rank1", "inference"], "stopped by SIGTERM")
+
+    assert ending.sentence == (
+        "stopped by SIGTERM, state of the last checkpoint kept: trainer-rank1 did not end"
+    )

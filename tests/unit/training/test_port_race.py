@@ -1,0 +1,65 @@
+"""A port that another process took between its choice and the ranks' start."""
+
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from shakedown.core.outcome import Outcome, State
+from shakedown.core.paths import StagePaths
+from shakedown.training.stage import run
+from shakedown.training.stage.port_race import port_was_taken
+
+
+def outcome(state: State = "failed", attempt: int = 1) -> Outcome:
+    return Outcome("sft", attempt, state, "trainer-rank0 exit code 1")
+
+
+@pytest.fixture(scope="module")
+def refusal() -> str:
+    """What torch says on rank 0 when its port is taken."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(dist.DistNetworkError) as raised:
+            dist.TCPStore("127.0.0.1", port, 1, is_master=True)
+    return f"torch.distributed.DistNetworkError: {raised.value}\n"
+
+
+def test_attempt_that_failed_on_a_taken_port_is_known_by_rank_0s_log(
+    tmp_path: Path, refusal: str
+) -> None:
+    log = tmp_path / "trainer-rank0.log"
+    assert not port_was_taken(outcome(), log)
+    log.write_text("OSError: [Errno 98] EADDRINUSE in a reward of the user's own\n")
+    assert not port_was_taken(outcome(), log)
+    log.write_text(f"loading\n{refusal}shakedown: failed\n")
+    assert port_was_taken(outcome(), log)
+    assert not port_was_taken(outcome("completed"), log)
+
+
+@pytest.mark.parametrize(
+    ("taken", "ended"), [(0, (1, "completed")), (2, (3, "completed")), (100, (3, "failed"))]
+)
+def test_stage_is_started_again_twice_while_its_port_is_taken(
+    tmp_path: Path,
+    refusal: str,
+    monkeypatch: pytest.MonkeyPatch,
+    taken: int,
+    ended: tuple[int, State],
+) -> None:
+    paths = StagePaths(tmp_path / "sft")
+
+    def attempt(_plan: Any) -> Outcome:
+        number = int(paths.new_attempt().root.name)
+        refused = number <= taken
+        paths.attempt(number).log("trainer-rank0").write_text(refusal if refused else "done\n")
+        return outcome("failed" if refused else "completed", number)
+
+    monkeypatch.setattr(run, "_run_attempt", attempt)
+
+    plan: Any = SimpleNamespace(job=SimpleNamespace(paths=paths))  # all that is read here
+    last = run.run_stage(plan)
+    assert (last.attempt, last.state) == ended
