@@ -156,7 +156,7 @@ forget_half_installed
 say "installing the pinned packages ($flavour); the first time takes a few minutes"
 case $flavour in
     cpu) install_cpu ;;
-    *) run_pip install -e ./executor -e ".[$flavour,megatron,dev]" || explain_pip ;;
+    *) run_pip install -e ./executor -e ".[all,$flavour,megatron,dev]" || explain_pip ;;
 esac
 # As pip does for all but editable packages; where it cannot, each start compiles anew.
 "$venv/bin/python" -m compileall -q src executor/src || true

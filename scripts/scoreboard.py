@@ -133,7 +133,7 @@ def page(results: Sequence[Result], *, seed: int, failures: dict[str, str]) -> s
     """The Markdown page."""
     faults = [r for r in results if r.culprit != "nobody"]
     seconds = [r.seconds for r in faults if r.seconds is not None]
-    versions = installed_versions("shakedown", "torch")
+    versions = installed_versions("torch")
     told = ", ".join(f"{name} {version}" for name, version in versions.items())
     rows = [
         ("cases judged", f"{len(results)} ({len(faults)} faults)"),

@@ -3,13 +3,14 @@
 import argparse
 import errno
 import importlib
+import importlib.util
 import os
 import sys
 import traceback
 from collections.abc import Sequence
 
 from shakedown import __version__
-from shakedown.core.errors import ExitCode, ShakedownError, UsageError, did_you_mean
+from shakedown.core.errors import BlockedError, ExitCode, ShakedownError, UsageError, did_you_mean
 
 # name -> (module with add_arguments(parser) and run(args) -> exit code, one line of help).
 # Only the chosen command's module is imported: help answers without torch.
@@ -34,6 +35,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "status": ("shakedown.commands.status", "say what a run is doing now"),
     "logs": ("shakedown.commands.logs", "show all logs of an attempt as one, by time"),
     "verdict": ("shakedown.commands.verdict", "print a verdict file for a person"),
+}
+
+# command -> (extra of the distribution, packages of it without which the command cannot run). The
+# others need no extra; where `serve` finds no engine, inference/explain.py says so.
+EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "agent": ("agents", ("datasets", "openai")),
+    "assets": ("train", ("datasets", "torch", "transformers")),
+    "compare": ("consistency", ("datasets", "pyarrow", "torch", "transformers")),
+    "train": ("train", ("datasets", "torch", "transformers")),
 }
 
 # What a path that cannot be one answers, wherever it is first used.
@@ -89,8 +99,25 @@ def _dispatch(arguments: list[str]) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     module.add_arguments(parser)
-    result: int = module.run(parser.parse_args(arguments[1:]))
+    parsed = parser.parse_args(arguments[1:])
+    _require_extra(name)
+    result: int = module.run(parsed)
     return result
+
+
+def _require_extra(command: str) -> None:
+    """Ask before anything is started: a rank would say it in its log, minutes later.
+
+    Raises:
+        BlockedError: a package that the command needs is not installed.
+    """
+    extra, packages = EXTRAS.get(command, ("", ()))
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise BlockedError(
+            f"shakedown {command} needs packages that are not installed here: {', '.join(missing)}",
+            hint=f"pip install 'slurm-shakedown[{extra}]'",
+        )
 
 
 def _overview() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ LAYERS = (
     ("cli", "commands"),
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
-HEAVY = ("torch", "transformers", "vllm", "megatron", "pandas", "plotly", "datasets")
+HEAVY = ("torch", "transformers", "vllm", "megatron", "pandas", "datasets")
 
 
 def _imports(path: Path) -> list[str]:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shakedown import __version__
 from shakedown.core.errors import ExitCode, UsageError
 from shakedown.core.files import read_object, write_json
 
@@ -100,11 +101,12 @@ def status_of(findings: Iterable[Finding]) -> Status:
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """Versions of python and of the named distributions that are installed."""
+    """Versions of python, of shakedown, and of the named distributions."""
     import platform  # both are a tenth of the start of a command that asks for no versions
     from importlib import metadata
 
-    versions = {"python": platform.python_version()}
+    # Of the code that runs, which an installed distribution of another version may not be.
+    versions = {"python": platform.python_version(), "shakedown": __version__}
     for package in packages:
         try:
             versions[package] = metadata.version(package)

@@ -128,7 +128,7 @@ def _verdict(evidence: Evidence, watch: Stopwatch) -> Verdict:
         },
         started=watch.started,
         seconds=watch.seconds,
-        versions=installed_versions("shakedown"),
+        versions=installed_versions(),
         next=_next(chosen),
         extra={
             "diagnosis": diagnosis.to_json(),

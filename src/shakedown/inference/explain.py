@@ -22,7 +22,7 @@ _PATTERNS: tuple[tuple[str, str, str], ...] = (
     (
         r"No module named '?(vllm|sglang|transformers)|ModuleNotFoundError",
         "the engine or a part of it is not installed",
-        "pip install 'shakedown[cpu]', or '[cuda]' or '[sglang]' on a machine with GPUs",
+        "pip install 'slurm-shakedown[cpu]', or '[cuda]' or '[sglang]' on a machine with GPUs",
     ),
     (
         r"unrecognized arguments?|No such option|invalid choice|the following arguments are",

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 from shakedown.preflight.judge_network import culprits, suspects
@@ -48,6 +49,9 @@ def check_network(
     reports: Mapping[str, NodeReport],
 ) -> NetworkReport:
     """All-reduce and two pair rounds over the nodes that answered, then waves of re-pairing."""
+    if find_spec("torch") is None:  # the workers are started with this Python
+        why = "torch is not installed: pip install 'slurm-shakedown[train]'"
+        return NetworkReport(excluded=dict.fromkeys(reports, why))
     members, excluded = choose_members(addresses, reports)
     if not members:
         return NetworkReport(excluded=excluded)

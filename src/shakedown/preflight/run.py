@@ -195,7 +195,7 @@ def _verdict(
         metrics=metrics,
         started=watch.started,
         seconds=watch.seconds,
-        versions=installed_versions("shakedown", "torch"),
+        versions=installed_versions("torch"),
         next=_next(settings, bad, status),
         extra={"tier": settings.want.tier, "bad_nodes": bad},
     )

@@ -119,7 +119,7 @@ def test_a_package_that_is_not_installed_is_named_with_the_command(
     with pytest.raises(ConfigError, match=f"{name} needs the package {name}") as refused:
         require_sinks([name])
 
-    assert f"pip install 'shakedown[{name}]'" in str(refused.value)
+    assert f"pip install 'slurm-shakedown[{name}]'" in str(refused.value)
 
 
 @pytest.fixture

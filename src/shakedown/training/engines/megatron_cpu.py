@@ -46,7 +46,7 @@ try:
 except ImportError as error:
     raise ConfigError(
         f"the megatron engine needs megatron-core: {error}",
-        hint="pip install 'shakedown[megatron]', or train with fsdp:dN",
+        hint="pip install 'slurm-shakedown[megatron]', or train with fsdp:dN",
     ) from error
 
 __all__ = [

@@ -39,12 +39,12 @@ SINKS: dict[str, SinkEntry] = {
     "tensorboard": SinkEntry(
         "shakedown.training.metrics.sinks.events:TensorBoard",
         "tensorboard",
-        "pip install 'shakedown[tensorboard]'",
+        "pip install 'slurm-shakedown[tensorboard]'",
     ),
     "wandb": SinkEntry(
         "shakedown.training.metrics.sinks.wandb_run:WandbRun",
         "wandb",
-        "pip install 'shakedown[wandb]'",
+        "pip install 'slurm-shakedown[wandb]'",
     ),
 }
 

@@ -1,0 +1,184 @@
+"""The distribution: what its metadata promises, and what runs where it alone is installed."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from shakedown.cli import COMMANDS, EXTRAS
+from tests.workflow.report_run import write_run
+
+ROOT = Path(__file__).parents[2]
+WITHOUT_EXTRAS = "hang lint report status logs accept verdict allocation preflight serve".split()
+# What a package index may take; with wheels at hand it is about 30 s.
+INSTALL_SECONDS = 600
+
+Done = subprocess.CompletedProcess[str]
+
+
+def run(*command: str | Path, seconds: float = 120) -> Done:
+    """Run a command in the checkout; its environment names none of our sources."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+
+
+def install(*command: str | Path) -> str:
+    done = run(*command, seconds=INSTALL_SECONDS)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_each_extra_holds_the_packages_that_its_commands_ask_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+    for extra, packages in EXTRAS.values():
+        held = {re.split(r"[\[<>=]", row)[0] for row in project["optional-dependencies"][extra]}
+        assert set(packages) <= held
+    assert set(COMMANDS) == {*EXTRAS, *WITHOUT_EXTRAS}
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheels of this repository: slurm-shakedown and the executor."""
+    folder = tmp_path_factory.mktemp("wheels")
+    # The build backend is among the pinned packages.
+    offline = ("--no-deps", "--no-build-isolation", "--no-index")
+    pip = (sys.executable, "-m", "pip", "wheel")
+    install(*pip, *offline, "--wheel-dir", folder, ROOT, ROOT / "executor")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def python(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment with slurm-shakedown and what its metadata asks for."""
+    folder = tmp_path_factory.mktemp("venv")
+    install(sys.executable, "-m", "venv", folder)
+    python = folder / "bin" / "python"
+    (wheel,) = wheels.glob("slurm_shakedown-*.whl")
+    install(python, "-m", "pip", "install", "--constraint", ROOT / "constraints.txt", wheel)
+    return python
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("results") / "demo"
+    write_run(root, hang=False)
+    return root
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_the_typed_package_with_its_templates_and_nothing_else(
+    wheels: Path,
+) -> None:
+    (wheel,) = wheels.glob("slurm_shakedown-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {
+        "shakedown",
+        "slurm_shakedown",
+    }
+    assert {"shakedown/py.typed", "shakedown/report/templates/index.html"} <= set(names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--help"], 0, "commands:"),
+        (["lint", "config/config.yaml"], 0, "is sound"),
+        *(
+            (["lint", f"config/examples/{path.name}"], 0, "is sound")
+            for path in sorted((ROOT / "config" / "examples").glob("*.yaml"))
+        ),
+        (["hang", "analyze", "tests/data/hang_dumps/b_cond"], 1, "conditional_collective"),
+        (["hang", "analyze", "tests/data/fr_traces/lock_gil_1st"], 1, "hang: FAIL"),
+        (["report", "RUN"], 0, "report: "),
+        (["status", "RUN", "--no-probe"], 0, "demo"),
+        (["verdict", "RUN/preflight/verdict.json"], 0, "preflight: PASS"),
+        (["accept", "RUN/preflight/verdict.json"], 0, "PASS"),
+        (["logs", "RUN", "--tail", "1"], 0, "|"),
+        (["allocation", "fsdp:d2"], 0, "total: 2 GPUs"),
+        (["allocation", "fsdp:x2"], 2, "fsdp:x2"),
+        (["agent", "run", "--help"], 0, "--base-url"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_command_without_extras_runs_where_nothing_else_is_installed(
+    python: Path, finished_run: Path, arguments: list[str], code: int, said: str
+) -> None:
+    given = [argument.replace("RUN", str(finished_run)) for argument in arguments]
+
+    done = run(python.with_name("shakedown"), *given)
+
+    assert done.returncode == code, done.stdout
+    assert said in done.stdout
+
+
+@pytest.mark.slow
+def test_preflight_without_torch_checks_the_rest_and_names_the_extra(
+    python: Path, tmp_path: Path
+) -> None:
+    done = run(python.with_name("shakedown"), "preflight", "--out", tmp_path)
+
+    assert done.returncode == 3, done.stdout
+    assert "gloo_worker could not run" in done.stdout
+    assert "torch is not installed: pip install 'slurm-shakedown[train]'" in done.stdout
+    assert " 1 not," in done.stdout, "no other check failed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (["train", "sft", "--config", "config/config.yaml"], "train"),
+        (["assets", "--config", "config/config.yaml", "--out", "OUT"], "train"),
+        (["compare", "--out", "OUT"], "consistency"),
+        (["agent", "run", "my:Agent", "--data", "rows.jsonl", "--out", "OUT"], "agents"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_command_whose_packages_are_missing_says_which_extra_to_install(
+    python: Path, tmp_path: Path, arguments: list[str], extra: str
+) -> None:
+    out = tmp_path / "out"
+
+    done = run(python.with_name("shakedown"), *(a.replace("OUT", str(out)) for a in arguments))
+
+    assert done.returncode == 3, done.stdout
+    assert f"shakedown {arguments[0]} needs packages that are not installed here" in done.stdout
+    assert done.stdout.endswith(f"next: pip install 'slurm-shakedown[{extra}]'\n")
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_the_extra_for_the_workflow_takes_the_executor_and_no_torch(
+    python: Path, wheels: Path
+) -> None:
+    pip = (python, "-m", "pip", "install", "--dry-run", "--find-links", wheels)
+
+    chosen = install(*pip, "--constraint", ROOT / "constraints.txt", "slurm-shakedown[workflow]")
+
+    assert "snakemake-executor-plugin-submitit-" in chosen
+    assert " torch-" not in chosen
+
+
+@pytest.mark.slow
+def test_torch_is_not_installed_without_an_extra(python: Path) -> None:
+    done = run(python, "-c", "import torch")
+
+    assert "No module named 'torch'" in done.stdout
