@@ -1,3 +1,3 @@
 """Bring an LLM RL post-training run up on Slurm, and say why it does not work."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

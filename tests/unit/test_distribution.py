@@ -9,7 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
+from shakedown import __version__
 from shakedown.cli import COMMANDS, EXTRAS
 from tests.workflow.report_run import write_run
 
@@ -49,6 +51,17 @@ def test_each_extra_holds_the_packages_that_its_commands_ask_for() -> None:
         held = {re.split(r"[\[<>=]", row)[0] for row in project["optional-dependencies"][extra]}
         assert set(packages) <= held
     assert set(COMMANDS) == {*EXTRAS, *WITHOUT_EXTRAS}
+
+
+def test_changelog_and_citation_tell_the_version_and_its_date() -> None:
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+
+    newest = re.search(r"^## (\d\S*) - (\S+)$", changes, re.MULTILINE)
+
+    assert newest
+    assert newest.groups() == (citation["version"], citation["date-released"])
+    assert newest[1] == __version__
 
 
 @pytest.fixture(scope="module")
