@@ -9,6 +9,7 @@ from typing import Any
 
 from shakedown.core.errors import UsageError
 from shakedown.inference.engines import Completion
+from shakedown.rollout.groups import TokenSequence
 
 Body = dict[str, Any]
 
@@ -216,21 +217,7 @@ class StreamRecord:
         ]
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sequence to train on. `mask`: True on sampled tokens. `version`: its oldest call's.
-
-    `logprobs`: the engine's on sampled tokens, else 0. All three have one entry a token.
-    """
-
-    tokens: list[int]
-    mask: list[bool]
-    logprobs: list[float]
-    version: int
-    calls: int = 1
-
-
-def joined(calls: Sequence[Call]) -> list[Sample]:
+def joined(calls: Sequence[Call]) -> list[TokenSequence]:
     """An episode's calls as sequences, in order of their first call.
 
     A call whose prompt begins with all of an earlier sequence, the sampled tokens included, goes
@@ -238,31 +225,29 @@ def joined(calls: Sequence[Call]) -> list[Sample]:
     call, such as one whose history was written anew, begins a sequence of its own. Every sampled
     token is trained exactly once.
     """
-    samples: list[Sample] = []
+    sequences: list[TokenSequence] = []
     for call in calls:
-        fitting = [place for place, each in enumerate(samples) if _goes_on(each, call)]
-        place = max(fitting, key=lambda place: len(samples[place].tokens), default=None)
-        before = Sample([], [], [], call.version, 0) if place is None else samples[place]
-        sample = _extended(before, call)
-        if place is None:
-            samples.append(sample)
+        fitting = [index for index, each in enumerate(sequences) if _continues(each, call)]
+        index = max(fitting, key=lambda index: len(sequences[index].tokens), default=None)
+        if index is None:
+            sequences.append(_extended(TokenSequence([], [], [], call.version, calls=0), call))
         else:
-            samples[place] = sample
-    return samples
+            sequences[index] = _extended(sequences[index], call)
+    return sequences
 
 
-def _goes_on(sample: Sample, call: Call) -> bool:
-    return call.prompt[: len(sample.tokens)] == sample.tokens
+def _continues(sequence: TokenSequence, call: Call) -> bool:
+    return call.prompt[: len(sequence.tokens)] == sequence.tokens
 
 
-def _extended(sample: Sample, call: Call) -> Sample:
-    read, sampled = call.prompt[len(sample.tokens) :], call.completion
-    return Sample(
-        tokens=[*sample.tokens, *read, *sampled.tokens],
-        mask=[*sample.mask, *[False] * len(read), *[True] * len(sampled.tokens)],
-        logprobs=[*sample.logprobs, *[0.0] * len(read), *sampled.logprobs],
-        version=min(sample.version, call.version),
-        calls=sample.calls + 1,
+def _extended(sequence: TokenSequence, call: Call) -> TokenSequence:
+    read, sampled = call.prompt[len(sequence.tokens) :], call.completion
+    return TokenSequence(
+        tokens=[*sequence.tokens, *read, *sampled.tokens],
+        mask=[*sequence.mask, *[False] * len(read), *[True] * len(sampled.tokens)],
+        logprobs=[*sequence.logprobs, *[0.0] * len(read), *sampled.logprobs],
+        version=min(sequence.version, call.version),
+        calls=sequence.calls + 1,
     )
 
 

@@ -1,4 +1,4 @@
-"""GRPO groups from an own agent class: the same interface as `Episodes`, other insides.
+"""GRPO groups from an own agent class: the same interface as `GroupSampler`.
 
 `run` of the agent is called once a sample, in a worker process, against the recording proxy. Its
 return is the reward of all that it had sampled.
@@ -9,7 +9,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -18,9 +18,9 @@ from shakedown.agents.contract import Reward
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.data_sources import load_rows, read_rows
-from shakedown.rollout.agent_calls import Call, Sample, Sampling, joined
+from shakedown.rollout.agent_calls import Call, Sampling, joined
 from shakedown.rollout.agent_proxy import AgentProxy
-from shakedown.rollout.samplers import Group, Prompt, encode_prompts
+from shakedown.rollout.groups import Group, Prompt, encode_prompts
 
 _ENGINE = "vllm"
 NO_CALL = "no_call"
@@ -46,16 +46,6 @@ class AgentPrompt(Prompt):
     """`data`: the whole row as JSON, for the agent. `tokens` only serve to probe the server."""
 
     data: str = "{}"
-
-
-@dataclass(frozen=True)
-class AgentGroup(Group):
-    """Episodes of one row. `rewards`: one an episode; `samples`: the sequences of each.
-
-    `completions` are those of all calls; `version` is the oldest that wrote one.
-    """
-
-    samples: Sequence[Sequence[Sample]] = ()
 
 
 @dataclass(frozen=True)
@@ -98,7 +88,7 @@ def agent_prompts(source: str, tokenizer: Any) -> list[Prompt]:
 
 
 class AgentGroupSampler:
-    """Runs one group at a time; many may run at once. Use it as `async with AgentEpisodes(...)`.
+    """Runs one group at a time; many may run at once. Use it in an `async with` block.
 
     `failures` counts episodes that are left out by their cause.
     """
@@ -205,20 +195,20 @@ class AgentGroupSampler:
                 f"{len(faults)} of {count} episodes: agent {first.cause}: {first.detail}"
             )
         calls = [call for episode in good for call in episode.calls]
-        return AgentGroup(
+        return Group(
             prompt=prompt,
             completions=[call.completion for call in calls],
             rewards=[episode.reward for episode in good],
             version=min(call.version for call in calls),
             seconds=time.monotonic() - began,
             failed=len(faults),
-            samples=[joined(episode.calls) for episode in good],
+            agent_episodes=[joined(episode.calls) for episode in good],
         )
 
     async def _episode(self, data: str) -> _Episode | AgentResult:
         """One call of `run`: what it gave, or why it is left out."""
         if self._pool is None:
-            raise ValueError("AgentEpisodes used outside its `async with` block")
+            raise ValueError("AgentGroupSampler used outside its `async with` block")
         key, url = self._proxy.open()
         self._running += 1
         try:

@@ -42,13 +42,6 @@ class PromptSamples:
     seconds: float
 
 
-def token_versions(completion: Completion, version: int) -> list[int]:
-    """The version that wrote each token of a sample whose group is of `version`."""
-    if isinstance(completion, PiecedCompletion):
-        return completion.versions
-    return [version] * len(completion.tokens)
-
-
 def answer_fault(
     completion: Completion, *, longest: int, vocabulary: int | None, piece: bool = False
 ) -> str:

@@ -20,7 +20,7 @@ from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.files import is_count, read_object, write_json
 from shakedown.core.folders import storage_errors, sync_file
 from shakedown.rollout.batch import RolloutBatch, read_batch
-from shakedown.rollout.samplers import Group, Prompt, draw
+from shakedown.rollout.groups import Group, Prompt, draw
 from shakedown.rollout.store import RolloutStore
 
 _FOLDER = "rollouts"

@@ -1,44 +1,16 @@
-"""From a prompt to a rewarded group of samples, and from groups to a training batch."""
+"""From a prompt to a rewarded group of samples."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
-
-import numpy as np
 
 from shakedown.agents.reward_pool import RewardFailure
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import ExitCode, ShakedownError
-from shakedown.data_sources import Row, epoch_order
 from shakedown.inference.client import Client
 from shakedown.inference.engines import Completion
-from shakedown.models.chat import encode_prompt
-from shakedown.rollout.batch import RolloutBatch, finite
-from shakedown.rollout.generation import Generation, PiecedCompletion, token_versions
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """Token ids as the model sees them, and what a right answer is."""
-
-    tokens: list[int]
-    answer: str
-
-
-@dataclass(frozen=True)
-class Group:
-    """Rewarded samples of one prompt; `version` wrote them, or the oldest of their tokens.
-
-    `seconds`: generation. `failed`: samples that got no reward and are left out.
-    """
-
-    prompt: Prompt
-    completions: Sequence[Completion]
-    rewards: Sequence[float]
-    version: int
-    seconds: float
-    failed: int = 0
+from shakedown.rollout.generation import Generation
+from shakedown.rollout.groups import Group, Prompt
 
 
 class BadRewardError(ShakedownError):
@@ -54,20 +26,6 @@ class Scorer(Protocol):
         self, completions: Sequence[str], answer: str
     ) -> Sequence[float | RewardFailure]:
         """A finite reward for each text, or why there is none."""
-
-
-def encode_prompts(rows: Sequence[Row], tokenizer: Any) -> list[Prompt]:
-    """Prompts by the tokenizer's chat template, the same as for training and evaluation."""
-    return [Prompt(encode_prompt(tokenizer, row.messages), row.answer) for row in rows]
-
-
-def draw(prompts: Sequence[Prompt], *, seed: int, start: int) -> Iterator[Prompt]:
-    """Prompts in seeded order without end, from draw number `start` on; every epoch differs."""
-    position = start
-    while True:
-        epoch, place = divmod(position, len(prompts))
-        yield prompts[int(epoch_order(len(prompts), seed=seed, epoch=epoch)[place])]
-        position += 1
 
 
 class GroupSampler:
@@ -154,62 +112,3 @@ class GroupSampler:
             print(f"an episode is left out: {failure}; its text: {text[-200:]!r}", flush=True)
         self.failures[failure.cause] += 1
         self._failed_in_row += 1
-
-
-def to_batch(
-    step: int, groups: Sequence[Group], *, pad: int, stats: Mapping[str, float]
-) -> RolloutBatch:
-    """Groups as arrays, padded on the right; sequences of one group stand together."""
-    rows = [(number, group, c) for number, group in enumerate(groups) for c in group.completions]
-    pieced = any(isinstance(c, PiecedCompletion) for _, _, c in rows)
-    longest = max(len(group.prompt.tokens) + len(c.tokens) for _, group, c in rows)
-    shape = (len(rows), longest)
-    tokens = np.full(shape, pad, dtype=np.int64)
-    mask = np.zeros(shape, dtype=np.bool_)
-    logprobs = np.zeros(shape, dtype=np.float32)
-    versions = np.full(shape, -1, dtype=np.int64)
-    for row, (_, group, completion) in enumerate(rows):
-        begin = len(group.prompt.tokens)
-        end = begin + len(completion.tokens)
-        tokens[row, :begin] = group.prompt.tokens
-        tokens[row, begin:end] = completion.tokens
-        mask[row, begin:end] = True
-        logprobs[row, begin:end] = completion.logprobs
-        versions[row, begin:end] = token_versions(completion, group.version)
-    rewards = [reward for group in groups for reward in group.rewards]
-    return RolloutBatch(
-        step=step,
-        versions=np.array(
-            [min(token_versions(c, group.version), default=group.version) for _, group, c in rows],
-            dtype=np.int64,
-        ),
-        tokens=tokens,
-        loss_mask=mask,
-        logprobs=logprobs,
-        rewards=np.array(rewards, dtype=np.float32),
-        groups=np.array([number for number, _, _ in rows], dtype=np.int64),
-        stats=finite({**group_stats(groups), **stats}),
-        token_versions=versions if pieced else None,
-    )
-
-
-def group_stats(groups: Sequence[Group]) -> dict[str, float]:
-    """What the groups look like: lengths in tokens, shares 0..1, seconds."""
-    completions = [c for group in groups for c in group.completions]
-    solved = [sum(g.rewards) / max(1, len(g.rewards)) for g in groups]
-    flat = [len(set(g.rewards)) == 1 for g in groups]
-    return {
-        "completion_tokens_mean": sum(len(c.tokens) for c in completions) / len(completions),
-        "truncated_share": sum(c.finish == "length" for c in completions) / len(completions),
-        # Groups in which all samples got the same reward teach nothing.
-        "flat_group_share": sum(flat) / len(groups),
-        "group_reward_max": max(solved),
-        "failed_episodes": float(sum(g.failed for g in groups)),
-        # Samples that a weight update interrupted, so that several versions wrote them.
-        "mixed_version_share": sum(
-            isinstance(c, PiecedCompletion) and len(set(c.versions)) > 1 for c in completions
-        )
-        / len(completions),
-        "group_seconds_mean": sum(g.seconds for g in groups) / len(groups),
-        "group_seconds_max": max(g.seconds for g in groups),
-    }

@@ -16,17 +16,16 @@ from shakedown.core.errors import BlockedError, UsageError
 from shakedown.core.paths import StagePaths
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
-from shakedown.rollout.agent_batch import agent_batch
 from shakedown.rollout.agent_sampler import (
     AgentFailedError,
-    AgentGroup,
     AgentGroupSampler,
     AgentPrompt,
     ModelServer,
     agent_prompts,
 )
 from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
-from shakedown.rollout.samplers import Group, GroupSampler, Prompt, to_batch
+from shakedown.rollout.groups import Group, Prompt, to_batch
+from shakedown.rollout.samplers import GroupSampler
 from shakedown.rollout.store import RolloutStore
 from shakedown.training.algorithms.grpo import rollout_metrics, token_batch
 from shakedown.training.demo import write_model, write_rows
@@ -101,7 +100,7 @@ class Seen:
 
     def __init__(self, engine: ChatEngine, folder: Path) -> None:
         self.engine, self.folder = engine, folder
-        self.groups: dict[str, AgentGroup] = {}
+        self.groups: dict[str, Group] = {}
         self.errors: dict[str, str] = {}
         self.version = 7
 
@@ -135,7 +134,6 @@ class Seen:
         except AgentFailedError as error:
             self.errors[name] = str(error)
         else:
-            assert isinstance(group, AgentGroup)
             self.groups[name] = group
 
     async def _slow(self) -> None:
@@ -193,7 +191,7 @@ class Seen:
         return sum(path == "/v1/chat/completions" for path, _ in self.engine.seen)
 
     def batch(self, *names: str) -> RolloutBatch:
-        return agent_batch(3, [self.groups[name] for name in names], pad=0, stats={})
+        return to_batch(3, [self.groups[name] for name in names], pad=0, stats={})
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +236,7 @@ def test_turns_that_go_on_with_the_same_tokens_are_one_sequence(seen: Seen) -> N
     between = [ord(letter) for letter in "and?"]
     second = reply_ids([*first, *answer, *between], 16)
 
-    for samples in group.samples:
+    for samples in group.episodes:
         assert [sample.tokens for sample in samples] == [[*first, *answer, *between, *second]]
         sampled = [
             token for token, on in zip(samples[0].tokens, samples[0].mask, strict=True) if on
@@ -250,7 +248,7 @@ def test_turns_that_go_on_with_the_same_tokens_are_one_sequence(seen: Seen) -> N
 
 
 def test_a_history_that_was_written_anew_begins_a_sequence_of_its_own(seen: Seen) -> None:
-    samples = seen.groups["rewrites"].samples[0]
+    samples = seen.groups["rewrites"].episodes[0]
 
     assert len(samples) == 2
     assert [sum(sample.mask) for sample in samples] == [4, 5]
@@ -262,7 +260,7 @@ def test_a_history_that_was_written_anew_begins_a_sequence_of_its_own(seen: Seen
 
 
 def test_a_choice_that_was_gone_on_with_is_not_trained_twice(seen: Seen) -> None:
-    samples = seen.groups["choices"].samples[0]
+    samples = seen.groups["choices"].episodes[0]
 
     assert len(samples) == 2  # both choices are alike: the first one is gone on with
     assert sum(sum(sample.mask) for sample in samples) == 4 + 4 + 5
@@ -270,9 +268,9 @@ def test_a_choice_that_was_gone_on_with_is_not_trained_twice(seen: Seen) -> None
 
 @pytest.mark.parametrize("kind", ["streams", "narrows", "environment", "synchronous"])
 def test_every_way_to_ask_is_recorded_with_the_same_tokens(seen: Seen, kind: str) -> None:
-    samples = seen.groups[kind].samples
+    samples = seen.groups[kind].episodes
 
-    assert samples == seen.groups["single"].samples
+    assert samples == seen.groups["single"].episodes
     assert seen.groups[kind].rewards[0] > 0
 
 
@@ -285,7 +283,7 @@ def test_the_engine_is_asked_for_the_stage_s_own_sampling(seen: Seen) -> None:
 
 
 def test_an_agent_s_retry_after_a_busy_engine_is_one_call(seen: Seen) -> None:
-    assert [[s.calls for s in samples] for samples in seen.groups["busy"].samples] == [
+    assert [[s.calls for s in samples] for samples in seen.groups["busy"].episodes] == [
         [1],
         [1],
         [1],
@@ -323,14 +321,14 @@ def test_a_bad_agent_costs_its_own_episodes_and_the_cause_is_named(
 def test_one_failed_episode_leaves_the_others_of_its_group(seen: Seen) -> None:
     group = seen.groups["once"]
 
-    assert (group.failed, group.rewards, len(group.samples)) == (1, [1.0, 1.0], 2)
+    assert (group.failed, group.rewards, len(group.episodes)) == (1, [1.0, 1.0], 2)
     assert seen.groups.keys() >= {*GOOD, "beside a blocked one", "after a worker died"}
 
 
 def test_an_update_holds_calls_back_and_each_call_knows_its_version(seen: Seen) -> None:
     assert seen.asked_while_closed == 0
     assert seen.groups["in flight"].version == 7
-    assert [s.version for each in seen.groups["held back"].samples for s in each] == [8, 8, 8]
+    assert [s.version for each in seen.groups["held back"].episodes for s in each] == [8, 8, 8]
 
 
 def test_agents_that_think_are_told_from_an_engine_that_hangs(seen: Seen) -> None:
@@ -342,9 +340,9 @@ def test_an_episode_of_many_sequences_counts_once_among_the_rewards(
     seen: Seen, tmp_path: Path
 ) -> None:
     groups = [seen.groups["rewrites"]]
-    mixed = AgentGroup(**{**vars(groups[0]), "rewards": [1.0, 0.0]})
-    longer = AgentGroup(**{**vars(mixed), "samples": [mixed.samples[0], mixed.samples[1][:1]]})
-    batch = agent_batch(1, [longer], pad=0, stats={})
+    mixed = Group(**{**vars(groups[0]), "rewards": [1.0, 0.0]})
+    longer = Group(**{**vars(mixed), "agent_episodes": [mixed.episodes[0], mixed.episodes[1][:1]]})
+    batch = to_batch(1, [longer], pad=0, stats={})
     write_batch(batch, tmp_path / "batch.npz")
     found = read_batch(tmp_path / "batch.npz")
 

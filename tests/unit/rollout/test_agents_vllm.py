@@ -16,7 +16,8 @@ from shakedown.core.verdict import read_verdict
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import Endpoint, ServerOrder
 from shakedown.inference.server import start, stop
-from shakedown.rollout.agent_sampler import AgentGroup, AgentGroupSampler, AgentPrompt, ModelServer
+from shakedown.rollout.agent_sampler import AgentGroupSampler, AgentPrompt, ModelServer
+from shakedown.rollout.groups import Group
 from shakedown.rollout.reference import reference_logprobs
 from shakedown.training.demo import addition_rows, write_model, write_rows
 from tests.unit.rollout.test_agent_sampler import TARGET
@@ -128,17 +129,17 @@ def test_what_agents_did_has_the_tokens_and_logprobs_of_transformers(
 ) -> None:
     kinds = ("two_turns", "streams", "rewrites")
 
-    async def run() -> list[AgentGroup]:
+    async def run() -> list[Group]:
         url = served.endpoint.base_url.removesuffix("/v1")
         settings = GrpoConfig(agent=TARGET, group_size=2, max_tokens=16, temperature=1.0)
         async with AgentGroupSampler(ModelServer(url, "policy"), settings, lambda: 0) as episodes:
             prompts = [AgentPrompt([1], "", json.dumps({"kind": kind})) for kind in kinds]
             groups = await asyncio.gather(*(episodes.run_group(prompt) for prompt in prompts))
-        return [group for group in groups if isinstance(group, AgentGroup)]
+        return list(groups)
 
     groups = asyncio.run(run())
 
-    samples = [sample for group in groups for each in group.samples for sample in each]
+    samples = [sample for group in groups for each in group.episodes for sample in each]
     assert len(samples) >= 8
     for sample in samples:
         expected = reference_logprobs(served.model, sample.tokens)

@@ -18,6 +18,7 @@ from shakedown.core.paths import StagePaths
 from shakedown.inference.engines import Completion
 from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
 from shakedown.rollout.controller import RolloutController
+from shakedown.rollout.groups import Group, Prompt, draw, to_batch
 from shakedown.rollout.queue import (
     FinishedGroup,
     PromptCursor,
@@ -27,7 +28,6 @@ from shakedown.rollout.queue import (
     find_queue,
     keep_queue,
 )
-from shakedown.rollout.samplers import Group, Prompt, draw, to_batch
 from shakedown.rollout.store import RolloutStore
 from shakedown.rollout.weights import EXPECTED
 from shakedown.training.checkpoint.fingerprint import fingerprint

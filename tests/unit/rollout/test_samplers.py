@@ -16,15 +16,8 @@ from shakedown.config import GrpoConfig, StageConfig
 from shakedown.core.errors import BlockedError
 from shakedown.core.paths import StagePaths
 from shakedown.inference.engines import Completion
-from shakedown.rollout.samplers import (
-    BadRewardError,
-    Group,
-    GroupSampler,
-    Prompt,
-    draw,
-    group_stats,
-    to_batch,
-)
+from shakedown.rollout.groups import Group, Prompt, draw, group_stats, to_batch
+from shakedown.rollout.samplers import BadRewardError, GroupSampler
 from shakedown.rollout.store import RolloutStore
 from shakedown.training.demo import write_model, write_rows
 from shakedown.training.stage import orchestrator

@@ -28,7 +28,6 @@ from shakedown.inference.engines import Request, get_token_engine
 from shakedown.inference.ready import ReadyOptions, wait_ready
 from shakedown.models.huggingface import read_config, read_tokenizer
 from shakedown.monitor.heartbeat import Heartbeat, read_heartbeats
-from shakedown.rollout.agent_batch import agent_batch
 from shakedown.rollout.agent_sampler import (
     AgentGroupSampler,
     ModelServer,
@@ -36,6 +35,7 @@ from shakedown.rollout.agent_sampler import (
     check_engine,
 )
 from shakedown.rollout.controller import RolloutController
+from shakedown.rollout.groups import Group, Prompt, encode_prompts, to_batch
 from shakedown.rollout.queue import (
     FinishedGroup,
     QueuedPrompt,
@@ -43,7 +43,7 @@ from shakedown.rollout.queue import (
     SavedQueue,
     find_queue,
 )
-from shakedown.rollout.samplers import Group, GroupSampler, Prompt, encode_prompts, to_batch
+from shakedown.rollout.samplers import GroupSampler
 from shakedown.rollout.staleness import Staleness, explain
 from shakedown.rollout.store import RolloutStore
 from shakedown.rollout.weights import WeightSync, probe_tokens
@@ -189,7 +189,6 @@ class Orchestrator:
         self._sync_seconds, self._held = 0.0, time.monotonic()
         self._rewards: RewardPool | AgentGroupSampler
         self._episodes: GroupSampler | AgentGroupSampler
-        self._to_batch = agent_batch if self._settings.agent else to_batch
         if self._settings.agent:
             agents = AgentGroupSampler(
                 ModelServer(job.endpoint, job.served_model), self._settings, lambda: self._version
@@ -262,7 +261,7 @@ class Orchestrator:
             "failed_groups": float(sum(self._controller.failures.values())),
             "groups_ready": float(self._controller.ready),
         }
-        batch = self._to_batch(self._step, groups, pad=self._pad, stats=stats)
+        batch = to_batch(self._step, groups, pad=self._pad, stats=stats)
         self._exchange.publish_batch(batch)
         now = time.monotonic()
         if now - self._said >= _SAY_SECONDS or self._step == self._job.config.steps:

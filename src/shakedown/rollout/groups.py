@@ -1,0 +1,170 @@
+"""Prompts, the rewarded groups of their samples, and groups as a training batch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shakedown.data_sources import Row, epoch_order
+from shakedown.inference.engines import Completion
+from shakedown.models.chat import encode_prompt
+from shakedown.rollout.batch import RolloutBatch, finite
+from shakedown.rollout.generation import PiecedCompletion
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids as the model sees them, and what a right answer is."""
+
+    tokens: list[int]
+    answer: str
+
+
+@dataclass(frozen=True)
+class TokenSequence:
+    """One sequence to train on. `mask`: True on sampled tokens. `version`: the oldest of them.
+
+    `logprobs`: the engine's on sampled tokens, else 0. `token_versions`: the weights that wrote
+    each token, else -1; None: not told apart. These lists have one entry a token. `calls`: chat
+    calls that the sequence is joined of.
+    """
+
+    tokens: list[int]
+    mask: list[bool]
+    logprobs: list[float]
+    version: int
+    calls: int = 1
+    token_versions: list[int] | None = None
+
+
+Episode = Sequence[TokenSequence]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rewarded episodes of one prompt; `version` wrote them, or the oldest of their tokens.
+
+    `rewards`: one an episode. `completions`: all that the engine sampled for them. `seconds`:
+    generation. `failed`: episodes that got no reward and are left out. `agent_episodes`: what an
+    agent's episodes are to be trained on; None: each completion is an episode of one sequence.
+    """
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    rewards: Sequence[float]
+    version: int
+    seconds: float
+    failed: int = 0
+    agent_episodes: Sequence[Episode] | None = None
+
+    @property
+    def episodes(self) -> Sequence[Episode]:
+        """The sequences of each episode, in the order of `rewards`."""
+        if self.agent_episodes is not None:
+            return self.agent_episodes
+        return [[self._sequence(completion)] for completion in self.completions]
+
+    def _sequence(self, completion: Completion) -> TokenSequence:
+        prompt, sampled = self.prompt.tokens, completion.tokens
+        written = completion.versions if isinstance(completion, PiecedCompletion) else None
+        return TokenSequence(
+            tokens=[*prompt, *sampled],
+            mask=[False] * len(prompt) + [True] * len(sampled),
+            logprobs=[0.0] * len(prompt) + [*completion.logprobs],
+            version=min(written or [self.version]),
+            token_versions=None if written is None else [-1] * len(prompt) + written,
+        )
+
+
+def encode_prompts(rows: Sequence[Row], tokenizer: Any) -> list[Prompt]:
+    """Prompts by the tokenizer's chat template, the same as for training and evaluation."""
+    return [Prompt(encode_prompt(tokenizer, row.messages), row.answer) for row in rows]
+
+
+def draw(prompts: Sequence[Prompt], *, seed: int, start: int) -> Iterator[Prompt]:
+    """Prompts in seeded order without end, from draw number `start` on; every epoch differs."""
+    position = start
+    while True:
+        epoch, index = divmod(position, len(prompts))
+        yield prompts[int(epoch_order(len(prompts), seed=seed, epoch=epoch)[index])]
+        position += 1
+
+
+def to_batch(
+    step: int, groups: Sequence[Group], *, pad: int, stats: Mapping[str, float]
+) -> RolloutBatch:
+    """Groups as arrays, padded on the right; sequences of one episode and group stand together.
+
+    All sequences of an episode have its reward.
+    """
+    rows = [
+        (number, episode, reward)
+        for number, group in enumerate(groups)
+        for episode, reward in zip(group.episodes, group.rewards, strict=True)
+    ]
+    sequences = [sequence for _, episode, _ in rows for sequence in episode]
+    counts = [len(episode) for _, episode, _ in rows]
+    shape = (len(sequences), max(len(sequence.tokens) for sequence in sequences))
+    tokens = np.full(shape, pad, dtype=np.int64)
+    mask = np.zeros(shape, dtype=np.bool_)
+    logprobs = np.zeros(shape, dtype=np.float32)
+    written = np.full(shape, -1, dtype=np.int64)
+    for row, sequence in enumerate(sequences):
+        end = len(sequence.tokens)
+        tokens[row, :end] = sequence.tokens
+        mask[row, :end] = sequence.mask
+        logprobs[row, :end] = sequence.logprobs
+        if sequence.token_versions is None:
+            written[row, mask[row]] = sequence.version
+        else:
+            written[row, :end] = sequence.token_versions
+    # Plain batches carry neither array: without them every sequence is an episode of one version.
+    pieced = any(sequence.token_versions is not None for sequence in sequences)
+    agents = any(group.agent_episodes is not None for group in groups)
+    return RolloutBatch(
+        step=step,
+        versions=np.array([sequence.version for sequence in sequences], dtype=np.int64),
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=logprobs,
+        rewards=np.repeat(np.array([row[2] for row in rows], dtype=np.float32), counts),
+        groups=np.repeat(np.array([row[0] for row in rows], dtype=np.int64), counts),
+        stats=finite({**group_stats(groups), **stats}),
+        token_versions=written if pieced else None,
+        episodes=np.repeat(np.arange(len(rows), dtype=np.int64), counts) if agents else None,
+    )
+
+
+def group_stats(groups: Sequence[Group]) -> dict[str, float]:
+    """What the groups look like: lengths in tokens, shares 0..1, seconds."""
+    completions = [c for group in groups for c in group.completions]
+    solved = [sum(g.rewards) / max(1, len(g.rewards)) for g in groups]
+    flat = [len(set(g.rewards)) == 1 for g in groups]
+    return {
+        "completion_tokens_mean": sum(len(c.tokens) for c in completions) / len(completions),
+        "truncated_share": sum(c.finish == "length" for c in completions) / len(completions),
+        # Groups in which all samples got the same reward teach nothing.
+        "flat_group_share": sum(flat) / len(groups),
+        "group_reward_max": max(solved),
+        "failed_episodes": float(sum(g.failed for g in groups)),
+        # Samples that a weight update interrupted, so that several versions wrote them.
+        "mixed_version_share": sum(
+            isinstance(c, PiecedCompletion) and len(set(c.versions)) > 1 for c in completions
+        )
+        / len(completions),
+        "group_seconds_mean": sum(g.seconds for g in groups) / len(groups),
+        "group_seconds_max": max(g.seconds for g in groups),
+        **_agent_stats(groups),
+    }
+
+
+def _agent_stats(groups: Sequence[Group]) -> dict[str, float]:
+    """Means over agents' episodes: chat calls, and sequences that they became."""
+    episodes = [episode for group in groups for episode in group.agent_episodes or ()]
+    if not episodes:
+        return {}
+    return {
+        "calls_mean": sum(each.calls for episode in episodes for each in episode) / len(episodes),
+        "sequences_mean": sum(map(len, episodes)) / len(episodes),
+    }
