@@ -16,7 +16,6 @@ import aiohttp
 from aiohttp import web
 
 from shakedown.agents.episode_tag import HEADER
-from shakedown.core.errors import BlockedError
 from shakedown.rollout.agent_calls import (
     Body,
     Call,
@@ -28,6 +27,7 @@ from shakedown.rollout.agent_calls import (
     prepare,
     read_reply,
 )
+from shakedown.rollout.request_gate import RequestGate
 
 _LARGEST = 1 << 26  # bytes of a request, and of one line of a stream
 _BACKLOG = 4096  # a thousand episodes connect at once
@@ -42,50 +42,6 @@ class _CallError(Exception):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
-
-
-class Gate:
-    """Lets calls through, or holds new ones back until those in flight have ended.
-
-    `inside` counts those in flight.
-    """
-
-    def __init__(self) -> None:
-        self.inside = 0
-        self._open, self._idle = asyncio.Event(), asyncio.Event()
-        self._open.set()
-
-    @contextlib.asynccontextmanager
-    async def passage(self) -> AsyncIterator[None]:
-        """Wait until it is open, and be counted as in flight inside."""
-        await self._open.wait()
-        self.inside += 1
-        try:
-            yield
-        finally:
-            self.inside -= 1
-            self._idle.set()
-
-    async def close(self, within: float) -> None:
-        """Let nothing in, and wait until nothing is inside.
-
-        Raises:
-            BlockedError: some were still inside after `within` seconds.
-        """
-        self._open.clear()
-        try:
-            async with asyncio.timeout(within):
-                while self.inside:
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            raise BlockedError(
-                f"{self.inside} generations were still in flight after {within:.0f} s"
-            ) from None
-
-    def open(self) -> None:
-        """Let calls in again."""
-        self._open.set()
 
 
 class AgentProxy:
@@ -108,7 +64,7 @@ class AgentProxy:
         self._episodes: dict[str, list[Call]] = {}
         self._said: set[str] = set()
         self._stack = contextlib.AsyncExitStack()
-        self.gate = Gate()
+        self.gate = RequestGate()
         self.done = 0
         self.host, self.port = "127.0.0.1", 0
 
@@ -234,7 +190,7 @@ class AgentProxy:
     @contextlib.asynccontextmanager
     async def _asked(self, sent: Body) -> AsyncIterator[tuple[aiohttp.ClientResponse, int]]:
         """The engine's reply and the version that writes it; inside, no weights are loaded."""
-        async with self.gate.passage():
+        async with self.gate.request():
             version = self._version()
             async with self._session.post(self._upstream + _CHAT, json=sent) as reply:
                 yield reply, version

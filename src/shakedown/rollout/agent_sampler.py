@@ -144,7 +144,7 @@ class AgentGroupSampler:
         """Agents may think and use tools for long; `agent_timeout` bounds it."""
         while True:
             await asyncio.sleep(_TICK_SECONDS)
-            self._ticks += self._running > 0 and self._proxy.gate.inside == 0
+            self._ticks += self._running > 0 and self._proxy.gate.in_flight == 0
 
     def check(self) -> None:
         """Tell an agent that never works from one that some rows are too much for.

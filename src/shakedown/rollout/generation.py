@@ -5,7 +5,6 @@ its prompt and its tokens so far with the new weights, and every token knows who
 """
 
 import asyncio
-import contextlib
 import math
 import time
 from collections import Counter
@@ -13,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shakedown.config import GrpoConfig
-from shakedown.core.errors import BlockedError, ServerError
+from shakedown.core.errors import ServerError
 from shakedown.inference.client import Client
 from shakedown.inference.engines import Completion
+from shakedown.rollout.request_gate import RequestGate
 
 # log-probabilities rounded in float32 or bfloat16 may end up a little above 0
 _ROUNDING = 1e-3
-_AGAIN_SECONDS = 1.0  # a request on its way while others were interrupted is interrupted later
 
 
 class BadAnswerError(ServerError):
@@ -124,10 +123,9 @@ class Generation:
         self._client, self._settings = client, settings
         self._version, self._newest = version, newest or version
         self._vocabulary = vocabulary
+        self._gate = RequestGate()
         # Requests in flight, by the oldest version in their group.
         self._in_flight: Counter[int] = Counter()
-        self._open, self._ended = asyncio.Event(), asyncio.Event()
-        self._open.set()
 
     async def pause(self, within: float) -> None:
         """Send nothing more, and wait for what is in flight; partial rollouts are interrupted.
@@ -136,25 +134,11 @@ class Generation:
             BlockedError: some were still in flight after `within` seconds.
             ServerError: the server cannot be interrupted.
         """
-        self._open.clear()
-        next_interrupt = 0.0
-        try:
-            async with asyncio.timeout(within):
-                while self._in_flight:
-                    self._ended.clear()
-                    if time.monotonic() >= next_interrupt and self._may_interrupt():
-                        await self._interrupt(within)
-                        next_interrupt = time.monotonic() + _AGAIN_SECONDS
-                    if self._in_flight:
-                        await self._end_of_one()
-        except TimeoutError:
-            raise BlockedError(
-                f"{self._in_flight.total()} generations were still in flight after {within:.0f} s"
-            ) from None
+        await self._gate.close(within, lambda: self._interrupt(within))
 
     def resume(self) -> None:
         """Let generations start, and go on."""
-        self._open.set()
+        self._gate.open()
 
     async def answers(self, prompt: Sequence[int]) -> PromptSamples:
         """`group_size` samples; at first in one request, so that they share the prefill.
@@ -163,7 +147,7 @@ class Generation:
             ServerError: the server did not answer.
             BadAnswerError: it answered with what cannot be trained on.
         """
-        await self._open.wait()
+        await self._gate.wait_open()  # the time of a pause is not the generation's
         began = time.monotonic()
         found, version = await self._ask(prompt, self._longest, samples=self._settings.group_size)
         if self._settings.partial_rollouts:
@@ -180,33 +164,31 @@ class Generation:
         allowed = self._newest() - self._settings.async_level
         return self._settings.partial_rollouts and oldest >= allowed
 
-    async def _interrupt(self, within: float) -> None:
+    async def _interrupt(self, within: float) -> bool:
+        """Whether the server was asked to end what it has in flight."""
+        if not self._may_interrupt():
+            return False
         for request in self._client.engine.interrupt():
             await self._client.send(request, within=within)
-
-    async def _end_of_one(self) -> None:
-        """The end of a request, or the time to interrupt again what was on its way then."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._ended.wait(), _AGAIN_SECONDS)
+        return True
 
     async def _ask(
         self, prompt: Sequence[int], longest: int, *, samples: int, oldest: int | None = None
     ) -> tuple[Sequence[Completion], int]:
         """One request's samples, and the version that wrote them."""
-        await self._open.wait()
-        version = self._version()
-        key = version if oldest is None else oldest
-        self._in_flight[key] += 1
-        try:
-            found = await self._client.generate(
-                prompt,
-                max_tokens=longest,
-                temperature=self._settings.temperature,
-                samples=samples,
-            )
-        finally:
-            self._in_flight -= Counter({key: 1})
-            self._ended.set()
+        async with self._gate.request():
+            version = self._version()
+            key = version if oldest is None else oldest
+            self._in_flight[key] += 1
+            try:
+                found = await self._client.generate(
+                    prompt,
+                    max_tokens=longest,
+                    temperature=self._settings.temperature,
+                    samples=samples,
+                )
+            finally:
+                self._in_flight -= Counter({key: 1})
         for each in found:
             self._check(each, longest, piece=self._settings.partial_rollouts)
         return found, version
