@@ -1,15 +1,14 @@
 """A process that runs one reward function: `python -m shakedown.agents.reward_worker`.
 
-Reads JSON lines from standard input, the first one an order, then jobs:
+Reads JSON lines from standard input, the first one its setup, then requests:
 
     {"reward": NAME, "import_seconds": S, "seconds": S, "bytes": B}
                                                      -> {} or {"fault": TEXT}
     {"completions": [TEXT...], "answer": TEXT}       -> a line each: {"value": V} or
                                                         {"cause": CAUSE, "detail": TEXT}
 
-What the reward prints goes to standard error. The process limits itself, so that it ends also
-when nobody is left to end it: an alarm ends a call that is too long, the data limit one that
-allocates too much.
+The process limits itself, so that it ends also when nobody is left to end it: an alarm ends a call
+that is too long, the data limit one that allocates too much.
 """
 
 import json
@@ -17,53 +16,46 @@ import os
 import resource
 import signal
 import sys
-from typing import IO, Any
+from typing import Any
 
 from shakedown.agents.contract import BadReturnError, judge_number
 from shakedown.agents.imports import last_frame
 from shakedown.agents.rewards import RewardFunction, get_reward
+from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 
 _ALARM_GRACE = 1.0  # seconds that the parent has to be first: it knows more
 _LONGEST_DETAIL = 500
-# Sent to a whole stage: its trainer still finishes the step in work, with its rewards. Workers end
-# with their parent.
-_NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main() -> int:
     """Serve until standard input ends."""
-    for number in _NOT_FOR_US:
-        signal.signal(number, lambda *_: None)  # not SIG_IGN: that would pass to children
-    with (
-        os.fdopen(os.dup(0), encoding="utf-8") as orders,
-        os.fdopen(os.dup(1), "w", encoding="utf-8") as replies,
-    ):
-        _close_standard_streams()
-        order = json.loads(orders.readline() or "null")
-        if order is None:
-            return 0
-        _limit_memory(order["bytes"])
-        signal.setitimer(signal.ITIMER_REAL, order["import_seconds"] + _ALARM_GRACE)
-        try:
-            reward = get_reward(order["reward"])
-        except ShakedownError as error:
-            _say(replies, {"fault": str(error)})
-            return int(error.exit_code)
-        _say(replies, {})
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for line in orders:
-            _serve(reward, json.loads(line), replies, order["seconds"] + _ALARM_GRACE)
+    streams = WorkerStreams()
+    setup = streams.read_setup()
+    if setup is None:
+        return 0
+    _limit_memory(setup["bytes"])
+    signal.setitimer(signal.ITIMER_REAL, setup["import_seconds"] + _ALARM_GRACE)
+    try:
+        reward = get_reward(setup["reward"])
+    except ShakedownError as error:
+        streams.say(fault=str(error))
+        return int(error.exit_code)
+    streams.say()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    with os.fdopen(streams.requests, encoding="utf-8") as requests:
+        for line in requests:
+            _serve(reward, json.loads(line), streams, setup["seconds"] + _ALARM_GRACE)
     return 0
 
 
-def _serve(reward: RewardFunction, job: Any, replies: IO[str], alarm: float) -> None:
-    for completion in job["completions"]:
+def _serve(reward: RewardFunction, request: Any, streams: WorkerStreams, alarm: float) -> None:
+    for completion in request["completions"]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the reward may have taken it
         signal.setitimer(signal.ITIMER_REAL, alarm)
-        reply = _judged(reward, completion, job["answer"])
+        reply = _judged(reward, completion, request["answer"])
         signal.setitimer(signal.ITIMER_REAL, 0)
-        _say(replies, reply)
+        streams.say(**reply)
 
 
 def _judged(reward: RewardFunction, completion: str, answer: str) -> dict[str, Any]:
@@ -80,19 +72,6 @@ def _judged(reward: RewardFunction, completion: str, answer: str) -> dict[str, A
 
 def _fault(cause: str, detail: str) -> dict[str, Any]:
     return {"cause": cause, "detail": " ".join(detail.split())[:_LONGEST_DETAIL]}
-
-
-def _say(replies: IO[str], reply: dict[str, Any]) -> None:
-    replies.write(json.dumps(reply) + "\n")
-    replies.flush()
-
-
-def _close_standard_streams() -> None:
-    """A reward that prints or reads must not spoil the talk."""
-    os.dup2(2, 1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
 
 
 def _limit_memory(limit: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
-from shakedown.agents.agent_pool import AgentOrder, AgentPool, AgentResult
+from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup
 from shakedown.agents.contract import Reward
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import ConfigError, ExitCode, ShakedownError, UsageError
@@ -116,14 +116,14 @@ class AgentGroupSampler:
         """
         async with contextlib.AsyncExitStack() as stack:
             proxy = await stack.enter_async_context(self._proxy)
-            order = AgentOrder(
+            setup = AgentSetup(
                 self._settings.agent,
                 proxy.host,
                 proxy.port,
                 self._server.model,
                 self._settings.agent_timeout,
             )
-            self._pool = await stack.enter_async_context(AgentPool(order))
+            self._pool = await stack.enter_async_context(AgentPool(setup))
             ticking = asyncio.create_task(self._tick())
             stack.callback(ticking.cancel)
             self._stack = stack.pop_all()
