@@ -130,7 +130,7 @@ class Rollout:
     def __init__(self, assets: Path, root: Path, engine: ScriptedEngine) -> None:
         self._assets, self._root, self.engine = assets, root, engine
         self._attempt = StagePaths(root / "stage").new_attempt()
-        self.exchange = RolloutStore(self._attempt.exchange)
+        self.store = RolloutStore(self._attempt.exchange)
         self.batches: list[RolloutBatch] = []
 
     def run(self, kind: str = "vllm", *, trainer: Callable[[], None], **grpo: Any) -> int:
@@ -169,7 +169,7 @@ class Rollout:
 
     def take(self, step: int) -> None:
         """Wait for a batch and keep it."""
-        self.batches.append(self.exchange.wait_batch(step, timeout=60.0))
+        self.batches.append(self.store.wait_batch(step, timeout=60.0))
 
     def publish(self, version: int) -> None:
         """The weights after a step: the scripted engine only reads their number."""
@@ -180,14 +180,14 @@ class Rollout:
             (folder / "probe.json").write_text(json.dumps(note))
             (folder / "version.bin").write_bytes(bytes([version]))
 
-        self.exchange.publish_weights(version, write)
+        self.store.publish_weights(version, write)
 
     def train(self) -> None:
         """What a trainer of two steps does."""
         self.take(1)
         self.publish(1)
         self.take(2)
-        self.exchange.finish_trainer()
+        self.store.finish_trainer()
 
 
 def nobody() -> None:
@@ -254,11 +254,11 @@ def test_a_weight_update_interrupts_answers_and_they_go_on_with_the_new_weights(
                 time.sleep(0.01)
             time.sleep(0.3)
             rollout.publish(1)
-            while rollout.exchange.loaded_version() < 1:
+            while rollout.store.loaded_version() < 1:
                 time.sleep(0.01)
             engine.seconds = 0.0
             rollout.take(2)
-            rollout.exchange.finish_trainer()
+            rollout.store.finish_trainer()
 
         code = rollout.run(kind, trainer=train, partial_rollouts=True, max_concurrent=2)
 

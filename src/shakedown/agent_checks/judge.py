@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shakedown.agents.causes import CAUSES
-from shakedown.agents.looplag import percentile
+from shakedown.agents.event_loop_lag import percentile
 from shakedown.agents.runner import Episode, RunResult
 from shakedown.core.verdict import Blame, Finding, FindingStatus
 
@@ -75,8 +75,8 @@ def metrics(result: RunResult) -> dict[str, float]:
     """Numbers of a run; seconds are named so, shares are in 0..1."""
     latencies = [episode.seconds for episode in result.episodes if episode.ok]
     rewards = mean_rewards(result.episodes)
-    waits = [exchange.pool_wait for exchange in result.exchanges]
-    connects = [exchange.connect for exchange in result.exchanges if exchange.connect]
+    waits = [call.pool_wait for call in result.http_calls]
+    connects = [call.connect for call in result.http_calls if call.connect]
     causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
     numbers: dict[str, float] = {
         "episodes": len(result.episodes),
@@ -89,8 +89,8 @@ def metrics(result: RunResult) -> dict[str, float]:
         "loop_lag_p50_seconds": percentile(result.lags, 0.50),
         "loop_lag_p99_seconds": percentile(result.lags, 0.99),
         "loop_lag_max_seconds": max(result.lags, default=0.0),
-        "http_requests": len(result.exchanges),
-        "http_failed": sum(not exchange.status for exchange in result.exchanges),
+        "http_requests": len(result.http_calls),
+        "http_failed": sum(not call.status for call in result.http_calls),
         "pool_wait_p99_seconds": percentile(waits, 0.99),
         "pool_wait_max_seconds": max(waits, default=0.0),
         "connect_p99_seconds": percentile(connects, 0.99),
@@ -192,7 +192,7 @@ def _transport_remedy(cause: str, result: RunResult, server: ServerProbe) -> tup
             f"the server does not answer ({server.error}): start it, or fix the URL",
         )
     healthy = f"the server itself is healthy (it answered in {server.seconds:.2f} s)"
-    if cause == "connection" and not any(exchange.status for exchange in result.exchanges):
+    if cause == "connection" and not any(call.status for call in result.http_calls):
         return "code", f"{healthy}, so the agent asks another address than base_url"
     lag = max(result.lags, default=0.0)
     if lag > _LAG_WARN:
@@ -217,7 +217,7 @@ def _client_findings(result: RunResult) -> list[Finding]:
     lag = max(result.lags, default=0.0)
     blocked = sorted(result.blocked_at.items(), key=lambda item: -item[1])[:3]
     where = "; ".join(f"{seconds:.1f} s at {place}" for place, seconds in blocked)
-    wait = max((exchange.pool_wait for exchange in result.exchanges), default=0.0)
+    wait = max((call.pool_wait for call in result.http_calls), default=0.0)
     findings = [
         _health(
             "event_loop_lag",

@@ -25,9 +25,9 @@ from typing import Any
 from shakedown.agents.causes import classify
 from shakedown.agents.contract import AgentExitError, accepts_model, judge_return, load_agent
 from shakedown.agents.episode_tag import EPISODE_KEY, tagged
-from shakedown.agents.looplag import LoopMonitor
+from shakedown.agents.event_loop_lag import LoopMonitor
+from shakedown.agents.http_calls import CURRENT_EPISODE, HttpRecorder
 from shakedown.agents.runner import AgentEndpoint, environment, shared_client
-from shakedown.agents.wire import CURRENT_EPISODE, Wire
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 
@@ -54,7 +54,7 @@ class Host:
         self._file = getattr(module, "__file__", None) or ""
         self._running: dict[str, _Running] = {}
         self._client: Any = None
-        self._wire, self._monitor = Wire(), LoopMonitor(limit=float(setup["seconds"]))
+        self._http, self._monitor = HttpRecorder(), LoopMonitor(limit=float(setup["seconds"]))
         self._count = 0
 
     async def serve(self) -> None:
@@ -69,7 +69,7 @@ class Host:
         with (
             environment(AgentEndpoint(root, "None", setup["model"])),
             tagged(setup["host"], int(setup["port"])),
-            self._wire.open(),
+            self._http.open(),
         ):
             self._client = shared_client(_CONNECTIONS)
             async with self._monitor:
@@ -127,7 +127,7 @@ class Host:
                 self._streams.say(alive=True)
                 # Measurements for `agent run`; a stage may run for days.
                 self._monitor.lags.clear()
-                self._wire.exchanges.clear()
+                self._http.calls.clear()
 
     def _expire(self, key: str) -> None:
         """Tell it at once; a task that ignores its cancellation is left behind, unheard."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from shakedown.agents.contract import AgentExitError, BadReturnError
+from shakedown.agents.event_loop_lag import LoopBlockedError
 from shakedown.agents.imports import last_frame
-from shakedown.agents.looplag import LoopBlockedError
 
 # cause -> what it means; the order is the order of reports.
 CAUSES: dict[str, str] = {

@@ -103,7 +103,7 @@ class RewardPool(WorkerPool[_RewardWorker]):
         limits: of a call; the import of own code has the same limits, and not less than a minute.
         workers: as for `WorkerPool`.
 
-    `done` counts calls that ended, well or not.
+    `progress` counts calls that ended, well or not.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RewardPool(WorkerPool[_RewardWorker]):
         self._reward, self._limits = reward, limits or RewardLimits()
         # As many callers as workers, so that each caller has a worker of its own.
         self._free = asyncio.Semaphore(self.most)
-        self.done = 0
+        self.progress = 0
 
     async def score(self, completions: Sequence[str], answer: str) -> list[float | RewardFailure]:
         """The reward of each completion, or why there is none; a failure loses no other one.
@@ -130,7 +130,7 @@ class RewardPool(WorkerPool[_RewardWorker]):
         return results
 
     def _count(self) -> None:
-        self.done += 1
+        self.progress += 1
 
     async def _start_worker(self) -> _RewardWorker:
         seconds = max(self._limits.seconds, _START_SECONDS)

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from shakedown.agents.causes import classify, status_code
 from shakedown.agents.contract import AgentExitError, Reward, accepts_model, judge_return
-from shakedown.agents.looplag import LoopMonitor
-from shakedown.agents.wire import CURRENT_EPISODE, HttpCall, Wire
+from shakedown.agents.event_loop_lag import LoopMonitor
+from shakedown.agents.http_calls import CURRENT_EPISODE, HttpCall, HttpRecorder
 
 T = TypeVar("T")
 Row = Mapping[str, Any]
@@ -76,7 +76,7 @@ class RunResult:
     """Every episode in order, and what was measured around them (times in seconds)."""
 
     episodes: list[Episode] = field(default_factory=list)
-    exchanges: list[HttpCall] = field(default_factory=list)
+    http_calls: list[HttpCall] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
     blocked_at: dict[str, float] = field(default_factory=dict)
     interrupted: int = 0
@@ -97,7 +97,7 @@ class AgentRunner:
     """Runs episodes of one agent class against one endpoint.
 
     Use inside `opened()`: it sets OPENAI_* and ANTHROPIC_*, makes the shared `http_client`, and
-    watches the wire and the event loop.
+    watches HTTP calls and the event loop.
     """
 
     def __init__(self, agent: type, endpoint: AgentEndpoint, settings: RunSettings) -> None:
@@ -109,13 +109,13 @@ class AgentRunner:
         self._gate = asyncio.Semaphore(settings.concurrency)
         self._kwargs: dict[str, Any] = {}
         self._index = 0
-        self.wire = Wire()
+        self.http = HttpRecorder()
         self.monitor = LoopMonitor(limit=settings.episode_timeout)
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator["AgentRunner"]:
-        """Environment, shared client, wire and loop monitor for as long as episodes run."""
-        with environment(self.endpoint), self.wire.open(share_tls=self.settings.share_tls):
+        """Environment, shared client and both measurements for as long as episodes run."""
+        with environment(self.endpoint), self.http.open(share_tls=self.settings.share_tls):
             client = shared_client(self.settings.concurrency)
             self._kwargs = {
                 "base_url": self.endpoint.base_url or None,
@@ -165,12 +165,12 @@ class AgentRunner:
         """Gather what was measured so far."""
         return RunResult(
             episodes=sorted(episodes, key=lambda episode: episode.index),
-            exchanges=self.wire.exchanges,
+            http_calls=self.http.calls,
             lags=self.monitor.lags,
             blocked_at=self.monitor.blocked_at,
             interrupted=self.monitor.interrupted,
-            tls_contexts=self.wire.tls_contexts,
-            tls_seconds_each=self.wire.tls_seconds_each,
+            tls_contexts=self.http.tls_contexts,
+            tls_seconds_each=self.http.tls_seconds_each,
             seconds=seconds,
             settings=self.settings,
         )

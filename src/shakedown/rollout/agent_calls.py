@@ -53,8 +53,8 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the agent asked for itself, and gets to see: the rest was asked for by the recorder."""
+class ReplyOptions:
+    """What the agent wants its replies to have; what the recorder asks for beside is hidden."""
 
     logprobs: bool
     token_ids: bool
@@ -75,12 +75,12 @@ class Call:
     version: int
 
 
-def prepare(body: Mapping[str, Any], sampling: Sampling) -> tuple[Body, Wishes, list[str]]:
+def prepare(body: Mapping[str, Any], sampling: Sampling) -> tuple[Body, ReplyOptions, list[str]]:
     """What to send instead of an agent's request body.
 
     Returns:
-        The body, the agent's own wishes, and what of its sampling is not as it asked, as
-        `NAME VALUE` for people.
+        The body, what the agent wants of its reply, and what of its sampling is not as it asked,
+        as `NAME VALUE` for people.
 
     Raises:
         RefusedCallError: it asks for something that cannot be trained on.
@@ -96,7 +96,7 @@ def prepare(body: Mapping[str, Any], sampling: Sampling) -> tuple[Body, Wishes, 
     sent["temperature"] = sampling.temperature
     sent.setdefault("max_tokens", min([*asked[:1], sampling.max_tokens]))
     options = sent.get("stream_options")
-    wishes = Wishes(
+    wanted = ReplyOptions(
         logprobs=bool(sent.get("logprobs")),
         token_ids=bool(sent.get("return_token_ids")),
         usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
@@ -104,10 +104,10 @@ def prepare(body: Mapping[str, Any], sampling: Sampling) -> tuple[Body, Wishes, 
         choices=int(sent["n"]) if _is_count(sent, "n") else 1,
     )
     sent |= {"logprobs": True, "return_token_ids": True}
-    sent["top_logprobs"] = sent.get("top_logprobs", 0) if wishes.logprobs else 0
-    if wishes.stream:
+    sent["top_logprobs"] = sent.get("top_logprobs", 0) if wanted.logprobs else 0
+    if wanted.stream:
         sent["stream_options"] = {**(options or {}), "include_usage": True}
-    return sent, wishes, changed
+    return sent, wanted, changed
 
 
 def read_reply(reply: Any, version: int) -> list[Call]:
@@ -127,22 +127,22 @@ def read_reply(reply: Any, version: int) -> list[Call]:
     return record.calls()
 
 
-def clean(reply: Body, wishes: Wishes) -> Body:
+def clean(reply: Body, wanted: ReplyOptions) -> Body:
     """A reply or a chunk as the agent asked for it."""
     shown = dict(reply)
-    if not wishes.token_ids:
+    if not wanted.token_ids:
         shown.pop("prompt_token_ids", None)
-    if wishes.stream and not wishes.usage:
+    if wanted.stream and not wanted.usage:
         shown.pop("usage", None)
     shown["choices"] = [
-        {name: value for name, value in choice.items() if _shown(name, wishes)}
+        {name: value for name, value in choice.items() if _shown(name, wanted)}
         for choice in reply.get("choices", [])
     ]
     return shown
 
 
-def _shown(name: str, wishes: Wishes) -> bool:
-    hidden = {"logprobs": not wishes.logprobs, "token_ids": not wishes.token_ids}
+def _shown(name: str, wanted: ReplyOptions) -> bool:
+    hidden = {"logprobs": not wanted.logprobs, "token_ids": not wanted.token_ids}
     return not hidden.get(name, False)
 
 
@@ -181,13 +181,13 @@ class StreamRecord:
 
     def add_choice(self, choice: Mapping[str, Any]) -> None:
         """Take one choice of a reply or of a chunk in."""
-        kept = self.choices.setdefault(int(choice["index"]), _Choice())
-        kept.tokens += [int(token) for token in choice.get("token_ids") or ()]
+        recorded = self.choices.setdefault(int(choice["index"]), _Choice())
+        recorded.tokens += [int(token) for token in choice.get("token_ids") or ()]
         content = (choice.get("logprobs") or {}).get("content") or ()
-        kept.logprobs += [float(place["logprob"]) for place in content]
+        recorded.logprobs += [float(token["logprob"]) for token in content]
         message = choice.get("delta") or choice.get("message") or {}
-        kept.text += message.get("content") or ""
-        kept.finish = str(choice.get("finish_reason") or kept.finish)
+        recorded.text += message.get("content") or ""
+        recorded.finish = str(choice.get("finish_reason") or recorded.finish)
 
     def finished(self, choices: int) -> bool:
         """Whether each of so many choices has come to its end."""

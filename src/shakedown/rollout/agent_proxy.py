@@ -20,9 +20,9 @@ from shakedown.rollout.agent_calls import (
     Body,
     Call,
     RefusedCallError,
+    ReplyOptions,
     Sampling,
     StreamRecord,
-    Wishes,
     clean,
     prepare,
     read_reply,
@@ -53,7 +53,7 @@ class AgentProxy:
         version: of the weights that the engine has.
         timeout: seconds for one call.
 
-    `done` counts calls that were recorded.
+    `recorded` counts calls.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class AgentProxy:
         self._said: set[str] = set()
         self._stack = contextlib.AsyncExitStack()
         self.gate = RequestGate()
-        self.done = 0
+        self.recorded = 0
         self.host, self.port = "127.0.0.1", 0
 
     async def __aenter__(self) -> Self:
@@ -109,10 +109,10 @@ class AgentProxy:
             if (request.method, _path(request)) == ("GET", _MODELS):
                 return await self._models()
             key, body = await self._checked(request)
-            sent, wishes, changed = prepare(body, self._sampling)
+            sent, wanted, changed = prepare(body, self._sampling)
             self._say(changed)
-            passed_on = self._streamed if wishes.stream else self._answered
-            return await passed_on(request, key, sent, wishes)
+            passed_on = self._streamed if wanted.stream else self._answered
+            return await passed_on(request, key, sent, wanted)
         except RefusedCallError as error:
             return _error(400, str(error))
         except _CallError as error:
@@ -154,7 +154,7 @@ class AgentProxy:
         return str(request.match_info.get("key") or request.headers.get(HEADER) or bearer)
 
     async def _answered(
-        self, _: web.Request, key: str, sent: Body, wishes: Wishes
+        self, _: web.Request, key: str, sent: Body, wanted: ReplyOptions
     ) -> web.StreamResponse:
         async with self._asked(sent) as (reply, version):
             content = await reply.read()
@@ -166,10 +166,10 @@ class AgentProxy:
         except ValueError as error:
             raise _CallError(502, f"not recorded: {error}") from error
         self._keep(key, calls)
-        return web.json_response(clean(body, wishes))
+        return web.json_response(clean(body, wanted))
 
     async def _streamed(
-        self, request: web.Request, key: str, sent: Body, wishes: Wishes
+        self, request: web.Request, key: str, sent: Body, wanted: ReplyOptions
     ) -> web.StreamResponse:
         """Written apart from what is read: an agent that does not read holds no update up."""
         shown = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -180,7 +180,7 @@ class AgentProxy:
             await shown.prepare(request)
             writing = asyncio.create_task(_write(shown, events))
             try:
-                await self._recorded(reply, key, wishes, version, events)
+                await self._recorded(reply, key, wanted, version, events)
             except BaseException:
                 writing.cancel()
                 raise
@@ -199,7 +199,7 @@ class AgentProxy:
         self,
         reply: aiohttp.ClientResponse,
         key: str,
-        wishes: Wishes,
+        wanted: ReplyOptions,
         version: int,
         events: asyncio.Queue[bytes],
     ) -> None:
@@ -208,17 +208,17 @@ class AgentProxy:
         try:
             async for chunk in _chunks(reply):
                 record.add(chunk)
-                if record.finished(wishes.choices):
+                if record.finished(wanted.choices):
                     held.append(chunk)
                 else:
-                    events.put_nowait(_event(clean(chunk, wishes)))
+                    events.put_nowait(_event(clean(chunk, wanted)))
             self._keep(key, record.calls())
         except (aiohttp.ClientError, TimeoutError, ValueError, _CallError) as error:
             events.put_nowait(_event(_error_body(502, f"not recorded: {error}")))
         else:
             for chunk in held:
-                if chunk.get("choices") or wishes.usage:
-                    events.put_nowait(_event(clean(chunk, wishes)))
+                if chunk.get("choices") or wanted.usage:
+                    events.put_nowait(_event(clean(chunk, wanted)))
             events.put_nowait(b"data: [DONE]\n\n")
         events.put_nowait(b"")
 
@@ -237,7 +237,7 @@ class AgentProxy:
         if key not in self._episodes:
             raise _CallError(403, "the episode ended before this call did")
         self._episodes[key] += calls
-        self.done += 1
+        self.recorded += 1
 
     def _say(self, changed: list[str]) -> None:
         for each in changed:

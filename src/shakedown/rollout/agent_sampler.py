@@ -133,12 +133,12 @@ class AgentGroupSampler:
         await self._stack.aclose()
 
     @property
-    def done(self) -> int:
+    def progress(self) -> int:
         """Grows as long as anything moves: calls and episodes that ended, and agents' own time.
 
         Not while the engine has a call: one that hangs must be noticed.
         """
-        return self._proxy.done + self._ended + self._ticks
+        return self._proxy.recorded + self._ended + self._ticks
 
     async def _tick(self) -> None:
         """Agents may think and use tools for long; `agent_timeout` bounds it."""

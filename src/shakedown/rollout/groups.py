@@ -38,7 +38,7 @@ class TokenSequence:
     token_versions: list[int] | None = None
 
 
-Episode = Sequence[TokenSequence]
+EpisodeSequences = Sequence[TokenSequence]
 
 
 @dataclass(frozen=True)
@@ -56,10 +56,10 @@ class Group:
     version: int
     seconds: float
     failed: int = 0
-    agent_episodes: Sequence[Episode] | None = None
+    agent_episodes: Sequence[EpisodeSequences] | None = None
 
     @property
-    def episodes(self) -> Sequence[Episode]:
+    def episodes(self) -> Sequence[EpisodeSequences]:
         """The sequences of each episode, in the order of `rewards`."""
         if self.agent_episodes is not None:
             return self.agent_episodes

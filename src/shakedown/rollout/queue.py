@@ -1,7 +1,7 @@
 """Which prompts are drawn and which batches wait for the trainer, so that both survive a restart.
 
 exchange/places/step_000007.json   where the drawing stood when the batch of step 7 was made
-checkpoints/step_000007/rollouts/  after step 7: its place, and the later batches with theirs
+checkpoints/step_000007/rollouts/  after step 7: its cursor, and the later batches with theirs
     step_000007.json
     step_000008.npz step_000008.json
 
@@ -36,14 +36,14 @@ class PromptCursor:
 
 @dataclass(frozen=True)
 class SavedQueue:
-    """What a checkpoint has for the steps after it: batches in their order, each with its place.
+    """What a checkpoint has for the steps after it: batches in their order, each with its cursor.
 
-    `place`: after the last of them. `messages`: for people.
+    `cursor`: after the last of them. `messages`: for people.
     """
 
-    place: PromptCursor
+    cursor: PromptCursor
     batches: Sequence[RolloutBatch] = ()
-    places: Sequence[PromptCursor] = ()
+    cursors: Sequence[PromptCursor] = ()
     messages: list[str] = field(default_factory=list)
 
 
@@ -68,24 +68,24 @@ class RolloutQueue:
 
     Args:
         run_group: makes the group of a prompt.
-        kept: of the checkpoint that the stage goes on from.
+        saved: of the checkpoint that the stage goes on from.
     """
 
     def __init__(
         self,
-        exchange: RolloutStore,
+        store: RolloutStore,
         prompts: Sequence[Prompt],
         run_group: Callable[[Prompt], Awaitable[Group]],
         *,
         seed: int,
-        kept: SavedQueue,
+        saved: SavedQueue,
     ) -> None:
-        self._exchange, self._run_group, self._kept = exchange, run_group, kept
+        self._store, self._run_group, self._saved = store, run_group, saved
         self._prompts, self._seed = prompts, seed
-        self._next, self._open = kept.place.next, set(kept.place.open)
+        self._next, self._open = saved.cursor.next, set(saved.cursor.open)
 
     @property
-    def place(self) -> PromptCursor:
+    def cursor(self) -> PromptCursor:
         """Where the drawing stands, with what is in flight or ready counted as open."""
         return PromptCursor(self._next, tuple(sorted(self._open)))
 
@@ -94,62 +94,62 @@ class RolloutQueue:
         for number in sorted(self._open):
             yield QueuedPrompt(number, next(draw(self._prompts, seed=self._seed, start=number)))
         for prompt in draw(self._prompts, seed=self._seed, start=self._next):
-            drawn = QueuedPrompt(self._next, prompt)
-            self._open.add(drawn.number)
+            queued = QueuedPrompt(self._next, prompt)
+            self._open.add(queued.number)
             self._next += 1
-            yield drawn
+            yield queued
 
-    async def run(self, drawn: QueuedPrompt) -> FinishedGroup:
+    async def run(self, queued: QueuedPrompt) -> FinishedGroup:
         """`run_group`; a draw whose group failed is used up, one that is cancelled is not."""
         try:
-            return FinishedGroup(drawn.number, await self._run_group(drawn.prompt))
+            return FinishedGroup(queued.number, await self._run_group(queued.prompt))
         except Exception:
-            self._open.discard(drawn.number)
+            self._open.discard(queued.number)
             raise
 
-    def take(self, step: int, done: Sequence[FinishedGroup]) -> list[Group]:
-        """Use groups for the batch of `step`; its place is written before it is published.
+    def take(self, step: int, finished: Sequence[FinishedGroup]) -> list[Group]:
+        """Use groups for the batch of `step`; its cursor is written before it is published.
 
         Raises:
-            StorageError: the place cannot be written.
+            StorageError: the cursor cannot be written.
         """
-        self._open -= {each.number for each in done}
-        _write_place(self._exchange, step, self.place)
-        return [each.group for each in done]
+        self._open -= {each.number for each in finished}
+        _write_cursor(self._store, step, self.cursor)
+        return [each.group for each in finished]
 
-    def hand_out(self) -> None:
-        """Publish the kept batches again.
+    def publish_saved(self) -> None:
+        """Publish the saved batches again.
 
         Raises:
             StorageError: they cannot be written.
         """
-        for message in self._kept.messages:
+        for message in self._saved.messages:
             print(message, flush=True)
-        for batch, place in zip(self._kept.batches, self._kept.places, strict=True):
-            _write_place(self._exchange, batch.step, place)
-            self._exchange.publish_batch(batch)
-        if self._kept.batches:
-            steps = [batch.step for batch in self._kept.batches]
+        for batch, cursor in zip(self._saved.batches, self._saved.cursors, strict=True):
+            _write_cursor(self._store, batch.step, cursor)
+            self._store.publish_batch(batch)
+        if self._saved.batches:
+            steps = [batch.step for batch in self._saved.batches]
             print(f"batches of steps {steps[0]} to {steps[-1]} out of the checkpoint", flush=True)
 
 
-def keep_queue(exchange: RolloutStore, step: int, checkpoint: Path) -> None:
-    """Put the place after `step` and the later batches that are there into a checkpoint.
+def keep_queue(store: RolloutStore, step: int, checkpoint: Path) -> None:
+    """Put the cursor after `step` and the later batches that are there into a checkpoint.
 
-    Without a place, as when no orchestrator made the batches, nothing is kept.
+    Without a cursor, as when no orchestrator made the batches, nothing is kept.
 
     Raises:
         StorageError: the file system is full or failed.
     """
     folder = checkpoint / _FOLDER
-    place = _place_path(exchange, step)
+    cursor = _cursor_path(store, step)
     with storage_errors("write", folder):
-        while place.is_file():
+        while cursor.is_file():
             folder.mkdir(exist_ok=True)
-            _link(place, folder / place.name)
+            _link(cursor, folder / cursor.name)
             step += 1
-            batch, place = exchange.batch_path(step), _place_path(exchange, step)
-            if not batch.is_file():  # the place is written first
+            batch, cursor = store.batch_path(step), _cursor_path(store, step)
+            if not batch.is_file():  # the cursor is written first
                 return
             _link(batch, folder / batch.name)
 
@@ -160,7 +160,7 @@ def find_queue(
     """What a checkpoint after `step` has kept and is fit to be trained on; only reads.
 
     Args:
-        batch_size: groups of a step; without a place every step is taken to have drawn so many.
+        batch_size: groups of a step; without a cursor every step is taken to have drawn so many.
         async_level: a batch with older samples than that is not handed out.
     """
     by_step = PromptCursor(step * batch_size)
@@ -171,25 +171,25 @@ def find_queue(
         messages.append(f"{checkpoint.name} has no rollouts: prompts go on as if none had failed")
         return SavedQueue(by_step, messages=messages)
     batches: list[RolloutBatch] = []
-    places: list[PromptCursor] = []
+    cursors: list[PromptCursor] = []
     try:
-        place = _read_place(folder / f"{_name(step)}.json")
+        cursor = _read_cursor(folder / f"{_name(step)}.json")
         for number in range(step + 1, step + 2 + async_level):
             if not (folder / f"{_name(number)}.npz").exists():
                 break
             batch = _fit(read_batch(folder / f"{_name(number)}.npz"), number, async_level)
-            place = _read_place(folder / f"{_name(number)}.json")
+            cursor = _read_cursor(folder / f"{_name(number)}.json")
             batches.append(batch)
-            places.append(place)
+            cursors.append(cursor)
     except (StorageError, UsageError) as error:
         reason = str(error).splitlines()[0]
         messages.append(
             f"rollouts of {checkpoint.name} are used up to step "
             f"{step + len(batches)} only: {reason}"
         )
-        if not places:
-            place = _place_or(folder, step, by_step)
-    return SavedQueue(place, batches, places, messages)
+        if not cursors:
+            cursor = _cursor_or(folder, step, by_step)
+    return SavedQueue(cursor, batches, cursors, messages)
 
 
 def _fit(batch: RolloutBatch, step: int, async_level: int) -> RolloutBatch:
@@ -202,14 +202,14 @@ def _fit(batch: RolloutBatch, step: int, async_level: int) -> RolloutBatch:
     return batch
 
 
-def _place_or(folder: Path, step: int, otherwise: PromptCursor) -> PromptCursor:
+def _cursor_or(folder: Path, step: int, otherwise: PromptCursor) -> PromptCursor:
     try:
-        return _read_place(folder / f"{_name(step)}.json")
+        return _read_cursor(folder / f"{_name(step)}.json")
     except UsageError:
         return otherwise
 
 
-def _read_place(path: Path) -> PromptCursor:
+def _read_cursor(path: Path) -> PromptCursor:
     body = read_object(path, "place in the prompts")
     following, unused = body.get("next"), body.get("open")
     numbers = [following, *unused] if isinstance(unused, list) else []
@@ -219,17 +219,17 @@ def _read_place(path: Path) -> PromptCursor:
     return PromptCursor(found.pop(), tuple(found))
 
 
-def _write_place(exchange: RolloutStore, step: int, place: PromptCursor) -> None:
-    write_json(_place_path(exchange, step), asdict(place))
-    used = exchange.latest_version()
-    for path in _place_path(exchange, step).parent.glob("step_*.json"):
-        # The newest version's own place stays: a checkpoint after it may be in the making.
+def _write_cursor(store: RolloutStore, step: int, cursor: PromptCursor) -> None:
+    write_json(_cursor_path(store, step), asdict(cursor))
+    used = store.latest_version()
+    for path in _cursor_path(store, step).parent.glob("step_*.json"):
+        # The newest version's own cursor stays: a checkpoint after it may be in the making.
         if path.name < f"{_name(used)}.json":
             path.unlink(missing_ok=True)
 
 
-def _place_path(exchange: RolloutStore, step: int) -> Path:
-    return exchange.root / "places" / f"{_name(step)}.json"
+def _cursor_path(store: RolloutStore, step: int) -> Path:
+    return store.root / "places" / f"{_name(step)}.json"
 
 
 def _name(step: int) -> str:

@@ -35,12 +35,12 @@ def same_weights(one: Path, other: Path) -> bool:
     """
     from safetensors import safe_open
 
-    places = [_tensor_files(folder) for folder in (one, other)]
-    shared = sorted(places[0].keys() & places[1].keys())
+    folders = [_tensor_files(folder) for folder in (one, other)]
+    shared = sorted(folders[0].keys() & folders[1].keys())
     for name in shared:
         tensors = []
-        for place in places:
-            with safe_open(place[name], framework="pt") as archive:
+        for files in folders:
+            with safe_open(files[name], framework="pt") as archive:
                 tensors.append(archive.get_tensor(name))
         if tensors[0].shape != tensors[1].shape or not tensors[0].equal(
             tensors[1].to(tensors[0].dtype)

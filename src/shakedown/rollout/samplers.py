@@ -103,8 +103,8 @@ class GroupSampler:
                 good.append((completion, result))
         if len(good) < 2:
             raise BadRewardError(f"{len(faults)} of {len(results)} samples: {faults[0]}")
-        kept, rewards = [each for each, _ in good], [reward for _, reward in good]
-        return Group(prompt, kept, rewards, answers.version, answers.seconds, len(faults))
+        completions, rewards = [each for each, _ in good], [reward for _, reward in good]
+        return Group(prompt, completions, rewards, answers.version, answers.seconds, len(faults))
 
     def _note(self, failure: RewardFailure, text: str) -> None:
         """Say each cause once: the text shows what the reward could not bear."""

@@ -312,7 +312,7 @@ def test_waits_for_the_clients_own_pool_are_measured_and_blamed(server: ChatServ
 
     result = run(OnePool, [{}] * 4, server)
     assert "pool_timeout" in causes(result)
-    assert max(e.pool_wait for e in result.exchanges) > 0.2
+    assert max(e.pool_wait for e in result.http_calls) > 0.2
     view = drive(ask_server(server.url))
     finding = by_check(judge_run(result, view))["failed_pool_timeout"]
     assert "healthy" in finding.remedy

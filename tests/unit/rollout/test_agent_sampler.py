@@ -108,29 +108,26 @@ class Seen:
         made = job(self.folder, self.engine.url)
         async with AgentGroupSampler(
             server_of(made), settings_of(made), lambda: self.version
-        ) as episodes:
+        ) as sampler:
             # Beside each other: what one does must not cost another one.
             await asyncio.gather(
-                *(self._run(episodes, kind, kind) for kind in (*BAD, *GOOD)),
-                *(self._run(episodes, "asks", text, content=text) for text in FAULTS),
-                self._run(episodes, "asks", "broken", content="broken off", more={"stream": True}),
+                *(self._run(sampler, kind, kind) for kind in (*BAD, *GOOD)),
+                *(self._run(sampler, "asks", text, content=text) for text in FAULTS),
+                self._run(sampler, "asks", "broken", content="broken off", more={"stream": True}),
                 self._slow(),
-                self._run(
-                    episodes, "asks", "forced", content="x", more={"tool_choice": "required"}
-                ),
+                self._run(sampler, "asks", "forced", content="x", more={"tool_choice": "required"}),
             )
-            self.failures = dict(episodes.failures)
-            await self._held_back(episodes)
-            await self._thinking(episodes)
-            episodes.check()  # the last group was good
-            await self._hopeless(episodes)
-            await self._run(episodes, "dies", "dies")
-            await self._run(episodes, "single", "after a worker died")
-            self.done = episodes.done
+            self.failures = dict(sampler.failures)
+            await self._held_back(sampler)
+            await self._thinking(sampler)
+            sampler.check()  # the last group was good
+            await self._hopeless(sampler)
+            await self._run(sampler, "dies", "dies")
+            await self._run(sampler, "single", "after a worker died")
 
-    async def _run(self, episodes: AgentGroupSampler, kind: str, name: str, **more: Any) -> None:
+    async def _run(self, sampler: AgentGroupSampler, kind: str, name: str, **more: Any) -> None:
         try:
-            group = await episodes.run_group(row(kind, flag=str(self.folder / "flag"), **more))
+            group = await sampler.run_group(row(kind, flag=str(self.folder / "flag"), **more))
         except AgentFailedError as error:
             self.errors[name] = str(error)
         else:
@@ -139,52 +136,52 @@ class Seen:
     async def _slow(self) -> None:
         """Two episodes that block their worker, two without end, and two good ones beside them."""
         made = job(self.folder, self.engine.url, group_size=2, agent_timeout=5.0)
-        async with AgentGroupSampler(server_of(made), settings_of(made), lambda: 7) as episodes:
+        async with AgentGroupSampler(server_of(made), settings_of(made), lambda: 7) as sampler:
             await asyncio.gather(
-                *(self._run(episodes, kind, kind) for kind in SLOW),
-                self._run(episodes, "single", "beside a blocked one"),
+                *(self._run(sampler, kind, kind) for kind in SLOW),
+                self._run(sampler, "single", "beside a blocked one"),
             )
 
-    async def _held_back(self, episodes: AgentGroupSampler) -> None:
+    async def _held_back(self, sampler: AgentGroupSampler) -> None:
         """During an update calls wait, and those in flight are waited for."""
         before = self._asked()
         self.engine.may_answer.clear()
-        first = asyncio.create_task(self._run(episodes, "single", "in flight"))
+        first = asyncio.create_task(self._run(sampler, "single", "in flight"))
         while self._asked() < before + 3:  # noqa: ASYNC110 - another thread counts
             await asyncio.sleep(0.01)
         with pytest.raises(BlockedError, match="generations were still in flight after 0 s"):
-            await episodes.pause(0.01)
-        done = episodes.done
+            await sampler.pause(0.01)
+        done = sampler.progress
         await asyncio.sleep(1.2)
-        self.moved_while_the_engine_hung = episodes.done - done
+        self.moved_while_the_engine_hung = sampler.progress - done
         self.engine.may_answer.set()
-        await episodes.pause(60.0)
+        await sampler.pause(60.0)
         before = self._asked()
-        second = asyncio.create_task(self._run(episodes, "single", "held back"))
+        second = asyncio.create_task(self._run(sampler, "single", "held back"))
         await asyncio.sleep(0.2)
         self.asked_while_closed = self._asked() - before
         self.version = 8
-        episodes.resume()
+        sampler.resume()
         await asyncio.gather(first, second)
 
-    async def _thinking(self, episodes: AgentGroupSampler) -> None:
+    async def _thinking(self, sampler: AgentGroupSampler) -> None:
         """Agents at work between their calls."""
-        done, flag = episodes.done, self.folder / "go on"
-        group = asyncio.create_task(episodes.run_group(row("waits", flag=str(flag))))
-        while episodes.done < done + 3:  # noqa: ASYNC110 - the calls
+        done, flag = sampler.progress, self.folder / "go on"
+        group = asyncio.create_task(sampler.run_group(row("waits", flag=str(flag))))
+        while sampler.progress < done + 3:  # noqa: ASYNC110 - the calls
             await asyncio.sleep(0.01)
-        done = episodes.done
+        done = sampler.progress
         await asyncio.sleep(1.2)
-        self.moved_while_agents_thought = episodes.done - done
+        self.moved_while_agents_thought = sampler.progress - done
         flag.touch()
         await group
 
-    async def _hopeless(self, episodes: AgentGroupSampler) -> None:
+    async def _hopeless(self, sampler: AgentGroupSampler) -> None:
         for number in range(2):
-            episodes.check()
-            await self._run(episodes, "raises", f"raises {number}")
+            sampler.check()
+            await self._run(sampler, "raises", f"raises {number}")
         with pytest.raises(AgentFailedError, match=r"failed 6 times in a row \(.*x exception") as e:
-            episodes.check()
+            sampler.check()
         assert e.value.exit_code == 1
 
     def _asked(self) -> int:
@@ -214,8 +211,8 @@ def test_one_turn_gives_the_rows_of_the_plain_path(seen: Seen) -> None:
     async def plain() -> Group:
         engine, settings = get_token_engine("vllm"), settings_of(job(seen.folder, ""))
         async with Client(engine, seen.engine.url, "policy") as client:
-            episodes = GroupSampler(client, Texts(), Lengths(), settings, lambda: 7)  # type: ignore[arg-type]
-            return await episodes.run_group(Prompt(QUESTION, ""))
+            sampler = GroupSampler(client, Texts(), Lengths(), settings, lambda: 7)  # type: ignore[arg-type]
+            return await sampler.run_group(Prompt(QUESTION, ""))
 
     expected, found = to_batch(3, [asyncio.run(plain())], pad=0, stats={}), seen.batch("single")
 
@@ -378,12 +375,12 @@ def runnable(root: Path, engine: ChatEngine, **more: Any) -> Path:
 def test_the_orchestrator_publishes_what_agents_did(tmp_path: Path) -> None:
     with chatting() as engine:
         path = runnable(tmp_path, engine)
-        exchange = RolloutStore(path.parent / "exchange")
+        store = RolloutStore(path.parent / "exchange")
         batches: list[RolloutBatch] = []
 
         def trainer() -> None:
-            batches.append(exchange.wait_batch(1, timeout=60.0))
-            exchange.finish_trainer()
+            batches.append(store.wait_batch(1, timeout=60.0))
+            store.finish_trainer()
 
         thread = threading.Thread(target=trainer)
         thread.start()

@@ -132,9 +132,9 @@ def test_what_agents_did_has_the_tokens_and_logprobs_of_transformers(
     async def run() -> list[Group]:
         url = served.endpoint.base_url.removesuffix("/v1")
         settings = GrpoConfig(agent=TARGET, group_size=2, max_tokens=16, temperature=1.0)
-        async with AgentGroupSampler(ModelServer(url, "policy"), settings, lambda: 0) as episodes:
+        async with AgentGroupSampler(ModelServer(url, "policy"), settings, lambda: 0) as sampler:
             prompts = [AgentPrompt([1], "", json.dumps({"kind": kind})) for kind in kinds]
-            groups = await asyncio.gather(*(episodes.run_group(prompt) for prompt in prompts))
+            groups = await asyncio.gather(*(sampler.run_group(prompt) for prompt in prompts))
         return list(groups)
 
     groups = asyncio.run(run())

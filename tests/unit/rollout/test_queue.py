@@ -54,12 +54,12 @@ class Rollouts:
     async def run(self, *, steps: int) -> None:
         """Train so many steps from the last checkpoint on, save, and be killed."""
         self.attempt += 1
-        exchange = RolloutStore(self.root / f"attempt{self.attempt}")
-        kept = find_queue(self.checkpoint, self.step, batch_size=BATCH, async_level=AHEAD)
-        assert not kept.messages
-        queue = RolloutQueue(exchange, PROMPTS, self._group, seed=0, kept=kept)
-        queue.hand_out()
-        ready = len(kept.batches)
+        store = RolloutStore(self.root / f"attempt{self.attempt}")
+        saved = find_queue(self.checkpoint, self.step, batch_size=BATCH, async_level=AHEAD)
+        assert not saved.messages
+        queue = RolloutQueue(store, PROMPTS, self._group, seed=0, saved=saved)
+        queue.publish_saved()
+        ready = len(saved.batches)
         controller: RolloutController[QueuedPrompt, FinishedGroup] = RolloutController(
             queue.run,
             max_concurrent=5,
@@ -74,23 +74,23 @@ class Rollouts:
                 while made < self.step + 1 + self.dice.randint(0, AHEAD):
                     groups = queue.take(made + 1, await controller.next_batch())
                     made += 1
-                    exchange.publish_batch(to_batch(made, groups, pad=0, stats={}))
+                    store.publish_batch(to_batch(made, groups, pad=0, stats={}))
                 for _ in range(60):  # groups are made ahead meanwhile
                     await asyncio.sleep(0)
-                self._train(exchange)
+                self._train(store)
                 controller.set_version(self.step - begin)
             self.checkpoint = self.root / f"checkpoint{self.attempt}"
             self.checkpoint.mkdir()
-            keep_queue(exchange, self.step, self.checkpoint)
-            shutil.rmtree(exchange.root)
+            keep_queue(store, self.step, self.checkpoint)
+            shutil.rmtree(store.root)
 
-    def _train(self, exchange: RolloutStore) -> None:
+    def _train(self, store: RolloutStore) -> None:
         self.step += 1
-        batch = exchange.wait_batch(self.step, timeout=0)
+        batch = store.wait_batch(self.step, timeout=0)
         assert self.step - 1 - batch.versions.min() <= AHEAD
         for number in dict.fromkeys(batch.groups.tolist()):
             self.trained.append(int(batch.tokens[batch.groups == number][0, 0]))
-        write_json(exchange.root / "weights" / "latest.json", {"version": self.step})
+        write_json(store.root / "weights" / "latest.json", {"version": self.step})
 
     async def _group(self, prompt: Prompt) -> Group:
         fails, version = self.dice.random() < 0.2, self.step
@@ -110,8 +110,8 @@ async def test_over_restarts_every_draw_is_used_once(tmp_path: Path, seed: int) 
     for steps in (2, 1, 6, 2):
         await rollouts.run(steps=steps)
 
-    kept = find_queue(rollouts.checkpoint, rollouts.step, batch_size=BATCH, async_level=AHEAD)
-    assert kept.messages == []
+    saved = find_queue(rollouts.checkpoint, rollouts.step, batch_size=BATCH, async_level=AHEAD)
+    assert saved.messages == []
     last = json.loads(
         (tmp_path / f"checkpoint4/rollouts/step_{rollouts.step:06d}.json").read_text()
     )
@@ -134,19 +134,19 @@ def _samples(step: int, *, version: int) -> RolloutBatch:
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """After step 4, with the batches of 5 and 6; 9 prompts are drawn, 8 used."""
-    exchange = RolloutStore(tmp_path / "exchange")
+    store = RolloutStore(tmp_path / "exchange")
     for step, place in (
         (3, PromptCursor(4)),
         (4, PromptCursor(5)),
         (5, PromptCursor(7, (5,))),
         (6, PromptCursor(9, (8,))),
     ):
-        write_json(exchange.root / f"places/step_{step:06d}.json", place.__dict__)
-        exchange.publish_batch(_samples(step, version=4))
+        write_json(store.root / f"places/step_{step:06d}.json", place.__dict__)
+        store.publish_batch(_samples(step, version=4))
     folder = tmp_path / "step_000004"
     folder.mkdir()
-    keep_queue(exchange, 4, folder)
-    shutil.rmtree(exchange.root)
+    keep_queue(store, 4, folder)
+    shutil.rmtree(store.root)
     return folder
 
 
@@ -155,7 +155,7 @@ def _found(checkpoint: Path) -> SavedQueue:
 
 
 def test_batches_that_wait_are_kept_with_the_place_after_them(checkpoint: Path) -> None:
-    kept = _found(checkpoint)
+    saved = _found(checkpoint)
 
     names = sorted(path.name for path in (checkpoint / "rollouts").iterdir())
     assert names == [
@@ -165,8 +165,8 @@ def test_batches_that_wait_are_kept_with_the_place_after_them(checkpoint: Path) 
         "step_000006.json",
         "step_000006.npz",
     ]
-    assert [batch.step for batch in kept.batches] == [5, 6]
-    assert (kept.place, kept.messages) == (PromptCursor(9, (8,)), [])
+    assert [batch.step for batch in saved.batches] == [5, 6]
+    assert (saved.cursor, saved.messages) == (PromptCursor(9, (8,)), [])
 
 
 @pytest.mark.parametrize(
@@ -204,11 +204,11 @@ def test_what_cannot_be_used_is_made_anew_and_said(
     else:
         shutil.rmtree(folder)
 
-    kept = _found(checkpoint)
+    saved = _found(checkpoint)
 
-    assert [batch.step for batch in kept.batches] == steps
-    assert kept.place == place
-    assert words in kept.messages[0]
+    assert [batch.step for batch in saved.batches] == steps
+    assert saved.cursor == place
+    assert words in saved.messages[0]
 
 
 def test_a_fresh_start_draws_from_the_beginning() -> None:
@@ -216,11 +216,11 @@ def test_a_fresh_start_draws_from_the_beginning() -> None:
 
 
 def test_batches_of_nobody_s_queue_are_not_kept(tmp_path: Path) -> None:
-    exchange = RolloutStore(tmp_path / "exchange")
-    exchange.publish_batch(_samples(2, version=0))
+    store = RolloutStore(tmp_path / "exchange")
+    store.publish_batch(_samples(2, version=0))
     (tmp_path / "checkpoint").mkdir()
 
-    keep_queue(exchange, 1, tmp_path / "checkpoint")
+    keep_queue(store, 1, tmp_path / "checkpoint")
 
     assert not list((tmp_path / "checkpoint").iterdir())
 
@@ -261,11 +261,11 @@ def stage(root: Path) -> Iterator[tuple[StagePaths, dict[str, Any], Engine]]:
         yield StagePaths(root / "stage"), body, engine
 
 
-async def _published(exchange: RolloutStore, step: int) -> RolloutBatch:
+async def _published(store: RolloutStore, step: int) -> RolloutBatch:
     async with asyncio.timeout(60):
-        while not exchange.batch_path(step).exists():  # noqa: ASYNC110 - of another task
+        while not store.batch_path(step).exists():  # noqa: ASYNC110 - of another task
             await asyncio.sleep(0.02)
-    return read_batch(exchange.batch_path(step))
+    return read_batch(store.batch_path(step))
 
 
 @contextlib.asynccontextmanager
@@ -289,21 +289,21 @@ async def test_a_resumed_orchestrator_hands_out_what_waited_and_goes_on_after_it
         write_json(folder / EXPECTED, {"tokens": [5, 6, 7], "logprobs": [-6.0, -7.0]})
 
     with stage(tmp_path) as (paths, body, _):
-        async with _orchestrating(paths, body) as (job, exchange):
-            first, waiting = [await _published(exchange, step) for step in (1, 2)]
-        write_json(exchange.root / "weights" / "latest.json", {"version": 1})
+        async with _orchestrating(paths, body) as (job, store):
+            first, waiting = [await _published(store, step) for step in (1, 2)]
+        write_json(store.root / "weights" / "latest.json", {"version": 1})
         checkpoint = paths.checkpoints / "step_000001"
         checkpoint.mkdir(parents=True)
-        keep_queue(exchange, 1, checkpoint)
+        keep_queue(store, 1, checkpoint)
         meta = {"step": 1, "updates": 1, "world_size": 1, "fingerprint": fingerprint(job)}
         write_json(checkpoint / "meta.json", meta | {"files": {}})
 
-        async with _orchestrating(paths, body) as (job, exchange):
-            again = await _published(exchange, 2)
-            exchange.publish_weights(1, same)
-            later = [await _published(exchange, 3)]
-            exchange.publish_weights(2, same)
-            later += [await _published(exchange, 4)]
+        async with _orchestrating(paths, body) as (job, store):
+            again = await _published(store, 2)
+            store.publish_weights(1, same)
+            later = [await _published(store, 3)]
+            store.publish_weights(2, same)
+            later += [await _published(store, 4)]
 
     assert np.array_equal(again.tokens, waiting.tokens)
     assert "batches of steps 2 to 2 out of the checkpoint" in capsys.readouterr().out

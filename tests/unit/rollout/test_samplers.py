@@ -121,7 +121,7 @@ async def pool(tmp_path: Path) -> AsyncIterator[RewardPool]:
         yield pool
 
 
-def episodes_of(server: Server, pool: RewardPool) -> GroupSampler:
+def sampler_of(server: Server, pool: RewardPool) -> GroupSampler:
     settings = GrpoConfig(group_size=4)
     return GroupSampler(server, Tokenizer(), pool, settings, lambda: 7)  # type: ignore[arg-type]
 
@@ -129,37 +129,37 @@ def episodes_of(server: Server, pool: RewardPool) -> GroupSampler:
 async def test_a_reward_that_never_returns_costs_one_episode(
     pool: RewardPool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    episodes = episodes_of(Server(1, 9, 2, 8), pool)
+    sampler = sampler_of(Server(1, 9, 2, 8), pool)
 
-    group = await episodes.run_group(Prompt([5], "[1]"))
+    group = await sampler.run_group(Prompt([5], "[1]"))
 
     assert [c.tokens for c in group.completions] == [[1], [2]]
     assert (group.rewards, group.failed, group.version) == ([1.0, 0.0], 2, 7)
     assert group_stats([group])["failed_episodes"] == 2.0
-    assert episodes.failures == {"timeout": 1, "bad_return": 1}
+    assert sampler.failures == {"timeout": 1, "bad_return": 1}
     said = capsys.readouterr().out
     assert "an episode is left out: reward timeout: no reward within 1 s; its text: '[9]'" in said
 
 
 async def test_a_group_with_one_reward_left_has_failed(pool: RewardPool) -> None:
-    episodes = episodes_of(Server(1, 8, 8, 8), pool)
+    sampler = sampler_of(Server(1, 8, 8, 8), pool)
 
     with pytest.raises(
         BadRewardError, match="3 of 4 samples: reward bad_return: the reward is nan"
     ):
-        await episodes.run_group(Prompt([1], "x"))
+        await sampler.run_group(Prompt([1], "x"))
 
 
 async def test_a_reward_that_never_works_is_told_from_one_that_some_texts_are_too_much_for(
     pool: RewardPool,
 ) -> None:
-    bad, mixed = episodes_of(Server(8, 8, 8, 8), pool), episodes_of(Server(8, 8, 8, 1), pool)
+    bad, mixed = sampler_of(Server(8, 8, 8, 8), pool), sampler_of(Server(8, 8, 8, 1), pool)
 
     for _ in range(2):
         bad.check()
-        for episodes in (bad, mixed):
+        for sampler in (bad, mixed):
             with pytest.raises(BadRewardError):
-                await episodes.run_group(Prompt([1], "x"))
+                await sampler.run_group(Prompt([1], "x"))
 
     mixed.check()
     with pytest.raises(BadRewardError, match=r"failed 8 times in a row \(8x bad_return\)"):
@@ -168,27 +168,27 @@ async def test_a_reward_that_never_works_is_told_from_one_that_some_texts_are_to
 
 async def test_a_pause_waits_for_generation_and_not_for_rewards(pool: RewardPool) -> None:
     server = Server(9, 1, 1, 1)
-    episodes = episodes_of(server, pool)
-    rewarding = asyncio.create_task(episodes.run_group(Prompt([1], "x")))
+    sampler = sampler_of(server, pool)
+    rewarding = asyncio.create_task(sampler.run_group(Prompt([1], "x")))
     await asyncio.sleep(0)
-    await episodes.pause(within=60.0)
-    later = asyncio.create_task(episodes.run_group(Prompt([1], "x")))
+    await sampler.pause(within=60.0)
+    later = asyncio.create_task(sampler.run_group(Prompt([1], "x")))
     await asyncio.sleep(0)
 
     assert not rewarding.done()
-    episodes.resume()
+    sampler.resume()
     assert {(await rewarding).failed, (await later).failed} == {1}
 
 
 async def test_a_pause_tells_what_is_still_in_flight(pool: RewardPool) -> None:
     server = Server(1, 1, 1, 1)
     server.may_answer.clear()
-    episodes = episodes_of(server, pool)
-    running = asyncio.create_task(episodes.run_group(Prompt([1], "x")))
+    sampler = sampler_of(server, pool)
+    running = asyncio.create_task(sampler.run_group(Prompt([1], "x")))
     await asyncio.sleep(0)
 
     with pytest.raises(BlockedError, match="1 generations were still in flight after 0 s"):
-        await episodes.pause(within=0.01)
+        await sampler.pause(within=0.01)
 
     server.may_answer.set()
     await running
@@ -263,11 +263,11 @@ def runnable(root: Path, engine: Engine, **more: Any) -> Path:
     return job(root, grpo, endpoint=url, engine="sglang", **more)
 
 
-def in_background(exchange: RolloutStore, act: Callable[[], None]) -> threading.Thread:
+def in_background(store: RolloutStore, act: Callable[[], None]) -> threading.Thread:
     """Act when the first batch is there, as a trainer would."""
 
     def later() -> None:
-        exchange.wait_batch(1, timeout=60.0)
+        store.wait_batch(1, timeout=60.0)
         act()
 
     thread = threading.Thread(target=later)
@@ -280,20 +280,20 @@ def test_server_that_ignores_new_weights_is_found_out(
 ) -> None:
     with running() as engine:
         path = runnable(tmp_path, engine)
-        exchange = RolloutStore(path.parent / "exchange")
+        store = RolloutStore(path.parent / "exchange")
         other = tmp_path / "other"
         write_model(other, seed=1)
 
         def copy(folder: Path) -> None:
             shutil.copytree(other, folder, dirs_exist_ok=True)
 
-        trainer = in_background(exchange, lambda: exchange.publish_weights(1, copy))
+        trainer = in_background(store, lambda: store.publish_weights(1, copy))
         code = orchestrator.main(["--job", str(path)])
         trainer.join()
 
     assert code == 3
     assert "answers exactly as with the weights before it" in capsys.readouterr().err
-    assert exchange.loaded_version() == 0
+    assert store.loaded_version() == 0
 
 
 def test_server_that_dies_is_named(
@@ -302,7 +302,7 @@ def test_server_that_dies_is_named(
     monkeypatch.setattr("shakedown.inference.client._RETRY_SECONDS", (0.01,))
     with running() as engine:
         path = runnable(tmp_path, engine)
-        exchange = RolloutStore(path.parent / "exchange")
+        store = RolloutStore(path.parent / "exchange")
 
         def same(folder: Path) -> None:
             shutil.copytree(tmp_path / "model", folder, dirs_exist_ok=True)
@@ -310,9 +310,9 @@ def test_server_that_dies_is_named(
         def die() -> None:
             engine.shutdown()
             engine.server_close()
-            exchange.publish_weights(1, same)
+            store.publish_weights(1, same)
 
-        trainer = in_background(exchange, die)
+        trainer = in_background(store, die)
         code = orchestrator.main(["--job", str(path)])
         trainer.join()
 

@@ -181,32 +181,32 @@ class Orchestrator:
         self._job, self._client, self._sync = job, parts.client, parts.sync
         self._heartbeat = parts.heartbeat
         self._pad = int(tokenizer.pad_token_id)
-        self._exchange = RolloutStore(job.attempt.exchange)
-        self._start, kept = _resumed(job, self._settings, self._heartbeat)
+        self._store = RolloutStore(job.attempt.exchange)
+        self._start, saved = _resumed(job, self._settings, self._heartbeat)
         self._version, self._syncing = 0, False
         self._faults = Injector(job.config.fault, 0, role="orchestrator")
-        self._step, self._said = self._start + len(kept.batches) + 1, 0.0
+        self._step, self._said = self._start + len(saved.batches) + 1, 0.0
         self._sync_seconds, self._held = 0.0, time.monotonic()
-        self._rewards: RewardPool | AgentGroupSampler
-        self._episodes: GroupSampler | AgentGroupSampler
+        self._workers: RewardPool | AgentGroupSampler
+        self._sampler: GroupSampler | AgentGroupSampler
         if self._settings.agent:
             agents = AgentGroupSampler(
                 ModelServer(job.endpoint, job.served_model), self._settings, lambda: self._version
             )
-            self._rewards = self._episodes = agents
+            self._workers = self._sampler = agents
         else:
-            self._rewards = pool = RewardPool(job.reward, job.reward_limits)
-            self._episodes = GroupSampler(
+            self._workers = pool = RewardPool(job.reward, job.reward_limits)
+            self._sampler = GroupSampler(
                 self._client,
                 tokenizer,
                 pool,
                 self._settings,
                 lambda: self._version,
-                newest=self._exchange.latest_version,
+                newest=self._store.latest_version,
                 vocabulary=parts.vocabulary,
             )
         self._queue = RolloutQueue(
-            self._exchange, parts.prompts, self._episodes.run_group, seed=job.seed, kept=kept
+            self._store, parts.prompts, self._sampler.run_group, seed=job.seed, saved=saved
         )
         rule, groups = _rule(job, self._settings), job.config.batch_size
         self._controller: RolloutController[QueuedPrompt, FinishedGroup] = RolloutController(
@@ -216,7 +216,7 @@ class Orchestrator:
             batch_size=groups,
             source=self._queue.draws(),
             total=(job.config.steps - self._start) * groups,
-            accepted=len(kept.batches) * groups,
+            accepted=len(saved.batches) * groups,
         )
 
     async def run(self) -> None:
@@ -225,7 +225,7 @@ class Orchestrator:
         Raises:
             UsageError: the reward function cannot be used.
         """
-        async with self._rewards, self._controller:
+        async with self._workers, self._controller:
             await self._resume()
             await _first_to_end(
                 self._batches(), self._weights(), self._health(), self._beats(), self._finish()
@@ -236,9 +236,9 @@ class Orchestrator:
         """A resumed trainer publishes its weights first; batches of older ones would be in vain."""
         if not self._start:
             return
-        self._queue.hand_out()
+        self._queue.publish_saved()
         print(f"waiting for the weights of step {self._start} to go on from", flush=True)
-        while self._exchange.latest_version() < self._start:
+        while self._store.latest_version() < self._start:
             self._heartbeat.beat(phase="init", step=self._start)
             await asyncio.sleep(_POLL_SECONDS)
         await self._load_newest()
@@ -262,7 +262,7 @@ class Orchestrator:
             "groups_ready": float(self._controller.ready),
         }
         batch = to_batch(self._step, groups, pad=self._pad, stats=stats)
-        self._exchange.publish_batch(batch)
+        self._store.publish_batch(batch)
         now = time.monotonic()
         if now - self._said >= _SAY_SECONDS or self._step == self._job.config.steps:
             self._said = now
@@ -275,7 +275,7 @@ class Orchestrator:
     async def _weights(self) -> None:
         """Load every version that the trainer publishes; those passed over are not needed."""
         while True:
-            if self._exchange.latest_version() > self._version:
+            if self._store.latest_version() > self._version:
                 await self._load_newest()
             await asyncio.sleep(_POLL_SECONDS)
 
@@ -285,18 +285,18 @@ class Orchestrator:
         self._controller.pause()
         self._syncing = True
         try:
-            await self._episodes.pause(limit)
+            await self._sampler.pause(limit)
             self._heartbeat.beat(phase="weight_sync", step=self._step)
-            weights = self._exchange.latest_weights()
+            weights = self._store.latest_weights()
             if weights is not None:
                 self._faults.at("weights", weights.version)
                 self._sync_seconds = await self._sync.apply(weights, within=limit)
                 self._version = weights.version
-                self._exchange.mark_loaded(weights.version)
+                self._store.mark_loaded(weights.version)
                 self._controller.set_version(weights.version - self._start)
         finally:
             self._syncing = False
-        self._episodes.resume()
+        self._sampler.resume()
         self._controller.resume()
 
     async def _health(self) -> None:
@@ -309,7 +309,7 @@ class Orchestrator:
         patience = max(10.0, self._job.config.stall_timeout / 2)
         healthy = time.monotonic()
         while True:
-            self._episodes.check()
+            self._sampler.check()
             fault = await self._client.health()
             now = time.monotonic()
             if not fault or self._syncing:
@@ -326,7 +326,7 @@ class Orchestrator:
         """A beat only when a group ended or a reward came: a server that hangs must be noticed."""
         before = (-1, -1)
         while True:
-            done = (self._controller.accepted, self._rewards.done)
+            done = (self._controller.accepted, self._workers.progress)
             if self._controller.running == 0 and not self._syncing:
                 self._heartbeat.beat(phase="rollout_wait", step=self._step)
                 self._say_held()
@@ -360,7 +360,7 @@ class Orchestrator:
         The stage's supervisor takes an orchestrator that ends first for a failure.
         """
         # Files of another process: there is no event to wait for.
-        while not self._exchange.trainer_finished() or _trainers_live(self._job):  # noqa: ASYNC110
+        while not self._store.trainer_finished() or _trainers_live(self._job):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
         self._heartbeat.beat(phase="finished", step=self._step - 1)
         await asyncio.sleep(_SETTLE_SECONDS if self._job.config.nodes > 1 else 0.0)

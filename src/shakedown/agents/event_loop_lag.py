@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from shakedown.agents.wire import CURRENT_EPISODE
+from shakedown.agents.http_calls import CURRENT_EPISODE
 
 TICK = 0.02  # seconds between ticks: the resolution of the measured lag
 _LOOK = 0.1  # seconds between looks of the thread

@@ -1,8 +1,8 @@
 """Watch an unchanged agent's HTTP traffic: waits, connects, statuses, and the cost of TLS contexts.
 
-Most clients (openai, anthropic, litellm ...) send through httpx or its successor httpx2. While a
-`Wire` is open, the transport's public `handle_async_request` notes times on every request. Agents
-that talk through something else are simply not seen.
+Most clients (openai, anthropic, litellm ...) send through httpx or its successor httpx2. While an
+`HttpRecorder` is open, the transport's public `handle_async_request` notes times on every request.
+Agents that talk through something else are simply not seen.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ _Handler = Callable[[Any, Any], Awaitable[Any]]
 
 @dataclass
 class HttpCall:
-    """One HTTP request on the wire; times in seconds.
+    """One HTTP request; times in seconds.
 
     `pool_wait` is the time until a connection of the client's pool was free, `connect` the time
     of the TCP handshake (0 on a kept connection), `status` is 0 when no answer came, and `error`
@@ -39,16 +39,16 @@ class HttpCall:
 
 
 @dataclass
-class Wire:
+class HttpRecorder:
     """What was seen while open: one `HttpCall` a request, and what TLS contexts cost."""
 
-    exchanges: list[HttpCall] = field(default_factory=list)
+    calls: list[HttpCall] = field(default_factory=list)
     tls_contexts: int = 0
     tls_seconds_each: float = 0.0
     libraries: list[str] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def open(self, *, share_tls: bool = True) -> Iterator["Wire"]:
+    def open(self, *, share_tls: bool = True) -> Iterator["HttpRecorder"]:
         """Watch every httpx and httpx2 transport of this process until closed.
 
         Args:
@@ -75,7 +75,7 @@ class Wire:
     def _watching(self, original: _Handler) -> _Handler:
         async def handle_async_request(transport: Any, request: Any) -> Any:
             seen = HttpCall(episode=CURRENT_EPISODE.get())
-            self.exchanges.append(seen)
+            self.calls.append(seen)
             begin = time.perf_counter()
             request.extensions = {
                 **request.extensions,
