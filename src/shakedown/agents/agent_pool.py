@@ -71,6 +71,7 @@ class _AgentWorker(Worker):
             return self._failure
         future: asyncio.Future[AgentResult] = asyncio.get_running_loop().create_future()
         self._waiting[key], began = future, time.monotonic()
+        # `data` is JSON already: a row with its images is not parsed and written again here.
         head = json.dumps({"key": key, "base_url": base_url})
         try:
             await self.send(f'{head[:-1]}, "data": {data}}}')

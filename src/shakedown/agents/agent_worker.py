@@ -31,12 +31,12 @@ from shakedown.agents.runner import AgentEndpoint, environment, shared_client
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 
-ALIVE_SECONDS = 1.0
+ALIVE_SECONDS = 1.0  # between signs of life
 LONGEST_LINE = 1 << 26  # bytes: a row of data with its images
-_TICK = 0.1
+_TICK = 0.1  # seconds between looks at the clocks
 _MOST_COUNTED = 1.0  # seconds of one turn of the loop; the rest is another episode's fault
-_LONGEST_TRACE = 4000
-_CONNECTIONS = 1024
+_LONGEST_TRACE = 4000  # characters from the end, where the agent's own frames are
+_CONNECTIONS = 1024  # episodes of one worker that may wait for the engine at once
 
 
 @dataclass

@@ -90,13 +90,14 @@ class LoopMonitor:
             late = time.monotonic() - last - TICK
             if last != blocks_from:
                 blocks_from, next_signal = last, self.limit
+            # Shorter blocks may have ended before the frame below is read: it would name another.
             if late < 2 * _LOOK:
                 continue
             frame = sys._current_frames().get(self._main)
             where = _where(frame)
             self.blocked_at[where] = max(late, self.blocked_at.get(where, 0.0))
             if self._restore is not None and late > next_signal:
-                next_signal += 1.0
+                next_signal += 1.0  # again: an agent may catch the first one in a bare `except`
                 signal.pthread_kill(self._main, signal.SIGALRM)
 
 

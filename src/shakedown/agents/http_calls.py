@@ -66,6 +66,8 @@ class HttpRecorder:
                 stack.enter_context(
                     _replaced(transport, "handle_async_request", self._watching(original))
                 )
+                # Private, as there is no public place where every client's context is made; where
+                # a version has moved it, contexts are merely not shared.
                 inner = _import(f"{library}._transports.default")
                 if share_tls and inner is not None and hasattr(inner, "create_ssl_context"):
                     shared = self._sharing(inner.create_ssl_context)

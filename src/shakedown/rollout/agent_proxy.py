@@ -70,6 +70,7 @@ class AgentProxy:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
+            # No limit: the engine queues calls itself, and episodes are bounded elsewhere.
             connector = aiohttp.TCPConnector(limit=0)
             self._session = await stack.enter_async_context(
                 aiohttp.ClientSession(
@@ -172,6 +173,7 @@ class AgentProxy:
         self, request: web.Request, key: str, sent: Body, wanted: ReplyOptions
     ) -> web.StreamResponse:
         """Written apart from what is read: an agent that does not read holds no update up."""
+        # The queue has no limit of its own: a reply is at most `max_tokens` chunks.
         shown = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         events: asyncio.Queue[bytes] = asyncio.Queue()
         async with self._asked(sent) as (reply, version):

@@ -52,12 +52,12 @@ from shakedown.training.checkpoint.fingerprint import fingerprint
 from shakedown.training.faults import Injector
 from shakedown.training.stage.job import StageJob, read_job
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.05  # the trainer's files: another process, so that nothing can be awaited
 _BEAT_SECONDS = 0.5
 _HEALTH_SECONDS = 2.0
-_HELD_SECONDS = 5.0
-_SAY_SECONDS = 2.0
-_PROBE_PROMPTS = 64
+_HELD_SECONDS = 5.0  # without rollout capacity, until the log says so: shorter waits are normal
+_SAY_SECONDS = 2.0  # between lines of the log: small models take many steps a second
+_PROBE_PROMPTS = 64  # enough to fill the probe, also with short prompts
 _SAFE_LENGTH = 200  # tokens, where a server does not tell its own limit
 _SETTLE_SECONDS = 3.0  # srun ends a little after its last task
 
