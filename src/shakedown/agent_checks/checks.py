@@ -9,7 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from shakedown.agent_checks.judge import judge_run, metrics, summary
-from shakedown.agent_checks.server_view import ask_server
+from shakedown.agent_checks.server_probe import ask_server
+from shakedown.agent_checks.training_path import TrainingRunner
 from shakedown.agents.runner import (
     AgentEndpoint,
     AgentRunner,
@@ -19,6 +20,7 @@ from shakedown.agents.runner import (
     RunSettings,
     run_episodes,
 )
+from shakedown.config import GrpoConfig
 from shakedown.core.errors import BlockedError
 from shakedown.core.verdict import Finding, status_of
 from shakedown.rollout.controller import RolloutController
@@ -56,12 +58,17 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class CheckPlan:
-    """The class that is checked, what it is asked, and the sizes of the checks."""
+    """The class that is checked, what it is asked, and the sizes of the checks.
+
+    `grpo`: the agent and the sampling of a stage that would train with it; None: the server's
+    replies have no token ids, so that no stage can.
+    """
 
     agent: type
     rows: Sequence[Row]
     endpoint: AgentEndpoint
     settings: CheckSettings = field(default_factory=CheckSettings)
+    grpo: GrpoConfig | None = None
 
     def row(self, number: int) -> Row:
         """Rows are used again when there are fewer than prompts."""
@@ -137,13 +144,24 @@ async def grouped(plan: CheckPlan) -> CheckResult:
 
 
 async def controller(plan: CheckPlan) -> CheckResult:
-    """Batches through the rollout controller, as the trainer will ask for them."""
+    """Batches through the rollout controller, as the trainer will ask for them.
+
+    The episodes run as in training too, where that is possible: a PASS means that it will work.
+
+    Raises:
+        UsageError: the class cannot be imported in a worker process.
+        LaunchError: a worker process could not be started.
+    """
     group_size = plan.settings.group_size
     batch_size = min(_CONTROLLER_BATCH, plan.settings.prompts)
     total = batch_size * _CONTROLLER_BATCHES
-    runner = AgentRunner(
-        plan.agent, plan.endpoint, plan.sizes(concurrency=total * group_size, group_size=group_size)
-    )
+    runner: AgentRunner | TrainingRunner
+    if plan.grpo:
+        limits = {"group_size": group_size, "agent_timeout": plan.settings.episode_timeout}
+        runner = TrainingRunner(plan.endpoint, plan.grpo.model_copy(update=limits))
+    else:
+        sizes = plan.sizes(concurrency=total * group_size, group_size=group_size)
+        runner = AgentRunner(plan.agent, plan.endpoint, sizes)
 
     async def run_group(number: int) -> list[Episode]:
         return await runner.run_group(plan.row(number), group=number)

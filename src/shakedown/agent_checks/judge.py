@@ -75,8 +75,6 @@ def metrics(result: RunResult) -> dict[str, float]:
     """Numbers of a run; seconds are named so, shares are in 0..1."""
     latencies = [episode.seconds for episode in result.episodes if episode.ok]
     rewards = mean_rewards(result.episodes)
-    waits = [call.pool_wait for call in result.http_calls]
-    connects = [call.connect for call in result.http_calls if call.connect]
     causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
     numbers: dict[str, float] = {
         "episodes": len(result.episodes),
@@ -86,6 +84,18 @@ def metrics(result: RunResult) -> dict[str, float]:
         "latency_p50_seconds": percentile(latencies, 0.50),
         "latency_p99_seconds": percentile(latencies, 0.99),
         "latency_max_seconds": max(latencies, default=0.0),
+        **(_client_metrics(result) if result.measured else {}),
+        **{f"failed_{cause}": count for cause, count in causes.items()},
+    }
+    if rewards:
+        numbers |= _statistics(rewards)
+    return {name: round(value, 6) for name, value in numbers.items()}
+
+
+def _client_metrics(result: RunResult) -> dict[str, float]:
+    waits = [call.pool_wait for call in result.http_calls]
+    connects = [call.connect for call in result.http_calls if call.connect]
+    return {
         "loop_lag_p50_seconds": percentile(result.lags, 0.50),
         "loop_lag_p99_seconds": percentile(result.lags, 0.99),
         "loop_lag_max_seconds": max(result.lags, default=0.0),
@@ -95,11 +105,7 @@ def metrics(result: RunResult) -> dict[str, float]:
         "pool_wait_max_seconds": max(waits, default=0.0),
         "connect_p99_seconds": percentile(connects, 0.99),
         "tls_contexts": result.tls_contexts,
-        **{f"failed_{cause}": count for cause, count in causes.items()},
     }
-    if rewards:
-        numbers |= _statistics(rewards)
-    return {name: round(value, 6) for name, value in numbers.items()}
 
 
 def mean_rewards(episodes: Sequence[Episode]) -> list[float]:
@@ -172,6 +178,11 @@ def _remedy(
             "code",
             "move blocking work off the event loop: await asyncio.to_thread(function, ...)",
         ),
+        "no_call": (
+            "code",
+            "send chat calls to base_url (or OPENAI_BASE_URL), read streams to their end, and "
+            "return from `run` after the last reply: what is not recorded cannot be trained on",
+        ),
         "bad_return": (
             "code",
             "return a number, or a dict {completion.id: number}, on every path of `run`",
@@ -192,7 +203,8 @@ def _transport_remedy(cause: str, result: RunResult, server: ServerProbe) -> tup
             f"the server does not answer ({server.error}): start it, or fix the URL",
         )
     healthy = f"the server itself is healthy (it answered in {server.seconds:.2f} s)"
-    if cause == "connection" and not any(call.status for call in result.http_calls):
+    answered = any(call.status for call in result.http_calls)
+    if cause == "connection" and result.measured and not answered:
         return "code", f"{healthy}, so the agent asks another address than base_url"
     lag = max(result.lags, default=0.0)
     if lag > _LAG_WARN:
@@ -214,6 +226,8 @@ def _status_remedy(episodes: Sequence[Episode]) -> tuple[Blame, str]:
 
 
 def _client_findings(result: RunResult) -> list[Finding]:
+    if not result.measured:
+        return []
     lag = max(result.lags, default=0.0)
     blocked = sorted(result.blocked_at.items(), key=lambda item: -item[1])[:3]
     where = "; ".join(f"{seconds:.1f} s at {place}" for place, seconds in blocked)

@@ -20,6 +20,7 @@ CAUSES: dict[str, str] = {
     "episode_timeout": "the episode took longer than --episode-timeout",
     "unknown_model": "the server does not serve the model that the agent names",
     "api_status": "the server answered with an error status",
+    "no_call": "`run` returned a reward, and no chat call of it was recorded to be trained on",
     "bad_return": "`run` returned something that is no reward",
     "blocked_loop": "the agent blocked the event loop until it was interrupted",
     "exit": "the agent ended the process (sys.exit)",

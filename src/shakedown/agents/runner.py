@@ -73,7 +73,10 @@ class Episode:
 
 @dataclass
 class RunResult:
-    """Every episode in order, and what was measured around them (times in seconds)."""
+    """Every episode in order, and what was measured around them (times in seconds).
+
+    `measured`: whether the HTTP calls and the event loop were.
+    """
 
     episodes: list[Episode] = field(default_factory=list)
     http_calls: list[HttpCall] = field(default_factory=list)
@@ -84,6 +87,7 @@ class RunResult:
     tls_seconds_each: float = 0.0
     seconds: float = 0.0
     settings: RunSettings = field(default_factory=RunSettings)
+    measured: bool = True
 
     def groups(self) -> dict[int, list[Episode]]:
         """Episodes by data row."""

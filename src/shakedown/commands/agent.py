@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.judge import judge_run, metrics, summary, to_extra
-    from shakedown.agent_checks.server_view import ask_server
+    from shakedown.agent_checks.server_probe import ask_server
     from shakedown.agents.contract import load_agent
     from shakedown.agents.runner import RunSettings, drive, run_episodes
 
@@ -101,6 +101,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.checks import CheckPlan, CheckSettings, check_metrics, run_checks
+    from shakedown.agent_checks.training_path import training_settings
     from shakedown.agents.contract import load_agent
     from shakedown.agents.runner import drive
     from shakedown.commands.assets_file import heldout_source
@@ -121,7 +122,8 @@ def _checks(args: argparse.Namespace) -> int:
     )
     agent = load_agent(config.agents.target)
     rows = read_rows(args.data or heldout_source(config), limit=settings.prompts)
-    plan = CheckPlan(agent, rows, _endpoint(served.base_url, served.served_name), settings)
+    endpoint = _endpoint(served.base_url, served.served_name)
+    plan = CheckPlan(agent, rows, endpoint, settings, training_settings(config, served.engine))
     with Lease(ServerFolder(args.endpoint.parent).lease):
         checks = drive(run_checks(plan, progress=lambda line: print(f"  {line}", flush=True)))
     _write_episodes(args.out, [e for r in checks if r.result for e in r.result.episodes], checks)
@@ -151,7 +153,7 @@ def _summary(checks: "list[CheckResult]") -> str:
 
 def _endpoint(base_url: str | None, model: str) -> "AgentEndpoint":
     """Normalise the URL and ask for the served model's name; a dead server is judged later."""
-    from shakedown.agent_checks.server_view import ask_server, with_version
+    from shakedown.agent_checks.server_probe import ask_server, with_version
     from shakedown.agents.runner import AgentEndpoint, drive
 
     url = base_url or os.environ.get("OPENAI_BASE_URL", "")

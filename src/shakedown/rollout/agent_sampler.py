@@ -9,12 +9,11 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup
-from shakedown.agents.contract import Reward
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.data_sources import load_rows, read_rows
@@ -22,8 +21,7 @@ from shakedown.rollout.agent_calls import Call, Sampling, joined
 from shakedown.rollout.agent_proxy import AgentProxy
 from shakedown.rollout.groups import Group, Prompt, encode_prompts
 
-_ENGINE = "vllm"
-NO_CALL = "no_call"
+ENGINE = "vllm"  # the only one whose chat replies have token ids
 _TICK_SECONDS = 0.5
 
 
@@ -49,9 +47,22 @@ class AgentPrompt(Prompt):
 
 
 @dataclass(frozen=True)
-class _Episode:
-    reward: float
-    calls: list[Call]
+class RecordedEpisode(AgentResult):
+    """What became of one call of `run`, with the chat calls that were recorded.
+
+    Without a `cause` it has a reward and at least one call.
+    """
+
+    calls: Sequence[Call] = ()
+
+    @property
+    def one_reward(self) -> float:
+        """A dict of rewards by completion id counts as its mean, as in `shakedown agent run`."""
+        if self.reward is None:
+            raise ValueError(f"an episode that failed ({self.cause}) has no reward")
+        if isinstance(self.reward, dict):
+            return sum(self.reward.values()) / len(self.reward)
+        return self.reward
 
 
 def check_engine(stage: str, engine: str) -> None:
@@ -60,11 +71,11 @@ def check_engine(stage: str, engine: str) -> None:
     Raises:
         ConfigError: names the stage.
     """
-    if engine != _ENGINE:
+    if engine != ENGINE:
         raise ConfigError(
             f"stages.{stage}.grpo.agent needs the token ids of chat replies, which {engine} does "
             "not give",
-            hint=f'set serve.engine to {_ENGINE}, or stages.{stage}.grpo.agent to ""',
+            hint=f'set serve.engine to {ENGINE}, or stages.{stage}.grpo.agent to ""',
         )
 
 
@@ -77,14 +88,21 @@ def agent_prompts(source: str, tokenizer: Any) -> list[Prompt]:
     prompts = encode_prompts(load_rows(source), tokenizer)
     made: list[Prompt] = []
     for number, (prompt, row) in enumerate(zip(prompts, read_rows(source), strict=True), start=1):
-        try:
-            data = json.dumps(row, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise UsageError(
-                f"row {number} of {source} cannot be given to an agent: {error}"
-            ) from None
+        data = row_json(row, f"row {number} of {source}")
         made.append(AgentPrompt(prompt.tokens, prompt.answer, data))
     return made
+
+
+def row_json(row: Mapping[str, Any], name: str) -> str:
+    """A row as workers take it.
+
+    Raises:
+        UsageError: JSON has no form for it; `name` names it.
+    """
+    try:
+        return json.dumps(row, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{name} cannot be given to an agent: {error}") from None
 
 
 class AgentGroupSampler:
@@ -179,34 +197,48 @@ class AgentGroupSampler:
             AgentFailedError: fewer than two are left, so that nothing can be compared.
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
-        data = prompt.data if isinstance(prompt, AgentPrompt) else "{}"
-        began, count = time.monotonic(), self._settings.group_size
-        results = await asyncio.gather(
-            *(self._episode(data) for _ in range(count)), return_exceptions=True
-        )
-        good = [each for each in results if isinstance(each, _Episode)]
-        faults = [each for each in results if isinstance(each, AgentResult)]
-        for error in results:
-            if isinstance(error, BaseException):
-                raise error
+        began = time.monotonic()
+        episodes = await self.run_episodes(prompt.data if isinstance(prompt, AgentPrompt) else "{}")
+        good = [episode for episode in episodes if not episode.cause]
+        failed = [episode for episode in episodes if episode.cause]
         if len(good) < 2:
-            first = faults[0]
+            first = failed[0]
             raise AgentFailedError(
-                f"{len(faults)} of {count} episodes: agent {first.cause}: {first.detail}"
+                f"{len(failed)} of {len(episodes)} episodes: agent {first.cause}: {first.detail}"
             )
         calls = [call for episode in good for call in episode.calls]
         return Group(
             prompt=prompt,
             completions=[call.completion for call in calls],
-            rewards=[episode.reward for episode in good],
+            rewards=[episode.one_reward for episode in good],
             version=min(call.version for call in calls),
             seconds=time.monotonic() - began,
-            failed=len(faults),
+            failed=len(failed),
             agent_episodes=[joined(episode.calls) for episode in good],
         )
 
-    async def _episode(self, data: str) -> _Episode | AgentResult:
-        """One call of `run`: what it gave, or why it is left out."""
+    async def run_episodes(self, data: str) -> list[RecordedEpisode]:
+        """`group_size` episodes of one row at once; every outcome, a failure too, is in the list.
+
+        Args:
+            data: the row as JSON.
+
+        Raises:
+            UsageError, LaunchError: a worker had to be replaced and could not be.
+        """
+        # Together: the first error must not leave episodes behind that nobody awaits.
+        results = await asyncio.gather(
+            *(self._episode(data) for _ in range(self._settings.group_size)),
+            return_exceptions=True,
+        )
+        episodes: list[RecordedEpisode] = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            episodes.append(result)
+        return episodes
+
+    async def _episode(self, data: str) -> RecordedEpisode:
         if self._pool is None:
             raise ValueError("AgentGroupSampler used outside its `async with` block")
         key, url = self._proxy.open()
@@ -217,14 +249,14 @@ class AgentGroupSampler:
             calls = self._proxy.close(key)
             self._running -= 1
         self._ended += 1
-        if result.reward is not None and calls:
-            self._failed_in_row = 0
-            return _Episode(_one_number(result.reward), calls)
-        if result.reward is not None:
+        if not result.cause and not calls:
             detail = "run returned a reward and no chat call of it was recorded"
-            result = AgentResult(cause=NO_CALL, detail=detail, seconds=result.seconds)
-        self._note(result, data)
-        return result
+            result = AgentResult(cause="no_call", detail=detail, seconds=result.seconds)
+        if result.cause:
+            self._note(result, data)
+        else:
+            self._failed_in_row = 0
+        return RecordedEpisode(**vars(result), calls=calls)
 
     def _note(self, result: AgentResult, data: str) -> None:
         """Say each cause once: the row shows what the agent could not bear."""
@@ -236,8 +268,3 @@ class AgentGroupSampler:
             )
         self.failures[result.cause] += 1
         self._failed_in_row += 1
-
-
-def _one_number(reward: Reward) -> float:
-    """A dict of rewards by completion id counts as its mean, as in `shakedown agent run`."""
-    return sum(reward.values()) / len(reward) if isinstance(reward, dict) else reward

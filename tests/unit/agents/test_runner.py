@@ -17,7 +17,7 @@ from openai import AsyncOpenAI
 
 from shakedown.agent_checks.checks import CheckPlan, CheckSettings, run_checks
 from shakedown.agent_checks.judge import ServerProbe, judge_run, metrics, summary
-from shakedown.agent_checks.server_view import ask_server, with_version
+from shakedown.agent_checks.server_probe import ask_server, with_version
 from shakedown.agents.runner import (
     AgentEndpoint,
     RunResult,

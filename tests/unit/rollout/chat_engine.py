@@ -119,7 +119,7 @@ def completions(body: dict[str, Any]) -> dict[str, Any]:
 
 def chat(body: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
     """What vLLM answers to /v1/chat/completions with `logprobs` and `return_token_ids`."""
-    ids = reply_ids(prompt, body["max_tokens"])
+    ids = reply_ids(prompt, body.get("max_tokens", 16))
     choice = {
         "message": {"role": "assistant", "content": text_of(ids)},
         "finish_reason": "stop" if END in ids else "length",
@@ -140,7 +140,7 @@ def chat(body: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
 def chunks(body: dict[str, Any], prompt: list[int]) -> Iterator[dict[str, Any]]:
     """The same reply, streamed by token: the prompt's ids come first, the usage last."""
     head = {"id": "chatcmpl-s", "object": "chat.completion.chunk", "created": 1, "model": "policy"}
-    ids = reply_ids(prompt, body["max_tokens"])
+    ids = reply_ids(prompt, body.get("max_tokens", 16))
     first = {"index": 0, "delta": {"role": "assistant", "content": ""}}
     yield {**head, "choices": [first], "prompt_token_ids": prompt}
     for place, token in enumerate(ids):
