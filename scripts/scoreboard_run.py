@@ -17,11 +17,11 @@ import psutil
 import yaml
 from scoreboard_cases import Case, Drawn, Result, judge
 
-from shakedown.commands.assets import SCHEMA
 from shakedown.config import load_config
 from shakedown.core.files import write_json
 from shakedown.core.paths import RunPaths, StagePaths
 from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.training.assets import SCHEMA
 from shakedown.training.demo import addition_rows, write_model, write_rows
 
 ROOT = Path(__file__).parents[1]

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from shakedown.commands.assets import SCHEMA
+from shakedown.training.assets import SCHEMA
 from shakedown.training.demo import addition_rows, write_model, write_rows
 
 

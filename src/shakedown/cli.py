@@ -8,33 +8,29 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from types import ModuleType
 
 from shakedown import __version__
+from shakedown.commands.arguments import CommandParser
 from shakedown.core.errors import BlockedError, ExitCode, ShakedownError, UsageError, did_you_mean
 
-# name -> (module with add_arguments(parser) and run(args) -> exit code, one line of help).
-# Only the chosen command's module is imported: help answers without torch.
-COMMANDS: dict[str, tuple[str, str]] = {
-    "lint": ("shakedown.commands.lint", "check a config file and say what would go wrong"),
-    "assets": (
-        "shakedown.commands.assets",
-        "write the demo model and data, or check the given ones",
-    ),
-    "preflight": ("shakedown.commands.preflight", "check nodes, network, disks before a run"),
-    "serve": ("shakedown.commands.serve", "start, check or stop a persistent inference server"),
-    "agent": ("shakedown.commands.agent", "run an agent class: once, many at once, in groups"),
-    "compare": ("shakedown.commands.compare", "compare token log-probabilities of two engines"),
-    "train": ("shakedown.commands.train", "run one training stage under supervision"),
-    "hang": ("shakedown.commands.hang", "collect and analyse the evidence of a hung job"),
-    "accept": (
-        "shakedown.commands.accept",
-        "the gate after a stage: pass, or fail with one sentence",
-    ),
-    "allocation": ("shakedown.commands.allocation", "parse an allocation string"),
-    "report": ("shakedown.commands.report", "write one HTML page over all results of a run"),
-    "status": ("shakedown.commands.status", "say what a run is doing now"),
-    "logs": ("shakedown.commands.logs", "show all logs of an attempt as one, by time"),
-    "verdict": ("shakedown.commands.verdict", "print a verdict file for a person"),
+# name -> what it does. The module `shakedown.commands.<name>` has EXAMPLES, add_arguments(parser)
+# and run(args) -> exit code. Only the chosen one is imported: help answers without torch.
+COMMANDS = {
+    "lint": "Check a config file and say what would go wrong.",
+    "assets": "Write the demo's model and data, or check the given ones.",
+    "preflight": "Check nodes, network and disks before a run.",
+    "serve": "Start, check, restart or stop a persistent inference server.",
+    "agent": "Run an agent class: once, many at once, in groups.",
+    "compare": "Compare token log-probabilities of trainer and inference engine.",
+    "train": "Run one training stage under supervision.",
+    "hang": "Collect and analyse the evidence of a hung job.",
+    "accept": "Judge a finished stage: accept its verdict, or fail with one sentence.",
+    "allocation": "Parse an allocation string and place its ranks on nodes.",
+    "report": "Write one HTML page over all results of a run.",
+    "status": "Show what a run is doing now.",
+    "logs": "Show all logs of an attempt as one, by time.",
+    "verdict": "Print a verdict file, and exit as its stage did.",
 }
 
 # command -> (extra of the distribution, packages of it without which the command cannot run). The
@@ -48,8 +44,6 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 # What a path that cannot be one answers, wherever it is first used.
 _NO_PATHS = frozenset({errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP})
-
-_EXIT_CODES = "exit codes: 0 PASS or WARN, 1 FAIL, 2 usage or config error, 3 BLOCKED"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,19 +84,21 @@ def _dispatch(arguments: list[str]) -> int:
             f"unknown command {name!r}{did_you_mean(name, COMMANDS)}",
             hint="shakedown --help",
         )
-    module_name, help_line = COMMANDS[name]
-    module = importlib.import_module(module_name)
-    parser = argparse.ArgumentParser(
-        prog=f"shakedown {name}",
-        description=help_line,
-        epilog=_EXIT_CODES,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    module.add_arguments(parser)
+    module, parser = command_parser(name)
     parsed = parser.parse_args(arguments[1:])
     _require_extra(name)
     result: int = module.run(parsed)
     return result
+
+
+def command_parser(name: str) -> tuple[ModuleType, CommandParser]:
+    """The module of a command, and its parser."""
+    module = importlib.import_module(f"shakedown.commands.{name}")
+    parser = CommandParser(
+        prog=f"shakedown {name}", description=COMMANDS[name], examples=module.EXAMPLES
+    )
+    module.add_arguments(parser)
+    return module, parser
 
 
 def _require_extra(command: str) -> None:
@@ -122,12 +118,12 @@ def _require_extra(command: str) -> None:
 
 def _overview() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:{width}}  {text}" for name, (_, text) in COMMANDS.items())
-    parser = argparse.ArgumentParser(
+    rows = "\n".join(f"  {name:{width}}  {text}" for name, text in COMMANDS.items())
+    what = "Bring an LLM RL post-training run up on Slurm, and say why it does not work."
+    parser = CommandParser(
         prog="shakedown",
-        description=(__doc__ or "").strip() + f"\n\ncommands:\n{rows}",
-        epilog=f"shakedown COMMAND --help says more. {_EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=f"{what}\n\ncommands:\n{rows}\n\nshakedown COMMAND --help says more.",
+        examples=("shakedown lint config/config.yaml", "shakedown status results/demo"),
     )
     parser.add_argument("--version", action="version", version=f"shakedown {__version__}")
     return parser

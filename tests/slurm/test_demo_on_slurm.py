@@ -55,7 +55,7 @@ def test_whole_workflow_is_accepted(demo: Demo) -> None:
 def test_preflight_saw_both_nodes(demo: Demo) -> None:
     paths, _ = demo
 
-    hosts = sorted(path.stem for path in (paths.preflight / "nodes").glob("*.json"))
+    hosts = sorted(path.stem for path in paths.preflight.nodes.glob("*.json"))
 
     assert len(hosts) == 2
 
@@ -63,7 +63,7 @@ def test_preflight_saw_both_nodes(demo: Demo) -> None:
 def test_server_was_a_job_of_its_own(demo: Demo) -> None:
     paths, _ = demo
 
-    launcher = read_json(paths.endpoint("policy"))["launcher"]
+    launcher = read_json(paths.server("policy").endpoint)["launcher"]
 
     assert launcher["kind"] == "slurm"
     assert launcher["job_id"].isdecimal()

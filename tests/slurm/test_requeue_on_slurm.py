@@ -86,9 +86,9 @@ def stage_workflow(flow: Workflow) -> RunPaths:
     config = flow.folder / "config.yaml"
     config.write_text(yaml.safe_dump(body), encoding="utf-8")
     command = [sys.executable, "-m", "shakedown.cli", "assets", "--config", str(config)]
-    subprocess.run([*command, "--out", str(paths.assets)], check=True, timeout=120)
-    paths.preflight.mkdir(parents=True)
-    (paths.preflight / "accepted.json").write_text("{}")
+    subprocess.run([*command, "--out", str(paths.assets.root)], check=True, timeout=120)
+    paths.preflight.root.mkdir(parents=True)
+    paths.preflight.accepted.write_text("{}")
     return paths
 
 

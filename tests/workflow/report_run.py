@@ -28,7 +28,7 @@ def write_run(root: Path, *, hang: bool) -> None:
     write_text(paths.config, CONFIG)
     write_preflight(paths)
     write_json(
-        paths.endpoint("policy"),
+        paths.server("policy").endpoint,
         {
             "base_url": "http://127.0.0.1:21873",
             "engine": "vllm",
@@ -37,7 +37,7 @@ def write_run(root: Path, *, hang: bool) -> None:
             "pid": 4711,
         },
     )
-    write_text(paths.serve("policy") / "server.log", "ready\n")
+    write_text(paths.server("policy").log, "ready\n")
     write_agents(paths)
     write_consistency(paths)
     write_sft(paths.stage("sft"))
@@ -59,7 +59,7 @@ def write_preflight(paths: RunPaths) -> None:
         ]
     ]
     verdict(
-        paths.preflight / "verdict.json",
+        paths.preflight.verdict,
         "preflight",
         "PASS",
         "1 node is fit: 5 checks passed",
@@ -70,7 +70,7 @@ def write_preflight(paths: RunPaths) -> None:
 
 def write_agents(paths: RunPaths) -> None:
     verdict(
-        paths.agents / "verdict.json",
+        paths.agents.verdict,
         "agents",
         "PASS",
         "512 of 512 episodes ok at once, in groups of 8",
@@ -94,7 +94,7 @@ def write_consistency(paths: RunPaths) -> None:
     )
     good = [Finding("k3", "pass", "sample", "64 samples", 6.4e-4, "<= 1e-3", "nats")]
     verdict(
-        paths.consistency / "verdict.json",
+        paths.consistency.verdict,
         "consistency",
         "WARN",
         "transformers and vLLM agree on the mean, the tail is wide: p99 |dlogp| 0.031",
@@ -102,7 +102,7 @@ def write_consistency(paths: RunPaths) -> None:
         metrics={"k3": 6.4e-4, "mean_abs_dlogp": 0.011, "pearson": 0.9994, "ess": 0.998},
         seconds=21.7,
     )
-    write_text(paths.consistency / "report.html", "<!doctype html><title>consistency</title>")
+    write_text(paths.consistency.page, "<!doctype html><title>consistency</title>")
 
 
 def write_sft(paths: StagePaths) -> None:

@@ -28,10 +28,10 @@ def test_every_stage_is_accepted(demo: Demo) -> None:
     paths, done = demo
 
     assert done.returncode == 0
-    gates = [paths.preflight, paths.agents, paths.consistency]
-    gates += [paths.stage("sft").root, paths.stage("grpo").root]
-    for folder in gates:
-        assert read_json(folder / "accepted.json")["status"] in ("PASS", "WARN"), folder
+    steps = (paths.preflight, paths.agents, paths.consistency)
+    stages = (paths.stage("sft"), paths.stage("grpo"))
+    for file in [step.accepted for step in steps] + [stage.accepted for stage in stages]:
+        assert read_json(file)["status"] in ("PASS", "WARN"), file
 
 
 def test_grpo_raises_held_out_sampled_accuracy(demo: Demo) -> None:
@@ -45,8 +45,8 @@ def test_grpo_raises_held_out_sampled_accuracy(demo: Demo) -> None:
 def test_train_and_held_out_problems_are_disjoint(demo: Demo) -> None:
     paths, _ = demo
 
-    train = set(Path(paths.assets / "train.jsonl").read_text(encoding="utf-8").splitlines())
-    heldout = set(Path(paths.assets / "heldout.jsonl").read_text(encoding="utf-8").splitlines())
+    train = set(paths.assets.train.read_text(encoding="utf-8").splitlines())
+    heldout = set(paths.assets.heldout.read_text(encoding="utf-8").splitlines())
 
     assert heldout
     assert not train & heldout
@@ -55,7 +55,7 @@ def test_train_and_held_out_problems_are_disjoint(demo: Demo) -> None:
 def test_512_episodes_ran_at_once(demo: Demo) -> None:
     paths, _ = demo
 
-    metrics = read_json(paths.agents / "verdict.json")["metrics"]
+    metrics = read_json(paths.agents.verdict)["metrics"]
 
     assert metrics["concurrent_episodes_ok"] == 512
 
@@ -63,8 +63,8 @@ def test_512_episodes_ran_at_once(demo: Demo) -> None:
 def test_engine_and_transformers_agree_token_by_token(demo: Demo) -> None:
     paths, _ = demo
 
-    verdict = read_json(paths.consistency / "verdict.json")
-    tokens = pd.read_parquet(paths.consistency / "tokens.parquet")
+    verdict = read_json(paths.consistency.verdict)
+    tokens = pd.read_parquet(paths.consistency.tokens)
 
     assert verdict["status"] == "PASS"
     assert verdict["metrics"]["k3"] <= 1e-3

@@ -78,8 +78,7 @@ def test_same_command_without_the_fault_reruns_that_stage_from_its_checkpoint(
 ) -> None:
     paths, _, small, example = hang
     before = {
-        path: path.stat().st_mtime_ns
-        for path in (paths.agents / "verdict.json", paths.stage("sft").outcome)
+        path: path.stat().st_mtime_ns for path in (paths.agents.verdict, paths.stage("sft").outcome)
     }
     body = yaml.safe_load(example.read_text(encoding="utf-8"))
     del body["stages"]["grpo"]["fault"]

@@ -1,16 +1,16 @@
 # The user's agent: one episode, many at once, in groups, through the rollout controller.
 rule agents:
     input:
-        endpoint=RUN.endpoint(SERVER),
-        assets=RUN.assets / "assets.json",
+        endpoint=RUN.server(SERVER).endpoint,
+        assets=RUN.assets.file,
     output:
         verdict=report(
-            RUN.agents / "verdict.json",
+            RUN.agents.verdict,
             caption="../report/agents.rst",
             category="2 Agents",
             labels={"result": "verdict"},
         ),
-        ran=RUN.agents / "ran",
+        ran=RUN.agents.ran,
     log:
         LOGS / "agents.log",
     conda:
@@ -18,10 +18,10 @@ rule agents:
     resources:
         **placement(),
         gpu=0,
-        exclude_file=str(RUN.bad_nodes),
+        exclude_file=str(RUN.preflight.bad_nodes),
     params:
         section=section("agents", "serve", "model", "data"),
-        out=RUN.agents,
+        out=RUN.agents.root,
         config=RUN.config,
     shell:
         "{{ shakedown agent checks --config {params.config:q} --endpoint {input.endpoint:q} "
@@ -34,7 +34,7 @@ rule accept_agents:
         verdict=rules.agents.output.verdict,
         ran=rules.agents.output.ran,
     output:
-        RUN.agents / "accepted.json",
+        RUN.agents.accepted,
     log:
         LOGS / "accept_agents.log",
     localrule: True

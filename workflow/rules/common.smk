@@ -11,7 +11,6 @@ from shakedown.training.lint import require_sound
 from shakedown.config import dump_config, parse_config, write_resolved
 from shakedown.config.places import ranks_a_node
 from shakedown.core.errors import ShakedownError
-from shakedown.core.paths import RunPaths
 
 # A prefix replaces Snakemake's own strict mode, so it has to ask for it again: without pipefail
 # a command that fails in front of `| tee` would count as done.
@@ -31,7 +30,7 @@ def checked_config():
 
 
 CONFIG = checked_config()
-RUN = RunPaths(Path(CONFIG.results) / CONFIG.run)
+RUN = CONFIG.paths
 SERVER = "policy"
 STAGES = list(CONFIG.stages)
 LOGS = RUN.root / "logs"
@@ -63,12 +62,12 @@ def stage_section(wildcards):
 
 def stage_inputs(wildcards):
     """What must be accepted before a stage: checks of its kind, and the stage before it."""
-    needed = [RUN.preflight / "accepted.json"]
+    needed = [RUN.preflight.accepted]
     if CONFIG.stages[wildcards.stage].algorithm == "grpo":
         needed += [
-            RUN.agents / "accepted.json",
-            RUN.consistency / "accepted.json",
-            RUN.serve(SERVER) / "released.json",
+            RUN.agents.accepted,
+            RUN.consistency.accepted,
+            RUN.server(SERVER).released,
         ]
     position = STAGES.index(wildcards.stage)
     if position:
@@ -79,7 +78,7 @@ def stage_inputs(wildcards):
 def accepted_files():
     """What the gates write: the run is good when all are there."""
     checks = [RUN.preflight, RUN.agents, RUN.consistency]
-    return [room / "accepted.json" for room in checks] + [
+    return [paths.accepted for paths in checks] + [
         RUN.stage(name).accepted for name in STAGES
     ]
 
@@ -113,9 +112,9 @@ def stage_gpus(wildcards):
 
 def stop_server_command():
     """End the run's persistent server, unless it is to be kept."""
-    if CONFIG.serve.keep or not RUN.endpoint(SERVER).exists():
+    if CONFIG.serve.keep or not RUN.server(SERVER).endpoint.exists():
         return "true"
-    return f"shakedown serve stop {shlex.quote(str(RUN.serve(SERVER)))}"
+    return f"shakedown serve stop {shlex.quote(str(RUN.server(SERVER).root))}"
 
 
 def failure_report_command():

@@ -2,18 +2,18 @@
 rule consistency:
     input:
         # After the agents: the server has then been seen to work under load.
-        RUN.agents / "accepted.json",
-        endpoint=RUN.endpoint(SERVER),
-        assets=RUN.assets / "assets.json",
+        RUN.agents.accepted,
+        endpoint=RUN.server(SERVER).endpoint,
+        assets=RUN.assets.file,
     output:
-        verdict=RUN.consistency / "verdict.json",
+        verdict=RUN.consistency.verdict,
         page=report(
-            RUN.consistency / "report.html",
+            RUN.consistency.page,
             caption="../report/consistency.rst",
             category="3 Consistency",
             labels={"result": "token comparison"},
         ),
-        ran=RUN.consistency / "ran",
+        ran=RUN.consistency.ran,
     log:
         LOGS / "consistency.log",
     conda:
@@ -21,10 +21,10 @@ rule consistency:
     resources:
         **placement(),
         gpu=0,
-        exclude_file=str(RUN.bad_nodes),
+        exclude_file=str(RUN.preflight.bad_nodes),
     params:
         section=section("consistency", "serve", "model", "data", "seed"),
-        out=RUN.consistency,
+        out=RUN.consistency.root,
         config=RUN.config,
     shell:
         "{{ shakedown compare --config {params.config:q} --endpoint {input.endpoint:q} "
@@ -37,7 +37,7 @@ rule accept_consistency:
         verdict=rules.consistency.output.verdict,
         ran=rules.consistency.output.ran,
     output:
-        RUN.consistency / "accepted.json",
+        RUN.consistency.accepted,
     log:
         LOGS / "accept_consistency.log",
     localrule: True

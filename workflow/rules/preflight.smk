@@ -2,13 +2,13 @@
 rule preflight:
     output:
         verdict=report(
-            RUN.preflight / "verdict.json",
+            RUN.preflight.verdict,
             caption="../report/preflight.rst",
             category="1 Preflight",
             labels={"result": "verdict"},
         ),
-        bad_nodes=RUN.bad_nodes,
-        ran=RUN.preflight / "ran",
+        bad_nodes=RUN.preflight.bad_nodes,
+        ran=RUN.preflight.ran,
     log:
         LOGS / "preflight.log",
     conda:
@@ -19,7 +19,7 @@ rule preflight:
         gpu=CONFIG.cluster.gpus_per_node * CONFIG.cluster.nodes,
     params:
         section=section("cluster", "preflight"),
-        out=RUN.preflight,
+        out=RUN.preflight.root,
         config=RUN.config,
     shell:
         # A verdict that is not good must survive: the gate below fails, not this job.
@@ -32,7 +32,7 @@ rule accept_preflight:
         verdict=rules.preflight.output.verdict,
         ran=rules.preflight.output.ran,
     output:
-        RUN.preflight / "accepted.json",
+        RUN.preflight.accepted,
     log:
         LOGS / "accept_preflight.log",
     localrule: True

@@ -1,7 +1,7 @@
 # The demo's model and data, or a check of the given ones.
 rule assets:
     output:
-        RUN.assets / "assets.json",
+        RUN.assets.file,
     log:
         LOGS / "assets.log",
     localrule: True

@@ -1,10 +1,10 @@
 # The persistent inference server with its lease, and its end when nothing needs it any more.
 rule serve:
     input:
-        RUN.preflight / "accepted.json",
-        assets=RUN.assets / "assets.json",
+        RUN.preflight.accepted,
+        assets=RUN.assets.file,
     output:
-        RUN.endpoint(SERVER),
+        RUN.server(SERVER).endpoint,
     log:
         LOGS / "serve.log",
     localrule: True
@@ -13,8 +13,8 @@ rule serve:
     params:
         section=section("serve", "model"),
         config=RUN.config,
-        out=RUN.serve(SERVER),
-        bad_nodes=RUN.bad_nodes,
+        out=RUN.server(SERVER).root,
+        bad_nodes=RUN.preflight.bad_nodes,
     shell:
         "shakedown serve start --config {params.config:q} --assets {input.assets:q} "
         "--out {params.out:q} --launcher $SHAKEDOWN_LAUNCHER --bad-nodes {params.bad_nodes:q} "
@@ -23,17 +23,17 @@ rule serve:
 
 rule release_server:
     input:
-        RUN.agents / "accepted.json",
-        RUN.consistency / "accepted.json",
+        RUN.agents.accepted,
+        RUN.consistency.accepted,
     output:
-        touch(RUN.serve(SERVER) / "released.json"),
+        touch(RUN.server(SERVER).released),
     log:
         LOGS / "release_server.log",
     localrule: True
     conda:
         "../envs/shakedown.yaml"
     params:
-        out=RUN.serve(SERVER),
+        out=RUN.server(SERVER).root,
         keep=CONFIG.serve.keep,
     shell:
         "if [ {params.keep:q} = False ]; then shakedown serve stop {params.out:q}; fi 2>&1 | tee {log:q}"

@@ -2,9 +2,9 @@
 rule train:
     input:
         stage_inputs,
-        assets=RUN.assets / "assets.json",
+        assets=RUN.assets.file,
     output:
-        RUN.stages / "{stage}" / "outcome.json",
+        RUN.stage("{stage}").outcome,
     log:
         LOGS / "train_{stage}.log",
     wildcard_constraints:
@@ -14,7 +14,7 @@ rule train:
     threads: stage_threads
     resources:
         **placement(),
-        exclude_file=str(RUN.bad_nodes),
+        exclude_file=str(RUN.preflight.bad_nodes),
         nodes=stage_nodes,
         gpu=stage_gpus,
     params:
@@ -36,9 +36,9 @@ rule diagnose:
     input:
         rules.train.output,
     output:
-        verdict=RUN.stages / "{stage}" / "diagnosis.json",
+        verdict=RUN.stage("{stage}").diagnosis,
         page=report(
-            RUN.stages / "{stage}" / "diagnosis.html",
+            RUN.stage("{stage}").diagnosis_html,
             caption="../report/diagnosis.rst",
             category="4 Training",
             labels={"stage": "{stage}", "result": "diagnosis"},
@@ -60,7 +60,7 @@ rule accept_stage:
         outcome=rules.train.output,
         diagnosis=rules.diagnose.output.verdict,
     output:
-        RUN.stages / "{stage}" / "accepted.json",
+        RUN.stage("{stage}").accepted,
     log:
         LOGS / "accept_{stage}.log",
     localrule: True

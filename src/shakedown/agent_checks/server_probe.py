@@ -1,10 +1,15 @@
 """Ask an OpenAI-compatible server which models it serves: once before a run, once after faults."""
 
+import os
 import time
 
 import httpx
 
 from shakedown.agent_checks.judge import ServerProbe
+from shakedown.agents.runner import AgentEndpoint, drive
+from shakedown.core.errors import UsageError
+
+_NO_KEY = "None"  # a local server wants some key; the guides give this one
 
 
 def with_version(base_url: str) -> str:
@@ -30,3 +35,23 @@ async def ask_server(base_url: str, api_key: str = "", *, seconds: float = 10.0)
     rows = body.get("data") if isinstance(body, dict) else None
     names = [str(row["id"]) for row in rows or [] if isinstance(row, dict) and row.get("id")]
     return ServerProbe(True, True, names, time.perf_counter() - begin)
+
+
+def find_endpoint(base_url: str | None, model: str) -> AgentEndpoint:
+    """Normalise the URL and ask for the served model's name; a dead server is judged later.
+
+    Args:
+        base_url: None takes OPENAI_BASE_URL of the environment.
+        model: empty takes the first that the server names.
+
+    Raises:
+        UsageError: not a URL.
+    """
+    url = base_url or os.environ.get("OPENAI_BASE_URL", "")
+    if url and not url.startswith(("http://", "https://")):
+        raise UsageError(f"--base-url {url!r}: expected http://HOST:PORT or https://...")
+    url = with_version(url)
+    key = os.environ.get("OPENAI_API_KEY") or (_NO_KEY if url else "")
+    if url and not model:
+        model = next(iter(drive(ask_server(url, key)).models), "")
+    return AgentEndpoint(url, key, model)

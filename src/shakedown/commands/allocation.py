@@ -15,6 +15,12 @@ from shakedown.commands.arguments import whole
 _NAMES = {"d": "data", "t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
 
 
+EXAMPLES = (
+    "shakedown allocation 'sglang:d4t2+fsdp:d8'",
+    "shakedown allocation fsdp:d4t2 --nodes 2 --gpus-per-node 4 --json",
+)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("text", metavar="STRING", help="for example 'sglang:d4t2+fsdp:d8'")
@@ -22,13 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes",
         type=whole(1, 65536),
         metavar="N",
-        help="lay it over N nodes (1, if one is given)",
+        help="lay it over N nodes (default: 1, with --gpus-per-node)",
     )
     parser.add_argument(
         "--gpus-per-node",
         type=whole(0, 1024),
         metavar="N",
-        help="0: processes on CPUs (the default)",
+        help="0 places processes on CPUs (default: 0, with --nodes)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 

@@ -1,11 +1,92 @@
-"""Types of command-line arguments: a number within its bounds, else a sentence that names them."""
+"""The parser of every command, and the types and options that several of them share."""
 
 import argparse
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+_EXIT_CODES = "exit codes: 0 PASS or WARN, 1 FAIL, 2 usage or config error, 3 BLOCKED"
 _MOST = 10**9
 _LONGEST = 1e7  # seconds: 116 days
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Shows the default of each option that has one.
+
+    argparse's own ArgumentDefaultsHelpFormatter also writes "(default: None)" and
+    "(default: False)", which nobody can type.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        empty = action.default is None or isinstance(action.default, bool)
+        if empty or action.default in ("", [], argparse.SUPPRESS) or not action.option_strings:
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A command or one of its actions: what it does, its options, two examples, the exit codes.
+
+    Parsers of actions are of this class too: `add_subparsers` takes the class of its parser.
+    """
+
+    def __init__(
+        self, *, description: str = "", examples: Sequence[str] = (), **options: Any
+    ) -> None:
+        self.examples = examples
+        shown = "".join(f"  {example}\n" for example in examples)
+        super().__init__(
+            description=description,
+            epilog=f"examples:\n{shown}\n{_EXIT_CODES}" if examples else _EXIT_CODES,
+            formatter_class=_HelpFormatter,
+            **options,
+        )
+
+
+class Actions:
+    """The actions of a command, such as `start` and `stop` of `serve`."""
+
+    def __init__(self, parser: argparse.ArgumentParser) -> None:
+        self._parsers = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+
+    def add(
+        self, name: str, act: Callable[[argparse.Namespace], int], sentence: str, *examples: str
+    ) -> argparse.ArgumentParser:
+        """An action that `run_action` will run; `sentence` says what it does."""
+        parser = self._parsers.add_parser(
+            name, help=sentence, description=sentence, examples=examples
+        )
+        parser.set_defaults(act=act)
+        return parser
+
+
+def run_action(args: argparse.Namespace) -> int:
+    """Run the chosen action and return its exit code."""
+    code: int = args.act(args)
+    return code
+
+
+def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """`--config`: a run's YAML files."""
+    parser.add_argument(
+        "--config",
+        nargs="+",
+        type=Path,
+        required=required,
+        metavar="FILE",
+        help="the run's YAML files, each merged over the ones before it",
+    )
+
+
+def add_strict(parser: argparse.ArgumentParser) -> None:
+    """`--strict`: warnings fail."""
+    parser.add_argument("--strict", action="store_true", help="exit with 1 on a warning")
+
+
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Options that were given on the command line, by name: those that are not None."""
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def whole(least: int, most: int = _MOST) -> Callable[[str], int]:

@@ -8,22 +8,51 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from shakedown.commands.arguments import Actions, run_action
 from shakedown.core.errors import ExitCode, UsageError
+from shakedown.core.paths import AttemptPaths
 
 if TYPE_CHECKING:
     from shakedown.core.verdict import Stopwatch, Verdict
     from shakedown.monitor.collect import Target
 
 
+EXAMPLES = (
+    "shakedown hang analyze results/demo/stages/grpo/latest/evidence",
+    "shakedown hang collect --job 1234 --out evidence",
+)
+run = run_action
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sub-commands; only the chosen one's modules are imported."""
-    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    actions = Actions(parser)
     _analyze_arguments(
-        actions.add_parser("analyze", help="say from dumps and logs who hangs and why")
+        actions.add(
+            "analyze",
+            _analyze,
+            "Say from dumps and logs who hangs and why.",
+            EXAMPLES[0],
+            "shakedown hang analyze logs/ dumps/ --json diagnosis.json --html diagnosis.html",
+        )
     )
-    _collect_arguments(actions.add_parser("collect", help="sample running processes of this host"))
+    _collect_arguments(
+        actions.add(
+            "collect",
+            _collect,
+            "Sample running processes of this host, or of a Slurm job on all its nodes.",
+            EXAMPLES[1],
+            "shakedown hang collect --pid 4711 4712 --out evidence --rounds 3",
+        )
+    )
     _diagnose_arguments(
-        actions.add_parser("diagnose", help="diagnose a stage's newest attempt and write it down")
+        actions.add(
+            "diagnose",
+            _diagnose,
+            "Diagnose a stage's newest attempt and write it down.",
+            "shakedown hang diagnose --stage results/demo/stages/grpo",
+            "shakedown hang diagnose --stage results/demo/stages/grpo --report-only",
+        )
     )
 
 
@@ -63,12 +92,6 @@ def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="exit 0 once the diagnosis is written: for a workflow whose gate judges",
     )
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the chosen action and return its exit code."""
-    actions = {"analyze": _analyze, "collect": _collect, "diagnose": _diagnose}
-    return actions[args.action](args)
 
 
 def _analyze(args: argparse.Namespace) -> int:
@@ -118,16 +141,17 @@ def _collect(args: argparse.Namespace) -> int:
         return _collect_job(args, watch)
     targets = _targets(args)
     logs = args.logs
+    attempt = AttemptPaths(args.attempt) if args.attempt is not None else None
     first = os.environ.get("SLURM_PROCID", "0") == "0"  # of several nodes one copies the logs
-    if logs is None and args.attempt is not None and first and (args.attempt / "logs").is_dir():
-        logs = args.attempt / "logs"
+    if logs is None and attempt is not None and first and attempt.logs.is_dir():
+        logs = attempt.logs
     report = collect_local(
         targets,
         args.out,
         logs=logs,
         rounds=args.rounds,
         gap=args.gap,
-        heartbeats=args.attempt / "heartbeat" if args.attempt is not None else None,
+        heartbeats=attempt.heartbeats if attempt is not None else None,
         native=args.native,
         always_pyspy=args.py_spy,
         missed=[] if targets else ["no process was found"],

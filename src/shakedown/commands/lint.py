@@ -3,34 +3,29 @@
 import argparse
 from pathlib import Path
 
+from shakedown.commands.arguments import add_strict
 from shakedown.config import dump_config, layers, load_config
-from shakedown.core.verdict import Stopwatch, Verdict, finish, status_of
-from shakedown.training.lint import faults_of, findings_of
+from shakedown.core.errors import ExitCode
+from shakedown.core.verdict import finish
+from shakedown.training.lint import judge_config
+
+EXAMPLES = (
+    "shakedown lint config/config.yaml",
+    "shakedown lint config/config.yaml my.yaml --resolved",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="+", type=Path, help="YAML files, later ones lie over")
     parser.add_argument("--resolved", action="store_true", help="print the resolved config too")
-    parser.add_argument("--strict", action="store_true", help="exit 1 on warnings")
+    add_strict(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    clock = Stopwatch()
     config = load_config(*args.config)
-    findings = findings_of(config)
-    status = status_of(findings)
+    verdict = judge_config(config, " + ".join(map(str, layers(*args.config))))
     if args.resolved:
         print(dump_config(config))
-    where = " + ".join(map(str, layers(*args.config)))
-    faults = len(faults_of(findings))
-    summary = f"{where}: {faults} fault(s)" if faults else f"{where} is sound"
-    verdict = Verdict(
-        stage="lint",
-        status=status,
-        summary=summary,
-        findings=findings,
-        started=clock.started,
-        seconds=clock.seconds,
-    )
     code = finish(verdict, None, strict=args.strict)
-    return 2 if status == "FAIL" else code
+    # A fault in a config is a config error, whoever finds it.
+    return int(ExitCode.USAGE) if verdict.status == "FAIL" else code

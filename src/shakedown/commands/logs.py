@@ -10,12 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shakedown.commands.arguments import positive
-from shakedown.core.errors import ExitCode, UsageError, did_you_mean
-from shakedown.core.paths import AttemptPaths, RunPaths, StagePaths
-from shakedown.report.logs import LogFollower, find_logs, merged
+from shakedown.core.errors import ExitCode
+from shakedown.core.paths import RunPaths
+from shakedown.report.logs import LogFollower, find_attempt, find_logs, find_stage, merged
 
 _POLL_SECONDS = 0.5
 _FOLLOWED_TAIL = 20
+
+
+EXAMPLES = (
+    "shakedown logs results/demo --follow",
+    "shakedown logs results/demo --stage grpo --component 'trainer-*' --tail 50",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tail",
         type=positive,
         metavar="N",
-        help=f"the last N lines of each (default: all, with --follow {_FOLLOWED_TAIL})",
+        help=f"the last N lines of each (default: all; {_FOLLOWED_TAIL} with --follow)",
     )
     parser.add_argument("--follow", action="store_true", help="go on with what is added")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 once the logs were shown."""
-    attempt = _attempt(_stage(RunPaths(args.run_dir), args.stage), args.attempt)
+    attempt = find_attempt(find_stage(RunPaths(args.run_dir), args.stage), args.attempt)
     patterns = [name for part in args.component.split(",") if (name := part.strip())]
     ended = attempt.outcome.exists()  # asked before the logs are read: none of their end is missed
     follow = args.follow and not ended
@@ -67,37 +73,3 @@ def _print(follower: LogFollower, logs: Mapping[str, Path], *, last: bool) -> No
     for component, line in merged(follower, logs, last=last):
         print(f"{component:{width}} | {line}")
     sys.stdout.flush()
-
-
-def _stage(paths: RunPaths, wanted: str | None) -> StagePaths:
-    """The stage that was asked for, else the one whose newest attempt is the newest of all."""
-    if not paths.root.is_dir():
-        raise UsageError(
-            f"{paths.root} is not a folder: expected a run's results, such as results/demo"
-        )
-    folders = sorted(paths.stages.iterdir()) if paths.stages.is_dir() else []
-    begun = {f.name: paths.stage(f.name) for f in folders if paths.stage(f.name).attempt_numbers()}
-    if wanted is not None and wanted not in begun:
-        known = ", ".join(begun) or "none"
-        raise UsageError(
-            f"{paths.root} has no attempt of a stage {wanted!r}{did_you_mean(wanted, begun)}; "
-            f"begun: {known}"
-        )
-    if not begun:
-        raise UsageError(f"{paths.root}: no training stage has begun", hint="shakedown status RUN")
-    return begun[wanted] if wanted is not None else max(begun.values(), key=_begun)
-
-
-def _begun(stage: StagePaths) -> float:
-    try:
-        return stage.attempt(stage.attempt_numbers()[-1]).root.stat().st_mtime
-    except OSError:  # a folder that is no attempt of ours, such as `7`
-        return 0.0
-
-
-def _attempt(stage: StagePaths, wanted: int | None) -> AttemptPaths:
-    numbers = stage.attempt_numbers()
-    if wanted is not None and wanted not in numbers:
-        known = ", ".join(map(str, numbers))
-        raise UsageError(f"stage {stage.root.name} has no attempt {wanted}; it has: {known}")
-    return stage.attempt(wanted or numbers[-1])

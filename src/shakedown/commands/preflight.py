@@ -7,19 +7,26 @@ from pathlib import Path
 from typing import get_args
 
 from shakedown.cluster.nodes import allocation_nodes
-from shakedown.commands.arguments import above_zero, whole
+from shakedown.commands.arguments import above_zero, add_strict, whole
 from shakedown.config import Config, load_config
 from shakedown.core.errors import StorageError, UsageError
-from shakedown.core.paths import RunPaths
+from shakedown.core.paths import PreflightPaths
 from shakedown.core.verdict import finish, render_text
 from shakedown.preflight.model import FAULTS, Expectations, Tier, parse_fault
+
+EXAMPLES = (
+    "shakedown preflight --nodes 2 --expect-gpus 8 --out results/preflight",
+    "shakedown preflight --config config/config.yaml --tier standard",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments; those that are left out come from the config, if one is given."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="a run's config file")
     parser.add_argument("--nodes", type=whole(1, 65536), metavar="N", help="nodes the run needs")
-    parser.add_argument("--tier", choices=get_args(Tier), help="how much to do (quick)")
+    parser.add_argument(
+        "--tier", choices=get_args(Tier), help="how much to do (default: the config's, or quick)"
+    )
     parser.add_argument("--expect-gpus", type=whole(0, 1024), metavar="N", help="GPUs on each node")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results folder, shared by all")
     parser.add_argument(
@@ -45,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND[:NODE]",
         help=f"inject a fault: {', '.join(FAULTS)}",
     )
-    parser.add_argument("--strict", action="store_true", help="exit 1 on WARN")
+    add_strict(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from shakedown.preflight.settings import Settings
 
     config = load_config(args.config) if args.config else None
-    out = args.out or (_run_paths(config).preflight if config else None)
+    out = args.out or (config.paths.preflight.root if config else None)
     if out is None:
         raise UsageError("where should the results go? give --out DIR or --config FILE")
     want = _expectations(args, config)
@@ -80,14 +87,10 @@ def run(args: argparse.Namespace) -> int:
     checked = run_preflight(settings)
     try:
         checked.write(out)
-        return finish(checked.verdict, out / "verdict.json", strict=args.strict)
+        return finish(checked.verdict, PreflightPaths(out).verdict, strict=args.strict)
     except StorageError:
         print(render_text(checked.verdict))  # what was found must not be lost with the disk
         raise
-
-
-def _run_paths(config: Config) -> RunPaths:
-    return RunPaths(Path(config.results) / config.run)
 
 
 def _expectations(args: argparse.Namespace, config: Config | None) -> Expectations:

@@ -9,11 +9,16 @@ from shakedown.report.collect import collect
 from shakedown.report.page import write_page
 from shakedown.report.summary import headline, workflow_steps
 
+EXAMPLES = (
+    "shakedown report results/demo",
+    "shakedown report results/demo --out demo.html",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run_dir", type=Path, help="the run's folder, results/<run>")
     parser.add_argument(
-        "--out", type=Path, help="file to write, instead of RUN_DIR/report/index.html"
+        "--out", type=Path, metavar="FILE", help="the page (default: RUN_DIR/report/index.html)"
     )
 
 

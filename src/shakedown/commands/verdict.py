@@ -3,15 +3,21 @@
 import argparse
 from pathlib import Path
 
+from shakedown.commands.arguments import add_strict
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import read_verdict, render_text
 from shakedown.report.reader import plain
 from shakedown.report.text import printable
 
+EXAMPLES = (
+    "shakedown verdict results/demo/preflight/verdict.json",
+    "shakedown verdict results/demo/stages/grpo/diagnosis.json --all",
+)
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="verdict.json, diagnosis.json or accepted.json")
-    parser.add_argument("--strict", action="store_true", help="exit 1 on a warning")
+    add_strict(parser)
     parser.add_argument("--all", action="store_true", help="list every finding that is not good")
 
 

@@ -1,8 +1,11 @@
 """The typed, strict configuration of a run. Every key is explained in config/config.yaml."""
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from shakedown.core.paths import RunPaths
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -202,6 +205,11 @@ class Config(Section):
     consistency: ConsistencyConfig = ConsistencyConfig()
     order: list[Name] = []
     stages: dict[Name, StageConfig]
+
+    @property
+    def paths(self) -> RunPaths:
+        """Where the run's results lie."""
+        return RunPaths(Path(self.results) / self.run)
 
     @model_validator(mode="after")
     def _order_names_every_stage(self) -> "Config":

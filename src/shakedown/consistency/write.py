@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from shakedown.consistency.run import Comparison
 from shakedown.core.files import atomic_open
+from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Stopwatch, Verdict, installed_versions
 
 
@@ -19,8 +20,9 @@ def write_tables(result: Comparison, out: Path) -> None:
     Raises:
         StorageError: the folder cannot be written.
     """
-    _write(out / "tokens.parquet", token_columns(result))
-    _write(out / "samples.parquet", sample_columns(result))
+    paths = ComparisonPaths(out)
+    _write(paths.tokens, token_columns(result))
+    _write(paths.samples, sample_columns(result))
 
 
 def token_columns(result: Comparison) -> Mapping[str, Any]:

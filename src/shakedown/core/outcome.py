@@ -1,17 +1,24 @@
 """How one attempt of a training stage ended: the file that diagnosis, gate and report read."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from shakedown.core.errors import UsageError
-from shakedown.core.files import read_object, write_json
-from shakedown.core.verdict import Finding, Stopwatch, Verdict
+from shakedown.core.errors import ExitCode, UsageError
+from shakedown.core.files import read_object, write_json, write_text
+from shakedown.core.paths import StagePaths
+from shakedown.core.verdict import Finding, Stopwatch, Verdict, read_verdict
 
 SCHEMA = "shakedown/outcome/1"
 
 State = Literal["completed", "hung", "failed", "interrupted"]
+_EXIT_CODES: Mapping[State, ExitCode] = {
+    "completed": ExitCode.OK,
+    "hung": ExitCode.FAIL,
+    "failed": ExitCode.FAIL,
+    "interrupted": ExitCode.BLOCKED,
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +39,11 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     started: str = ""
     seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """BLOCKED for an interrupted attempt: it can go on, and nothing was judged."""
+        return _EXIT_CODES[self.state]
 
     def write(self, path: Path) -> None:
         """Write atomically."""
@@ -59,10 +71,11 @@ def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path)
     clock = Stopwatch()
     completed = outcome.state == "completed"
     sentence = outcome.sentence
-    evidence = [str(stage_root / "outcome.json")]
+    paths = StagePaths(stage_root)
+    evidence = [str(paths.outcome)]
     if not completed and diagnosis is not None:
         sentence = f"{diagnosis.summary} ({outcome.sentence})"
-        evidence.append(str(stage_root / "diagnosis.html"))
+        evidence.append(str(paths.diagnosis_html))
     finding = Finding(
         check="outcome",
         status="pass" if completed else "fail",
@@ -72,7 +85,7 @@ def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path)
         expected="completed",
         blame="none" if completed else "code",
         evidence=evidence,
-        remedy="" if completed else f"read {stage_root / 'diagnosis.html'}",
+        remedy="" if completed else f"read {paths.diagnosis_html}",
     )
     return Verdict(
         stage=f"accept {outcome.stage}",
@@ -84,3 +97,25 @@ def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path)
         seconds=clock.seconds,
         next="" if completed else "fix the cause, then run the same snakemake command again",
     )
+
+
+def judge_file(file: Path, diagnosis: Path | None) -> Verdict:
+    """The verdict on a finished stage, from its outcome or from the verdict that it wrote itself.
+
+    Raises:
+        UsageError: a file is missing, or is neither of the two.
+    """
+    if read_object(file, "verdict").get("schema") != SCHEMA:
+        verdict = read_verdict(file)
+        advice = f"fix the cause (see {file}), then run the same command again"
+        return verdict if verdict.status in ("PASS", "WARN") else replace(verdict, next=advice)
+    outcome = read_outcome(file)
+    return judge_outcome(outcome, read_verdict(diagnosis) if diagnosis else None, file.parent)
+
+
+def archive_diagnosis(diagnosis: Path) -> None:
+    """Keep the diagnosis with the attempt that it is about: the next attempt writes a new one."""
+    paths = StagePaths(diagnosis.parent)
+    for path in (diagnosis, diagnosis.with_suffix(".html")):
+        if paths.latest.is_dir() and path.exists():
+            write_text(paths.latest / path.name, path.read_text(encoding="utf-8"))

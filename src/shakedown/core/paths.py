@@ -6,6 +6,219 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
+class StepPaths:
+    """The folder of one step: what it found, and whether the gate after it passed."""
+
+    root: Path
+
+    @property
+    def verdict(self) -> Path:
+        return self.root / "verdict.json"
+
+    @property
+    def accepted(self) -> Path:
+        """The verdict that the gate accepted: what the steps after this one wait for."""
+        return self.root / "accepted.json"
+
+    @property
+    def ran(self) -> Path:
+        """Exists once the step has run, however it ended: what its gate waits for."""
+        return self.root / "ran"
+
+
+@dataclass(frozen=True)
+class PreflightPaths(StepPaths):
+    """`preflight/`: what the checks of nodes and network measured."""
+
+    @property
+    def nodes(self) -> Path:
+        return self.root / "nodes"
+
+    def node(self, name: str) -> Path:
+        """What was measured on one node, and what is wrong with it."""
+        return self.nodes / f"{name}.json"
+
+    @property
+    def pairs(self) -> Path:
+        """Network speed between pairs of nodes."""
+        return self.root / "pairs.json"
+
+    @property
+    def bad_nodes(self) -> Path:
+        """Names of nodes to keep away from, one a line."""
+        return self.root / "bad_nodes.txt"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+
+@dataclass(frozen=True)
+class AssetsPaths(StepPaths):
+    """`assets/`: the demo's model and data, and where every stage finds its own."""
+
+    @property
+    def file(self) -> Path:
+        """Names the model and the data that later stages are given."""
+        return self.root / "assets.json"
+
+    @property
+    def model(self) -> Path:
+        return self.root / "model"
+
+    @property
+    def train(self) -> Path:
+        return self.root / "train.jsonl"
+
+    @property
+    def heldout(self) -> Path:
+        return self.root / "heldout.jsonl"
+
+
+@dataclass(frozen=True)
+class AgentsPaths(StepPaths):
+    """`agents/`: what the agent class did under load."""
+
+    @property
+    def episodes(self) -> Path:
+        """One JSON line an episode."""
+        return self.root / "episodes.jsonl"
+
+
+@dataclass(frozen=True)
+class ComparisonPaths(StepPaths):
+    """`consistency/`: log-probabilities of trainer and inference engine, compared."""
+
+    @property
+    def tokens(self) -> Path:
+        """One row a sampled token."""
+        return self.root / "tokens.parquet"
+
+    @property
+    def samples(self) -> Path:
+        """One row a sample."""
+        return self.root / "samples.parquet"
+
+    @property
+    def page(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def server(self) -> Path:
+        """Folder of the server that the comparison started for itself."""
+        return self.root / "server"
+
+
+@dataclass(frozen=True)
+class ServerPaths(StepPaths):
+    """`serve/<name>/`: one persistent inference server."""
+
+    @property
+    def endpoint(self) -> Path:
+        """What clients read: where it answers, which model, how it was started."""
+        return self.root / "endpoint.json"
+
+    @property
+    def state(self) -> Path:
+        """What the daemon says: running where and as which process, or ended and why."""
+        return self.root / "state.json"
+
+    @property
+    def order(self) -> Path:
+        """What the daemon was asked to run."""
+        return self.root / "order.json"
+
+    @property
+    def lease(self) -> Path:
+        """Its modification time is the last use."""
+        return self.root / "lease"
+
+    @property
+    def job(self) -> Path:
+        """The Slurm job's id, when the server is a job of its own."""
+        return self.root / "job"
+
+    @property
+    def stop(self) -> Path:
+        """Its presence asks the daemon to end the server."""
+        return self.root / "stop"
+
+    @property
+    def released(self) -> Path:
+        """Written when the steps that use the server are done with it."""
+        return self.root / "released.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by a start, stop or restart: one at a time."""
+        return self.root / ".lock"
+
+    @property
+    def log(self) -> Path:
+        """The engine's own output."""
+        return self.root / "server.log"
+
+    @property
+    def previous_log(self) -> Path:
+        """The engine's output before its last restart."""
+        return self.root / "server.previous.log"
+
+    @property
+    def daemon_log(self) -> Path:
+        return self.root / "daemon.log"
+
+    @property
+    def slurm_log(self) -> Path:
+        return self.root / "slurm.log"
+
+
+@dataclass(frozen=True)
+class EvidencePaths:
+    """What was read of processes that stand still: `evidence/` of an attempt, or any folder."""
+
+    root: Path
+
+    @property
+    def request(self) -> Path:
+        """Written anew to ask every rank for its Flight Recorder dump."""
+        return self.root / "REQUEST"
+
+    @property
+    def logs(self) -> Path:
+        """The ends of the logs as they were at the stall."""
+        return self.root / "logs"
+
+    @property
+    def collected_job(self) -> Path:
+        """Which nodes of a Slurm job were read, and which were not reached."""
+        return self.collected("job")
+
+    def collected(self, host: str) -> Path:
+        """What was read on a host, and what was missed."""
+        return self.root / f"collected-{host}.json"
+
+    def in_round(self, number: int) -> "EvidencePaths":
+        """The files of one sample of all processes; the first is 1."""
+        return EvidencePaths(self.root / f"round{number}")
+
+    def beats(self, number: int, host: str) -> Path:
+        """The heartbeats as they were at that sample, seen from `host`."""
+        return self.in_round(number).root / f"beats-{host}.json"
+
+    def stacks(self, component: str) -> Path:
+        """Python stacks that faulthandler writes on SIGUSR1."""
+        return self.root / f"faulthandler-{component}.txt"
+
+    def pyspy(self, component: str, suffix: str) -> Path:
+        """The same as py-spy reads them; `suffix` is `txt` or `json`."""
+        return self.root / f"pyspy-{component}.{suffix}"
+
+    def flight_recorder(self, component: str, suffix: str) -> Path:
+        """A dump of NCCL's Flight Recorder; `suffix` is `json` or `pickle`."""
+        return self.root / f"fr-{component}.{suffix}"
+
+
+@dataclass(frozen=True)
 class AttemptPaths:
     """One attempt of a training stage: `stages/<stage>/attempts/<NNN>/`."""
 
@@ -26,6 +239,11 @@ class AttemptPaths:
     @property
     def outcome(self) -> Path:
         return self.root / "outcome.json"
+
+    @property
+    def job(self) -> Path:
+        """What the attempt's processes are told; see `training.stage.job`."""
+        return self.root / "job.json"
 
     @property
     def stop(self) -> Path:
@@ -144,25 +362,24 @@ class RunPaths:
         return self.root / "config.resolved.yaml"
 
     @property
-    def preflight(self) -> Path:
-        return self.root / "preflight"
+    def preflight(self) -> PreflightPaths:
+        return PreflightPaths(self.root / "preflight")
 
     @property
-    def bad_nodes(self) -> Path:
-        return self.preflight / "bad_nodes.txt"
+    def assets(self) -> AssetsPaths:
+        return AssetsPaths(self.root / "assets")
 
     @property
-    def assets(self) -> Path:
-        """The demo's model and data, written once."""
-        return self.root / "assets"
+    def agents(self) -> AgentsPaths:
+        return AgentsPaths(self.root / "agents")
 
     @property
-    def agents(self) -> Path:
-        return self.root / "agents"
+    def consistency(self) -> ComparisonPaths:
+        return ComparisonPaths(self.root / "consistency")
 
     @property
-    def consistency(self) -> Path:
-        return self.root / "consistency"
+    def servers(self) -> Path:
+        return self.root / "serve"
 
     @property
     def report(self) -> Path:
@@ -172,11 +389,8 @@ class RunPaths:
     def stages(self) -> Path:
         return self.root / "stages"
 
-    def serve(self, name: str) -> Path:
-        return self.root / "serve" / name
-
-    def endpoint(self, name: str) -> Path:
-        return self.serve(name) / "endpoint.json"
+    def server(self, name: str) -> ServerPaths:
+        return ServerPaths(self.servers / name)
 
     def stage(self, name: str) -> StagePaths:
         return StagePaths(self.stages / name)

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from shakedown import __version__
-from shakedown.core.errors import ExitCode, UsageError
+from shakedown.core.errors import BlockedError, ExitCode, UsageError
 from shakedown.core.files import read_object, write_json
 
 SCHEMA = "shakedown/verdict/1"
@@ -100,6 +101,36 @@ def status_of(findings: Iterable[Finding]) -> Status:
     return "WARN" if "warn" in seen else "PASS"
 
 
+def counted(findings: Iterable[Finding]) -> str:
+    """`12 passed, 1 failed, 2 warnings`, and what could not run or was skipped, if anything.
+
+    "0 passed" is left out: some stages, such as lint, list only what is wrong.
+    """
+    count = Counter(finding.status for finding in findings)
+    parts = [
+        (count["pass"], "passed", False),
+        (count["fail"], "failed", True),
+        (count["warn"], "warning" if count["warn"] == 1 else "warnings", True),
+        (count["error"], "could not run", False),
+        (count["skip"], "skipped", False),
+    ]
+    return ", ".join(f"{number} {word}" for number, word, always in parts if number or always)
+
+
+def blocked_verdict(stage: str, check: str, error: BlockedError, clock: Stopwatch) -> Verdict:
+    """The verdict of a stage that could not be judged: it names what is missing."""
+    reason = error.args[0]
+    return Verdict(
+        stage=stage,
+        status="BLOCKED",
+        summary=reason,
+        findings=[Finding(check=check, status="error", measured=reason, remedy=error.hint)],
+        started=clock.started,
+        seconds=clock.seconds,
+        next=error.hint,
+    )
+
+
 def installed_versions(*packages: str) -> dict[str, str]:
     """Versions of python, of shakedown, and of the named distributions."""
     import platform  # both are a tenth of the start of a command that asks for no versions
@@ -146,9 +177,7 @@ def render_text(verdict: Verdict, *, limit: int = 40) -> str:
     lines += [_finding_line(finding) for finding in notable[:limit]]
     if len(notable) > limit:
         lines.append(f"  ... and {len(notable) - limit} more")
-    good = sum(f.status == "pass" for f in verdict.findings)
-    skipped = sum(f.status == "skip" for f in verdict.findings)
-    lines.append(f"  {good} passed, {len(notable)} not, {skipped} skipped, {verdict.seconds:.1f} s")
+    lines.append(f"  {counted(verdict.findings)}, {verdict.seconds:.1f} s")
     if verdict.next:
         lines.append(f"  next: {verdict.next}")
     return "\n".join(lines)

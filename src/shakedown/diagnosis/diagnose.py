@@ -8,7 +8,7 @@ from typing import Any
 
 from shakedown.core.errors import UsageError
 from shakedown.core.files import read_object
-from shakedown.core.paths import AttemptPaths, StagePaths
+from shakedown.core.paths import AttemptPaths, EvidencePaths, StagePaths
 from shakedown.core.verdict import Finding, Scope, Status, Stopwatch, Verdict, installed_versions
 from shakedown.diagnosis.analyze import Diagnosis, analyze
 from shakedown.diagnosis.analyze.model import Hypothesis
@@ -19,7 +19,6 @@ from shakedown.diagnosis.read import Evidence, read_paths
 from shakedown.diagnosis.read.evidence import parse_outcome
 from shakedown.diagnosis.read.newest import newest_of, with_newest_told
 from shakedown.diagnosis.records import SourceRef
-from shakedown.monitor import hook
 
 STAGE = "hang"
 
@@ -88,17 +87,18 @@ def _attempt_inputs(attempt: AttemptPaths, outcome: Mapping[str, Any] | None) ->
     Ending a hung job makes its ranks log errors and beat again: where the collector copied logs
     and heartbeats before, only these copies count.
     """
-    evidence = attempt.evidence
-    copied = (evidence / "logs").is_dir()
-    snapshot = any((evidence / "round1").glob("beats*.json"))
+    evidence = EvidencePaths(attempt.evidence)
+    copied = evidence.logs.is_dir()
+    first = evidence.beats(1, "*")
+    snapshot = any(first.parent.glob(first.name))
     hung = outcome is None or outcome.get("state") == "hung"
     inputs = [
         *([] if hung and snapshot else [attempt.heartbeats]),
         *([] if hung and copied else [attempt.logs]),
     ]
-    if evidence.is_dir():
-        skipped = {hook.REQUEST, *([] if hung else ["logs"])}
-        inputs += [path for path in sorted(evidence.iterdir()) if path.name not in skipped]
+    if evidence.root.is_dir():
+        skipped = {evidence.request, *([] if hung else [evidence.logs])}
+        inputs += [path for path in sorted(evidence.root.iterdir()) if path not in skipped]
     return [path for path in inputs if path.exists()]
 
 

@@ -23,16 +23,16 @@ def choose_port(host: str) -> int:
     draw = random.SystemRandom()
     for _ in range(100):
         port = draw.choice(_PORTS)
-        if not port_fault(host, port):
+        if port_fault(host, port) is None:
             return port
     raise ServerError(f"no free port on {host}: {port_fault(host, port)}")
 
 
-def port_fault(host: str, port: int) -> str:
-    """Why nothing can listen on `host:port`; empty when it is free."""
+def port_fault(host: str, port: int) -> str | None:
+    """Why nothing can listen on `host:port`; None when it is free."""
     try:
         with socket.create_server((host, port)):
-            return ""
+            return None
     except OSError as error:
         return os.strerror(error.errno) if error.errno else str(error)
 

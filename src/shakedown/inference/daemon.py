@@ -19,9 +19,10 @@ import psutil
 from shakedown.cluster.nodes import node_name
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.errors import ServerError, ShakedownError
+from shakedown.core.paths import ServerPaths
 from shakedown.inference.address import choose_port, own_address, port_fault
 from shakedown.inference.engines import Launch, get_engine
-from shakedown.inference.folder import ServerFolder, ServerOrder, State, read_order
+from shakedown.inference.folder import ServerOrder, State, read_order
 from shakedown.inference.lease import LeaseWatch
 
 POLL_SECONDS = 0.25
@@ -39,7 +40,7 @@ class _Signals:
         self.name = signal.Signals(number).name
 
 
-def keep(folder: ServerFolder) -> int:
+def keep(folder: ServerPaths) -> int:
     """Run the server of `folder` to its end; returns 0 when it was ended on purpose, else 3."""
     signals = _Signals()
     me = psutil.Process()
@@ -54,7 +55,7 @@ def keep(folder: ServerFolder) -> int:
         return int(error.exit_code)
 
 
-def _run(folder: ServerFolder, order: ServerOrder, state: State, signals: _Signals) -> int:
+def _run(folder: ServerPaths, order: ServerOrder, state: State, signals: _Signals) -> int:
     launch = get_engine(order.engine).launch(order.spec)
     lease = LeaseWatch(folder.lease, order.lease)
     with Supervisor(grace=order.grace) as supervisor:
@@ -69,7 +70,7 @@ def _run(folder: ServerFolder, order: ServerOrder, state: State, signals: _Signa
 
 
 def _watch(
-    folder: ServerFolder,
+    folder: ServerPaths,
     supervisor: Supervisor,
     lease: LeaseWatch,
     signals: _Signals,
@@ -100,7 +101,7 @@ def _placed(order: ServerOrder) -> ServerOrder:
     host = order.spec.host or own_address(order.launcher)
     port = order.spec.port or choose_port(host)
     fault = port_fault(host, port)
-    if fault:
+    if fault is not None:
         raise ServerError(
             f"cannot listen on {host}:{port}: {fault}",
             hint=f"see who does: ss -ltnp 'sport = :{port}'; or leave the port out",
@@ -108,7 +109,7 @@ def _placed(order: ServerOrder) -> ServerOrder:
     return replace(order, spec=replace(order.spec, host=host, port=port))
 
 
-def _component(order: ServerOrder, launch: Launch, folder: ServerFolder) -> Component:
+def _component(order: ServerOrder, launch: Launch, folder: ServerPaths) -> Component:
     return Component(order.name, "inference", launch.argv, folder.log, launch.env)
 
 
@@ -123,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.detach:
         os.setsid()
-    return keep(ServerFolder(args.folder))
+    return keep(ServerPaths(args.folder))
 
 
 if __name__ == "__main__":

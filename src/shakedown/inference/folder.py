@@ -1,13 +1,4 @@
-"""The files of one server's folder, and the records in them.
-
-endpoint.json   what clients read: where it answers, which model, how it was started
-state.json      what the daemon says: running where and as which process, or ended and why
-order.json      what the daemon was asked to run
-lease           its modification time is the last use
-job             the Slurm job's id, when the server is a job of its own
-stop            its presence asks the daemon to end the server
-server.log      the engine's own output; daemon.log, slurm.log: of what started it
-"""
+"""The records in a server's folder: what to run, what the daemon says, where clients go."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -16,61 +7,11 @@ from typing import Any, Literal
 
 from shakedown.core.errors import UsageError
 from shakedown.core.files import read_object, write_json
+from shakedown.core.paths import ServerPaths
 from shakedown.inference.engines import LaunchSpec
 
 ENDPOINT_SCHEMA = "shakedown/endpoint/1"
 _START = "shakedown serve start --config FILE --out FOLDER"
-
-
-@dataclass(frozen=True)
-class ServerFolder:
-    """Names of the files below `root`."""
-
-    root: Path
-
-    @property
-    def endpoint(self) -> Path:
-        return self.root / "endpoint.json"
-
-    @property
-    def state(self) -> Path:
-        return self.root / "state.json"
-
-    @property
-    def order(self) -> Path:
-        return self.root / "order.json"
-
-    @property
-    def lease(self) -> Path:
-        return self.root / "lease"
-
-    @property
-    def stop(self) -> Path:
-        return self.root / "stop"
-
-    @property
-    def log(self) -> Path:
-        return self.root / "server.log"
-
-    @property
-    def daemon_log(self) -> Path:
-        return self.root / "daemon.log"
-
-    @property
-    def job(self) -> Path:
-        return self.root / "job"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / ".lock"
-
-    @property
-    def slurm_log(self) -> Path:
-        return self.root / "slurm.log"
-
-    @property
-    def verdict(self) -> Path:
-        return self.root / "verdict.json"
 
 
 @dataclass(frozen=True)
@@ -201,7 +142,7 @@ def read_endpoint(path: Path) -> Endpoint:
         UsageError: missing, not JSON, or of another schema.
     """
     if path.is_dir():
-        path = ServerFolder(path).endpoint
+        path = ServerPaths(path).endpoint
     body = read_object(path, "endpoint", schema=ENDPOINT_SCHEMA, hint=_START)
     known = {each.name for each in fields(Endpoint)}
     try:

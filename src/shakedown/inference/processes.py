@@ -9,15 +9,16 @@ import psutil
 from shakedown.cluster.guard import members, send
 from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import ServerError
+from shakedown.core.paths import ServerPaths
 from shakedown.inference import slurm
-from shakedown.inference.folder import ServerFolder, State, read_state
+from shakedown.inference.folder import State, read_state
 
 POLL_SECONDS = 0.25
 _GUARD_SECONDS = 25.0  # the guard of a killed daemon needs the grace time, then kills
 _KILL_SECONDS = 10.0
 
 
-def alive(folder: ServerFolder) -> bool:
+def alive(folder: ServerPaths) -> bool:
     """Whether its daemon or its job is there."""
     state, job = read_state(folder.state), job_id(folder)
     if state is not None and state.phase == "ended":
@@ -42,7 +43,7 @@ def daemon_lives(state: State) -> bool:
         return False
 
 
-def gone(folder: ServerFolder, seconds: float) -> bool:
+def gone(folder: ServerPaths, seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not alive(folder):
@@ -82,5 +83,5 @@ def _session(state: State) -> list[int]:
     return found
 
 
-def job_id(folder: ServerFolder) -> str:
+def job_id(folder: ServerPaths) -> str:
     return folder.job.read_text(encoding="utf-8").strip() if folder.job.exists() else ""

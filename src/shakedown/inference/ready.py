@@ -24,12 +24,12 @@ _FINAL = (400, 401, 403, 404, 422)
 class ReadyOptions:
     """How to wait for a server.
 
-    `dead` returns why the server can no longer come up, or an empty string; `say` gets a line for
+    `dead` returns why the server can no longer come up, or None; `say` gets a line for
     people every few seconds; `tick` is called at every look.
     """
 
     timeout: float
-    dead: Callable[[], str] = lambda: ""
+    dead: Callable[[], str | None] = lambda: None
     say: Callable[[str], None] = lambda _: None
     tick: Callable[[], None] = lambda: None
     log: Path | None = None
@@ -48,11 +48,12 @@ def wait_ready(engine: InferenceEngine, base_url: str, model: str, wait: ReadyOp
         while (now := time.monotonic()) - began < wait.timeout:
             wait.tick()
             reason = wait.dead()
-            if reason:
+            if reason is not None:
                 raise failure(f"the {engine.name} server at {base_url} {reason}", wait.log)
-            answered, ready = _look(client, engine, model)
-            if ready:
+            fault = _look(client, engine, model)
+            if fault is None:
                 return time.monotonic() - began
+            answered = fault
             if now - said >= _SAY_SECONDS:
                 said = now
                 wait.say(f"{engine.name} starting, {now - began:.0f} s: {last_line(wait.log)}")
@@ -66,16 +67,16 @@ def wait_ready(engine: InferenceEngine, base_url: str, model: str, wait: ReadyOp
 
 def health_fault(
     engine: InferenceEngine, base_url: str, *, timeout: float = _HEALTH_SECONDS
-) -> str:
-    """Why the server's health check is not good; empty when it is."""
+) -> str | None:
+    """Why the server's health check is not good; None when it is."""
     with httpx.Client(base_url=base_url, trust_env=False) as client:
         return _fault(client, Request(engine.health_path, method="GET"), timeout)[0]
 
 
 def generation_fault(
     engine: InferenceEngine, base_url: str, model: str, *, timeout: float = _GENERATION_SECONDS
-) -> str:
-    """Why the server does not answer a generation; empty when it does."""
+) -> str | None:
+    """Why the server does not answer a generation; None when it does."""
     with httpx.Client(base_url=base_url, trust_env=False) as client:
         return _fault(client, engine.probe(model), timeout)[0]
 
@@ -106,26 +107,31 @@ def last_line(log: Path | None) -> str:
     return log_end(read_end(log, 4096), 1)[:160] or "no output yet"
 
 
-def _look(client: httpx.Client, engine: InferenceEngine, model: str) -> tuple[str, bool]:
+def _look(client: httpx.Client, engine: InferenceEngine, model: str) -> str | None:
+    """What is not well yet, None when a generation was answered.
+
+    Raises:
+        ServerError: it refuses the generation.
+    """
     fault, _ = _fault(client, Request(engine.health_path, method="GET"), _HEALTH_SECONDS)
-    if fault:
-        return fault, False
+    if fault is not None:
+        return fault
     fault, status = _fault(client, engine.probe(model), _GENERATION_SECONDS)
     if status in _FINAL:
         raise ServerError(
             f"the {engine.name} server at {client.base_url} refuses a generation: {fault}",
             hint=f"is {model!r} the model that it serves?",
         )
-    return fault, not fault
+    return fault
 
 
-def _fault(client: httpx.Client, request: Request, timeout: float) -> tuple[str, int]:
-    """(What is wrong, HTTP status); ("", status) when the answer is good."""
+def _fault(client: httpx.Client, request: Request, timeout: float) -> tuple[str | None, int]:
+    """(What is wrong, HTTP status or 0); (None, status) when the answer is good."""
     body: Any = dict(request.body) if request.method == "POST" else None
     try:
         reply = client.request(request.method, request.path, json=body, timeout=timeout)
     except (httpx.HTTPError, OSError) as error:
         return f"{request.path}: {type(error).__name__} {error}".strip(), 0
     if reply.is_success:
-        return "", reply.status_code
+        return None, reply.status_code
     return f"{request.path}: HTTP {reply.status_code} {reply.text[:200]}", reply.status_code

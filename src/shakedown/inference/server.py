@@ -15,12 +15,12 @@ from pathlib import Path
 from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.files import write_json, write_text
+from shakedown.core.paths import ServerPaths
 from shakedown.inference import slurm
 from shakedown.inference.address import port_fault
 from shakedown.inference.engines import get_engine
 from shakedown.inference.folder import (
     Endpoint,
-    ServerFolder,
     ServerOrder,
     State,
     order_from,
@@ -70,7 +70,7 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
     """
     _check_model(order)
     get_engine(order.engine).launch(order.spec)  # a wrong allocation is told before anything runs
-    folder = ServerFolder(root.absolute())
+    folder = ServerPaths(root.absolute())
     with _locked(folder):
         running = _running(folder)
         if running is not None and running.order == _as_json(order) and _answers(running):
@@ -90,7 +90,7 @@ def ensure(path: Path, *, say: Say = print) -> Endpoint:
         ServerError, LaunchError: it could not be started again.
     """
     endpoint = read_endpoint(path)
-    folder = ServerFolder((path if path.is_dir() else path.parent).absolute())
+    folder = ServerPaths((path if path.is_dir() else path.parent).absolute())
     with _locked(folder):
         if alive(folder) and _answers(endpoint):
             Lease(folder.lease).renew()
@@ -98,7 +98,7 @@ def ensure(path: Path, *, say: Say = print) -> Endpoint:
         say(f"serve: {endpoint.name} is gone, starting it again")
         _stop(folder, say)
         order = order_from(endpoint.order, str(folder.endpoint))
-        if order.launcher == "local" and not port_fault(endpoint.host, endpoint.port):
+        if order.launcher == "local" and port_fault(endpoint.host, endpoint.port) is None:
             spec = replace(order.spec, host=endpoint.host, port=endpoint.port)
             order = replace(order, spec=spec)
         before = folder.endpoint.stat()
@@ -114,7 +114,7 @@ def status(root: Path) -> Status:
     Raises:
         UsageError: no server was ever started there.
     """
-    folder = ServerFolder(root.absolute())
+    folder = ServerPaths(root.absolute())
     state, job = read_state(folder.state), job_id(folder)
     if state is None and not job:
         raise UsageError(
@@ -131,7 +131,7 @@ def status(root: Path) -> Status:
         return Status(True, False, f"process {state.pid} on {state.node} is loading")
     endpoint = read_endpoint(root)
     fault = generation_fault(get_engine(endpoint.engine), endpoint.base_url, endpoint.served_name)
-    if fault:
+    if fault is not None:
         return Status(True, False, f"process {state.pid} runs but does not answer: {fault}")
     return Status(True, True, f"answers at {endpoint.base_url} as {endpoint.served_name}")
 
@@ -142,15 +142,43 @@ def stop(root: Path, *, say: Say = print) -> str:
     Raises:
         ServerError: a process of it is still there.
     """
-    folder = ServerFolder(root.absolute())
+    folder = ServerPaths(root.absolute())
     if not folder.root.is_dir():
         raise UsageError(f"{root} does not exist: no server was started there")
     with _locked(folder):
         return _stop(folder, say)
 
 
+@contextlib.contextmanager
+def in_use(path: Path, *, say: Say = print) -> Iterator[Endpoint]:
+    """The server of `endpoint.json`, running, and its lease renewed until the block ends.
+
+    Raises:
+        UsageError, ServerError, LaunchError: as `ensure`.
+    """
+    endpoint = ensure(path, say=say)
+    with Lease(ServerPaths(path if path.is_dir() else path.parent).lease):
+        yield endpoint
+
+
+@contextlib.contextmanager
+def temporary(order: ServerOrder, root: Path, *, say: Say = print) -> Iterator[Endpoint]:
+    """A server for as long as the block runs; it is stopped however the block ends.
+
+    Raises:
+        UsageError, ServerError, LaunchError: as `start`.
+    """
+    try:
+        endpoint = start(order, root, say=say)
+        with Lease(ServerPaths(root).lease):
+            yield endpoint
+    finally:
+        if root.is_dir():
+            stop(root, say=say)
+
+
 def _start(
-    order: ServerOrder, folder: ServerFolder, say: Say, *, recorded: object = None
+    order: ServerOrder, folder: ServerPaths, say: Say, *, recorded: object = None
 ) -> Endpoint:
     _prepare(folder)
     order.write(folder.order)
@@ -200,15 +228,15 @@ def _check_model(order: ServerOrder) -> None:
         raise UsageError(f"{model} is no Hugging Face model: it has no config.json")
 
 
-def _prepare(folder: ServerFolder) -> None:
+def _prepare(folder: ServerPaths) -> None:
     """A folder for a new life of the server; the log of the one before is kept beside it."""
     for path in (folder.stop, folder.state, folder.job):
         path.unlink(missing_ok=True)
     if folder.log.exists():
-        folder.log.replace(folder.log.with_name("server.previous.log"))
+        folder.log.replace(folder.previous_log)
 
 
-def _spawn_daemon(folder: ServerFolder) -> None:
+def _spawn_daemon(folder: ServerPaths) -> None:
     command = [
         sys.executable,
         "-P",
@@ -225,13 +253,13 @@ def _spawn_daemon(folder: ServerFolder) -> None:
         raise failure(f"the daemon did not start (exit {done.returncode})", folder.daemon_log)
 
 
-def _submit(order: ServerOrder, folder: ServerFolder, say: Say) -> None:
+def _submit(order: ServerOrder, folder: ServerPaths, say: Say) -> None:
     job = slurm.submit(folder, order.name, order.slurm)
     write_text(folder.job, f"{job}\n")
     say(f"serve: {order.name} is Slurm job {job}")
 
 
-def _daemon_says(order: ServerOrder, folder: ServerFolder, say: Say) -> State:
+def _daemon_says(order: ServerOrder, folder: ServerPaths, say: Say) -> State:
     """Wait for the daemon to have started the server. Time in Slurm's queue does not count.
 
     Raises:
@@ -264,7 +292,7 @@ def _daemon_says(order: ServerOrder, folder: ServerFolder, say: Say) -> State:
     )
 
 
-def _endpoint(order: ServerOrder, folder: ServerFolder, state: State) -> Endpoint:
+def _endpoint(order: ServerOrder, folder: ServerPaths, state: State) -> Endpoint:
     engine = get_engine(order.engine)
     job = job_id(folder)
     return Endpoint(
@@ -295,7 +323,7 @@ def _as_json(order: ServerOrder) -> dict[str, object]:
     return body
 
 
-def _running(folder: ServerFolder) -> Endpoint | None:
+def _running(folder: ServerPaths) -> Endpoint | None:
     """The endpoint of a server whose processes or job are there."""
     if not alive(folder):
         return None
@@ -307,22 +335,22 @@ def _running(folder: ServerFolder) -> Endpoint | None:
 
 def _answers(endpoint: Endpoint) -> bool:
     engine = get_engine(endpoint.engine)
-    if health_fault(engine, endpoint.base_url):
+    if health_fault(engine, endpoint.base_url) is not None:
         return False
-    return not generation_fault(engine, endpoint.base_url, endpoint.served_name)
+    return generation_fault(engine, endpoint.base_url, endpoint.served_name) is None
 
 
-def _why_dead(folder: ServerFolder) -> str:
-    """Why a starting server can no longer come up; empty while it can."""
+def _why_dead(folder: ServerPaths) -> str | None:
+    """Why a starting server can no longer come up; None while it can."""
     state = read_state(folder.state)
     if state is None:
-        return ""
+        return None
     if state.phase == "ended":
         return f"did not start: {state.reason}"
-    return "" if daemon_lives(state) else "lost its daemon"
+    return None if daemon_lives(state) else "lost its daemon"
 
 
-def _stop(folder: ServerFolder, say: Say) -> str:
+def _stop(folder: ServerPaths, say: Say) -> str:
     state, job = read_state(folder.state), job_id(folder)
     if not alive(folder):
         end_orphans(state)
@@ -343,7 +371,7 @@ def _stop(folder: ServerFolder, say: Say) -> str:
 
 
 @contextlib.contextmanager
-def _locked(folder: ServerFolder) -> Iterator[None]:
+def _locked(folder: ServerPaths) -> Iterator[None]:
     """One start, stop or restart of a server at a time."""
     try:
         folder.root.mkdir(parents=True, exist_ok=True)

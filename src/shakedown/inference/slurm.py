@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shakedown.core.errors import LaunchError
-from shakedown.inference.folder import ServerFolder, SlurmOptions
+from shakedown.core.paths import ServerPaths
+from shakedown.inference.folder import SlurmOptions
 
 _SECONDS = 60.0  # a busy controller answers late, a dead one never
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
@@ -32,7 +33,7 @@ class JobState:
         return self.state == ""
 
 
-def submit(folder: ServerFolder, name: str, options: SlurmOptions) -> str:
+def submit(folder: ServerPaths, name: str, options: SlurmOptions) -> str:
     """Submit the daemon and return the job id.
 
     Raises:
@@ -51,7 +52,7 @@ def submit(folder: ServerFolder, name: str, options: SlurmOptions) -> str:
     return match[1]
 
 
-def sbatch_command(folder: ServerFolder, name: str, options: SlurmOptions) -> list[str]:
+def sbatch_command(folder: ServerPaths, name: str, options: SlurmOptions) -> list[str]:
     """The sbatch command; the script comes on standard input."""
     command = ["sbatch", "--parsable", f"--job-name=serve-{name}", "--nodes=1", "--ntasks=1"]
     command += [f"--cpus-per-task={options.cpus}", "--no-requeue", "--open-mode=append"]

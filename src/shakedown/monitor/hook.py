@@ -25,6 +25,7 @@ from typing import IO
 
 from shakedown.core.errors import StorageError
 from shakedown.core.files import atomic_open
+from shakedown.core.paths import EvidencePaths
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +35,6 @@ ENVIRONMENT: dict[str, str] = {
     "TORCH_FR_CPP_STACK": "0",  # Python frames alone: C++ frames cost a second to symbolise
 }
 
-REQUEST = "REQUEST"
 POLL_SECONDS = 0.5
 THREAD_NAME = "shakedown-frec"  # as the kernel shows it: at most 15 characters
 
@@ -60,7 +60,7 @@ def install(rank: int, evidence: Path, role: str = "trainer") -> None:
     name = component(role, rank)
     try:
         evidence.mkdir(parents=True, exist_ok=True)
-        stream = (evidence / f"faulthandler-{name}.txt").open("a", encoding="utf-8")
+        stream = EvidencePaths(evidence).stacks(name).open("a", encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write {evidence}: {error.strerror}") from error
     _open_files.append(stream)
@@ -86,7 +86,7 @@ def _linger_at_abort(stream: IO[str]) -> None:
 
 def request(evidence: Path, token: str = "") -> None:
     """Ask every hooked rank to dump; `token` only has to differ from the last one."""
-    with atomic_open(evidence / REQUEST) as stream:
+    with atomic_open(EvidencePaths(evidence).request) as stream:
         stream.write(token or str(time.time_ns()))
 
 
@@ -96,7 +96,7 @@ def leave_dump(rank: int, evidence: Path, role: str = "trainer") -> None:
     A dump that is there was written while the process stood: it is the better one.
     """
     name = component(role, rank)
-    target = evidence / f"fr-{name}.json"
+    target = EvidencePaths(evidence).flight_recorder(name, "json")
     try:
         for suffix, dump in _dumps(_binding()):
             if suffix == "json" and not target.exists():
@@ -129,7 +129,7 @@ def _answer(evidence: Path, name: str) -> None:
 
 def _has_aborted(evidence: Path, name: str) -> bool:
     """faulthandler wrote of a fatal signal: this process is about to end."""
-    path = evidence / f"faulthandler-{name}.txt"
+    path = EvidencePaths(evidence).stacks(name)
     try:
         return path.stat().st_size > 0 and b"Fatal Python error: Aborted" in path.read_bytes()
     except OSError:
@@ -138,10 +138,11 @@ def _has_aborted(evidence: Path, name: str) -> bool:
 
 def all_have_written(evidence: Path, name: str, world: str) -> bool:
     """Whether the dumps of `world` components of this role are as new as the request for them."""
-    role = name.rpartition("-rank")[0]
+    role, paths = name.rpartition("-rank")[0], EvidencePaths(evidence)
     try:
-        asked = (evidence / REQUEST).stat().st_mtime_ns
-        dumps = [path.stat().st_mtime_ns for path in evidence.glob(f"fr-{role}-rank*.pickle")]
+        asked = paths.request.stat().st_mtime_ns
+        names = paths.flight_recorder(f"{role}-rank*", "pickle").name
+        dumps = [path.stat().st_mtime_ns for path in evidence.glob(names)]
     except OSError:
         return False
     return world.isdecimal() and sum(at >= asked for at in dumps) >= int(world) > 0
@@ -154,7 +155,7 @@ def _end_by_abort() -> None:
 
 def _stamp(evidence: Path) -> tuple[int, int] | None:
     try:
-        status = (evidence / REQUEST).stat()
+        status = EvidencePaths(evidence).request.stat()
     except OSError:
         return None
     return status.st_mtime_ns, status.st_ino
@@ -173,7 +174,7 @@ def dump_flight_recorder(evidence: Path, name: str) -> None:
     for suffix, dump in _dumps(binding):
         if suffix == "pickle":
             import torch._inductor  # noqa: F401
-        _write(evidence / f"fr-{name}.{suffix}", dump())
+        _write(EvidencePaths(evidence).flight_recorder(name, suffix), dump())
 
 
 def _write(path: Path, body: bytes) -> None:

@@ -145,7 +145,7 @@ def gpus(facts: Facts, want: Expectations) -> RuleResult:
         return RuleResult("fail", count, expected, "GPUs", "user" if hidden else "node", remedy)
     for gpu in facts.get("gpus", []):
         wrong = _gpu_fault(gpu)
-        if wrong:
+        if wrong is not None:
             return RuleResult(
                 "fail", f"GPU {gpu['index']}: {wrong}", "healthy", "", "node", "drain"
             )
@@ -157,10 +157,12 @@ def gpus(facts: Facts, want: Expectations) -> RuleResult:
     return RuleResult("pass", f"{count} ({facts['source']})", expected, "GPUs")
 
 
-def _gpu_fault(gpu: Facts) -> str:
+def _gpu_fault(gpu: Facts) -> str | None:
     if (gpu["ecc.errors.uncorrected.volatile.total"] or "0") != "0":
         return "uncorrected memory errors"
-    return "hardware slowdown" if gpu["clocks_throttle_reasons.hw_slowdown"] == "Active" else ""
+    if gpu["clocks_throttle_reasons.hw_slowdown"] == "Active":
+        return "hardware slowdown"
+    return None
 
 
 def _used_share(gpu: Facts) -> float:

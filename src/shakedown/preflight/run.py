@@ -11,7 +11,15 @@ from pathlib import Path
 from shakedown.cluster.nodes import node_addresses, write_bad_nodes
 from shakedown.core.errors import StorageError
 from shakedown.core.files import write_json
-from shakedown.core.verdict import Finding, Stopwatch, Verdict, installed_versions, status_of
+from shakedown.core.paths import PreflightPaths
+from shakedown.core.verdict import (
+    Finding,
+    Stopwatch,
+    Verdict,
+    counted,
+    installed_versions,
+    status_of,
+)
 from shakedown.preflight.checks.environment import local_environment
 from shakedown.preflight.checks.network import PORT_RANGE
 from shakedown.preflight.checks.storage import marker_folder
@@ -39,13 +47,14 @@ class Checked:
         Raises:
             StorageError: the results folder is full or gone.
         """
+        paths = PreflightPaths(out)
         for node, report in self.reports.items():
             body = report.to_json()
             body["findings"] = [asdict(f) for f in self.verdict.findings if f.subject == node]
-            write_json(out / "nodes" / f"{node}.json", body)
+            write_json(paths.node(node), body)
         pairs = {"schema": "shakedown/preflight-pairs/1", **asdict(self.network)}
-        write_json(out / "pairs.json", pairs)
-        write_bad_nodes(out / "bad_nodes.txt", self.verdict.extra["bad_nodes"])
+        write_json(paths.pairs, pairs)
+        write_bad_nodes(paths.bad_nodes, self.verdict.extra["bad_nodes"])
 
 
 def run_preflight(settings: Settings) -> Checked:
@@ -81,13 +90,12 @@ def run_preflight(settings: Settings) -> Checked:
 
 def _prepare(settings: Settings) -> None:
     """Results of an earlier run must not be taken for this one's."""
+    paths = PreflightPaths(settings.out)
     try:
-        for old in (settings.out / "nodes").glob("*.json"):
-            old.unlink()
-        for name in ("verdict.json", "pairs.json", "bad_nodes.txt"):
-            (settings.out / name).unlink(missing_ok=True)
-        shutil.rmtree(settings.out / "logs", ignore_errors=True)
-        (settings.out / "nodes").mkdir(parents=True, exist_ok=True)
+        for old in (paths.verdict, paths.pairs, paths.bad_nodes, *paths.nodes.glob("*.json")):
+            old.unlink(missing_ok=True)
+        shutil.rmtree(paths.logs, ignore_errors=True)
+        paths.nodes.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StorageError(
             f"cannot write the results folder {settings.out}: {error.strerror}",
@@ -139,7 +147,7 @@ def _ask_nodes(
     groups: Sequence[Sequence[str]],
 ) -> tuple[dict[str, NodeReport], dict[str, str]]:
     asked = {node for nodes in groups for node in nodes}
-    file = settings.out.resolve() / "nodes" / "{node}.json"
+    file = PreflightPaths(settings.out.resolve()).node("{node}")
     answers = launcher.ask(
         "shakedown.preflight.probe",
         ["--request", request.to_text(), "--out", str(file)],
@@ -169,9 +177,10 @@ def _keep_logs(launcher: Launcher, out: Path, *, needed: bool) -> None:
     if not needed:
         return
     with contextlib.suppress(OSError):
-        (out / "logs").mkdir(exist_ok=True)
+        logs = PreflightPaths(out).logs
+        logs.mkdir(exist_ok=True)
         for log in launcher.logs:
-            shutil.copyfile(log, out / "logs" / log.name)
+            shutil.copyfile(log, logs / log.name)
 
 
 def _verdict(
@@ -202,12 +211,13 @@ def _verdict(
 
 
 def summarize(findings: Sequence[Finding], nodes: Sequence[str], tier: str) -> str:
-    """One sentence: how many nodes are good, and what is wrong where."""
+    """One sentence: what is wrong where, else how many nodes were checked; and how many checks."""
     worst = [f for f in findings if f.status in ("fail", "error")]
     if not worst:
         warned = sorted({f.check for f in findings if f.status == "warn"})
-        remark = f", look at: {', '.join(warned)}" if warned else ""
-        return f"{len(nodes)} node(s) good, {tier} tier{remark}"
+        remark = f" ({', '.join(warned)})" if warned else ""
+        number = f"{len(nodes)} node" if len(nodes) == 1 else f"{len(nodes)} nodes"
+        return f"{number}, {tier} tier: {counted(findings)}{remark}"
     by_subject: dict[str, list[str]] = {}
     for finding in worst:
         checks = by_subject.setdefault(finding.subject or finding.scope, [])
@@ -216,7 +226,7 @@ def summarize(findings: Sequence[Finding], nodes: Sequence[str], tier: str) -> s
             checks.append(label)
     listed = [f"{subject}: {', '.join(checks)}" for subject, checks in by_subject.items()]
     more = f"; and {len(listed) - 5} more" if len(listed) > 5 else ""
-    return "; ".join(listed[:5]) + more
+    return f"{'; '.join(listed[:5])}{more} ({counted(findings)})"
 
 
 def _next(settings: Settings, bad: Sequence[str], status: str) -> str:
@@ -224,4 +234,4 @@ def _next(settings: Settings, bad: Sequence[str], status: str) -> str:
         return "snakemake"
     if bad and settings.slurm:
         return f"sbatch --exclude={','.join(bad)} JOB"
-    return f"shakedown verdict {settings.out / 'verdict.json'}"
+    return f"shakedown verdict {PreflightPaths(settings.out).verdict}"

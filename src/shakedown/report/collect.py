@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.core.errors import UsageError
-from shakedown.core.paths import AttemptPaths, RunPaths, StagePaths
+from shakedown.core.paths import AttemptPaths, RunPaths, ServerPaths, StagePaths
 from shakedown.core.verdict import Verdict
 from shakedown.report import series
 from shakedown.report.reader import Reader, finite, mapping_of, string, whole
@@ -37,31 +37,32 @@ def collect(root: Path) -> RunView:
         now=time.time(),
         name=_name(config.get("run")) or root.resolve().name,
         config_text=text,
-        preflight=reader.verdict(paths.preflight / "verdict.json"),
-        bad_nodes=[line for line in reader.text(paths.bad_nodes).split("\n") if line.strip()],
+        preflight=reader.verdict(paths.preflight.verdict),
+        bad_nodes=[
+            line for line in reader.text(paths.preflight.bad_nodes).split("\n") if line.strip()
+        ],
         servers=_servers(reader, paths),
-        agents=reader.verdict(paths.agents / "verdict.json"),
-        consistency=reader.verdict(paths.consistency / "verdict.json"),
+        agents=reader.verdict(paths.agents.verdict),
+        consistency=reader.verdict(paths.consistency.verdict),
         stages=_stages(reader, paths, config),
         unreadable=tuple(reader.unreadable),
     )
 
 
 def _servers(reader: Reader, paths: RunPaths) -> list[ServerView]:
-    return [_server(reader, paths, f.name) for f in reader.folders(paths.serve("x").parent)]
+    return [_server(reader, paths.server(f.name)) for f in reader.folders(paths.servers)]
 
 
-def _server(reader: Reader, paths: RunPaths, name: str) -> ServerView:
-    folder = paths.serve(name)
-    state = reader.mapping(folder / "state.json") or {}
+def _server(reader: Reader, paths: ServerPaths) -> ServerView:
+    state = reader.mapping(paths.state) or {}
     return ServerView(
-        name=name,
-        root=folder,
-        endpoint=reader.mapping(paths.endpoint(name)) or {},
+        name=paths.root.name,
+        root=paths.root,
+        endpoint=reader.mapping(paths.endpoint) or {},
         phase=string(state.get("phase")),
         reason=string(state.get("reason")),
         crashed=state.get("returncode") is not None,
-        verdict=reader.verdict(folder / "verdict.json"),
+        verdict=reader.verdict(paths.verdict),
     )
 
 

@@ -11,6 +11,7 @@ from shakedown import __version__
 from shakedown.consistency.grade import get_limits, status_by
 from shakedown.consistency.run import Comparison
 from shakedown.core.files import write_text
+from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Verdict
 from shakedown.report import comparison_charts, text
 
@@ -52,7 +53,7 @@ def write_report(result: Comparison, verdict: Verdict, out: Path) -> None:
         StorageError: the folder cannot be written.
     """
     html = render_report(result, verdict)
-    write_text(out / "report.html", html.encode("utf-8", "replace").decode("utf-8"))
+    write_text(ComparisonPaths(out).page, html.encode("utf-8", "replace").decode("utf-8"))
 
 
 def render_report(result: Comparison, verdict: Verdict) -> str:

@@ -156,7 +156,7 @@ def read_limits(attempt: AttemptPaths) -> StallLimits:
     fields = StageConfig.model_fields
     stall, start = fields["stall_timeout"].default, fields["start_timeout"].default
     try:
-        body = json.loads((attempt.root / "job.json").read_text(encoding="utf-8"))
+        body = json.loads(attempt.job.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         body = None
     config = body.get("config") if isinstance(body, dict) else None

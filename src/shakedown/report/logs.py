@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from shakedown.core.errors import UsageError, did_you_mean
-from shakedown.core.paths import AttemptPaths
+from shakedown.core.paths import AttemptPaths, RunPaths, StagePaths
 from shakedown.report.text import printable
 
 MAX_CHARS = 2000  # of a line that are shown
@@ -16,6 +16,49 @@ _BLOCK = 1 << 20  # of a log and look
 _SUFFIX = ".log"
 # Colours and cursor moves of programs that take a log for a terminal.
 _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+def find_stage(paths: RunPaths, wanted: str | None) -> StagePaths:
+    """The stage that was asked for, else the one whose newest attempt is the newest of all.
+
+    Raises:
+        UsageError: no such run or stage, or none has begun.
+    """
+    if not paths.root.is_dir():
+        raise UsageError(
+            f"{paths.root} is not a folder: expected a run's results, such as results/demo"
+        )
+    folders = sorted(paths.stages.iterdir()) if paths.stages.is_dir() else []
+    begun = {f.name: paths.stage(f.name) for f in folders if paths.stage(f.name).attempt_numbers()}
+    if wanted is not None and wanted not in begun:
+        known = ", ".join(begun) or "none"
+        raise UsageError(
+            f"{paths.root} has no attempt of a stage {wanted!r}{did_you_mean(wanted, begun)}; "
+            f"begun: {known}"
+        )
+    if not begun:
+        raise UsageError(f"{paths.root}: no training stage has begun", hint="shakedown status RUN")
+    return begun[wanted] if wanted is not None else max(begun.values(), key=_begun)
+
+
+def _begun(stage: StagePaths) -> float:
+    try:
+        return stage.attempt(stage.attempt_numbers()[-1]).root.stat().st_mtime
+    except OSError:  # a folder that is no attempt of ours, such as `7`
+        return 0.0
+
+
+def find_attempt(stage: StagePaths, wanted: int | None) -> AttemptPaths:
+    """The attempt that was asked for, else the newest.
+
+    Raises:
+        UsageError: the stage has no such attempt.
+    """
+    numbers = stage.attempt_numbers()
+    if wanted is not None and wanted not in numbers:
+        known = ", ".join(map(str, numbers))
+        raise UsageError(f"stage {stage.root.name} has no attempt {wanted}; it has: {known}")
+    return stage.attempt(wanted or numbers[-1])
 
 
 def find_logs(attempt: AttemptPaths, patterns: Sequence[str] = ()) -> dict[str, Path]:

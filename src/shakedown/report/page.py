@@ -4,7 +4,7 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import groupby
@@ -16,7 +16,13 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from shakedown import __version__
 from shakedown.core import files
-from shakedown.core.paths import AttemptPaths
+from shakedown.core.paths import (
+    AttemptPaths,
+    ComparisonPaths,
+    PreflightPaths,
+    ServerPaths,
+    StagePaths,
+)
 from shakedown.report import charts, facts, text
 from shakedown.report.charts import Chart
 from shakedown.report.facts import DiagnosisFacts, Figure
@@ -25,23 +31,6 @@ from shakedown.report.view import AttemptView, RunView, ServerView, StageView, S
 
 Link = tuple[str, str]
 
-# What a section links to, where it exists: (label, path below the section's folder).
-STAGE_LINKS = (
-    ("diagnosis page", "diagnosis.html"),
-    ("diagnosis.json", "diagnosis.json"),
-    ("outcome.json", "outcome.json"),
-    ("accepted.json", "accepted.json"),
-    ("metrics.jsonl", "metrics.jsonl"),
-    ("evidence", "latest/evidence"),
-)
-VERDICT_LINKS = (
-    ("report page", "report.html"),
-    ("verdict.json", "verdict.json"),
-    ("endpoint.json", "endpoint.json"),
-    ("server.log", "server.log"),
-    ("daemon.log", "daemon.log"),
-    ("nodes", "nodes"),
-)
 # Sections in these states stand before the others; else sections keep the workflow's order.
 _FIRST = ("FAIL", "BLOCKED", "RUNNING")
 # A longer workflow shows one state a stage, not one a gate.
@@ -140,7 +129,7 @@ def _groups(view: RunView, steps: Sequence[WorkflowStep], folder: Path) -> list[
             groups.append(_stage_group(stage, anchor, own, folder))
             continue
         home = server.root if server else view.root / anchor
-        links = _links(home, VERDICT_LINKS, folder)
+        links = _links(_step_files(home), folder)
         groups.append(PageSection(own[0].name, anchor, own[0].state, own, links, server=server))
     return groups
 
@@ -154,7 +143,7 @@ def _stage_group(
         anchor=anchor,
         state=worst([step.state for step in steps]),
         steps=steps,
-        links=_links(stage.root, STAGE_LINKS, folder),
+        links=_links(_stage_files(stage.root), folder),
         stage=stage,
         figures=facts.figures(stage),
         diagnosis=facts.diagnosis_facts(stage.diagnosis),
@@ -172,8 +161,26 @@ def _hero_links(groups: Sequence[PageSection], anchor: str) -> list[Link]:
     return []
 
 
-def _links(home: Path, known: Sequence[Link], folder: Path) -> list[Link]:
-    return [(label, _href(home / name, folder)) for label, name in known if (home / name).exists()]
+def _stage_files(root: Path) -> list[Path]:
+    paths = StagePaths(root)
+    files = [paths.diagnosis_html, paths.diagnosis, paths.outcome, paths.accepted, paths.metrics]
+    return [*files, AttemptPaths(paths.latest).evidence]
+
+
+def _step_files(root: Path) -> list[Path]:
+    """Of a check or of a server: the section shows those that are there."""
+    server = ServerPaths(root)
+    files = [ComparisonPaths(root).page, server.verdict, server.endpoint]
+    return [*files, server.log, server.daemon_log, PreflightPaths(root).nodes]
+
+
+def _links(files: Iterable[Path], folder: Path) -> list[Link]:
+    """A link to each file that exists, by its name; pages by what they are (`report page`)."""
+    return [
+        (f"{path.stem} page" if path.suffix == ".html" else path.name, _href(path, folder))
+        for path in files
+        if path.exists()
+    ]
 
 
 def _href(path: Path, folder: Path) -> str:

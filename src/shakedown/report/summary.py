@@ -3,7 +3,9 @@
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.report import text
 from shakedown.report.view import RunView, ServerView, StageView, State
@@ -18,6 +20,7 @@ _OUTCOMES: Mapping[str, State] = {
     "failed": "FAIL",
     "interrupted": "BLOCKED",
 }
+_FILES = RunPaths(Path())  # relative to the run, as `RunView.unreadable` names them
 _WORST_FIRST = ("fail", "error", "warn", "skip", "pass")
 _STATES_WORST_FIRST: Sequence[State] = ("FAIL", "BLOCKED", "RUNNING", "WARN", "NOT RUN", "PASS")
 
@@ -54,12 +57,13 @@ class Headline:
 def workflow_steps(view: RunView) -> list[WorkflowStep]:
     """All steps in the order in which a run takes them."""
     broken = {item.path for item in view.unreadable}
-    steps = [_judged("preflight", view.preflight, broken)]
+    steps = [_judged("preflight", view.preflight, _FILES.preflight.verdict, broken)]
     steps += [_server(server, len(view.servers) == 1) for server in view.servers]
     if not view.servers:
         steps.append(WorkflowStep("serve", "NOT RUN", "", "serve"))
-    steps.append(_judged("agents", view.agents, broken))
-    steps.append(_judged("consistency", view.consistency, broken))
+    steps.append(_judged("agents", view.agents, _FILES.agents.verdict, broken))
+    compared = _FILES.consistency.verdict
+    steps.append(_judged("consistency", view.consistency, compared, broken))
     for stage in view.stages:
         steps += _stage(stage, view.now, broken)
     return steps
@@ -121,12 +125,11 @@ def accuracy_change(stage: StageView) -> tuple[float, float] | None:
     return (measured[0], measured[-1]) if len(measured) > 1 else None
 
 
-def _judged(name: str, verdict: Verdict | None, broken: set[str]) -> WorkflowStep:
+def _judged(name: str, verdict: Verdict | None, file: Path, broken: set[str]) -> WorkflowStep:
     if verdict is not None:
         return WorkflowStep(name, verdict.status, verdict.summary, name, verdict=verdict)
-    path = f"{name}/verdict.json"
-    if path in broken:
-        return WorkflowStep(name, "BLOCKED", f"{path} cannot be read", name)
+    if file.as_posix() in broken:
+        return WorkflowStep(name, "BLOCKED", f"{file.as_posix()} cannot be read", name)
     return WorkflowStep(name, "NOT RUN", "", name)
 
 
@@ -153,16 +156,18 @@ def _stage(stage: StageView, now: float, broken: set[str]) -> list[WorkflowStep]
     anchor = f"stage-{stage.name}"
     state, sentence = _train(stage, now)
     steps = [WorkflowStep("train", state, sentence, anchor, stage)]
+    files = _FILES.stage(stage.name)
     for name, verdict, file in (
-        ("diagnose", stage.diagnosis, "diagnosis.json"),
-        ("accept", stage.accepted, "accepted.json"),
+        ("diagnose", stage.diagnosis, files.diagnosis),
+        ("accept", stage.accepted, files.accepted),
     ):
         if verdict is not None:
             steps.append(
                 WorkflowStep(name, verdict.status, verdict.summary, anchor, stage, verdict)
             )
-        elif f"stages/{stage.name}/{file}" in broken:
-            steps.append(WorkflowStep(name, "BLOCKED", f"{file} cannot be read", anchor, stage))
+        elif file.as_posix() in broken:
+            sentence = f"{file.name} cannot be read"
+            steps.append(WorkflowStep(name, "BLOCKED", sentence, anchor, stage))
         else:
             steps.append(WorkflowStep(name, "NOT RUN", "", anchor, stage))
     return steps
@@ -258,7 +263,7 @@ def _where(stage: StageView) -> str:
 def _default_next(view: RunView, stage: StageView) -> str:
     if stage.diagnosis is not None or stage.outcome is None or stage.outcome.state == "interrupted":
         return "snakemake"
-    newest = view.root / "stages" / stage.name / "latest"
+    newest = RunPaths(view.root).stage(stage.name).latest
     return f"shakedown hang analyze {shlex.quote(str(newest))}"
 
 

@@ -1,9 +1,9 @@
 """A run for a person at a terminal: pure, plain ASCII, no colours that a log would keep."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
+from shakedown.monitor.heartbeat import Beat
 from shakedown.report import text
 from shakedown.report.summary import Headline, WorkflowStep, headline, workflow_steps, worst
 from shakedown.report.view import RunView, StageView, State
@@ -14,22 +14,12 @@ _METRICS = ("reward_mean", "loss", "staleness_max", "k3", "entropy", "grad_norm"
 _BAR = 24
 
 
-@dataclass(frozen=True)
-class Pulse:
-    """The last heartbeat of one component; `wall` is Unix time in seconds."""
-
-    name: str
-    phase: str
-    step: int
-    wall: float
-
-
-def render(view: RunView, pulses: Mapping[str, Sequence[Pulse]], servers: Mapping[str, str]) -> str:
+def render(view: RunView, beats: Mapping[str, Sequence[Beat]], servers: Mapping[str, str]) -> str:
     """The run as text.
 
     Args:
         view: the run.
-        pulses: heartbeats of the newest attempt, by stage.
+        beats: heartbeats of the newest attempt, by stage.
         servers: what a probe of each server's endpoint said, by server.
     """
     steps = workflow_steps(view)
@@ -40,7 +30,7 @@ def render(view: RunView, pulses: Mapping[str, Sequence[Pulse]], servers: Mappin
         lines.append(_line(group, width))
         stage = group[0].stage
         if stage is not None and group[0].state == "RUNNING":
-            lines += _details(stage, pulses.get(stage.name, ()), view.now)
+            lines += _details(stage, beats.get(stage.name, ()), view.now)
         lines += [
             f"          {_flat(said, 300)}"
             for name, said in servers.items()
@@ -48,6 +38,16 @@ def render(view: RunView, pulses: Mapping[str, Sequence[Pulse]], servers: Mappin
         ]
     lines += [f"  unreadable: {item.path}: {item.reason}" for item in view.unreadable]
     return text.printable("\n".join(lines))
+
+
+def painted(shown: str, columns: int, rows: int, *, clear: bool) -> str:
+    """The text over the one before it, line by line, so that nothing flickers or scrolls."""
+    lines = [line[: max(1, columns - 1)] for line in shown.split("\n")]
+    if len(lines) > rows - 1:
+        kept = max(1, rows - 2)
+        lines = [*lines[:kept], f"... {len(lines) - kept} lines more: enlarge the terminal"]
+    body = "".join(f"{line}\033[K\n" for line in lines)
+    return ("\033[2J" if clear else "") + f"\033[H{body}\033[J"
 
 
 def _top(view: RunView, top: Headline) -> list[str]:
@@ -66,7 +66,7 @@ def _line(group: Sequence[WorkflowStep], width: int) -> str:
     return f"  {_mark(state):7} {_name(group[0]):{width}}  {said}".rstrip()
 
 
-def _details(stage: StageView, pulses: Sequence[Pulse], now: float) -> list[str]:
+def _details(stage: StageView, beats: Sequence[Beat], now: float) -> list[str]:
     lines = []
     if stage.planned_steps:
         share = min(1.0, (stage.step or 0) / stage.planned_steps)
@@ -80,11 +80,11 @@ def _details(stage: StageView, pulses: Sequence[Pulse], now: float) -> list[str]
     ]
     if last:
         lines.append("  ".join(last))
-    width = max((len(pulse.name) for pulse in pulses), default=0)
+    width = max((len(beat.name) for beat in beats), default=0)
     lines += [
-        f"{pulse.name:{width}}  {pulse.phase}, step {pulse.step:,}, "
-        f"beat {text.duration(max(0.0, now - pulse.wall))} ago"
-        for pulse in pulses
+        f"{beat.name:{width}}  {beat.phase}, step {beat.step:,}, "
+        f"beat {text.duration(max(0.0, now - beat.wall))} ago"
+        for beat in beats
     ]
     return [f"          {line}" for line in lines]
 

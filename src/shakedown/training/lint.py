@@ -7,7 +7,7 @@ from shakedown.agents.rewards import REWARDS, is_own
 from shakedown.config import Config
 from shakedown.config.lint import lint
 from shakedown.core.errors import ConfigError
-from shakedown.core.verdict import Finding
+from shakedown.core.verdict import Finding, Stopwatch, Verdict, counted, status_of
 from shakedown.training.engines.names import DIMENSIONS
 from shakedown.training.faults import KINDS
 
@@ -28,6 +28,20 @@ def findings_of(config: Config) -> list[Finding]:
 def faults_of(findings: list[Finding]) -> list[Finding]:
     """What stops a run; the others are advice."""
     return [finding for finding in findings if finding.status != "warn"]
+
+
+def judge_config(config: Config, where: str) -> Verdict:
+    """The findings as a verdict; `where` names the files of the config."""
+    clock = Stopwatch()
+    findings = findings_of(config)
+    return Verdict(
+        stage="lint",
+        status=status_of(findings),
+        summary=f"{where}: {counted(findings)}" if findings else f"{where} is sound",
+        findings=findings,
+        started=clock.started,
+        seconds=clock.seconds,
+    )
 
 
 def _reward_finding(reward: str, fault: str) -> Finding:

@@ -183,7 +183,7 @@ def test_status_says_how_the_server_is(
 ) -> None:
     with http_server(status) as url:
         body = {"base_url": url, "engine": "vllm"}
-        write_json(RunPaths(tmp_path).endpoint("policy"), body)
+        write_json(RunPaths(tmp_path).server("policy").endpoint, body)
         assert cli.main(["status", str(tmp_path)]) == 0
     assert f"{url} {said}" in capsys.readouterr().out
 
@@ -192,9 +192,11 @@ def test_status_does_not_ask_a_server_that_was_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     paths = RunPaths(tmp_path)
-    write_json(paths.endpoint("policy"), {"base_url": "http://127.0.0.1:1", "engine": "vllm"})
+    write_json(
+        paths.server("policy").endpoint, {"base_url": "http://127.0.0.1:1", "engine": "vllm"}
+    )
     state = {"phase": "ended", "reason": "stopped on request", "returncode": None}
-    write_json(paths.serve("policy") / "state.json", state)
+    write_json(paths.server("policy").state, state)
     assert cli.main(["status", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "ok      serve" in printed
@@ -208,7 +210,7 @@ def test_status_survives_an_endpoint_that_leads_nowhere(
     url: str, engine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     body = {"base_url": url, "engine": engine}
-    write_json(RunPaths(tmp_path).endpoint("policy"), body)
+    write_json(RunPaths(tmp_path).server("policy").endpoint, body)
     assert cli.main(["status", str(tmp_path)]) == 0
     assert "is not well" in capsys.readouterr().out
 

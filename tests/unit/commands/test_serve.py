@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from shakedown.cli import command_parser
 from shakedown.commands import serve
 from shakedown.core.errors import UsageError
 from shakedown.core.files import write_json
@@ -25,8 +26,7 @@ seed: 5
 
 
 def parsed(*arguments: object) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
+    _, parser = command_parser("serve")
     return parser.parse_args(["start", "--out", "out", *map(str, arguments)])
 
 

@@ -8,7 +8,17 @@ import pytest
 
 from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.files import write_json
-from shakedown.core.verdict import SCHEMA, Finding, Status, Verdict, finish, read_verdict, status_of
+from shakedown.core.verdict import (
+    SCHEMA,
+    Finding,
+    FindingStatus,
+    Status,
+    Verdict,
+    counted,
+    finish,
+    read_verdict,
+    status_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +41,18 @@ def test_could_not_run_is_never_a_pass() -> None:
     assert status_of(findings) == "BLOCKED"
     assert status_of([*findings, Finding("c", "fail")]) == "FAIL"
     assert status_of([Finding("a", "pass"), Finding("b", "warn"), Finding("c", "skip")]) == "WARN"
+
+
+@pytest.mark.parametrize(
+    ("statuses", "words"),
+    [
+        ([], "0 failed, 0 warnings"),
+        (["pass", "pass", "fail", "warn"], "2 passed, 1 failed, 1 warning"),
+        (["warn", "warn", "error", "skip"], "0 failed, 2 warnings, 1 could not run, 1 skipped"),
+    ],
+)
+def test_findings_are_counted_in_words(statuses: list[FindingStatus], words: str) -> None:
+    assert counted([Finding("a", status) for status in statuses]) == words
 
 
 def test_written_verdict_reads_back_equal(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from shakedown.core.errors import LaunchError, ServerError, UsageError
+from shakedown.core.paths import ServerPaths
 from shakedown.inference import slurm
 from shakedown.inference.address import choose_port, own_address, port_fault
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import (
-    ServerFolder,
     ServerOrder,
     SlurmOptions,
     read_endpoint,
@@ -94,12 +94,12 @@ def test_sbatch_command_asks_for_what_was_given(tmp_path: Path) -> None:
         extra=("--mem=64G",),
     )
 
-    command = slurm.sbatch_command(ServerFolder(tmp_path), "policy", options)
+    command = slurm.sbatch_command(ServerPaths(tmp_path), "policy", options)
 
     assert {"--partition=gpu", "--account=team", "--gres=gpu:h200:2"} <= set(command)
     assert {"--cpus-per-task=8", "--time=4:00:00", "--mem=64G", "--nodes=1"} <= set(command)
     assert "--exclude=n7,n9" in command
-    plain = slurm.sbatch_command(ServerFolder(tmp_path), "policy", SlurmOptions())
+    plain = slurm.sbatch_command(ServerPaths(tmp_path), "policy", SlurmOptions())
     assert not [word for word in plain if word.startswith(("--partition", "--gres", "--time"))]
 
 
@@ -149,11 +149,11 @@ def test_refused_job_is_told_in_slurms_words(programs: Path, tmp_path: Path) -> 
     )
 
     with pytest.raises(LaunchError, match="invalid partition specified"):
-        slurm.submit(ServerFolder(tmp_path), "policy", SlurmOptions("gpu"))
+        slurm.submit(ServerPaths(tmp_path), "policy", SlurmOptions("gpu"))
 
 
 def test_machine_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(LaunchError, match="sbatch is not installed here"):
-        slurm.submit(ServerFolder(tmp_path), "policy", SlurmOptions())
+        slurm.submit(ServerPaths(tmp_path), "policy", SlurmOptions())

@@ -218,5 +218,7 @@ def test_fewer_nodes_than_needed_cannot_be_judged() -> None:
 def test_the_summary_names_nodes_and_checks() -> None:
     _, _, notable = verdict(fleet(n1={"shm": {"free_mb": 1.0}}, n2={"shm": None}))
 
-    assert summarize(notable, NODES, "quick") == "n1: shm; n2: shm could not run"
-    assert summarize([], NODES, "quick") == "4 node(s) good, quick tier"
+    assert summarize(notable, NODES, "quick") == (
+        "n1: shm; n2: shm could not run (1 failed, 0 warnings, 1 could not run)"
+    )
+    assert summarize([], NODES, "quick") == "4 nodes, quick tier: 0 failed, 0 warnings"

@@ -90,9 +90,9 @@ def test_a_stage_name_never_leads_out_of_the_run(paths: RunPaths) -> None:
 def test_a_damaged_verdict_is_listed_with_its_reason(
     paths: RunPaths, content: bytes, reason: str
 ) -> None:
-    paths.preflight.mkdir()
-    (paths.preflight / "verdict.json").write_bytes(content)
-    write_verdict(paths.agents / "verdict.json")
+    paths.preflight.root.mkdir()
+    paths.preflight.verdict.write_bytes(content)
+    write_verdict(paths.agents.verdict)
     view = collect(paths.root)
     assert view.preflight is None
     assert view.agents is not None
@@ -102,7 +102,7 @@ def test_a_damaged_verdict_is_listed_with_its_reason(
 
 def test_fields_of_the_wrong_type_are_made_harmless(paths: RunPaths) -> None:
     write_json(
-        paths.agents / "verdict.json",
+        paths.agents.verdict,
         {
             "schema": "shakedown/verdict/1",
             "stage": 7,
@@ -124,19 +124,19 @@ def test_fields_of_the_wrong_type_are_made_harmless(paths: RunPaths) -> None:
 
 
 def test_a_folder_in_a_files_place_is_listed(paths: RunPaths) -> None:
-    (paths.consistency / "verdict.json").mkdir(parents=True)
+    paths.consistency.verdict.mkdir(parents=True)
     assert reasons(paths) == {"consistency/verdict.json": "not a regular file"}
 
 
 def test_a_pipe_in_a_files_place_does_not_block(paths: RunPaths) -> None:
-    paths.agents.mkdir()
-    os.mkfifo(paths.agents / "verdict.json")
+    paths.agents.root.mkdir()
+    os.mkfifo(paths.agents.verdict)
     assert reasons(paths) == {"agents/verdict.json": "not a regular file"}
 
 
 def test_a_file_of_absurd_size_is_not_read(paths: RunPaths) -> None:
-    paths.agents.mkdir()
-    with (paths.agents / "verdict.json").open("wb") as stream:
+    paths.agents.root.mkdir()
+    with paths.agents.verdict.open("wb") as stream:
         stream.truncate(1 << 40)
     assert "more than" in reasons(paths)["agents/verdict.json"]
 
@@ -269,9 +269,9 @@ def test_a_link_that_points_at_itself_is_listed(paths: RunPaths) -> None:
 
 
 def test_servers_are_read_with_their_endpoints(paths: RunPaths) -> None:
-    write_json(paths.endpoint("policy"), {"base_url": "http://127.0.0.1:1"})
-    write_text(paths.serve("broken") / "endpoint.json", "{")
-    write_json(paths.serve("policy") / "state.json", {"phase": "ended", "returncode": -9})
+    write_json(paths.server("policy").endpoint, {"base_url": "http://127.0.0.1:1"})
+    write_text(paths.server("broken").endpoint, "{")
+    write_json(paths.server("policy").state, {"phase": "ended", "returncode": -9})
     servers = collect(paths.root).servers
     assert (servers[1].phase, servers[1].crashed, servers[0].crashed) == ("ended", True, False)
     assert [(s.name, bool(s.endpoint)) for s in servers] == [("broken", False), ("policy", True)]

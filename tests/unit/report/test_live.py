@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from shakedown import cli
-from shakedown.commands.status import painted
 from shakedown.core.files import write_json, write_text
 from shakedown.core.paths import RunPaths
 from shakedown.monitor.heartbeat import Beat, Heartbeat, Phase
 from shakedown.report.live import StallLimits, last_rows, look, time_left, warnings
+from shakedown.report.terminal import painted
 from tests.hang_inputs import heartbeat_file
 from tests.workflow.report_run import grpo_rows, write_run
 

@@ -94,10 +94,10 @@ def write_hostile_run(paths: RunPaths) -> None:
         "started": EVIL,
     }
     write_text(paths.config, f"run: {json.dumps(EVIL)}\n# {EVIL}\n")
-    for folder in (paths.preflight, paths.agents, paths.consistency):
-        write_verdict(folder / "verdict.json", EVIL, **common)
-    write_text(paths.bad_nodes, f"{EVIL}\n")
-    write_json(paths.endpoint("policy"), {"base_url": EVIL, EVIL: EVIL})
+    for step in (paths.preflight, paths.agents, paths.consistency):
+        write_verdict(step.verdict, EVIL, **common)
+    write_text(paths.preflight.bad_nodes, f"{EVIL}\n")
+    write_json(paths.server("policy").endpoint, {"base_url": EVIL, EVIL: EVIL})
     exits: dict[str, Any] = {"exit_codes": {EVIL: EVIL}, "failed_component": EVIL, "started": EVIL}
     attempt = write_stage(paths, sentence=EVIL, steps=3, **exits)
     write_text(attempt / "logs" / "<b>&'.log", "x")
@@ -143,7 +143,7 @@ def test_nothing_is_loaded_from_a_network(paths: RunPaths) -> None:
 
 def test_every_link_leads_to_a_file_or_a_place_of_the_page(paths: RunPaths) -> None:
     write_hostile_run(paths)
-    write_text(paths.consistency / "report.html", "x")
+    write_text(paths.consistency.page, "x")
     write_text(paths.stage("grpo").diagnosis_html, "x")
     _, parsed = page(paths)
     places = {f"#{attrs['id']}" for _, attrs in parsed.elements if "id" in attrs}
@@ -158,7 +158,7 @@ def test_every_link_leads_to_a_file_or_a_place_of_the_page(paths: RunPaths) -> N
 def test_links_of_a_page_that_lies_elsewhere_still_lead_to_the_run(
     paths: RunPaths, tmp_path: Path
 ) -> None:
-    write_verdict(paths.agents / "verdict.json")
+    write_verdict(paths.agents.verdict)
     out = tmp_path / "else" / "where" / "page.html"
     write_page(collect(paths.root), out)
     links = [x for x in Page(out.read_text(encoding="utf-8")).links() if not x.startswith("#")]
@@ -172,7 +172,7 @@ def test_only_files_of_the_run_are_linked_as_evidence(paths: RunPaths, tmp_path:
     write_text(outside, "x")
     evidence = [str(inside), "stages/log.txt", str(outside), "../secret.txt", "javascript:alert(1)"]
     evidence += ["a\0b", "x" * 5000]
-    write_verdict(paths.agents / "verdict.json", findings=[Finding("c", "fail", evidence=evidence)])
+    write_verdict(paths.agents.verdict, findings=[Finding("c", "fail", evidence=evidence)])
     _, parsed = page(paths)
     linked = [link for link in parsed.links() if "log.txt" in link or "secret" in link]
     assert linked == ["./../stages/log.txt"] * 2
@@ -194,22 +194,22 @@ def test_a_diagnosis_links_files_of_its_attempt_with_their_lines(paths: RunPaths
 
 
 def test_half_a_surrogate_pair_does_not_stop_the_page(paths: RunPaths) -> None:
-    write_verdict(paths.agents / "verdict.json")
-    file = paths.agents / "verdict.json"
+    write_verdict(paths.agents.verdict)
+    file = paths.agents.verdict
     write_text(file, file.read_text(encoding="utf-8").replace('"said"', '"a\\ud800b"'))
     text, _ = page(paths)
     assert "a?b" in text
 
 
 def test_what_could_not_be_read_is_listed(paths: RunPaths) -> None:
-    write_text(paths.agents / "verdict.json", "{")
+    write_text(paths.agents.verdict, "{")
     text, _ = page(paths)
     assert "Files that could not be read" in text
     assert "agents/verdict.json" in text
 
 
 def test_a_failed_stage_stands_first_and_its_sentence_on_top(paths: RunPaths) -> None:
-    write_verdict(paths.preflight / "verdict.json", "all nodes fit", status="PASS")
+    write_verdict(paths.preflight.verdict, "all nodes fit", status="PASS")
     write_stage(paths, steps=57)
     write_verdict(paths.stage("grpo").diagnosis, "rank 1 is culprit", next="do this")
     text, parsed = page(paths)
@@ -224,7 +224,7 @@ def test_a_failed_stage_stands_first_and_its_sentence_on_top(paths: RunPaths) ->
 def test_bad_findings_stand_before_good_ones_and_a_thousand_are_bounded(paths: RunPaths) -> None:
     findings = [Finding(f"check{i}", "pass", "node", f"n{i}") for i in range(1000)]
     findings += [Finding(f"bad{i}", "fail", "node", f"n{i}") for i in range(1000)]
-    write_verdict(paths.preflight / "verdict.json", findings=findings)
+    write_verdict(paths.preflight.verdict, findings=findings)
     text, _ = page(paths)
     assert text.index("bad0<") < text.index("check0<")
     assert text.count("800 more findings") == 2
@@ -232,8 +232,8 @@ def test_bad_findings_stand_before_good_ones_and_a_thousand_are_bounded(paths: R
 
 
 def test_versions_that_differ_between_stages_are_marked(paths: RunPaths) -> None:
-    write_verdict(paths.preflight / "verdict.json", versions={"torch": "2.13.0"})
-    write_verdict(paths.agents / "verdict.json", versions={"torch": "2.12.0"})
+    write_verdict(paths.preflight.verdict, versions={"torch": "2.13.0"})
+    write_verdict(paths.agents.verdict, versions={"torch": "2.12.0"})
     text, _ = page(paths)
     assert "they differ between stages" in text
     assert "2.12.0" in text

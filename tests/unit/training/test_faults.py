@@ -203,7 +203,7 @@ def test_an_fsync_that_stalls_holds_only_the_thread_that_calls_it(
 
 @pytest.mark.parametrize(
     "module",
-    ["shakedown.training.faults", "shakedown.training.engines", "shakedown.commands.assets"],
+    ["shakedown.training.faults", "shakedown.training.engines", "shakedown.training.assets"],
 )
 def test_names_are_known_without_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit(any(m in sys.modules for m in ('torch', 'datasets')))"

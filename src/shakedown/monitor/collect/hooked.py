@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shakedown.core.errors import StorageError
+from shakedown.core.paths import EvidencePaths
 from shakedown.monitor.collect import proc
 
 STACK_SECONDS = 2.0  # the handler runs in microseconds, once the process gets a CPU
@@ -68,8 +69,8 @@ def find_by_file(pid: int, name: str, evidence: Path) -> Hook | None:
     The process may still have got its id from the system after the hook's own process ended, so
     its handler of SIGUSR1 is looked at before it is signalled.
     """
-    match = _FILE.fullmatch(f"faulthandler-{name}.txt")
-    path = evidence / f"faulthandler-{name}.txt"
+    path = EvidencePaths(evidence).stacks(name)
+    match = _FILE.fullmatch(path.name)
     if match is None or proc.visible(pid) or not path.is_file():
         return None
     recorder = _has_recorder(pid)
@@ -182,7 +183,7 @@ def await_recorders(hooks: Sequence[Hook], asked: float) -> list[Hook]:
 
 def _answered(found: Hook, asked: float) -> bool:
     try:
-        status = (found.evidence / f"fr-{found.name}.pickle").stat()
+        status = EvidencePaths(found.evidence).flight_recorder(found.name, "pickle").stat()
     except OSError:
         return False
     return status.st_mtime >= asked - 1.0
@@ -191,7 +192,7 @@ def _answered(found: Hook, asked: float) -> bool:
 def recorder_dumps(found: Hook, asked: float) -> Iterator[tuple[str, bytes]]:
     """The dumps that the process wrote since `asked`, by file name."""
     for suffix in ("json", "pickle"):
-        path = found.evidence / f"fr-{found.name}.{suffix}"
+        path = EvidencePaths(found.evidence).flight_recorder(found.name, suffix)
         with contextlib.suppress(OSError):
             if path.stat().st_mtime >= asked - 1.0:
                 yield path.name, path.read_bytes()

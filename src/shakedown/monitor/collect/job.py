@@ -10,7 +10,7 @@ from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding, Status, Stopwatch, Verdict
 from shakedown.monitor.collect import logs, slurm
 from shakedown.monitor.collect.steps import Step, collect_nodes
-from shakedown.monitor.collect.writer import COLLECTED, Writer, printable
+from shakedown.monitor.collect.writer import COLLECTED, NAMES, Writer, printable
 
 STEP_SECONDS = 180.0  # for a node whose processes answer py-spy late; the gaps come on top
 _JOB = re.compile(r"[0-9]{1,10}([_+][0-9]{1,7})?")
@@ -69,7 +69,7 @@ def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) 
     logs.copy_ends([Path(name) for name in names], writer)
     report.missed = writer.summary()
     body = {"schema": COLLECTED, "job": job_id, "nodes": report.nodes, "missed": report.missed}
-    report.written = writer.json("collected-job.json", {**body, "files": writer.files})
+    report.written = writer.json(NAMES.collected_job, {**body, "files": writer.files})
     report.missed = writer.summary()
     return report
 

@@ -9,10 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from shakedown.cluster.nodes import is_node_name, node_name
+from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import beats, hooked, logs, node, proc, pyspy
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.targets import Target
-from shakedown.monitor.collect.writer import BEATS, COLLECTED, Writer, printable
+from shakedown.monitor.collect.writer import BEATS, COLLECTED, NAMES, Writer, printable
 
 NODE_SECONDS = 90.0  # all of py-spy's work of one round
 GRACE_SECONDS = 10.0  # for ending the last of them; who takes longer is left behind
@@ -77,7 +78,7 @@ def collect_local(
     begin = time.monotonic()
     collection = _Collection(targets, out, native=native, always_pyspy=always_pyspy or native)
     collection.writer.missed += missed
-    folder = heartbeats or out.parent / "heartbeat"
+    folder = heartbeats or AttemptPaths(out.parent).heartbeats
     for number in range(1, rounds + 1):
         if number > 1:
             time.sleep(gap)
@@ -116,7 +117,7 @@ class _Collection:
         self.writer.missed += [reading.missed] if reading.missed else []
         if reading.beats:
             body = beats.to_json(BEATS, number, reading)
-            self.writer.json(f"round{number}/beats-{self._label}.json", body)
+            self.writer.json(NAMES.beats(number, self._label), body)
 
     def stacks(self, number: int) -> None:
         """States first, which touch nobody; own dumps; then py-spy."""
@@ -134,7 +135,7 @@ class _Collection:
             if target.pid in lost:
                 row.missed.append(f"round {number}: {lost[target.pid]}")
             if target.pid in dumps:
-                name = f"round{number}/faulthandler-{target.file_name}.txt"
+                name = str(NAMES.in_round(number).stacks(target.file_name))
                 if self.writer.data(name, dumps[target.pid]):
                     row.sources.append(name)
         told = {pid for pid in dumps if not self._always and states[pid].state == "S"}
@@ -173,7 +174,7 @@ class _Collection:
             row.missed.append(f"round {number}: py-spy: {why}")
             return
         for dump in dumps:
-            name = f"round{number}/pyspy-{target.file_name}.{dump.suffix}"
+            name = str(NAMES.in_round(number).pyspy(target.file_name, dump.suffix))
             if dump.error:
                 first = dump.error.splitlines()[0]
                 if not proc.visible(target.pid) and proc.read_state(target.pid).alive:
@@ -234,8 +235,7 @@ class _Collection:
         seconds = round(time.monotonic() - begin, 2)
         report = CollectReport(socket.gethostname(), rows, writer.files, [], self._node, seconds)
         report.missed = writer.summary()
-        table = f"collected-{self._label}.json"
-        report.written = writer.json(table, _table(report, rounds))
+        report.written = writer.json(NAMES.collected(self._label), _table(report, rounds))
         report.missed = writer.summary()
         return report
 

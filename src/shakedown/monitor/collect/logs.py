@@ -6,7 +6,7 @@ import stat
 from collections.abc import Iterable
 from pathlib import Path
 
-from shakedown.monitor.collect.writer import Writer, printable
+from shakedown.monitor.collect.writer import NAMES, Writer, printable
 
 LOG_BYTES = 256 * 1024  # of each log
 MAX_LOGS = 4096
@@ -32,7 +32,7 @@ def copy_ends(paths: Iterable[Path], writer: Writer) -> None:
             writer.missed.append(f"logs after the first {MAX_LOGS} were not copied")
             return
         try:
-            writer.data(f"logs/{_NUMBERED.sub(_LETTERS, path.name)}", _end_of(path))
+            writer.data(NAMES.logs / _NUMBERED.sub(_LETTERS, path.name), _end_of(path))
         except OSError as error:
             writer.missed.append(printable(f"log {path.name}: {error.strerror or error}"))
 

@@ -14,6 +14,7 @@ from shakedown.cluster.nodes import is_node_name
 from shakedown.cluster.ranks import srun_argv
 from shakedown.core.errors import UsageError
 from shakedown.core.files import read_object
+from shakedown.core.paths import EvidencePaths
 from shakedown.monitor.collect import slurm
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.writer import COLLECTED, Writer, printable
@@ -125,7 +126,7 @@ def _run(step: Step, nodes: Sequence[str]) -> None:
 
 def _table(out: Path, name: str, began: float) -> dict[str, object] | None:
     """What the collector of a node wrote since `began`; a second for clocks that differ."""
-    path = out / f"collected-{name}.json"
+    path = EvidencePaths(out).collected(name)
     try:
         if not is_node_name(name) or path.stat().st_mtime < began - 1.0:
             return None

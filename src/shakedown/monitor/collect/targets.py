@@ -95,10 +95,11 @@ def from_attempt(attempt: Path) -> list[Target]:
     Raises:
         UsageError: the folder has no heartbeats.
     """
-    beats = read_heartbeats(AttemptPaths(attempt).heartbeats)
+    folder = AttemptPaths(attempt).heartbeats
+    beats = read_heartbeats(folder)
     if not beats:
         raise UsageError(
-            f"{attempt} has no heartbeats: expected {attempt / 'heartbeat'}/*.beat",
+            f"{attempt} has no heartbeats: expected {folder}/*.beat",
             hint="shakedown hang collect --pid PID --out DIR",
         )
     host = socket.gethostname()

@@ -8,6 +8,10 @@ from typing import Any
 
 from shakedown.core.errors import StorageError
 from shakedown.core.files import write_json
+from shakedown.core.paths import EvidencePaths
+
+# Relative, as the writer takes its files and `collected-<host>.json` names them.
+NAMES = EvidencePaths(Path())
 
 # As `hang.parse.evidence` reads them; its import would cost the collector half its start.
 BEATS, COLLECTED = "shakedown/beats/1", "shakedown/collected/1"
@@ -25,19 +29,19 @@ class Writer:
         self.missed: list[str] = []
         self._reasons: dict[str, int] = {}
 
-    def text(self, name: str, text: str) -> bool:
+    def text(self, name: str | Path, text: str) -> bool:
         """Text as UTF-8; what has no form in it (names of undecodable bytes) is escaped."""
         return self.data(name, text.encode("utf-8", "backslashreplace"))
 
-    def json(self, name: str, body: Mapping[str, Any]) -> bool:
+    def json(self, name: str | Path, body: Mapping[str, Any]) -> bool:
         try:
             write_json(self.out / name, body)
         except (StorageError, ValueError) as error:
             return self._failed(name, error)
-        self.files.append(name)
+        self.files.append(str(name))
         return True
 
-    def data(self, name: str, body: bytes) -> bool:
+    def data(self, name: str | Path, body: bytes) -> bool:
         """Not forced to the disk, which costs more than all the rest: readers see whole files."""
         path = self.out / name
         try:
@@ -53,10 +57,10 @@ class Writer:
                 raise
         except OSError as error:
             return self._failed(name, error)
-        self.files.append(name)
+        self.files.append(str(name))
         return True
 
-    def _failed(self, name: str, error: Exception) -> bool:
+    def _failed(self, name: str | Path, error: Exception) -> bool:
         """One reason, such as a full disk, keeps many files away: it is told once."""
         cause = error.__cause__ if isinstance(error, StorageError) else error
         reason = getattr(cause, "strerror", None) or str(error)

@@ -30,13 +30,13 @@ def names(request: ProbeRequest, node: str) -> Facts:
     }
 
 
-def _resolve(name: str) -> tuple[list[str], str]:
-    """(IPv4 and IPv6 addresses, reason of a failure)."""
+def _resolve(name: str) -> tuple[list[str], str | None]:
+    """(IPv4 and IPv6 addresses, why there is none)."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
         return [], error.strerror or str(error)
-    return sorted({str(entry[4][0]) for entry in found}), ""
+    return sorted({str(entry[4][0]) for entry in found}), None
 
 
 def ports(request: ProbeRequest, node: str) -> Facts:
@@ -49,8 +49,8 @@ def ports(request: ProbeRequest, node: str) -> Facts:
     with ExitStack() as occupied:
         if has_fault(request.faults, "port_busy", node):
             _occupy([*own, *request.ports], occupied)
-        requested = {str(port): _bind(port) for port in request.ports}
-        free = [port for port in own if not _bind(port)]
+        requested = {str(port): _bind_fault(port) for port in request.ports}
+        free = [port for port in own if _bind_fault(port) is None]
     return {
         "range": [own[0], own[-1]],
         "free": free[:PORTS_WANTED],
@@ -67,10 +67,10 @@ def _occupy(wanted: list[int], stack: ExitStack) -> None:
             continue
 
 
-def _bind(port: int) -> str:
-    """Empty when the port can be bound on all interfaces, else the reason."""
+def _bind_fault(port: int) -> str | None:
+    """Why the port cannot be bound on all interfaces; None when it can."""
     try:
         with socket.create_server(("", port)):
-            return ""
+            return None
     except (OSError, OverflowError) as error:
         return getattr(error, "strerror", None) or str(error)

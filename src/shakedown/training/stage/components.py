@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shakedown.cluster.nodes import free_port, node_address, node_name
@@ -10,8 +10,9 @@ from shakedown.cluster.ranks import rank_components
 from shakedown.cluster.supervise import Component
 from shakedown.config import ServeConfig
 from shakedown.core.paths import AttemptPaths
-from shakedown.inference.engines import LaunchSpec, get_engine
+from shakedown.inference.engines import get_engine
 from shakedown.monitor import hook
+from shakedown.training.serving import launch_spec
 from shakedown.training.stage.job import StageJob
 
 # Debug levels: what a rerun may switch on, cheapest first; docs/hang.md has what each costs.
@@ -87,19 +88,8 @@ def server_plan(
     """
     engine = get_engine(serve.engine)
     port = free_port()
-    spec = LaunchSpec(
-        model=model,
-        served_name="policy",
-        host="127.0.0.1",
-        port=port,
-        dtype=dtype,
-        max_model_len=serve.max_model_len,
-        kv_cache_gb=serve.kv_cache_gb,
-        allocation=serve.allocation,
-        extra_args=tuple(serve.extra_args),
-        seed=seed,
-    )
-    command = engine.launch(spec)
+    spec = launch_spec(serve, model=model, dtype=dtype, seed=seed)
+    command = engine.launch(replace(spec, host="127.0.0.1", port=port))
     component = Component(
         name="inference",
         role="inference",

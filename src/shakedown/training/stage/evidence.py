@@ -9,7 +9,7 @@ from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import Target, collect_local, from_attempt
 from shakedown.monitor.collect.steps import READ, Step, collect_nodes
-from shakedown.monitor.collect.writer import COLLECTED, Writer
+from shakedown.monitor.collect.writer import COLLECTED, NAMES, Writer
 from shakedown.monitor.watch import Health
 
 _STEP_SECONDS = 60.0  # one step on other nodes; their ranks have our hook and answer at once
@@ -69,7 +69,7 @@ class _OtherNodes:
         lost = [f"node {name}: {said}" for name, said in report.nodes.items() if said != READ]
         body = {"schema": COLLECTED, "job": step.job_id, "nodes": report.nodes}
         body |= {"missed": writer.summary(), "files": writer.files}
-        writer.json("collected-job.json", body)
+        writer.json(NAMES.collected_job, body)
         self._missed += [*lost, *writer.summary()]
 
 

@@ -142,7 +142,7 @@ def _components(
     plan: StagePlan, attempt: AttemptPaths, devices: StageDevices
 ) -> tuple[StageJob, list[Component]]:
     job = replace(plan.job, attempt_root=str(attempt.root.absolute()))
-    job_file = attempt.root / "job.json"
+    job_file = attempt.job
     components: list[Component] = []
     if job.generates:
         server = server_plan(

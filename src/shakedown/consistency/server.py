@@ -1,0 +1,77 @@
+"""The server that is compared: one that answers at a URL, or one of our own for the comparison."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shakedown.core.errors import UsageError, did_you_mean
+from shakedown.core.files import read_object
+from shakedown.inference.engines import LaunchSpec
+from shakedown.inference.folder import ServerOrder
+from shakedown.inference.server import temporary
+
+_ENGINES = ("vllm", "sglang")  # those that give log-probabilities
+
+
+@dataclass(frozen=True)
+class ComparedServer:
+    """Where the engine answers: its URL without `/v1`, and the model name to ask for.
+
+    An empty name asks for the one model that the server has.
+    """
+
+    url: str
+    model: str = ""
+
+
+@dataclass(frozen=True)
+class OwnServer:
+    """A server to start for the comparison alone; `folder` is where its files lie.
+
+    `dtype` None or `auto` takes the checkpoint's own; `max_model_len` in tokens is cut to what
+    the checkpoint has positions for; `kv_cache_gb` in GiB.
+    """
+
+    folder: Path
+    dtype: str | None = None
+    max_model_len: int = 4096
+    kv_cache_gb: float = 1.0
+    say: Callable[[str], None] = print
+
+
+@contextlib.contextmanager
+def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
+    """The server at a URL as it is; for `vllm:MODEL` or `sglang:MODEL` one of our own.
+
+    Raises:
+        UsageError: neither a URL nor ENGINE:MODEL; a checkpoint that cannot be read.
+        ServerError: our own server did not start.
+    """
+    if engine.startswith(("http://", "https://")):
+        yield ComparedServer(engine.rstrip("/").removesuffix("/v1"))
+        return
+    kind, _, model = engine.partition(":")
+    if kind not in _ENGINES or not model:
+        raise UsageError(
+            f"--engine {engine!r}: expected a URL, {' or '.join(f'{e}:MODEL' for e in _ENGINES)}"
+            f"{did_you_mean(kind, _ENGINES)}"
+        )
+    order = ServerOrder("compare", kind, _spec(model, own))
+    with temporary(order, own.folder, say=own.say) as endpoint:
+        yield ComparedServer(endpoint.base_url, endpoint.served_name)
+
+
+def _spec(model: str, own: OwnServer) -> LaunchSpec:
+    """As the checkpoint is, so that number formats do not differ; a hub name is the engine's."""
+    dtype, longest = own.dtype or "auto", own.max_model_len
+    path = Path(model).expanduser() / "config.json"
+    if path.is_file():
+        body = read_object(path, "model config")
+        try:
+            longest = min(longest, int(body.get("max_position_embeddings") or longest))
+        except (ValueError, TypeError) as error:
+            raise UsageError(f"{path} is not a model config: {error}") from error
+        if dtype == "auto":
+            dtype = str(body.get("dtype") or body.get("torch_dtype") or "auto")
+    return LaunchSpec(model, dtype=dtype, max_model_len=longest, kv_cache_gb=own.kv_cache_gb)

@@ -1,0 +1,50 @@
+"""The inference servers of a run, from its config: the persistent one and each stage's own."""
+
+from shakedown.config import Config, ServeConfig
+from shakedown.inference.engines import LaunchSpec
+from shakedown.inference.folder import ServerOrder, SlurmOptions
+
+SERVED_NAME = "policy"
+
+
+def launch_spec(serve: ServeConfig, *, model: str, dtype: str, seed: int) -> LaunchSpec:
+    """What the config says of every server of the run; host and port are left open.
+
+    Args:
+        model: a local Hugging Face folder or a hub name.
+    """
+    return LaunchSpec(
+        model=model,
+        served_name=SERVED_NAME,
+        dtype=dtype,
+        max_model_len=serve.max_model_len,
+        kv_cache_gb=serve.kv_cache_gb,
+        # `transformers` has no letter in the grammar of allocations: it is one process.
+        allocation="" if serve.engine == "transformers" else serve.allocation,
+        extra_args=tuple(serve.extra_args),
+        seed=seed,
+    )
+
+
+def server_order(config: Config, model: str, *, engine: str | None = None) -> ServerOrder:
+    """The run's persistent server.
+
+    Args:
+        engine: takes the place of the config's.
+    """
+    cluster = config.cluster
+    serve = config.serve.model_copy(update={"engine": engine} if engine else {})
+    return ServerOrder(
+        name=SERVED_NAME,
+        engine=serve.engine,
+        spec=launch_spec(serve, model=model, dtype=config.model.dtype, seed=config.seed),
+        lease=serve.lease,
+        ready_timeout=serve.ready_timeout,
+        launcher=cluster.launcher,
+        slurm=SlurmOptions(
+            cluster.partition,
+            cluster.account,
+            gpus=cluster.gpus_per_node,
+            gpu_model=cluster.gpu_model,
+        ),
+    )
