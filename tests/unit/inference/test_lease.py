@@ -70,7 +70,7 @@ def test_port_in_use_has_a_reason_and_is_not_chosen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert port_fault("127.0.0.1", taken.getsockname()[1]) == "Address already in use"
 
-    assert port_fault("127.0.0.1", choose_port("127.0.0.1")) == ""
+    assert port_fault("127.0.0.1", choose_port("127.0.0.1")) is None
 
 
 def test_address_of_another_machine_is_refused() -> None:

@@ -13,7 +13,7 @@ from shakedown.core.paths import EvidencePaths
 # Relative, as the writer takes its files and `collected-<host>.json` names them.
 NAMES = EvidencePaths(Path())
 
-# As `hang.parse.evidence` reads them; its import would cost the collector half its start.
+# As `diagnosis.read.evidence` reads them; its import would cost the collector half its start.
 BEATS, COLLECTED = "shakedown/beats/1", "shakedown/collected/1"
 
 
