@@ -29,7 +29,7 @@ COMMANDS = {
     "allocation": "Parse an allocation string and place its ranks on nodes.",
     "report": "Write one HTML page over all results of a run.",
     "status": "Show what a run is doing now.",
-    "logs": "Show all logs of an attempt as one, by time.",
+    "logs": "Show the logs of an attempt, each line with its component.",
     "verdict": "Print a verdict file, and exit as its stage did.",
 }
 
