@@ -82,7 +82,8 @@ INLINE: dict[str, bytes] = {
         }
     ).encode(),
     "outcome.json": json.dumps(
-        {"schema": "shakedown/outcome/1", "state": "failed", "sentence": "rank 1 died",
+        {"schema": "shakedown/outcome/1", "stage": "grpo", "attempt": 1,
+         "state": "failed", "sentence": "rank 1 died",
          "exit_codes": {"trainer-rank1": -9, "inference": 0}, "failed_component": "trainer-rank1"}
     ).encode(),
 }  # fmt: skip

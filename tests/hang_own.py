@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shakedown.core.outcome import Outcome
 from shakedown.diagnosis.analyze import Diagnosis, Hypothesis, analyze
 from shakedown.diagnosis.facts import build_facts
 from shakedown.diagnosis.read import read_paths
@@ -94,8 +95,9 @@ def beat(
 
 
 def outcome(folder: Path, state: str = "failed", **keys: Any) -> None:
-    body = {"schema": "shakedown/outcome/1", "state": state, "exit_codes": {}, **keys}
-    (folder / "outcome.json").write_text(json.dumps(body))
+    Outcome(**{"stage": "grpo", "attempt": 1, "state": state, "sentence": "", **keys}).write(
+        folder / "outcome.json"
+    )
 
 
 def aborted(folder: Path, rank: int, received: int = 1008, expected: int = 8) -> None:

@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from shakedown.core.outcome import Outcome
 from shakedown.diagnosis.diagnose import diagnose_stage
 from shakedown.monitor import hook
 from shakedown.monitor.collect import CollectReport, Target, collect_local
@@ -21,7 +22,7 @@ from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.monitor.watch import Watch
 
 JOB = Path(__file__).with_name("hang_job.py")
-HUNG = {"schema": "shakedown/outcome/1", "state": "hung", "sentence": "stalled", "exit_codes": {}}
+HUNG = Outcome("grpo", 1, "hung", "stalled")
 pytestmark = pytest.mark.slow
 
 
@@ -126,7 +127,7 @@ def test_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 def test_rank_that_raised_is_named_though_the_others_died_of_it(tmp_path: Path) -> None:
     with running("raises", 3, tmp_path / "001") as job:
         codes = {f"trainer-rank{r}": p.wait(timeout=120) for r, p in enumerate(job.ranks)}
-    outcome = {**HUNG, "state": "failed", "exit_codes": codes, "failed_component": "trainer-rank1"}
+    outcome = replace(HUNG, state="failed", exit_codes=codes, failed_component="trainer-rank1")
     verdict = diagnose_stage(job.attempt, outcome)
     diagnosis = verdict.extra["diagnosis"]
     assert diagnosis["state"] == "exited"
@@ -138,7 +139,7 @@ def test_rank_that_raised_is_named_though_the_others_died_of_it(tmp_path: Path) 
 def test_rank_whose_extra_call_makes_gloo_abort_is_named_by_the_dumps(tmp_path: Path) -> None:
     with running("mismatch", 2, tmp_path / "001") as job:
         codes = {f"trainer-rank{r}": p.wait(timeout=120) for r, p in enumerate(job.ranks)}
-    outcome = {**HUNG, "state": "failed", "exit_codes": codes, "failed_component": ""}
+    outcome = replace(HUNG, state="failed", exit_codes=codes)
     verdict = diagnose_stage(job.attempt, outcome)
     diagnosis = verdict.extra["diagnosis"]
     assert diagnosis["cause"] == "conditional_collective"

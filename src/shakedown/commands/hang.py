@@ -194,12 +194,12 @@ def _targets(args: argparse.Namespace) -> "list[Target]":
 def _diagnose(args: argparse.Namespace) -> int:
     from shakedown.core.paths import StagePaths
     from shakedown.core.verdict import finish
-    from shakedown.diagnosis.diagnose import diagnose_stage, newest_attempt, outcome_body
+    from shakedown.diagnosis.diagnose import diagnose_stage, newest_attempt, outcome_of
     from shakedown.report.diagnosis_page import write_page
 
     stage = StagePaths(args.stage)
     attempt = newest_attempt(stage)
-    verdict = diagnose_stage(attempt.root, outcome_body(attempt))
+    verdict = diagnose_stage(attempt.root, outcome_of(attempt))
     write_page(verdict, stage.diagnosis_html)
     code = finish(verdict, stage.diagnosis, strict=args.strict)
     print(f"  page: {stage.diagnosis_html}", flush=True)

@@ -4,9 +4,7 @@ import argparse
 from pathlib import Path
 
 from shakedown.commands.arguments import add_strict
-from shakedown.core.errors import UsageError
 from shakedown.core.verdict import read_verdict, render_text
-from shakedown.report.reader import plain
 from shakedown.report.text import printable
 
 EXAMPLES = (
@@ -22,10 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    try:
-        verdict = plain(read_verdict(args.file))
-    except RecursionError:
-        raise UsageError(f"{args.file} is not a verdict: nested too deeply") from None
+    verdict = read_verdict(args.file)
     limit = len(verdict.findings) if args.all else 40
     print(printable(render_text(verdict, limit=limit)), flush=True)
     return int(verdict.exit_code(strict=args.strict))

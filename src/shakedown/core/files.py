@@ -1,14 +1,21 @@
 """Atomic writes: a reader sees the old file or the new one, never half of it. And reads of JSON."""
 
 import contextlib
+import functools
 import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, TypeGuard
+from typing import IO, TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from shakedown.core.errors import StorageError, UsageError
+from shakedown.core.errors import ShakedownError, StorageError, UsageError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+Data = TypeVar("Data")
+Unknown = Literal["forbid", "ignore"]
 
 
 @contextlib.contextmanager
@@ -51,31 +58,106 @@ def write_json(path: Path, body: Mapping[str, Any] | list[Any]) -> None:
     write_text(path, json.dumps(body, indent=2, allow_nan=False, default=_plain) + "\n")
 
 
-def read_object(path: Path, what: str, *, schema: str = "", hint: str = "") -> dict[str, Any]:
+def read_object(
+    path: Path,
+    what: str,
+    *,
+    schema: str = "",
+    hint: str = "",
+    error_class: type[ShakedownError] = UsageError,
+) -> dict[str, Any]:
     """Read a file that holds one JSON object; the key `schema` is checked and taken out.
 
     Args:
         what: what the file should be, for messages.
         schema: the value of the key; empty: not asked for.
+        error_class: StorageError for a file that nobody but a run's own processes writes.
 
     Raises:
-        UsageError: missing, unreadable, not JSON, no object, of another schema.
+        UsageError: or `error_class`: missing, unreadable, not JSON, no object, of another schema.
     """
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(f"cannot read {what} {path}: {reason}", hint=hint) from error
+        raise error_class(f"cannot read {what} {path}: {reason}", hint=hint) from error
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}", hint=hint) from error
+        raise error_class(f"{path} is not JSON: {error}", hint=hint) from error
     except RecursionError as error:
-        raise UsageError(f"{path} is not JSON for us: nested too deeply", hint=hint) from error
+        raise error_class(f"{path} is not JSON for us: nested too deeply", hint=hint) from error
     if not isinstance(body, dict):
         found = type(body).__name__
-        raise UsageError(f"{path} is no {what}: expected an object, got {found}", hint=hint)
+        raise error_class(f"{path} is no {what}: expected an object, got {found}", hint=hint)
     if schema and body.pop("schema", None) != schema:
-        raise UsageError(f'{path} is no {what}: expected "schema": "{schema}"', hint=hint)
+        raise error_class(f'{path} is no {what}: expected "schema": "{schema}"', hint=hint)
     return body
+
+
+def read_json_as(
+    kind: type[Data],
+    path: Path,
+    what: str,
+    *,
+    schema: str = "",
+    unknown: Unknown = "forbid",
+    hint: str = "",
+    error_class: type[ShakedownError] = UsageError,
+) -> Data:
+    """Read a file that holds one dataclass as JSON: `read_object`, then `json_as`.
+
+    Raises:
+        UsageError: or `error_class`: as these two.
+    """
+    body = read_object(path, what, schema=schema, hint=hint, error_class=error_class)
+    try:
+        return json_as(kind, body, unknown=unknown)
+    except ValueError as error:
+        raise error_class(f"{path} is no {what}: {error}", hint=hint) from error
+
+
+def json_as(kind: type[Data], body: Mapping[str, Any], *, unknown: Unknown = "forbid") -> Data:
+    """A dataclass out of parsed JSON: no text for a number, no infinity.
+
+    Args:
+        unknown: `ignore` keys that another version may have written.
+
+    Raises:
+        ValueError: names the first keys that do not fit, with what was given and expected.
+    """
+    from pydantic import ValidationError
+
+    try:
+        adapter: TypeAdapter[Data] = _adapter(kind, unknown)  # type: ignore[arg-type]
+        # Strict validation takes lists for tuples in JSON alone, hence the text. Half a surrogate
+        # pair (a text that was cut) has no UTF-8 form: a question mark stands for it.
+        text = json.dumps(body, ensure_ascii=False)
+        return adapter.validate_json(text.encode("utf-8", "replace"))
+    except ValidationError as error:
+        faults = error.errors(include_url=False)
+        listed = "; ".join(map(_explain, faults[:3])) + ("; ..." if len(faults) > 3 else "")
+        raise ValueError(listed) from None
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+@functools.cache
+def _adapter(kind: Any, unknown: Unknown) -> "TypeAdapter[Any]":
+    # Imported here: pydantic takes a tenth of a second, and light commands read no such file.
+    from pydantic import ConfigDict, TypeAdapter
+
+    settings = ConfigDict(strict=True, allow_inf_nan=False, extra=unknown)
+    # Pydantic lets nobody but a dataclass itself set its configuration, but hands a union's on to
+    # plain dataclasses, nested ones too. A body is never null.
+    return TypeAdapter(kind | None, config=settings)
+
+
+def _explain(fault: Any) -> str:
+    key = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "unexpected_keyword_argument":
+        return f"{key}: unknown key"
+    if fault["type"] == "missing":
+        return f"{key}: missing"
+    return f"{key}: {fault['msg']}, got {fault['input']!r:.80}"
 
 
 def is_count(value: object) -> TypeGuard[int]:

@@ -3,21 +3,23 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from shakedown.core.errors import ExitCode, UsageError
-from shakedown.core.files import read_object, write_json, write_text
+from shakedown.core.errors import ExitCode
+from shakedown.core.files import read_json_as, read_object, write_json, write_text
 from shakedown.core.paths import StagePaths
 from shakedown.core.verdict import Finding, Stopwatch, Verdict, read_verdict
 
 SCHEMA = "shakedown/outcome/1"
 
-State = Literal["completed", "hung", "failed", "interrupted"]
+# `unreadable` is what readers say of a damaged file; no stage ends so.
+State = Literal["completed", "hung", "failed", "interrupted", "unreadable"]
 _EXIT_CODES: Mapping[State, ExitCode] = {
     "completed": ExitCode.OK,
     "hung": ExitCode.FAIL,
     "failed": ExitCode.FAIL,
     "interrupted": ExitCode.BLOCKED,
+    "unreadable": ExitCode.BLOCKED,
 }
 
 
@@ -56,14 +58,7 @@ def read_outcome(path: Path) -> Outcome:
     Raises:
         UsageError: missing, not JSON, or not an outcome.
     """
-    body = read_object(path, "outcome", schema=SCHEMA)
-    try:
-        outcome = Outcome(**body)
-    except TypeError as error:
-        raise UsageError(f"{path} is not a complete outcome: {error}") from error
-    if outcome.state not in get_args(State):
-        raise UsageError(f"{path}: state {outcome.state!r} is not one of {get_args(State)}")
-    return outcome
+    return read_json_as(Outcome, path, "outcome", schema=SCHEMA, unknown="ignore")
 
 
 def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path) -> Verdict:

@@ -4,14 +4,14 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from shakedown import __version__
 from shakedown.core.errors import BlockedError, ExitCode, UsageError
-from shakedown.core.files import read_object, write_json
+from shakedown.core.files import json_as, read_object, write_json
 
 SCHEMA = "shakedown/verdict/1"
 
@@ -153,18 +153,12 @@ def read_verdict(path: Path) -> Verdict:
         UsageError: the file is missing, is not JSON, or is not of this schema.
     """
     body = read_object(path, "verdict", schema=SCHEMA)
-    if body.get("status") not in get_args(Status):
-        raise UsageError(f"{path}: status {body.get('status')!r} is not one of {get_args(Status)}")
-    own = {name: body.pop(name) for name in list(body) if name in Verdict.__dataclass_fields__}
-    finding_keys = Finding.__dataclass_fields__
     try:
-        own["findings"] = [
-            Finding(**{k: v for k, v in row.items() if k in finding_keys})
-            for row in own.get("findings", [])
-        ]
-        return Verdict(**own, extra=body)
-    except (TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is not a complete verdict: {error}") from error
+        verdict = json_as(Verdict, body, unknown="ignore")
+    except ValueError as error:
+        raise UsageError(f"{path} is no verdict: {error}") from error
+    own = Verdict.__dataclass_fields__
+    return replace(verdict, extra={key: row for key, row in body.items() if key not in own})
 
 
 _MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "skip", "error": "ERR "}

@@ -1,13 +1,12 @@
 """From files to a verdict: read, judge, and say it in one sentence with its evidence."""
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from shakedown.core.errors import UsageError
-from shakedown.core.files import read_object
+from shakedown.core.outcome import Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, EvidencePaths, StagePaths
 from shakedown.core.verdict import Finding, Scope, Status, Stopwatch, Verdict, installed_versions
 from shakedown.diagnosis.analyze import Diagnosis, analyze
@@ -16,7 +15,7 @@ from shakedown.diagnosis.analyze.own import measured_of, places_of
 from shakedown.diagnosis.facts import Facts, build_facts
 from shakedown.diagnosis.outline import outline
 from shakedown.diagnosis.read import Evidence, read_paths
-from shakedown.diagnosis.read.evidence import parse_outcome
+from shakedown.diagnosis.read.evidence import exit_of
 from shakedown.diagnosis.read.newest import newest_of, with_newest_told
 from shakedown.diagnosis.records import SourceRef
 
@@ -56,7 +55,7 @@ def _without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def diagnose_stage(attempt_root: Path, outcome: Mapping[str, Any] | None) -> Verdict:
+def diagnose_stage(attempt_root: Path, outcome: Outcome | None) -> Verdict:
     """Diagnose one attempt of a stage from its folder and its supervisor's outcome.
 
     An attempt without any evidence is unknown, never an error: the workflow goes on to its gate.
@@ -66,7 +65,7 @@ def diagnose_stage(attempt_root: Path, outcome: Mapping[str, Any] | None) -> Ver
     evidence = read_paths(_attempt_inputs(attempt, outcome))
     if outcome is not None:
         place = SourceRef(attempt.outcome.name)
-        rows = [*evidence.records, parse_outcome(outcome, place)]
+        rows = [*evidence.records, exit_of(outcome, place)]
         evidence = Evidence(rows, evidence.formats, evidence.skipped)
     return _verdict(evidence, watch)
 
@@ -76,12 +75,12 @@ def _expand(path: Path) -> list[Path]:
     attempt = AttemptPaths(newest_of(path) or path)
     if not (attempt.heartbeats.is_dir() and attempt.evidence.is_dir()):
         return [path]
-    inputs = _attempt_inputs(attempt, outcome_body(attempt))
+    inputs = _attempt_inputs(attempt, outcome_of(attempt))
     own = (attempt.outcome, StagePaths(attempt.root.parent.parent).metrics)
     return [*inputs, *filter(Path.is_file, own)]
 
 
-def _attempt_inputs(attempt: AttemptPaths, outcome: Mapping[str, Any] | None) -> list[Path]:
+def _attempt_inputs(attempt: AttemptPaths, outcome: Outcome | None) -> list[Path]:
     """What the attempt left, as it was when it stood still.
 
     Ending a hung job makes its ranks log errors and beat again: where the collector copied logs
@@ -91,7 +90,7 @@ def _attempt_inputs(attempt: AttemptPaths, outcome: Mapping[str, Any] | None) ->
     copied = evidence.logs.is_dir()
     first = evidence.beats(1, "*")
     snapshot = any(first.parent.glob(first.name))
-    hung = outcome is None or outcome.get("state") == "hung"
+    hung = outcome is None or outcome.state == "hung"
     inputs = [
         *([] if hung and snapshot else [attempt.heartbeats]),
         *([] if hung and copied else [attempt.logs]),
@@ -223,9 +222,9 @@ def newest_attempt(stage: StagePaths) -> AttemptPaths:
     return stage.attempt(numbers[-1])
 
 
-def outcome_body(attempt: AttemptPaths) -> dict[str, Any] | None:
+def outcome_of(attempt: AttemptPaths) -> Outcome | None:
     """The supervisor's outcome; None where it is missing or unreadable, which is evidence too."""
     try:
-        return read_object(attempt.outcome, "outcome")
+        return read_outcome(attempt.outcome)
     except UsageError:
         return None

@@ -254,7 +254,6 @@ class JobExit:
     sentence: str
     exit_codes: Mapping[str, int]
     failed_component: str
-    stalled: Mapping[str, Any]
     place: SourceRef
 
 

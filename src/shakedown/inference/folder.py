@@ -1,12 +1,11 @@
 """The records in a server's folder: what to run, what the daemon says, where clients go."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from shakedown.core.errors import UsageError
-from shakedown.core.files import read_object, write_json
+from shakedown.core.files import read_json_as, write_json
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.engines import LaunchSpec
 
@@ -92,7 +91,7 @@ class Endpoint:
     lease: Mapping[str, Any]
     launcher: Mapping[str, Any]
     capabilities: Mapping[str, bool]
-    order: Mapping[str, Any]
+    order: ServerOrder
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": ENDPOINT_SCHEMA, **asdict(self)}
@@ -104,35 +103,14 @@ def read_order(path: Path) -> ServerOrder:
     Raises:
         UsageError: missing or not an order.
     """
-    return order_from(read_object(path, "server order", hint=_START), str(path))
-
-
-def order_from(body: Mapping[str, Any], where: str) -> ServerOrder:
-    """An order from its JSON form.
-
-    Raises:
-        UsageError: a key is missing, unknown or wrong.
-    """
-    try:
-        spec = dict(body["spec"])
-        for key in ("extra_args", "prefix"):
-            spec[key] = tuple(spec.get(key, ()))
-        rest = {k: v for k, v in body.items() if k not in ("spec", "slurm")}
-        options = dict(body.get("slurm", {}))
-        options["extra"] = tuple(options.get("extra", ()))
-        return ServerOrder(spec=LaunchSpec(**spec), slurm=SlurmOptions(**options), **rest)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"{where} is not a server order: {error}") from error
+    return read_json_as(ServerOrder, path, "server order", hint=_START)
 
 
 def read_state(path: Path) -> State | None:
     """The daemon's word, or None when it has not spoken."""
     if not path.exists():
         return None
-    try:
-        return State(**read_object(path, "server state", hint=_START))
-    except TypeError as error:
-        raise UsageError(f"{path} is not a server state: {error}") from error
+    return read_json_as(State, path, "server state", hint=_START)
 
 
 def read_endpoint(path: Path) -> Endpoint:
@@ -143,9 +121,6 @@ def read_endpoint(path: Path) -> Endpoint:
     """
     if path.is_dir():
         path = ServerPaths(path).endpoint
-    body = read_object(path, "endpoint", schema=ENDPOINT_SCHEMA, hint=_START)
-    known = {each.name for each in fields(Endpoint)}
-    try:
-        return Endpoint(**{key: value for key, value in body.items() if key in known})
-    except TypeError as error:
-        raise UsageError(f"{path} is not a complete endpoint: {error}") from error
+    return read_json_as(
+        Endpoint, path, "endpoint", schema=ENDPOINT_SCHEMA, unknown="ignore", hint=_START
+    )

@@ -23,7 +23,6 @@ from shakedown.inference.folder import (
     Endpoint,
     ServerOrder,
     State,
-    order_from,
     read_endpoint,
     read_order,
     read_state,
@@ -73,7 +72,7 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
     folder = ServerPaths(root.absolute())
     with _locked(folder):
         running = _running(folder)
-        if running is not None and running.order == _as_json(order) and _answers(running):
+        if running is not None and running.order == order and _answers(running):
             say(f"serve: {order.name} is already running at {running.base_url}")
             Lease(folder.lease).renew()
             return running
@@ -97,7 +96,7 @@ def ensure(path: Path, *, say: Say = print) -> Endpoint:
             return endpoint
         say(f"serve: {endpoint.name} is gone, starting it again")
         _stop(folder, say)
-        order = order_from(endpoint.order, str(folder.endpoint))
+        order = endpoint.order
         if order.launcher == "local" and port_fault(endpoint.host, endpoint.port) is None:
             spec = replace(order.spec, host=endpoint.host, port=endpoint.port)
             order = replace(order, spec=spec)
@@ -178,7 +177,7 @@ def temporary(order: ServerOrder, root: Path, *, say: Say = print) -> Iterator[E
 
 
 def _start(
-    order: ServerOrder, folder: ServerPaths, say: Say, *, recorded: object = None
+    order: ServerOrder, folder: ServerPaths, say: Say, *, recorded: ServerOrder | None = None
 ) -> Endpoint:
     _prepare(folder)
     order.write(folder.order)
@@ -206,8 +205,7 @@ def _start(
         _stop(folder, say)
         raise
     say(f"serve: {order.name} answered a generation after {seconds:.0f} s at {endpoint.base_url}")
-    body = endpoint.to_json()
-    write_json(folder.endpoint, body if recorded is None else {**body, "order": recorded})
+    write_json(folder.endpoint, replace(endpoint, order=recorded or order).to_json())
     return read_endpoint(folder.root)
 
 
@@ -311,16 +309,8 @@ def _endpoint(order: ServerOrder, folder: ServerPaths, state: State) -> Endpoint
         lease={"file": str(folder.lease), "seconds": order.lease},
         launcher={"kind": order.launcher, "job_id": job} if job else {"kind": order.launcher},
         capabilities=asdict(engine.capabilities),
-        order=_as_json(order),
+        order=order,
     )
-
-
-def _as_json(order: ServerOrder) -> dict[str, object]:
-    """As it comes back from a file: lists for tuples."""
-    body = asdict(order)
-    body["spec"] |= {key: list(body["spec"][key]) for key in ("extra_args", "prefix")}
-    body["slurm"] |= {"extra": list(body["slurm"]["extra"])}
-    return body
 
 
 def _running(folder: ServerPaths) -> Endpoint | None:

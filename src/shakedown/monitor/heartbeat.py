@@ -15,9 +15,11 @@ import time
 import weakref
 import zlib
 from collections.abc import Mapping
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from shakedown.core.files import json_as
 
 Phase = Literal[
     "init",
@@ -286,18 +288,10 @@ def decode(record: bytes) -> Beat | None:
 
 def beat_from(body: Any) -> Beat | None:
     """A beat from its JSON form, or None when a key is missing or has another type."""
-    if not isinstance(body, Mapping):
+    try:
+        return json_as(Beat, body, unknown="ignore") if isinstance(body, Mapping) else None
+    except ValueError:
         return None
-    values: dict[str, Any] = {}
-    for field in fields(Beat):
-        key, declared = field.name, field.type
-        value = body.get(key, None if field.default is MISSING else field.default)
-        if declared is float and type(value) is int and abs(value) < 2**63:
-            value = float(value)
-        if type(value) is not declared:
-            return None
-        values[key] = value
-    return Beat(**values)
 
 
 def read_heartbeats(folder: Path) -> list[Beat]:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 from shakedown.core.errors import UsageError, did_you_mean
+from shakedown.core.files import json_as
 
 Tier = Literal["quick", "standard", "burn"]
 Facts = Mapping[str, Any]
@@ -58,16 +59,15 @@ def parse_fault(text: str, nodes: Sequence[str]) -> InjectedFault:
 
 
 class _Wire:
-    """JSON form of a flat dataclass, small enough for a command line."""
+    """JSON form of a dataclass, small enough for a command line."""
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        body = json.loads(text)
-        body["faults"] = [InjectedFault(**fault) for fault in body["faults"]]
-        return cls(**body)
+        """Raises ValueError on anything else than `to_text`'s form."""
+        return json_as(cls, json.loads(text))
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,6 @@ class NetworkRequest(_Wire):
     repeats: int = 1
     faults: Sequence[InjectedFault] = ()
 
-    @classmethod
-    def from_text(cls, text: str) -> Self:
-        request = super().from_text(text)
-        members = [Member(**row) for row in request.members]  # type: ignore[arg-type]
-        return cls(**{**request.__dict__, "members": members})
-
 
 def has_fault(faults: Sequence[InjectedFault], kind: str, node: str) -> bool:
     """True when this fault is injected on this node."""
@@ -152,12 +146,6 @@ class NodeReport:
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": "shakedown/preflight-node/1", **asdict(self)}
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Self:
-        """Raises KeyError or TypeError on anything else than `to_json`'s form."""
-        checks = {name: CheckReport(**row) for name, row in body["checks"].items()}
-        return cls(node=body["node"], checks=checks, reply=body.get("reply", ()))
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,12 @@ import random
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shakedown.cluster.nodes import node_addresses, write_bad_nodes
 from shakedown.core.errors import StorageError
-from shakedown.core.files import write_json
+from shakedown.core.files import json_as, write_json
 from shakedown.core.paths import PreflightPaths
 from shakedown.core.verdict import (
     Finding,
@@ -25,7 +25,7 @@ from shakedown.preflight.checks.network import PORT_RANGE
 from shakedown.preflight.checks.storage import marker_folder
 from shakedown.preflight.judge import bad_nodes, judge
 from shakedown.preflight.launch import Answers, Launcher, Message
-from shakedown.preflight.model import CheckReport, NetworkReport, NodeReport, ProbeRequest
+from shakedown.preflight.model import NetworkReport, NodeReport, ProbeRequest
 from shakedown.preflight.network_run import check_network
 from shakedown.preflight.settings import Settings
 
@@ -166,10 +166,10 @@ def _ask_nodes(
 
 def _report(message: Message, answers: Answers) -> NodeReport | None:
     try:
-        checks = {name: CheckReport(**row) for name, row in message["checks"].items()}
-        return NodeReport(str(message["node"]), checks, answers.window)
-    except (KeyError, TypeError, AttributeError):  # another program's or version's message
+        report = json_as(NodeReport, message, unknown="ignore")
+    except ValueError:  # another program's or version's message
         return None
+    return replace(report, reply=answers.window)
 
 
 def _keep_logs(launcher: Launcher, out: Path, *, needed: bool) -> None:

@@ -4,11 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.report import series, text
 from shakedown.report.series import Series
 from shakedown.report.summary import accuracy_change, culprits, sort_findings
-from shakedown.report.view import OutcomeView, RunView, ServerView, StageView
+from shakedown.report.view import RunView, ServerView, StageView
 
 # Rows of one table on the page; the verdict file has the rest.
 MAX_BAD, MAX_GOOD, MAX_CLASSES = 200, 200, 16
@@ -145,9 +146,9 @@ def versions(view: RunView) -> dict[str, dict[str, list[str]]]:
     return dict(sorted(found.items()))
 
 
-def bad_exits(outcome: OutcomeView) -> str:
+def bad_exits(outcome: Outcome) -> str:
     """`trainer-rank1 -9, orchestrator 1`: the components that did not end with 0."""
-    return ", ".join(f"{name} {code}" for name, code in outcome.exit_codes.items() if code != "0")
+    return ", ".join(f"{name} {code}" for name, code in outcome.exit_codes.items() if code)
 
 
 def _cause(body: Mapping[str, Any]) -> str:

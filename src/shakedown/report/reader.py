@@ -4,16 +4,17 @@ import json
 import math
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 
 from shakedown.core.errors import UsageError
+from shakedown.core.outcome import Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, StagePaths
-from shakedown.core.verdict import Finding, FindingStatus, Verdict, read_verdict
-from shakedown.report.view import AttemptView, LogFile, OutcomeView, Unreadable
+from shakedown.core.verdict import Verdict, read_verdict
+from shakedown.report.view import AttemptView, LogFile, Unreadable
 
 # Files of a run are small; a larger one is no verdict, and reading it could fill the memory.
 MAX_BYTES = 32 << 20
@@ -30,12 +31,12 @@ class Reader:
     unreadable: list[Unreadable] = field(default_factory=list)
 
     def verdict(self, path: Path) -> Verdict | None:
-        """A verdict file, every field of the type that its schema names."""
+        """A verdict file; None when there is none or it is damaged."""
         if not self._usable(path):
             return None
         try:
-            return plain(read_verdict(path))
-        except (UsageError, RecursionError) as error:
+            return read_verdict(path)
+        except UsageError as error:
             self._refuse(path, error)
             return None
 
@@ -137,22 +138,13 @@ class Reader:
             return []
         return [(facts.st_size, facts.st_mtime)] if stat.S_ISREG(facts.st_mode) else []
 
-    def _outcome(self, path: Path, number: int) -> OutcomeView | None:
-        body = self.mapping(path)
-        if body is None:
-            return OutcomeView(number, "unreadable") if path.is_file() else None
-        codes = body.get("exit_codes")
-        return OutcomeView(
-            attempt=whole(body.get("attempt")) or number,
-            state=string(body.get("state")) or "unknown",
-            sentence=string(body.get("sentence")),
-            failed_component=string(body.get("failed_component")),
-            exit_codes={str(k): string(v) for k, v in mapping_of(codes).items()},
-            steps=whole(body.get("steps")),
-            metrics=numbers(body.get("metrics")),
-            started=string(body.get("started")),
-            seconds=finite(body.get("seconds")) or 0.0,
-        )
+    def _outcome(self, path: Path, number: int) -> Outcome | None:
+        if self._usable(path):
+            try:
+                return read_outcome(path)
+            except UsageError as error:
+                self._refuse(path, error)
+        return Outcome("", number, "unreadable", "") if path.is_file() else None
 
     def _listing(self, folder: Path) -> list[Path]:
         try:
@@ -188,36 +180,6 @@ class Reader:
         self.unreadable.append(Unreadable(where, reason[:300]))
 
 
-def plain(verdict: Verdict) -> Verdict:
-    """The same verdict with every field of the type that its schema names."""
-    return replace(
-        verdict,
-        stage=string(verdict.stage),
-        summary=string(verdict.summary),
-        findings=[_plain_finding(finding) for finding in verdict.findings],
-        metrics=numbers(verdict.metrics),
-        started=string(verdict.started),
-        seconds=finite(verdict.seconds) or 0.0,
-        versions={str(k): string(v) for k, v in mapping_of(verdict.versions).items()},
-        next=string(verdict.next),
-    )
-
-
-def _plain_finding(finding: Finding) -> Finding:
-    """An unknown status counts as `error`: it is never a pass."""
-    evidence = finding.evidence if isinstance(finding.evidence, list) else []
-    return replace(
-        finding,
-        check=string(finding.check),
-        status=finding.status if finding.status in get_args(FindingStatus) else "error",
-        subject=string(finding.subject),
-        unit=string(finding.unit),
-        evidence=[str(item) for item in evidence],
-        remedy=string(finding.remedy),
-        seconds=finite(finding.seconds) or 0.0,
-    )
-
-
 def _object(line: str) -> Mapping[str, Any] | None:
     try:
         row = json.loads(line)
@@ -229,12 +191,6 @@ def _object(line: str) -> Mapping[str, Any] | None:
 def mapping_of(value: object) -> Mapping[Any, Any]:
     """The mapping, or an empty one for what is none."""
     return value if isinstance(value, Mapping) else {}
-
-
-def numbers(value: object) -> dict[str, float]:
-    """The finite numbers of a mapping."""
-    pairs = ((str(key), finite(number)) for key, number in mapping_of(value).items())
-    return {key: number for key, number in pairs if number is not None}
 
 
 def finite(value: object) -> float | None:

@@ -252,8 +252,8 @@ def _why(step: WorkflowStep, judge: Verdict | None) -> str:
 
 
 def _where(stage: StageView) -> str:
-    reached = stage.outcome.steps if stage.outcome else None
-    reached = stage.step if reached is None else reached
+    told = stage.outcome if stage.outcome and stage.outcome.state != "unreadable" else None
+    reached = told.steps if told else stage.step
     if reached is None:
         return ""
     total = f" of {stage.planned_steps:,}" if stage.planned_steps else ""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Verdict
 from shakedown.report.series import Series
 
@@ -21,25 +22,6 @@ class Unreadable:
 
 
 @dataclass(frozen=True)
-class OutcomeView:
-    """How one attempt of a training stage ended (`outcome.json`).
-
-    `state` is completed, hung, failed or interrupted; `unreadable` for a damaged file.
-    `seconds` is wall time; `started` is UTC.
-    """
-
-    attempt: int
-    state: str
-    sentence: str = ""
-    failed_component: str = ""
-    exit_codes: Mapping[str, str] = field(default_factory=dict)
-    steps: int | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    started: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
 class LogFile:
     """A log with its size in bytes."""
 
@@ -53,7 +35,7 @@ class AttemptView:
 
     number: int
     root: Path
-    outcome: OutcomeView | None = None
+    outcome: Outcome | None = None
     logs: Sequence[LogFile] = ()
 
 
@@ -90,7 +72,7 @@ class StageView:
         return self.attempts[-1] if self.attempts else None
 
     @property
-    def outcome(self) -> OutcomeView | None:
+    def outcome(self) -> Outcome | None:
         return self.newest.outcome if self.newest else None
 
     @property

@@ -9,7 +9,6 @@ A group is used up when it is in a batch or has failed. What was in flight, or r
 a batch, is drawn again by the one who goes on: no prompt is drawn twice or lost.
 """
 
-import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -17,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shakedown.core.errors import StorageError, UsageError
-from shakedown.core.files import is_count, read_object, write_json
+from shakedown.core.files import read_json_as, write_json
 from shakedown.core.folders import storage_errors, sync_file
 from shakedown.rollout.batch import RolloutBatch, read_batch
 from shakedown.rollout.groups import Group, Prompt, draw
-from shakedown.rollout.store import RolloutStore
+from shakedown.rollout.store import Count, RolloutStore
 
 _FOLDER = "rollouts"
 
@@ -30,8 +29,12 @@ _FOLDER = "rollouts"
 class PromptCursor:
     """`next`: number of the next draw, from 0 over all epochs; `open`: earlier ones not used up."""
 
-    next: int
-    open: Sequence[int] = ()
+    next: Count
+    open: tuple[Count, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.open and max(self.open) >= self.next:
+            raise ValueError(f"open: {max(self.open)} is not before next, {self.next}")
 
 
 @dataclass(frozen=True)
@@ -210,13 +213,7 @@ def _cursor_or(folder: Path, step: int, otherwise: PromptCursor) -> PromptCursor
 
 
 def _read_cursor(path: Path) -> PromptCursor:
-    body = read_object(path, "place in the prompts")
-    following, unused = body.get("next"), body.get("open")
-    numbers = [following, *unused] if isinstance(unused, list) else []
-    if not numbers or not all(map(is_count, numbers)) or max(numbers) != following:
-        raise UsageError(f"{path} is no place in the prompts: {json.dumps(body)[:80]}")
-    found: list[int] = sorted(set(numbers))
-    return PromptCursor(found.pop(), tuple(found))
+    return read_json_as(PromptCursor, path, "place in the prompts")
 
 
 def _write_cursor(store: RolloutStore, step: int, cursor: PromptCursor) -> None:

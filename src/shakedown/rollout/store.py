@@ -18,15 +18,27 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from shakedown.core.errors import BlockedError, StorageError, UsageError
-from shakedown.core.files import is_count, write_json
+from shakedown.core.files import read_json_as, write_json
 from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
+
+# A number of steps or versions; JSON would hold any, and a float what is below 2**53.
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 _POLL_SECONDS = 0.05
 _SAMPLE = 1 << 20  # of a large file the first and last MiB are read: a cut or a mix-up shows there
 _MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class _Version:
+    """The files `latest.json`, `loaded.json` and `finished.json`."""
+
+    version: Count
 
 
 @dataclass(frozen=True)
@@ -215,12 +227,8 @@ def _read_version(path: Path) -> int:
     """The `version` of a file, 0 when it is not there.
 
     Raises:
-        StorageError: as `_read`, or it holds no number.
+        StorageError: it is there and damaged, which atomic writes never leave behind.
     """
-    body = _read(path)
-    if body is None:
+    if not path.exists():
         return 0
-    version = body.get("version")
-    if not is_count(version):
-        raise StorageError(f"{path} is damaged: version is {version!r:.40}, expected a number")
-    return version
+    return read_json_as(_Version, path, "version", error_class=StorageError).version

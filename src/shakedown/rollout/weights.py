@@ -7,13 +7,13 @@ probe tokens do not show.
 
 import asyncio
 import itertools
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shakedown.core.errors import ServerError, StorageError
+from shakedown.core.files import read_json_as
 from shakedown.inference.client import Client
 from shakedown.rollout.reference import reference_logprobs, same_weights
 from shakedown.rollout.store import Weights
@@ -38,6 +38,10 @@ class Expected:
     tokens: list[int]
     logprobs: list[float]
 
+    def __post_init__(self) -> None:
+        if len(self.logprobs) != len(self.tokens) - 1:
+            raise ValueError("expected one logprob fewer than tokens")
+
 
 def probe_tokens(prompts: Sequence[Sequence[int]], *, longest: int) -> list[int]:
     """Prompts joined, and repeated where they are few, to one sequence of token ids."""
@@ -55,14 +59,7 @@ def read_expected(folder: Path) -> Expected | None:
     path = folder / EXPECTED
     if not path.exists():
         return None
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-        expected = Expected(list(map(int, body["tokens"])), list(map(float, body["logprobs"])))
-        if len(expected.logprobs) != len(expected.tokens) - 1:
-            raise ValueError("expected one logprob fewer than tokens")
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise StorageError(f"cannot use {path}: {error}") from error
-    return expected
+    return read_json_as(Expected, path, "probe of the trainer", error_class=StorageError)
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from shakedown.cli import main
+from shakedown.core.outcome import Outcome
 from shakedown.core.paths import StagePaths
 from shakedown.core.verdict import read_verdict
 from shakedown.diagnosis.diagnose import diagnose_paths, diagnose_stage
@@ -67,8 +68,7 @@ def test_unknown_cause_exits_3_with_what_is_needed(tmp_path: Path) -> None:
 
 
 def test_completed_outcome_exits_0(tmp_path: Path) -> None:
-    outcome = {"schema": "shakedown/outcome/1", "state": "completed", "sentence": "30 steps"}
-    (tmp_path / "outcome.json").write_text(json.dumps(outcome))
+    Outcome("sft", 1, "completed", "30 steps").write(tmp_path / "outcome.json")
     assert main(["hang", "analyze", str(tmp_path)]) == 0
 
 
@@ -76,8 +76,7 @@ def test_slow_is_a_warning_that_strict_turns_into_a_failure(tmp_path: Path) -> N
     for number in (1, 2):
         body = _beats(number)
         (tmp_path / f"beats{number}.json").write_text(json.dumps(body))
-    outcome = {"schema": "shakedown/outcome/1", "state": "hung", "sentence": "", "exit_codes": {}}
-    (tmp_path / "outcome.json").write_text(json.dumps(outcome))
+    Outcome("grpo", 1, "hung", "").write(tmp_path / "outcome.json")
     assert main(["hang", "analyze", str(tmp_path)]) == 0
     assert main(["hang", "analyze", str(tmp_path), "--strict"]) == 1
 
@@ -150,7 +149,7 @@ def test_hostile_text_of_the_inputs_is_escaped(tmp_path: Path) -> None:
     assert "alert(1)" in page.text
 
 
-def make_stage(root: Path, outcome: dict[str, Any] | None) -> StagePaths:
+def make_stage(root: Path, outcome: Outcome | None) -> StagePaths:
     stage = StagePaths(root)
     attempt = stage.new_attempt()
     for path in CASE.glob("pyspy_*.json"):
@@ -159,14 +158,14 @@ def make_stage(root: Path, outcome: dict[str, Any] | None) -> StagePaths:
         (attempt.evidence / path.name).write_bytes(path.read_bytes())
     Heartbeat(attempt.heartbeats, 0).beat(phase="train", step=3)
     if outcome is not None:
-        attempt.outcome.write_text(json.dumps(outcome))
+        outcome.write(attempt.outcome)
     return stage
 
 
 def test_stage_diagnosis_is_written_beside_the_attempts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage = make_stage(tmp_path / "grpo", {"state": "hung", "sentence": "stalled"})
+    stage = make_stage(tmp_path / "grpo", Outcome("grpo", 1, "hung", "stalled"))
     assert main(["hang", "diagnose", "--stage", str(stage.root)]) == 1
     assert read_verdict(stage.diagnosis).extra["diagnosis"]["culprits"]["ranks"] == [0, 1]
     assert "log_metrics" in stage.diagnosis_html.read_text()
@@ -174,13 +173,13 @@ def test_stage_diagnosis_is_written_beside_the_attempts(
 
 
 def test_report_only_succeeds_so_that_a_workflow_keeps_the_diagnosis(tmp_path: Path) -> None:
-    stage = make_stage(tmp_path / "grpo", {"state": "hung"})
+    stage = make_stage(tmp_path / "grpo", Outcome("grpo", 1, "hung", ""))
     assert main(["hang", "diagnose", "--stage", str(stage.root), "--report-only"]) == 0
     assert stage.diagnosis.is_file()
 
 
 def test_completed_stage_gets_a_short_healthy_page(tmp_path: Path) -> None:
-    stage = make_stage(tmp_path / "sft", {"state": "completed", "sentence": "30 steps in 9 s"})
+    stage = make_stage(tmp_path / "sft", Outcome("sft", 1, "completed", "30 steps in 9 s"))
     assert main(["hang", "diagnose", "--stage", str(stage.root)]) == 0
     assert read_verdict(stage.diagnosis).summary == "30 steps in 9 s"
 
@@ -198,12 +197,12 @@ def test_attempt_without_evidence_or_outcome_is_unknown_not_an_error(tmp_path: P
 def test_copies_taken_while_the_job_stood_still_win_over_what_ending_it_logged(
     tmp_path: Path,
 ) -> None:
-    stage = make_stage(tmp_path / "grpo", {"state": "hung"})
+    stage = make_stage(tmp_path / "grpo", Outcome("grpo", 1, "hung", ""))
     attempt = stage.attempt(1)
     attempt.log("trainer-rank0").write_text("ValueError: of the shutdown\n")
     (attempt.evidence / "logs").mkdir()
     (attempt.evidence / "logs" / "trainer-rank0.log").write_text("step 3\n")
-    verdict = diagnose_stage(attempt.root, {"state": "hung"})
+    verdict = diagnose_stage(attempt.root, Outcome("grpo", 1, "hung", ""))
     names = list(verdict.extra["sources"])
     assert "logs/trainer-rank0.log" in names
     assert not [name for name in names if name.endswith("logs/trainer-rank0.log") and "001" in name]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shakedown.core.outcome import Outcome
 from shakedown.diagnosis.analyze import RULES, Diagnosis, analyze
 from shakedown.diagnosis.analyze.model import CAUSES
 from shakedown.diagnosis.analyze.pattern import judge
@@ -310,8 +311,8 @@ def beats(folder: Path, number: int, *rows: dict[str, Any]) -> None:
 
 
 def outcome(folder: Path, **keys: Any) -> None:
-    body = {"schema": "shakedown/outcome/1", "state": "hung", "exit_codes": {}, **keys}
-    (folder / "outcome.json").write_text(json.dumps(body))
+    body = {"stage": "grpo", "attempt": 1, "state": "hung", "sentence": "", **keys}
+    Outcome(**body).write(folder / "outcome.json")
 
 
 WAITING = [heartbeat("trainer", 0, "rollout_wait"), heartbeat("trainer", 1, "rollout_wait")]

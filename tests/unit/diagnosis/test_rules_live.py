@@ -114,7 +114,8 @@ def test_samples_without_heartbeats_ask_for_one_after_three_steps(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("outcome.json", '{"schema": "shakedown/outcome/1", "state": "hung", "exit_codes": {}}'),
+        ("outcome.json", '{"schema": "shakedown/outcome/1", "stage": "grpo", "attempt": 1, '
+         '"state": "hung", "sentence": ""}'),
         ("rank0.log", "[PG 0 Rank 0] Watchdog caught collective operation timeout: "
          "WorkNCCL(SeqNum=3, OpType=ALLREDUCE, NumelIn=1, NumelOut=1)\n"),
     ],

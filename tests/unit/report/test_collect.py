@@ -9,8 +9,9 @@ import pytest
 
 from shakedown.core.errors import UsageError
 from shakedown.core.files import write_json, write_text
+from shakedown.core.outcome import Outcome
 from shakedown.core.paths import RunPaths, StagePaths
-from shakedown.core.verdict import Finding, Verdict
+from shakedown.core.verdict import Verdict
 from shakedown.report.collect import collect
 
 EARLY, LATE = "2026-02-03T03:00:00+00:00", "2026-02-03T04:00:00+00:00"
@@ -30,7 +31,14 @@ def write_attempt(paths: StagePaths, state: str = "completed", **more: Any) -> P
     number = int(attempt.root.name)
     write_json(
         attempt.outcome,
-        {"schema": "shakedown/outcome/1", "attempt": number, "state": state, **more},
+        {
+            "schema": "shakedown/outcome/1",
+            "stage": "grpo",
+            "attempt": number,
+            "state": state,
+            "sentence": "",
+            **more,
+        },
     )
     return attempt.root
 
@@ -81,8 +89,8 @@ def test_a_stage_name_never_leads_out_of_the_run(paths: RunPaths) -> None:
         (b'{"schema": "shakedown/verd', "is not JSON"),
         (b"[1, 2]", "is no verdict"),
         (b'{"schema": "other/1"}', "is no verdict"),
-        (b'{"schema": "shakedown/verdict/1", "status": "FINE"}', "is not one of"),
-        (b'{"schema": "shakedown/verdict/1", "status": "PASS"}', "not a complete verdict"),
+        (b'{"schema": "shakedown/verdict/1", "status": "FINE"}', "status: Input should be"),
+        (b'{"schema": "shakedown/verdict/1", "status": "PASS"}', "stage: missing"),
         (b"\xff\xfe\x00", "is not JSON"),
         (b"[" * 200_000, "nested too deeply"),
     ],
@@ -100,27 +108,26 @@ def test_a_damaged_verdict_is_listed_with_its_reason(
     assert reason in view.unreadable[0].reason
 
 
-def test_fields_of_the_wrong_type_are_made_harmless(paths: RunPaths) -> None:
-    write_json(
-        paths.agents.verdict,
-        {
-            "schema": "shakedown/verdict/1",
-            "stage": 7,
-            "status": "FAIL",
-            "summary": ["not", "text"],
-            "findings": [{"check": None, "status": "bogus", "evidence": "x", "seconds": "long"}],
-            "metrics": {"good": 1, "bad": "1", "big": 10**400},
-            "seconds": "soon",
-            "versions": [1],
-            "next": None,
-        },
-    )
-    verdict = collect(paths.root).agents
-    assert verdict is not None
-    assert verdict.summary == "['not', 'text']"
-    assert verdict.findings == [Finding("", "error", evidence=[])]
-    assert (verdict.metrics, verdict.seconds, verdict.versions) == ({"good": 1.0}, 0.0, {})
-    assert verdict.next == ""
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"stage": 7}, "stage"),
+        ({"summary": ["not", "text"]}, "summary"),
+        ({"findings": [{"check": "x", "status": "bogus"}]}, "findings.0.status"),
+        ({"findings": [{"check": "x", "status": "pass", "evidence": "x"}]}, "findings.0.evidence"),
+        ({"metrics": {"bad": "1"}}, "metrics.bad"),
+        ({"metrics": {"big": 10**400}}, "metrics.big"),
+        ({"seconds": True}, "seconds"),
+        ({"versions": [1]}, "versions"),
+        ({"next": None}, "next"),
+    ],
+)
+def test_a_verdict_with_a_field_of_the_wrong_type_is_listed_with_the_field(
+    paths: RunPaths, change: dict[str, Any], key: str
+) -> None:
+    body = Verdict(stage="x", status="FAIL", summary="said").to_json()
+    write_json(paths.agents.verdict, {**body, **change})
+    assert f"{key}: Input should be" in reasons(paths)["agents/verdict.json"]
 
 
 def test_a_folder_in_a_files_place_is_listed(paths: RunPaths) -> None:
@@ -202,7 +209,7 @@ def test_an_unreadable_outcome_is_not_an_attempt_under_way(paths: RunPaths) -> N
 
 def test_the_stages_outcome_stands_in_when_the_attempts_are_gone(paths: RunPaths) -> None:
     stage = paths.stage("grpo")
-    write_json(stage.outcome, {"state": "hung", "attempt": 3})
+    Outcome("grpo", 3, "hung", "").write(stage.outcome)
     view = collect(paths.root).stages[0]
     assert [(a.number, a.outcome.state) for a in view.attempts if a.outcome] == [(3, "hung")]
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
+from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.report import facts
 from shakedown.report.series import build
 from shakedown.report.view import (
     AttemptView,
     Evaluation,
-    OutcomeView,
     RunView,
     ServerView,
     StageView,
@@ -32,8 +32,8 @@ def test_figures_compare_the_end_with_the_beginning() -> None:
         Path("grpo"),
         planned_steps=150,
         attempts=[
-            AttemptView(1, Path("1"), OutcomeView(1, "failed")),
-            AttemptView(2, Path("2"), OutcomeView(2, "completed", seconds=97.0)),
+            AttemptView(1, Path("1"), Outcome("grpo", 1, "failed", "")),
+            AttemptView(2, Path("2"), Outcome("grpo", 2, "completed", "", seconds=97.0)),
         ],
         metrics=build({1: {"reward_mean": 0.2, "k3": 1e-4}, 150: {"reward_mean": 0.6, "k3": 5e-4}}),
         evaluations=[Evaluation(0, 0.212, samples=400), Evaluation(150, 0.618, samples=400)],
@@ -145,7 +145,7 @@ def test_versions_name_the_stages_that_saw_them() -> None:
 
 
 def test_only_bad_exit_codes_are_told() -> None:
-    outcome = OutcomeView(1, "failed", exit_codes={"a": "0", "b": "-9", "c": "1"})
+    outcome = Outcome("grpo", 1, "failed", "", exit_codes={"a": 0, "b": -9, "c": 1})
     assert facts.bad_exits(outcome) == "b -9, c 1"
 
 

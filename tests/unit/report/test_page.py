@@ -12,6 +12,7 @@ import pytest
 
 from shakedown.core.errors import StorageError
 from shakedown.core.files import write_json, write_text
+from shakedown.core.outcome import Outcome
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.report.collect import collect
@@ -63,7 +64,8 @@ def write_verdict(path: Path, summary: str = "said", **more: Any) -> None:
 
 def write_stage(paths: RunPaths, name: str = "grpo", **more: Any) -> Path:
     attempt = paths.stage(name).new_attempt()
-    write_json(attempt.outcome, {"attempt": 1, "state": "hung", "sentence": "stopped", **more})
+    body = {"stage": name, "attempt": 1, "state": "hung", "sentence": "stopped", **more}
+    Outcome(**body).write(attempt.outcome)
     return attempt.root
 
 

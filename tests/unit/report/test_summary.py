@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.report.series import build
 from shakedown.report.summary import (
@@ -22,7 +23,6 @@ from shakedown.report.summary import (
 from shakedown.report.view import (
     AttemptView,
     Evaluation,
-    OutcomeView,
     RunView,
     ServerView,
     StageView,
@@ -37,10 +37,10 @@ def judged(status: Any = "PASS", summary: str = "fine", **more: Any) -> Verdict:
     return Verdict(stage="x", status=status, summary=summary, **more)
 
 
-def stage(name: str = "grpo", state: str | None = "completed", **more: Any) -> StageView:
+def stage(name: str = "grpo", state: Any = "completed", **more: Any) -> StageView:
     outcome = None
     if state is not None:
-        outcome = OutcomeView(1, state, f"{name} is {state}", steps=57, seconds=1.0)
+        outcome = Outcome(name, 1, state, f"{name} is {state}", steps=57, seconds=1.0)
     attempt = AttemptView(1, Path(name), outcome)
     root = Path("results/demo/stages") / name
     return StageView(name, root, planned_steps=150, **{"attempts": [attempt], **more})
@@ -228,7 +228,7 @@ def test_a_server_stands_as_its_files_say(
 
 def test_the_accuracy_that_the_outcome_tells_counts_before_single_measurements() -> None:
     told = {"sampled_accuracy_start": 0.2, "sampled_accuracy_end": 0.6}
-    attempt = AttemptView(2, Path("x"), OutcomeView(2, "completed", metrics=told))
+    attempt = AttemptView(2, Path("x"), Outcome("grpo", 2, "completed", "", metrics=told))
     resumed = stage(attempts=[attempt], evaluations=[Evaluation(9, 0.5), Evaluation(10, 0.6)])
     assert accuracy_change(resumed) == (0.2, 0.6)
     assert accuracy_change(stage(evaluations=[Evaluation(9, 0.5)])) is None

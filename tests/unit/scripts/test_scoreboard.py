@@ -13,6 +13,7 @@ from scoreboard_run import CaseError, case_config, code_of_runs
 from shakedown.config import Config
 from shakedown.core.errors import UsageError
 from shakedown.core.files import write_json
+from shakedown.core.outcome import Outcome
 from shakedown.core.paths import RunPaths
 from shakedown.diagnosis.analyze.model import CAUSES
 from shakedown.training.faults import KINDS
@@ -133,7 +134,7 @@ def test_kept_run_is_diagnosed_anew_and_made_again_by_other_code(
     drawn = draw(case, 0)
     folder = tmp_path / f"case-{CASES.index(case) + 1:02d}"
     attempt = RunPaths(folder / "run").stage("sft").new_attempt()
-    write_json(attempt.outcome, {"schema": "shakedown/outcome/1", "state": "completed"})
+    Outcome("grpo", 1, "completed", "").write(attempt.outcome)
     kept = replace(_result(case, "rank_busy", ranks=(2,)), rank=drawn.rank, step=drawn.step)
     result = folder / "result.json"
     write_json(result, {**kept.to_json(), "code": code_of_runs()})

@@ -1,10 +1,13 @@
 """Our own files: heartbeats, the collector's process table, outcomes."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from shakedown.core.files import json_as
+from shakedown.core.outcome import SCHEMA as OUTCOME
+from shakedown.core.outcome import Outcome
 from shakedown.diagnosis.read.numbers import MAX_COUNT, pid_of, rank_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import (
@@ -18,10 +21,11 @@ from shakedown.diagnosis.records import (
     Unattachable,
     clean,
 )
-from shakedown.monitor.heartbeat import COUNTS, RECORD_BYTES, Beat, beat_from, decode
+from shakedown.monitor.heartbeat import COUNTS, RECORD_BYTES, Beat, decode
 
 _BEAT = re.compile(rb"^[0-9a-f]{8} \{\"role\":")
-OUTCOME, COLLECTED, BEATS = "shakedown/outcome/1", "shakedown/collected/1", "shakedown/beats/1"
+COLLECTED, BEATS = "shakedown/collected/1", "shakedown/beats/1"
+_MAX_SAMPLES = 100  # of one process; a collector takes a handful
 
 
 def is_heartbeat(data: bytes) -> bool:
@@ -59,43 +63,74 @@ def _plausible(beat: Beat | None) -> Beat | None:
 
 
 def parse_json(source: EvidenceFile, body: Any) -> list[Record] | None:
-    """Files with one of our schemas; verdicts of earlier judgements are no evidence."""
+    """Files with one of our schemas; verdicts of earlier judgements are no evidence.
+
+    Raises:
+        ValueError: a file of one of our schemas with other contents.
+    """
     if not isinstance(body, Mapping):
         return None
     schema = body.get("schema")
     if schema == OUTCOME:
-        return [parse_outcome(body, source.place())]
+        return [exit_of(json_as(Outcome, body, unknown="ignore"), source.place())]
     if schema == COLLECTED:
-        return _collected(source, body)
+        return _collected(source, json_as(_Collected, body, unknown="ignore"))
     if schema == BEATS:
-        return _beats(source, body)
+        return _beats(source, json_as(_Beats, body, unknown="ignore"))
     return [] if isinstance(schema, str) and schema.startswith("shakedown/") else None
 
 
-def parse_outcome(body: Mapping[str, Any], place: SourceRef) -> JobExit:
-    """A supervisor's outcome from its JSON form."""
-    codes = body.get("exit_codes")
-    stalled = body.get("stalled")
+def exit_of(outcome: Outcome, place: SourceRef) -> JobExit:
+    """A supervisor's outcome, with texts that are fit to be shown."""
     return JobExit(
-        state=clean(body.get("state", "?"), 20),
-        sentence=clean(body.get("sentence") or ""),
-        exit_codes={
-            clean(name, 80): code
-            for name, code in (codes.items() if isinstance(codes, Mapping) else ())
-            if type(code) is int and abs(code) < 2**31
-        },
-        failed_component=clean(body.get("failed_component") or "", 80),
-        stalled=stalled if isinstance(stalled, Mapping) else {},
+        state=outcome.state,
+        sentence=clean(outcome.sentence),
+        exit_codes={clean(name, 80): code for name, code in outcome.exit_codes.items()},
+        failed_component=clean(outcome.failed_component, 80),
         place=place,
     )
 
 
-def _beats(source: EvidenceFile, body: Mapping[str, Any]) -> list[Record]:
-    rows = body.get("beats")
-    found = [_plausible(beat_from(row)) for row in rows] if isinstance(rows, list) else []
-    sample = body.get("round")
-    number = sample if type(sample) is int and 0 <= sample < 1000 else source.sample
-    times = [_time(body.get(key)) for key in ("taken", "began")]
+@dataclass(frozen=True)
+class _Beats:
+    """Heartbeats as a collector copied them. Without their times they still tell the steps."""
+
+    beats: Sequence[Beat]
+    round: int | None = None
+    taken: Any = None
+    began: Any = None
+
+
+@dataclass(frozen=True)
+class _State:
+    state: str
+    wchan: str = ""
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A process that the collector read; `missed`: what it could not."""
+
+    pid: int
+    name: str = ""
+    role: str = ""
+    rank: int | None = None
+    states: Sequence[_State] = ()
+    missed: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class _Collected:
+    """The table of one node's collector; the table of a whole job has no targets."""
+
+    host: str = ""
+    targets: Sequence[_Target] = ()
+
+
+def _beats(source: EvidenceFile, body: _Beats) -> list[Record]:
+    number = source.sample if body.round is None or not 0 <= body.round < 1000 else body.round
+    times = [_time(body.taken), _time(body.began)]
+    found = map(_plausible, body.beats)
     return [BeatRecord(beat, source.place(), number, *times) for beat in found if beat]
 
 
@@ -104,34 +139,20 @@ def _time(value: Any) -> float:
     return float(value) if type(value) in (int, float) and 0 < value < MAX_COUNT else 0.0
 
 
-def _collected(source: EvidenceFile, body: Mapping[str, Any]) -> list[Record]:
-    records: list[Record] = []
-    rows = body.get("targets")
-    for row in rows if isinstance(rows, list) else []:
-        if isinstance(row, Mapping) and pid_of(row.get("pid")) is not None:
-            records += _target(source, row, clean(body.get("host") or "", 80))
-    return records
+def _collected(source: EvidenceFile, body: _Collected) -> list[Record]:
+    host = clean(body.host, 80)
+    rows = [_target(source, row, host) for row in body.targets if pid_of(row.pid) is not None]
+    return [record for row in rows for record in row]
 
 
-def _target(source: EvidenceFile, row: Mapping[str, Any], host: str) -> list[Record]:
-    who = Identity(rank_of(row.get("rank")), row["pid"], host, clean(row.get("role") or "", 40))
-    place = source.place(0, clean(row.get("name") or ""))
-    records: list[Record] = [TargetName(who, clean(row.get("name") or "", 80), place)]
-    states = row.get("states")
-    for sample, state in enumerate(_few(states), start=1):
-        if isinstance(state, Mapping):
-            letter, wchan = (
-                clean(state.get("state", "?"), 20)[:1],
-                clean(state.get("wchan") or "", 80),
-            )
-            records.append(ProcessState(who, letter, wchan, place, sample))
-    missed = row.get("missed")
-    for text in map(clean, _few(missed)):
+def _target(source: EvidenceFile, row: _Target, host: str) -> list[Record]:
+    who = Identity(rank_of(row.rank), row.pid, host, clean(row.role, 40))
+    place = source.place(0, clean(row.name))
+    records: list[Record] = [TargetName(who, clean(row.name, 80), place)]
+    for sample, each in enumerate(row.states[:_MAX_SAMPLES], start=1):
+        letter = clean(each.state, 20)[:1]
+        records.append(ProcessState(who, letter, clean(each.wchan, 80), place, sample))
+    for text in map(clean, row.missed[:_MAX_SAMPLES]):
         if "permitted" in text or "ermission" in text:
             records.append(Unattachable(who, "denied", source.place(0, text)))
     return records
-
-
-def _few(rows: Any, most: int = 100) -> list[Any]:
-    """A collector takes a handful of samples."""
-    return rows[:most] if isinstance(rows, list) else []

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -33,8 +34,9 @@ def parse(source: EvidenceFile, read: Reader) -> dict[str, list[Record]]:
             identity=(who or Identity()).completed_by(named),
             trailing=source.trailing if len(values) == 1 else None,
         )
-        for label, rows in read(part, body).items():
-            found.setdefault(label, []).extend(rows)
+        with suppress(ValueError):  # a damaged value takes nothing from those around it
+            for label, rows in read(part, body).items():
+                found.setdefault(label, []).extend(rows)
     return found
 
 

@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from shakedown.core.errors import StorageError
-from shakedown.core.files import is_count, write_json, write_text
+from shakedown.core.errors import StorageError, UsageError
+from shakedown.core.files import read_json_as, write_json, write_text
 from shakedown.core.folders import publish_folder, storage_errors
 from shakedown.models.load_progress import beating
+from shakedown.rollout.store import Count
 from shakedown.training.checkpoint.files import damaged
 from shakedown.training.checkpoint.fingerprint import differences
 from shakedown.training.checkpoint.random_state import load_random, random_name
@@ -53,9 +54,9 @@ class Meta:
     `digest`: of all the rest, for meta.json itself.
     """
 
-    step: int
-    updates: int
-    world_size: int
+    step: Count
+    updates: Count
+    world_size: Count
     fingerprint: Mapping[str, str]
     files: Mapping[str, int]
     data: Mapping[str, int] = field(default_factory=dict)
@@ -104,19 +105,15 @@ def find(
 
 def read_meta(folder: Path) -> Meta | str:
     """A checkpoint's own account of itself, or what is wrong with the folder."""
-    try:
-        meta = Meta(**json.loads((folder / _META).read_text(encoding="utf-8")))
-        kept = (meta.files, meta.sums, meta.fingerprint, meta.data)
-        counts = (meta.step, meta.updates, meta.world_size)
-        if not all(isinstance(each, dict) for each in kept) or not all(map(is_count, counts)):
-            return f"unreadable {_META}: not what a checkpoint says of itself"
-        whole = not meta.digest or meta.digest == meta.own_digest()
-        if not whole or f"{_PREFIX}{meta.step:06d}" != folder.name:
-            return f"damaged, {_META} is not as it was written here"
-    except FileNotFoundError:
+    if not (folder / _META).exists():
         return f"cut off, no {_META}"
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        return f"unreadable {_META}: {error}"
+    try:
+        meta = read_json_as(Meta, folder / _META, "description of a checkpoint")
+    except UsageError as error:
+        return f"unreadable {_META}: {str(error).splitlines()[0]}"
+    whole = not meta.digest or meta.digest == meta.own_digest()
+    if not whole or f"{_PREFIX}{meta.step:06d}" != folder.name:
+        return f"damaged, {_META} is not as it was written here"
     for name, size in meta.files.items():
         path = folder / name
         if not path.is_file() or path.stat().st_size != size:

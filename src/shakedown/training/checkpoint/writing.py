@@ -8,11 +8,12 @@ checkpoints/.writing-step_000050/   not yet a checkpoint, whatever happens
 
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from shakedown.core.errors import ShakedownError, StorageError, UsageError
-from shakedown.core.files import read_object, write_json
+from shakedown.core.errors import ShakedownError, StorageError
+from shakedown.core.files import read_json_as, write_json
 from shakedown.core.folders import storage_errors, sync_file
 from shakedown.training.checkpoint.files import Written, checksum
 from shakedown.training.checkpoint.random_state import random_name, random_state
@@ -21,6 +22,13 @@ from shakedown.training.engines.snapshot import Snapshot
 STAGED = ".writing-"
 ENGINE = "engine"
 _LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Part:
+    """The files that one rank wrote, by name relative to the checkpoint's folder."""
+
+    files: Mapping[str, Written]
 
 
 class Saving:
@@ -97,16 +105,9 @@ class Saving:
             StorageError: a rank's file is not there as the rank wrote it.
         """
         marks = [self.staged / _mark(rank) for rank in range(self.world_size)]
-        try:
-            told = {
-                name: Written(*each)
-                for mark in marks
-                for name, each in read_object(mark, "mark").items()
-            }
-        except (UsageError, TypeError) as error:
-            raise StorageError(
-                f"a rank's part of the checkpoint is not to be seen: {error}"
-            ) from error
+        told: dict[str, Written] = {}
+        for mark in marks:
+            told |= read_json_as(Part, mark, "part of a checkpoint", error_class=StorageError).files
         self.snapshot.complete(self.staged / ENGINE)
         with storage_errors("write", self.staged):
             for mark in marks:
@@ -143,10 +144,10 @@ class Saving:
             random.write_bytes(self._random)
             sync_file(random)
             mine = {
-                str(path.relative_to(self.staged)): (path.stat().st_size, checksum(path))
+                str(path.relative_to(self.staged)): Written(path.stat().st_size, checksum(path))
                 for path in [*paths, random]
             }
-        write_json(self.staged / _mark(self._rank), mine)
+        write_json(self.staged / _mark(self._rank), asdict(Part(mine)))
 
 
 def _sizes(folder: Path, told: Iterable[str]) -> dict[str, int]:

@@ -1,13 +1,11 @@
 """What one attempt of a training stage is told: written by the supervisor, read by its parts."""
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shakedown.agents.reward_pool import RewardLimits
 from shakedown.config import StageConfig
-from shakedown.core.errors import UsageError
-from shakedown.core.files import read_object, write_json
+from shakedown.core.files import read_json_as, write_json
 from shakedown.core.paths import AttemptPaths, StagePaths
 
 
@@ -69,9 +67,4 @@ def read_job(path: Path) -> StageJob:
     Raises:
         UsageError: the file is missing or not a job.
     """
-    body = read_object(path, "stage job")
-    try:
-        config = StageConfig.model_validate_json(json.dumps(body.pop("config")))
-        return StageJob(config=config, **body)
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is not a stage job: {error}") from error
+    return read_json_as(StageJob, path, "stage job")
