@@ -133,22 +133,28 @@ def test_verdict_on_a_bad_file_is_a_usage_error_without_a_traceback(
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_verdict_prints_no_escape_sequences_and_survives_wrong_types(
+def test_verdict_prints_no_escape_sequences(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    body = {
-        "schema": "shakedown/verdict/1",
-        "stage": "agents",
-        "status": "FAIL",
-        "summary": "\u001b[2Jgone \ud800",
-        "findings": [{"check": "c", "status": "bogus"}],
-        "seconds": "long",
-    }
-    write_text(tmp_path / "verdict.json", json.dumps(body))
-    assert cli.main(["verdict", str(tmp_path / "verdict.json")]) == 1
+    file = write_verdict(tmp_path / "verdict.json", "FAIL", next="x")
+    said = "\\u001b[2Jgone \\ud800"  # an escape sequence, and half a surrogate pair
+    file.write_text(file.read_text().replace("said so", said))
+    assert cli.main(["verdict", str(file)]) == 1
     printed = capsys.readouterr().out
     assert "?[2Jgone ?" in printed
     assert "\x1b" not in printed
+
+
+def test_verdict_of_wrong_types_is_bad_input_and_the_fields_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    findings = [{"check": "c", "status": "\u001bbogus"}]
+    file = write_verdict(tmp_path / "verdict.json", "FAIL", findings=[])
+    file.write_text(json.dumps({**json.loads(file.read_text()), "findings": findings}))
+    assert cli.main(["verdict", str(file)]) == 2
+    told = capsys.readouterr().err
+    assert "findings.0.status: Input should be" in told
+    assert "\x1b" not in told
 
 
 def test_verdict_lists_every_finding_when_asked(
