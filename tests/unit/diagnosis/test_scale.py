@@ -1,10 +1,7 @@
 """Large jobs and crafted pickles: work that stays linear, memory that stays bounded."""
 
-import json
 import pickle
 import resource
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -305,34 +302,3 @@ def test_values_that_double_at_each_level_are_never_compared(key: str) -> None:
     _operations(_dump(0))
     alone = list(_operations(_dump(1, **{key: first})))
     assert list(_operations(_dump(2, **{key: second}))) == alone
-
-
-HALVES = """
-import json, os, sys, threading
-from shakedown.diagnosis.read import halves
-parent, how = os.getpid(), sys.argv[1]
-def read(number):
-    if os.getpid() != parent and how == "killed" and number == 990:
-        os.kill(os.getpid(), 9)
-    if os.getpid() != parent and how == "failing":
-        raise MemoryError
-    return number, os.getpid() == parent
-if how == "thread":
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-os.sched_getaffinity = lambda pid: {0, 1}
-found = halves.read_all(range(1000), read)
-print(json.dumps([[n for n, _ in found], sum(not mine for _, mine in found)]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("how", "elsewhere"), [("well", 470), ("killed", 0), ("failing", 0), ("thread", 0)]
-)
-def test_every_file_is_read_once_in_order_whatever_becomes_of_the_second_process(
-    how: str, elsewhere: int
-) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", HALVES, how], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert json.loads(run.stdout) == [list(range(1000)), elsewhere]
-    assert run.stderr == ""

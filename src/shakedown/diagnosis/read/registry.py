@@ -25,7 +25,6 @@ from shakedown.diagnosis.read import (
     ras,
     slurm,
 )
-from shakedown.diagnosis.read.halves import read_all
 from shakedown.diagnosis.read.moments import order_moments
 from shakedown.diagnosis.read.source import MAX_FILES, EvidenceFile, find_files, read_source
 from shakedown.diagnosis.read.unread import of_members, rank_of_unread, why_unread
@@ -91,8 +90,8 @@ def read_paths(paths: Iterable[Path]) -> Evidence:
     named = names.identities([name for _, name in files])
     local: list[str] = []
     unread: list[Unattachable] = []
-    results = read_all([(path, name, *named[name]) for path, name in files], _read)
-    for (_, name), result in zip(files, results, strict=True):
+    for path, name in files:
+        result = _read(path, name, *named[name])
         if isinstance(result, str):
             skipped.append(Skipped(name, result))
             unread += rank_of_unread(name, *named[name], result)
@@ -108,10 +107,9 @@ def read_paths(paths: Iterable[Path]) -> Evidence:
 
 
 def _read(
-    file: tuple[Path, str, Identity, int | None],
+    path: Path, name: str, identity: Identity, trailing: int | None
 ) -> tuple[dict[str, list[Record]], bool] | str:
     """A file's records by format and whether its log counts locally; or why it was left out."""
-    path, name, identity, trailing = file
     try:
         source = replace(read_source(path, name), identity=identity, trailing=trailing)
         found = read_one(source)
