@@ -8,7 +8,7 @@ from shakedown.config import Config
 from shakedown.config.lint import lint
 from shakedown.core.errors import ConfigError
 from shakedown.core.verdict import Finding, Stopwatch, Verdict, counted, status_of
-from shakedown.training.engines.names import DIMENSIONS
+from shakedown.training.engines import DIMENSIONS
 from shakedown.training.faults import KINDS
 
 

@@ -10,7 +10,7 @@ from shakedown.config import load_config
 from shakedown.config.lint import trainer_world
 from shakedown.config.places import ranks_a_node
 from shakedown.core.verdict import Finding
-from shakedown.training.engines.names import DIMENSIONS, ENGINES
+from shakedown.training.engines import DIMENSIONS, ENGINES
 from shakedown.training.lint import findings_of, require_sound
 
 DEMO = Path(__file__).parents[3] / "config" / "config.yaml"

@@ -1,4 +1,7 @@
-"""Training engines by the backend name of an allocation; imports without torch."""
+"""Training engines by the backend name of an allocation.
+
+Must import without torch: `lint` and `--help` read the tables here and should answer at once.
+"""
 
 import importlib
 from collections.abc import Mapping
@@ -6,10 +9,23 @@ from typing import TYPE_CHECKING
 
 from shakedown.cluster.allocation import parse_allocation
 from shakedown.core.errors import ConfigError, did_you_mean
-from shakedown.training.engines.names import DIMENSIONS, ENGINES
 
 if TYPE_CHECKING:
     from shakedown.training.engines.base import TrainEngine
+
+# Backend name -> module:class; the module is imported when a worker builds the engine.
+ENGINES: dict[str, str] = {
+    "archon": "shakedown.training.engines.archon:ArchonEngine",
+    "fsdp": "shakedown.training.engines.fsdp:FsdpEngine",
+    "megatron": "shakedown.training.engines.megatron:MegatronEngine",
+}
+
+# Backend name -> the dimensions of an allocation that it can spread a model over.
+DIMENSIONS: dict[str, frozenset[str]] = {
+    "archon": frozenset("dtp"),
+    "fsdp": frozenset("dt"),
+    "megatron": frozenset("dtp"),
+}
 
 
 def engine_class(allocation: str) -> "type[TrainEngine]":
