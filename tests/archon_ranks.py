@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 
 from shakedown.training.batch import TokenBatch, rank_share
-from shakedown.training.engines import archon_model, engine_class
+from shakedown.training.engines import dtensor_engine, engine_class
 from shakedown.training.engines.base import EngineOptions, LossPart, Scores
 from tests import exactness
 from tests.forked import fork_ranks
 from tests.megatron_ranks import batch, build, continued, two_steps
 
 TEMPERATURE = 0.7
-WHOLE = archon_model.ONE_UNIT_PARAMETERS
+WHOLE = dtensor_engine.ONE_UNIT_PARAMETERS
 
 
 def policy_step(engine: Any, rows: int | None = 2) -> dict[str, float]:
@@ -96,7 +96,7 @@ def _one_rank(folder: Path, number: int, jobs: list[Any]) -> None:
         if job["do"] == "fifty":
             results[job["name"]] = _fifty(folder, job)
             continue
-        archon_model.ONE_UNIT_PARAMETERS = 0 if job.get("by_layer") else WHOLE
+        dtensor_engine.ONE_UNIT_PARAMETERS = 0 if job.get("by_layer") else WHOLE
         dtype = job.get("dtype", "float32")
         engine = build(folder / job["model"], job["allocation"], dtype=dtype)
         results[job["name"]] = JOBS[job["do"]](engine, folder, job)

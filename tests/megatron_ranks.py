@@ -1,7 +1,7 @@
 """One rank of a few: takes the same steps at several layouts and writes down what came out.
 
 RANK=0 WORLD_SIZE=2 python megatron_ranks.py FOLDER, where FOLDER/plan.json is a list of jobs:
-{"name", "model" (a folder in FOLDER), "allocation", "keywords", "save": bool, "load": bool,
+{"name", "model" (a folder in FOLDER), "allocation", "options", "save": bool, "load": bool,
 "reference": bool}; what is saved in one job is loaded in later ones, and one with a reference
 updates by GRPO beside a frozen model. Results go to FOLDER/results.pt.
 """
@@ -25,7 +25,7 @@ from shakedown.training.algorithms.sft import negative_log_likelihood
 from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.coordination import Ranks
 from shakedown.training.engines import engine_class, engine_sizes
-from shakedown.training.engines.base import LossPart, Scores
+from shakedown.training.engines.base import EngineOptions, LossPart, Scores
 from shakedown.training.stage.job import StageJob
 
 OPTIMIZER = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5)
@@ -145,7 +145,8 @@ def run(folder: Path, plan: list[dict[str, Any]]) -> dict[str, Any]:
         if job.get("reference"):
             results[job["name"]] = held_to_reference(folder / job["model"], job["allocation"])
             continue
-        engine = build(folder / job["model"], job["allocation"], **job.get("keywords", {}))
+        options = EngineOptions(**job.get("options", {}))
+        engine = build(folder / job["model"], job["allocation"], options=options)
         saved = folder / "saved" if job.get("save") or job.get("load") else None
         if saved is not None and job.get("load"):
             results[job["name"]] = continued(engine, saved)

@@ -19,7 +19,8 @@ from transformers import LlamaConfig, MistralConfig
 from shakedown.core.errors import ConfigError, StorageError
 from shakedown.models import huggingface
 from shakedown.training.conversion import ShardSlice, read_shape, to_hugging_face, to_megatron
-from shakedown.training.engines import megatron_cpu as core
+from shakedown.training.engines import megatron_cpu
+from shakedown.training.engines.base import EngineOptions
 from tests import tiny_models
 from tests.megatron_ranks import batch, build, continued, two_steps
 from tests.tiny_models import group_of_one, write_tiny
@@ -27,7 +28,7 @@ from tests.tiny_models import group_of_one, write_tiny
 SMALL = {**tiny_models.SMALL, "num_hidden_layers": 2, "head_dim": 8}
 
 
-class _Provider(core.TransformerConfig):  # type: ignore[misc]
+class _Provider(megatron_cpu.TransformerConfig):  # type: ignore[misc]
     """As GPTModelProvider: fields of TransformerConfig and its own, `finalize`, the model."""
 
     moe_permute_fusion = False
@@ -55,7 +56,7 @@ class _Provider(core.TransformerConfig):  # type: ignore[misc]
 
     def provide_distributed_model(self, **keywords: bool) -> list[Any]:
         assert keywords["wrap_with_ddp"] is False
-        model = core.GPTModel(
+        model = megatron_cpu.GPTModel(
             config=self,
             transformer_layer_spec=self.transformer_layer_spec(self),
             vocab_size=self.vocab_size,
@@ -64,7 +65,7 @@ class _Provider(core.TransformerConfig):  # type: ignore[misc]
             rotary_base=self.base,
             share_embeddings_and_output_weights=self.tied,
         )
-        return [core.Float16Module(self, model) if keywords["bf16"] else model]
+        return [megatron_cpu.Float16Module(self, model) if keywords["bf16"] else model]
 
 
 class _AutoBridge:
@@ -130,7 +131,7 @@ def process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_a_bridged_model_does_the_steps_of_fsdp_and_comes_out_again(
     bridge: Any, mistral: Path, tmp_path: Path, spread: bool
 ) -> None:
-    engine = build(mistral, "megatron:d1", distributed_optimizer=spread)
+    engine = build(mistral, "megatron:d1", options=EngineOptions(distributed_optimizer=spread))
     before = engine.gather()
     stored = load_file(mistral / "model.safetensors")
     assert before.keys() == stored.keys()
@@ -150,10 +151,12 @@ def test_a_bridged_model_does_the_steps_of_fsdp_and_comes_out_again(
 def test_a_bridged_model_goes_on_exactly_from_its_checkpoint(
     bridge: Any, mistral: Path, tmp_path: Path, spread: bool
 ) -> None:
-    engine = build(mistral, "megatron:d1", distributed_optimizer=spread)
+    engine = build(mistral, "megatron:d1", options=EngineOptions(distributed_optimizer=spread))
     expected = two_steps(engine, saved=tmp_path)["second"]
 
-    found = continued(build(mistral, "megatron:d1", distributed_optimizer=spread), tmp_path)
+    found = continued(
+        build(mistral, "megatron:d1", options=EngineOptions(distributed_optimizer=spread)), tmp_path
+    )
 
     assert found["second"] == expected
 

@@ -20,8 +20,8 @@ from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.demo import write_model
 from shakedown.training.engines import tensor_parallel
 from shakedown.training.engines.base import EngineOptions, LossPart, Scores
+from shakedown.training.engines.dtensor_engine import decoder_layers
 from shakedown.training.engines.fsdp import FsdpEngine
-from shakedown.training.engines.fsdp_model import decoder_layers
 from shakedown.training.evaluate import Evaluator
 from shakedown.training.stage import worker
 from shakedown.training.stage.job import StageJob

@@ -22,7 +22,7 @@ from shakedown.training.conversion import read_shape
 from shakedown.training.engines.base import EngineOptions, LossPart
 from shakedown.training.engines.megatron_cpu import calls
 from shakedown.training.engines.megatron_model import Forward, build_model, join_groups
-from shakedown.training.engines.vocabulary import score_logits
+from shakedown.training.engines.scoring import score_vocabulary_parallel
 from tests.megatron_ranks import (
     CPU,
     batch,
@@ -46,7 +46,7 @@ STEPS: list[dict[str, Any]] = [
     {"name": "qwen3 t2", "model": "qwen3", "allocation": "megatron:t2", "save": True},
     {"name": "qwen3 p2", "model": "qwen3", "allocation": "megatron:p2"},
     {"name": "qwen3 d2", "model": "qwen3", "allocation": "megatron:d2t1p1"},
-    {"name": "qwen3 d2 spread", "model": "qwen3", "allocation": "megatron:d2", "keywords": SPREAD},
+    {"name": "qwen3 d2 spread", "model": "qwen3", "allocation": "megatron:d2", "options": SPREAD},
     {"name": "qwen2 t2", "model": "qwen2", "allocation": "megatron:d1t2"},
     {"name": "qwen2 p2", "model": "qwen2", "allocation": "megatron:p2t1"},
     {"name": "llama t2", "model": "llama", "allocation": "megatron:t2"},
@@ -57,7 +57,7 @@ LOADS: list[dict[str, Any]] = [
         "name": "load d2 spread",
         "model": "qwen3",
         "allocation": "megatron:d2",
-        "keywords": SPREAD,
+        "options": SPREAD,
         "load": True,
     },
 ]
@@ -137,7 +137,7 @@ def test_llama3_frequencies_are_those_of_transformers() -> None:
     config = LlamaConfig(**SMALL | {"hidden_size": 128}, rope_parameters=rope)
 
     with calls(CPU):
-        place = join_groups({})
+        place = join_groups(t=1, p=1)
         model = build_model(read_shape(config), place, dtype=torch.float32, device=CPU)
 
     expected = AutoModelForCausalLM.from_config(config).model.rotary_emb.inv_freq
@@ -160,7 +160,9 @@ def test_gathered_weights_are_the_model_folder_bit_for_bit(
 def test_one_rank_does_the_steps_of_fsdp(
     folders: dict[str, Path], reference: dict[str, Any], name: str, spread: bool
 ) -> None:
-    engine = build(folders[name], "megatron:d1", distributed_optimizer=spread)
+    engine = build(
+        folders[name], "megatron:d1", options=EngineOptions(distributed_optimizer=spread)
+    )
     before = engine.gather()
 
     found = two_steps(engine)
@@ -232,7 +234,8 @@ def test_a_second_engine_leaves_the_first_ones_weights_and_is_left_alone(
     folders: dict[str, Path], spread: bool
 ) -> None:
     policy, frozen = (
-        build(folders["qwen3"], "megatron:d1", distributed_optimizer=spread) for _ in range(2)
+        build(folders["qwen3"], "megatron:d1", options=EngineOptions(distributed_optimizer=spread))
+        for _ in range(2)
     )
     before = {name: value.clone() for name, value in frozen.gather().items()}
 
@@ -358,7 +361,7 @@ def test_scores_and_their_gradient_are_those_of_log_softmax_without_the_padding(
     logits = torch.randn(5, 9, generator=generator).requires_grad_()
     chosen, weights = torch.tensor([0, 6, 3, 3, 1]), torch.arange(1.0, 6.0)
 
-    scores = score_logits(logits, chosen, vocabulary=7, group=dist.group.WORLD)
+    scores = score_vocabulary_parallel(logits, chosen, vocabulary=7, group=dist.group.WORLD)
     (scores.logprobs * weights).sum().backward()
 
     wide = logits.detach()[:, :7].double().requires_grad_()

@@ -1,193 +1,57 @@
 """Torch's own parallelism: pipeline stages over p, FSDP2 over d inside of each, tensors over t."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Shard
 
-from shakedown.config import OptimizerConfig
 from shakedown.core.errors import ShakedownError
-from shakedown.models import huggingface
 from shakedown.training.batch import TokenBatch
 from shakedown.training.engines.archon_model import (
     EMBEDDING,
     HEAD,
     Stage,
     check_model,
-    make_mesh,
-    spread,
+    load_state,
     stack_tokens,
     stage_of,
+    state_to_write,
 )
-from shakedown.training.engines.archon_state import load_state, state_to_write
 from shakedown.training.engines.base import (
-    NO_OPTIONS,
-    EngineOptions,
     LossFunction,
     OnMicroBatch,
     Scores,
-    refuse_options,
+    from_last_stage,
+    ignore_micro_batch,
 )
-from shakedown.training.engines.dcp_store import DcpStore
-from shakedown.training.engines.schedule import learning_rate
+from shakedown.training.engines.dtensor_engine import (
+    DTensorEngine,
+    add_sums,
+    local_part,
+    squared_norm,
+)
 from shakedown.training.engines.scoring import score
-from shakedown.training.engines.sharded_load import fill, open_model
-from shakedown.training.engines.snapshot import Snapshot, save_now
 
 
-class ArchonEngine:
+class ArchonEngine(DTensorEngine):
     """One rank's part of a dense causal language model of transformers, with AdamW."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        source: Path,
-        optimizer: OptimizerConfig,
-        dtype: str,
-        device: torch.device,
-        sizes: Mapping[str, int],
-        options: EngineOptions,
-    ) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.device = torch.device(device)
-        self.source = source
-        self.dtype = dtype
-        self.model_config = model.config
-        self.tokenizer = huggingface.read_tokenizer(source)
-        self.updates = 0
-        self.entropy_gradient = False
-        self._settings = optimizer
-        self._mesh = mesh = make_mesh(sizes, self.device)
-        self.data_rank, self.data_world_size = mesh.get_local_rank("d"), mesh["d"].size()
-        self._p, self._ps = mesh.get_local_rank("p"), mesh["p"].size()
-        self._shapes = {name: value.shape for name, value in model.named_parameters()}
-        if options.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        self._stage = Stage(model, p=self._p, ps=self._ps)
-        spread(self._stage, mesh, dtype=dtype)
-        fill(self._stage, self._stage.named(), source, self.device)
-        self._parameters = [p for p in self._stage.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
-            fused=True,  # one call instead of one for each sharded parameter
-        )
-        self._store = DcpStore(lambda: state_to_write(self._stage, self._optimizer))
-        if self.rank == 0:
-            place = f"d{self.data_world_size} t{mesh['t'].size()} p{self._ps}"
-            print(f"archon: {place} on {self.device.type}", flush=True)
-
-    @classmethod
-    def build(
-        cls,
-        model: Path,
-        *,
-        optimizer: OptimizerConfig,
-        dtype: str,
-        device: torch.device,
-        sizes: Mapping[str, int] | None = None,
-        options: EngineOptions = NO_OPTIONS,
-    ) -> "ArchonEngine":
-        """As `Engine.build`.
-
-        Raises:
-            ConfigError: a kind of model, or a cut of it, that this engine cannot train; `compile`.
-        """
-        refuse_options("archon", replace(options, activation_checkpointing=False))
-        huggingface.quiet()
-        sizes = sizes or {}
-        config = huggingface.read_config(model)
-        check_model(config, t=sizes.get("t", 1), p=sizes.get("p", 1))
-        return cls(
-            open_model(model, config),
-            source=model,
-            optimizer=optimizer,
-            dtype=dtype,
-            device=device,
-            sizes=sizes,
-            options=options,
-        )
-
-    def forward_backward(
-        self,
-        batches: Sequence[TokenBatch],
-        loss: LossFunction,
-        *,
-        temperature: float = 1.0,
-        on_micro_batch: OnMicroBatch | None = None,
-    ) -> dict[str, float]:
-        self._stage.train()
-        totals: dict[str, torch.Tensor] = {}
-
-        def finish(scores: Scores, batch: TokenBatch, index: int) -> torch.Tensor:
-            part = loss(scores, batch, index)
-            for name, value in {"loss": part.loss.detach(), **part.sums}.items():
-                totals[name] = totals[name] + value if name in totals else value
-            # FSDP averages gradients over its ranks; the parts are meant to be added.
-            return part.loss * self.data_world_size
-
-        self._run(batches, finish, temperature, on_micro_batch=on_micro_batch)
-        sums = {name: float(value) for name, value in totals.items()}
-        told = [sums]
-        if self._ps > 1:
-            group, last = self._mesh.get_group("p"), self._ps - 1
-            dist.broadcast_object_list(told, group=group, group_src=last, device=self.device)
-        owner = self._stage.is_last and self._mesh.get_local_rank("t") == 0
-        return sums if owner else dict.fromkeys(told[0], 0.0)
-
-    def step(self) -> float:
-        self._add_tied()
-        norm = self._clip()
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.updates += 1
-        return norm
-
-    def logprobs(
-        self, batches: Sequence[TokenBatch], *, temperature: float = 1.0
-    ) -> list[torch.Tensor]:
-        self._stage.eval()
-        counts = [batch.trained_tokens for batch in batches]
-        found = [torch.empty(count, device=self.device) for count in counts]
-
-        def finish(scores: Scores, _batch: TokenBatch, index: int) -> torch.Tensor:
-            return found[index].copy_(scores.logprobs)
-
-        with torch.no_grad():
-            self._run(batches, finish, temperature)
-        whole = torch.cat(found)
-        if self._ps > 1:
-            dist.broadcast(whole, group=self._mesh.get_group("p"), group_src=self._ps - 1)
-        return list(whole.cpu().split(counts))
-
-    @property
-    def learning_rate(self) -> float:
-        return learning_rate(self._settings, self.updates)
-
-    def snapshot(self) -> Snapshot:
-        return self._store.snapshot()
-
-    def save(self, folder: Path) -> None:
-        save_now(self.snapshot(), folder)
+    name = "archon"
+    available_options = frozenset({"activation_checkpointing"})
+    _model: Stage
 
     def load(self, folder: Path, *, updates: int) -> None:
-        load_state(self._stage, self._optimizer, folder, updates=updates)
+        load_state(self._model, self._optimizer, folder, updates=updates)
         self.updates = updates
 
     def gather(self) -> dict[str, torch.Tensor]:
         """Stages after the first send their weights to rank 0, one tensor after the other."""
-        own, weights = self._stage.named(), {}
+        own, weights = self._model.named(), {}
         layers = self.model_config.num_hidden_layers
         for name, shape in self._shapes.items():
             stage = stage_of(name, layers=layers, ps=self._ps)
@@ -198,33 +62,77 @@ class ArchonEngine:
             if self.rank == 0:
                 weights[name] = found.to("cpu", copy=True)
         if self.rank == 0 and self.model_config.tie_word_embeddings:
+            # transformers lists a tied head too; `named_parameters` has it once.
             weights[HEAD] = weights[EMBEDDING]
         return weights
 
-    def export(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-        model = huggingface.empty_model(self.model_config)
-        huggingface.write_folder(
-            model, weights, source=self.source, folder=folder, dtype=self.dtype
-        )
+    def _check(self) -> None:
+        check_model(self.model_config, t=self._sizes["t"], p=self._sizes["p"])
+
+    def _spread(self, model: Any) -> Stage:
+        self._shapes = {name: value.shape for name, value in model.named_parameters()}
+        stage = Stage(model, p=self._p, ps=self._ps)
+        self._shard(stage, lambda: list(stage.model.layers))
+        return stage
+
+    def _parameters_by_name(self) -> Mapping[str, nn.Parameter]:
+        return self._model.named()
+
+    def _accumulate(
+        self,
+        batches: Sequence[TokenBatch],
+        loss: LossFunction,
+        temperature: float,
+        begin: OnMicroBatch,
+    ) -> dict[str, float]:
+        totals: dict[str, torch.Tensor] = {}
+
+        def finish(scores: Scores, batch: TokenBatch, index: int) -> torch.Tensor:
+            part = loss(scores, batch, index)
+            add_sums(totals, part)
+            return self._scaled(part)
+
+        self._run(batches, finish, temperature, begin)
+        sums = {name: float(value) for name, value in totals.items()}
+        # Only the last stage computes a loss; the others learn the names of its sums.
+        told: dict[str, float] = from_last_stage(sums, self._mesh.get_group("p"), self.device)
+        return told
+
+    def _update(self) -> float:
+        self._add_tied()
+        return super()._update()
+
+    def _logprobs(self, batches: Sequence[TokenBatch], temperature: float) -> list[torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+
+        def finish(scores: Scores, _batch: TokenBatch, index: int) -> torch.Tensor:
+            found[index] = scores.logprobs
+            return scores.logprobs
+
+        self._run(batches, finish, temperature, ignore_micro_batch)
+        held = [found[index].cpu() for index in sorted(found)]
+        whole: list[torch.Tensor] = from_last_stage(held, self._mesh.get_group("p"), self.device)
+        return whole
+
+    def _state(self) -> Mapping[str, Any]:
+        return state_to_write(self._model, self._optimizer)
 
     def _run(
         self,
         batches: Sequence[TokenBatch],
         finish: Callable[[Scores, TokenBatch, int], torch.Tensor],
         temperature: float,
-        *,
-        on_micro_batch: OnMicroBatch | None = None,
+        begin: OnMicroBatch,
     ) -> None:
         """All micro batches through the pipeline and, with gradients on, back; `finish` on the
         last stage.
         """
-        if on_micro_batch is not None:
-            on_micro_batch(0, batches)
+        begin(0, batches)
         here = [batch.to(self.device) for batch in batches]
 
-        def begin(index: int) -> TokenBatch:
-            if on_micro_batch is not None and index > 0:
-                on_micro_batch(index, batches)
+        def started(index: int) -> TokenBatch:
+            if index > 0:  # the first was told before this stage waits for its input
+                begin(index, batches)
             return here[index]
 
         def scored(logits: torch.Tensor, index: int) -> torch.Tensor:
@@ -236,8 +144,8 @@ class ArchonEngine:
             )
             return finish(scores, here[index], index)
 
-        stage = self._stage
-        stage.begin, stage.finish = begin, scored
+        stage = self._model
+        stage.begin, stage.finish = started, scored
         tokens, count = stack_tokens(here), len(here)
         schedule = self._schedule(tokens, count)
         numbers = torch.arange(count)
@@ -269,11 +177,11 @@ class ArchonEngine:
             requires_grad=training,
         )
         stage = PipelineStage(
-            self._stage,
+            self._model,
             self._p,
             self._ps,
             self.device,
-            input_args=tokens[:rows].to("meta") if self._stage.is_first else hidden,
+            input_args=tokens[:rows].to("meta") if self._model.is_first else hidden,
             output_args=hidden,  # of the last stage unused
             group=self._mesh.get_group("p"),
         )
@@ -284,12 +192,13 @@ class ArchonEngine:
 
     def _add_tied(self) -> None:
         """A weight that is both embedding and head: first and last stage add their gradients."""
-        ends = self._stage.is_first or self._stage.is_last
+        ends = self._model.is_first or self._model.is_last
         if not self.model_config.tie_word_embeddings or self._ps == 1 or not ends:
             return
-        gradient = self._stage.named()[EMBEDDING].grad.to_local()
+        gradient = self._model.named()[EMBEDDING].grad.to_local()
         other = torch.empty_like(gradient)
-        group, peer = self._mesh.get_group("p"), self._ps - 1 if self._stage.is_first else 0
+        group, peer = self._mesh.get_group("p"), self._ps - 1 if self._model.is_first else 0
+        # Both at once: two stages that each send first may wait for one another for ever.
         for work in dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.isend, gradient.contiguous(), group=group, group_peer=peer),
@@ -299,29 +208,22 @@ class ArchonEngine:
             work.wait()
         gradient += other
 
-    def _clip(self) -> float:
-        """Clip by the norm over all stages and shards, with one collective."""
-        slices = [p.grad.to_local() for p in self._parameters if p.grad is not None]
-        counted = [
-            p.grad.to_local()
-            for name, p in self._stage.named().items()
-            if p.grad is not None and self._counts(name, p)
-        ]
-        squares = torch.nn.utils.get_total_norm(counted).float().to(self.device) ** 2
-        dist.all_reduce(squares)
-        norm = float(squares.sqrt())
-        scale = self._settings.max_grad_norm / (norm + 1e-6)
-        if scale < 1.0:
-            torch._foreach_mul_(slices, scale)
-        return norm
+    def _squared_norm(self) -> torch.Tensor:
+        return squared_norm(
+            [
+                local_part(p.grad)
+                for name, p in self._model.named().items()
+                if p.grad is not None and self._counts(name, p)
+            ]
+        )
 
     def _counts(self, name: str, parameter: Any) -> bool:
         """Whether this rank's shard is in the norm: what several ranks hold is counted once."""
-        if name == EMBEDDING and not self._stage.is_first:
+        if name == EMBEDDING and not self._model.is_first:
             return False
         placements = parameter.placements
         cut = len(placements) > 1 and isinstance(placements[-1], Shard)
-        return cut or self._mesh.get_local_rank("t") == 0
+        return cut or self._leads_tensor_ranks
 
     def _to_first(self, found: torch.Tensor, shape: torch.Size, stage: int) -> torch.Tensor:
         """Carry a whole weight from its stage's first rank to rank 0."""

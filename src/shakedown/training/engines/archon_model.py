@@ -1,26 +1,28 @@
-"""One pipeline stage of a model of transformers: its ranks, layers, forward pass and names."""
+"""One pipeline stage of a model of transformers: its layers, forward pass, names and state.
+
+In a checkpoint everything has its Hugging Face name and full size (weight.NAME, exp_avg.NAME,
+exp_avg_sq.NAME), so that any d, t and p can read what any other has written.
+"""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from shakedown.core.errors import ConfigError
 from shakedown.training.batch import TokenBatch
+from shakedown.training.conversion.shape import FAMILIES
 from shakedown.training.engines import tensor_parallel
+from shakedown.training.engines.dcp_store import read_state
 from shakedown.training.engines.scoring import kept_columns
 
-# Models of transformers whose parts are model.embed_tokens, model.layers, model.norm and lm_head,
-# and whose layers need nothing but hidden states and positions.
-FAMILIES = ("llama", "qwen2", "qwen3")
-# Below this many parameters a stage is gathered at once: one collective instead of one a layer.
-ONE_UNIT_PARAMETERS = 50_000_000
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
+
+State = dict[str, dict[str, torch.Tensor]]
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
@@ -32,6 +34,8 @@ def check_model(config: Any, *, t: int, p: int) -> None:
         ConfigError: another kind of model, or t or p do not divide it.
     """
     family = getattr(config, "model_type", None)
+    # In these the parts are model.embed_tokens, model.layers, model.norm and lm_head, and layers
+    # need nothing but hidden states and positions: they can be taken apart.
     if family not in FAMILIES:
         raise _unsupported(f"model type {family!r}", f"one of {', '.join(FAMILIES)}")
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
@@ -46,26 +50,10 @@ def check_model(config: Any, *, t: int, p: int) -> None:
     tensor_parallel.check(config, t)
 
 
-def make_mesh(sizes: Mapping[str, int], device: torch.device) -> DeviceMesh:
-    """(collective) The ranks as p x d x t; neighbours split single layers, as they talk most.
-
-    Args:
-        sizes: ranks by dimension; what is left out is 1, without any all ranks are over the data.
-
-    Raises:
-        ConfigError: the sizes do not multiply to the number of ranks.
-    """
-    t, p, world = sizes.get("t", 1), sizes.get("p", 1), dist.get_world_size()
-    d = sizes.get("d", 1) if sizes else world
-    if d * t * p != world:
-        raise ConfigError(f"archon:d{d}t{t}p{p} has {d * t * p} ranks, but {world} run")
-    return init_device_mesh(device.type, (p, d, t), mesh_dim_names=("p", "d", "t"))
-
-
 class Stage(nn.Module):  # type: ignore[misc]
     """Consecutive layers; the first stage has the embedding, the last one norm and head.
 
-    Parameters have the names of the whole model, but layers count from 0; see `whole_name`.
+    Parameters have the names of the whole model, but layers count from 0; see `named`.
 
     Attributes:
         begin: called with the number of a micro batch before it is computed; returns it.
@@ -85,9 +73,9 @@ class Stage(nn.Module):  # type: ignore[misc]
         self._before = p * count
         decoder.layers = decoder.layers[p * count : (p + 1) * count]
         if not self.is_first:
-            decoder.embed_tokens = None
+            decoder.embed_tokens = None  # not called: hidden states are given in place of tokens
         if not self.is_last:
-            decoder.norm = nn.Identity()
+            decoder.norm = nn.Identity()  # called after the layers, whichever they are
         self.model = decoder
         self.lm_head = whole.lm_head if self.is_last else None
 
@@ -121,19 +109,6 @@ def stage_of(name: str, *, layers: int, ps: int) -> int:
     return 0 if name == EMBEDDING else ps - 1
 
 
-def spread(stage: Stage, mesh: DeviceMesh, *, dtype: str) -> None:
-    """(collective) Cut a stage over t, then spread what is left over d, in place."""
-    tensor_parallel.apply(stage, mesh["t"])
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32)
-    # Several micro batches are on their way through a stage: gathering anew for each would cost
-    # more than the memory is worth.
-    free = mesh["p"].size() == 1
-    if sum(p.numel() for p in stage.parameters()) >= ONE_UNIT_PARAMETERS:
-        for layer in stage.model.layers:
-            fully_shard(layer, mesh=mesh["d"], mp_policy=policy, reshard_after_forward=free)
-    fully_shard(stage, mesh=mesh["d"], mp_policy=policy, reshard_after_forward=False)
-
-
 def stack_tokens(batches: Sequence[TokenBatch]) -> torch.Tensor:
     """The inputs of all micro batches in one shape, below each other: int64 [count * N, T - 1].
 
@@ -146,6 +121,44 @@ def stack_tokens(batches: Sequence[TokenBatch]) -> torch.Tensor:
         inputs = batch.tokens[:, :-1]
         one[: inputs.shape[0], : inputs.shape[1]] = inputs
     return stacked.flatten(0, 1)
+
+
+def state_of(stage: Stage, optimizer: torch.optim.Optimizer) -> State:
+    """This rank's part; the tensors are the live ones. Moments are made where none are yet."""
+    state: State = {WEIGHT: {}, **{kind: {} for kind in MOMENTS}}
+    for name, parameter in stage.named().items():
+        state[WEIGHT][name] = parameter.detach()
+        moments = optimizer.state[parameter]
+        # torch makes them at the first update; a checkpoint may be written or read before it.
+        if not moments:
+            moments |= {kind: torch.zeros_like(parameter.detach()) for kind in MOMENTS}
+            moments["step"] = torch.zeros((), device=parameter.device)
+        for kind in MOMENTS:
+            state[kind][name] = moments[kind]
+    return state
+
+
+def state_to_write(stage: Stage, optimizer: torch.optim.Optimizer) -> State:
+    """As `state_of`; of a tied weight the first stage's copy is written."""
+    state = state_of(stage, optimizer)
+    if not stage.is_first:
+        for tensors in state.values():
+            tensors.pop(EMBEDDING, None)
+    return state
+
+
+def load_state(
+    stage: Stage, optimizer: torch.optim.Optimizer, folder: Path, *, updates: int
+) -> None:
+    """(collective) Read what was written, at any layout, into the live tensors.
+
+    Raises:
+        StorageError: missing, incomplete, or written by another engine or for another model.
+    """
+    state: dict[str, Any] = state_of(stage, optimizer)
+    read_state(state, folder)
+    for parameter in stage.parameters():
+        optimizer.state[parameter]["step"].fill_(updates)
 
 
 def _unsupported(found: str, expected: str) -> ConfigError:

@@ -1,16 +1,21 @@
 """What a training engine is: the model spread over ranks, without any algorithm in it."""
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 
 from shakedown.config import OptimizerConfig
 from shakedown.core.errors import ConfigError
+from shakedown.models import huggingface
 from shakedown.training.batch import TokenBatch
-from shakedown.training.engines.snapshot import Snapshot
+from shakedown.training.engines import DIMENSIONS
+from shakedown.training.engines.snapshot import Snapshot, save_now
 
 # For a checkpoint that cannot be read.
 UNREADABLE_HINT = (
@@ -44,6 +49,10 @@ class LossPart:
     loss: torch.Tensor
     sums: Mapping[str, torch.Tensor]
 
+    def all_sums(self) -> dict[str, torch.Tensor]:
+        """`sums` and the loss, without gradient."""
+        return {"loss": self.loss.detach(), **self.sums}
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -52,28 +61,16 @@ class EngineOptions:
     Attributes:
         activation_checkpointing: keep only each layer's input, compute the rest again backward.
         compile: run each layer through torch.compile.
+        distributed_optimizer: spread Megatron's optimizer state over the data ranks; None: on GPUs
+            only.
     """
 
     activation_checkpointing: bool = False
     compile: bool = False
+    distributed_optimizer: bool | None = None
 
 
 NO_OPTIONS = EngineOptions()
-
-
-def refuse_options(engine: str, options: EngineOptions) -> None:
-    """For an engine that has none of them.
-
-    Raises:
-        ConfigError: one is set.
-    """
-    wanted = sorted(name for name, value in vars(options).items() if value)
-    if wanted:
-        raise ConfigError(
-            f"{', '.join(wanted)}: the {engine} engine does not have it",
-            hint=f"set {' and '.join(wanted)} to false, or use an fsdp allocation",
-        )
-
 
 # (index of a micro batch that begins on this rank, all of the call's as the engine has them)
 OnMicroBatch = Callable[[int, Sequence[TokenBatch]], None]
@@ -82,23 +79,55 @@ OnMicroBatch = Callable[[int, Sequence[TokenBatch]], None]
 LossFunction = Callable[[Scores, TokenBatch, int], LossPart]
 
 
-class TrainEngine(Protocol):
+def ignore_micro_batch(_index: int, _batches: Sequence[TokenBatch]) -> None:
+    """An `OnMicroBatch` of a caller that need not know."""
+
+
+class TrainEngine(ABC):
     """A model under training on this rank. Methods marked (collective) are called on all ranks.
 
-    `entropy_gradient`: False until an algorithm sets it; costs float32 [M, vocabulary] a micro
-    batch.
+    Attributes:
+        data_rank, data_world_size: which share of a batch is this rank's; ranks that split one
+            model take the same rows.
+        updates: optimizer updates done since the input model.
+        entropy_gradient: False until an algorithm sets it; costs float32 [M, vocabulary] a micro
+            batch.
     """
 
-    rank: int
-    world_size: int
+    # Backend name of its allocations, and the fields of EngineOptions that it has.
+    name: ClassVar[str]
+    available_options: ClassVar[frozenset[str]]
 
-    # Which share of a batch is this rank's: ranks that split one model take the same rows.
+    # `_load` sets these. `_reports`: ranks that split one model find the same sums, and only one
+    # of them may return them, as the caller adds up all ranks'.
     data_rank: int
     data_world_size: int
-    device: torch.device
-    model_config: Any
-    tokenizer: Any
-    entropy_gradient: bool
+    _reports: bool
+    _model: Any
+    _optimizer: Any
+
+    def __init__(
+        self,
+        source: Path,
+        model_config: Any,
+        *,
+        optimizer: OptimizerConfig,
+        dtype: str,
+        device: torch.device,
+        sizes: Mapping[str, int],
+        options: EngineOptions,
+    ) -> None:
+        """For `build`, which loads the model then. `sizes` has `d`, `t` and `p`."""
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
+        self.source = source
+        self.model_config = model_config
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.tokenizer = huggingface.read_tokenizer(source)
+        self.updates = 0
+        self.entropy_gradient = False
+        self._settings, self._sizes, self._options = optimizer, sizes, options
 
     @classmethod
     def build(
@@ -110,19 +139,39 @@ class TrainEngine(Protocol):
         device: torch.device,
         sizes: Mapping[str, int] | None = None,
         options: EngineOptions = NO_OPTIONS,
-    ) -> "TrainEngine":
+    ) -> Self:
         """(collective) Load a Hugging Face folder and spread it over the process group.
 
         May be called again beside another engine: a reference model is one that is never
         updated, so the optimizer's state is to be made with the first update.
 
         Args:
-            sizes: ranks by dimension of the allocation; None: all ranks are over the data.
+            sizes: ranks by dimension of the allocation, 1 where one is left out; None: all ranks
+                are over the data.
 
         Raises:
-            UsageError: the folder is missing or holds no readable model; or the engine cannot
-                cut it like that, or lacks one of the options.
+            UsageError: the folder is missing or holds no readable model.
+            ConfigError: a kind of model, a cut of it or an option that the engine does not have,
+                or a number of ranks that is not the process group's.
         """
+        cls._refuse_options(options)
+        huggingface.quiet()
+        engine = cls(
+            model,
+            huggingface.read_config(model),
+            optimizer=optimizer,
+            dtype=dtype,
+            device=device,
+            sizes={"d": 1, "t": 1, "p": 1, **(sizes or {"d": dist.get_world_size()})},
+            options=options,
+        )
+        # Before weights are read, which takes minutes for a large model.
+        engine._check()
+        engine._check_ranks()
+        engine._load()
+        if engine.rank == 0:
+            print(f"{cls.name}: {' '.join(engine._layout)} on {engine.device.type}", flush=True)
+        return engine
 
     def forward_backward(
         self,
@@ -137,23 +186,37 @@ class TrainEngine(Protocol):
         The sums hold `loss` and everything that the loss function returned. A stage of a pipeline
         calls `on_micro_batch` with index 0 before it waits for its first input.
         """
+        self._model.train()
+        begin = on_micro_batch or ignore_micro_batch
+        sums = self._accumulate(batches, loss, temperature, begin)
+        return sums if self._reports else dict.fromkeys(sums, 0.0)
 
     def step(self) -> float:
         """(collective) Clip, update, clear the gradients; returns the norm before clipping."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.learning_rate
+        norm = self._update()
+        self.updates += 1
+        return norm
 
     def logprobs(
         self, batches: Sequence[TokenBatch], *, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """(collective) Log-probabilities of the trained tokens, [M] for each micro batch."""
-
-    @property
-    def updates(self) -> int:
-        """Optimizer updates done since the input model."""
+        """(collective) Log-probabilities of the trained tokens, [M] for each micro batch, on the
+        CPU.
+        """
+        self._model.eval()
+        with torch.no_grad():
+            return self._logprobs(batches, temperature)
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the next update."""
+        """Of the next update: linear warm-up over the first `warmup_steps`, then constant."""
+        warmup = self._settings.warmup_steps
+        share = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
+        return self._settings.lr * share
 
+    @abstractmethod
     def snapshot(self) -> Snapshot:
         """(collective) Copy model and optimizer to the CPU, to be written while training goes on.
 
@@ -167,14 +230,17 @@ class TrainEngine(Protocol):
         Raises:
             StorageError: the folder cannot be written.
         """
+        save_now(self.snapshot(), folder)
 
+    @abstractmethod
     def load(self, folder: Path, *, updates: int) -> None:
-        """(collective) Read what a snapshot wrote.
+        """(collective) Read what a snapshot wrote after that many updates.
 
         Raises:
             StorageError: the folder cannot be read or is not complete.
         """
 
+    @abstractmethod
     def gather(self) -> dict[str, torch.Tensor]:
         """(collective) The whole model's weights on the CPU of rank 0; empty on other ranks."""
 
@@ -184,3 +250,83 @@ class TrainEngine(Protocol):
         Raises:
             StorageError: the folder cannot be written.
         """
+        huggingface.write_folder(
+            self._exporter(), weights, source=self.source, folder=folder, dtype=self.dtype
+        )
+
+    @abstractmethod
+    def _check(self) -> None:
+        """Refuse what this engine cannot train.
+
+        Raises:
+            ConfigError: the kind of model, its cut by `_sizes`, or one of `_options`.
+        """
+
+    @abstractmethod
+    def _load(self) -> None:
+        """(collective) Join the groups of `d`, `t` and `p`, load the model, make its optimizer."""
+
+    @abstractmethod
+    def _accumulate(
+        self,
+        batches: Sequence[TokenBatch],
+        loss: LossFunction,
+        temperature: float,
+        begin: OnMicroBatch,
+    ) -> dict[str, float]:
+        """As `forward_backward`; the sums count only on ranks that report, but all have their
+        names.
+        """
+
+    @abstractmethod
+    def _update(self) -> float:
+        """(collective) `step` at the learning rate that is set."""
+
+    @abstractmethod
+    def _logprobs(self, batches: Sequence[TokenBatch], temperature: float) -> list[torch.Tensor]:
+        """`logprobs` of a model that is set to evaluation, without gradients."""
+
+    def _exporter(self) -> Any:
+        """The model of transformers that writes weights in the names and files of its kind."""
+        return huggingface.empty_model(self.model_config)
+
+    @classmethod
+    def _refuse_options(cls, options: EngineOptions) -> None:
+        wanted = sorted(
+            name
+            for name, value in vars(options).items()
+            if value and name not in cls.available_options
+        )
+        if wanted:
+            raise ConfigError(
+                f"{', '.join(wanted)}: the {cls.name} engine does not have it",
+                hint=f"set {' and '.join(wanted)} to false, or use an fsdp allocation",
+            )
+
+    def _check_ranks(self) -> None:
+        ranks = math.prod(self._sizes[name] for name in "dtp")
+        if ranks != self.world_size:
+            raise ConfigError(
+                f"{self.name}:{''.join(self._layout)} has {ranks} ranks, but {self.world_size} run",
+                hint="start as many ranks as the allocation has",
+            )
+
+    @property
+    def _layout(self) -> list[str]:
+        """`d2`, `t1` ...: the dimensions that the engine has."""
+        return [f"{name}{self._sizes[name]}" for name in "dtp" if name in DIMENSIONS[self.name]]
+
+
+def from_last_stage(value: Any, group: Any, device: torch.device) -> Any:
+    """(collective over a pipeline's `group`) The last stage's value on all stages.
+
+    Args:
+        value: can be pickled; tensors in it are on the CPU. Of other stages it is not looked at.
+        device: through whose memory it is sent.
+    """
+    last = dist.get_world_size(group) - 1
+    if last == 0:
+        return value
+    held = [value]
+    dist.broadcast_object_list(held, group=group, group_src=last, device=device)
+    return held[0]

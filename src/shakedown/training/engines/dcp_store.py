@@ -20,7 +20,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from shakedown.core.errors import StorageError
 from shakedown.core.folders import storage_errors, sync_file
@@ -87,28 +86,6 @@ def read_state(state: dict[str, Any], folder: Path) -> None:
             f"cannot read checkpoint {folder}: {first_reason(error)}",
             hint=UNREADABLE_HINT,
         ) from error
-
-
-def model_state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Model and optimizer under the model's own names."""
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments}
-
-
-def load_model(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """(collective) Read what a snapshot of `model_state` wrote into a model and its optimizer.
-
-    Raises:
-        StorageError: it cannot be read or is not complete.
-    """
-    state = model_state(model, optimizer)
-    read_state(state, folder)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optimizer"],
-    )
 
 
 @dataclass(frozen=True)

@@ -3,153 +3,57 @@
 Over `t` ranks each layer is cut by tensor parallelism beforehand, over `d` FSDP shards the rest.
 """
 
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 
-from shakedown.config import OptimizerConfig
-from shakedown.models import huggingface
+from shakedown.core.errors import ConfigError
 from shakedown.training.batch import TokenBatch
-from shakedown.training.engines.base import (
-    NO_OPTIONS,
-    EngineOptions,
-    LossFunction,
-    OnMicroBatch,
-    Scores,
-)
-from shakedown.training.engines.dcp_store import DcpStore, load_model, model_state
-from shakedown.training.engines.fsdp_model import (
-    check_plan,
-    join_mesh,
+from shakedown.training.engines import tensor_parallel
+from shakedown.training.engines.base import LossFunction, OnMicroBatch, Scores
+from shakedown.training.engines.dcp_store import read_state
+from shakedown.training.engines.dtensor_engine import (
+    DTensorEngine,
+    add_sums,
+    decoder_layers,
     local_part,
-    spread,
-    whole_over_tensor_ranks,
+    squared_norm,
 )
-from shakedown.training.engines.schedule import learning_rate
 from shakedown.training.engines.scoring import kept_columns, score
-from shakedown.training.engines.sharded_load import fill, open_model
-from shakedown.training.engines.snapshot import Snapshot, save_now
+
+# What torch.compile calls, by the variable that names another one: Inductor's for CPUs, Triton's.
+_COMPILERS = {"CXX": ["g++"], "CC": ["gcc", "clang"]}
 
 
-class FsdpEngine:
+class FsdpEngine(DTensorEngine):
     """A causal language model under FSDP2 with AdamW."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        source: Path,
-        optimizer: OptimizerConfig,
-        dtype: str,
-        device: Any,
-        sizes: Mapping[str, int] | None,
-        options: EngineOptions,
-    ) -> None:
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.device = torch.device(device)
-        mesh = join_mesh(self.device, sizes)
-        self.data_rank, self.data_world_size = mesh.get_local_rank("d"), mesh["d"].size()
-        self._leads_data_rank = mesh.get_local_rank("t") == 0
-        self.source = source
-        self.dtype = dtype
-        self.model_config = model.config
-        self.tokenizer = huggingface.read_tokenizer(source)
-        self.updates = 0
-        self.entropy_gradient = False
-        self._settings = optimizer
-        self._model = spread(model, mesh, dtype=dtype, device=self.device, options=options)
-        fill(self._model, dict(self._model.named_parameters()), source, self.device)
-        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=optimizer.lr,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
-            fused=True,  # one call instead of one for each sharded parameter
-        )
-        self._store = DcpStore(lambda: model_state(self._model, self._optimizer))
-
-    @classmethod
-    def build(
-        cls,
-        model: Path,
-        *,
-        optimizer: OptimizerConfig,
-        dtype: str,
-        device: torch.device,
-        sizes: Mapping[str, int] | None = None,
-        options: EngineOptions = NO_OPTIONS,
-    ) -> "FsdpEngine":
-        huggingface.quiet()
-        config, t = huggingface.read_config(model), (sizes or {}).get("t", 1)
-        check_plan(config, t, device, options)
-        return cls(
-            open_model(model, config),
-            source=model,
-            optimizer=optimizer,
-            dtype=dtype,
-            device=device,
-            sizes=sizes,
-            options=options,
-        )
-
-    def forward_backward(
-        self,
-        batches: Sequence[TokenBatch],
-        loss: LossFunction,
-        *,
-        temperature: float = 1.0,
-        on_micro_batch: OnMicroBatch | None = None,
-    ) -> dict[str, float]:
-        self._model.train()
-        totals: dict[str, torch.Tensor] = {}
-        for index, batch in enumerate(batches):
-            if on_micro_batch is not None:
-                on_micro_batch(index, batches)
-            self._expect(last=index == len(batches) - 1)
-            here = batch.to(self.device)
-            part = loss(self._score(here, temperature), here, index)
-            # FSDP averages gradients over data ranks; the parts are meant to be added.
-            (part.loss * self.data_world_size).backward()
-            for name, value in {"loss": part.loss.detach(), **part.sums}.items():
-                totals[name] = totals[name] + value if name in totals else value
-        # Ranks that split one model found the same: one of them counts.
-        return {name: float(v) if self._leads_data_rank else 0.0 for name, v in totals.items()}
-
-    def step(self) -> float:
-        norm = self._clip()
-        for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self.updates += 1
-        return norm
-
-    def logprobs(
-        self, batches: Sequence[TokenBatch], *, temperature: float = 1.0
-    ) -> list[torch.Tensor]:
-        self._model.eval()
-        with torch.no_grad():
-            return [self._score(b.to(self.device), temperature).logprobs.cpu() for b in batches]
-
-    @property
-    def learning_rate(self) -> float:
-        return learning_rate(self._settings, self.updates)
-
-    def snapshot(self) -> Snapshot:
-        return self._store.snapshot()
-
-    def save(self, folder: Path) -> None:
-        save_now(self.snapshot(), folder)
+    name = "fsdp"
+    available_options = frozenset({"activation_checkpointing", "compile"})
 
     def load(self, folder: Path, *, updates: int) -> None:
-        load_model(self._model, self._optimizer, folder)
+        """AdamW's own count of updates is part of the state."""
+        state = self._state()
+        read_state(state, folder)
+        set_state_dict(
+            self._model,
+            self._optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
         self.updates = updates
 
     def gather(self) -> dict[str, torch.Tensor]:
@@ -157,10 +61,45 @@ class FsdpEngine:
         weights: dict[str, torch.Tensor] = get_model_state_dict(self._model, options=options)
         return weights
 
-    def export(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-        huggingface.write_folder(
-            self._model, weights, source=self.source, folder=folder, dtype=self.dtype
-        )
+    def _check(self) -> None:
+        t = self._sizes["t"]
+        tensor_parallel.check(self.model_config, t)
+        if self._options.compile and t > 1:
+            raise ConfigError(
+                f"compile: not together with t{t}: torch.compile fails on tensor-parallel layers",
+                hint="set compile to false, or spread the model over d alone",
+            )
+        if self._options.compile:
+            _check_compiler(self.device)
+
+    def _spread(self, model: Any) -> Any:
+        if self.world_size == 1 and self.dtype == "float32":
+            return model.to(self.device)  # nothing to shard or to cast: hooks would only cost time
+        self._shard(model, lambda: decoder_layers(model))
+        return model
+
+    def _parameters_by_name(self) -> Mapping[str, nn.Parameter]:
+        return dict(self._model.named_parameters())
+
+    def _accumulate(
+        self,
+        batches: Sequence[TokenBatch],
+        loss: LossFunction,
+        temperature: float,
+        begin: OnMicroBatch,
+    ) -> dict[str, float]:
+        totals: dict[str, torch.Tensor] = {}
+        for index, batch in enumerate(batches):
+            begin(index, batches)
+            self._expect(last=index == len(batches) - 1)
+            here = batch.to(self.device)
+            part = loss(self._score(here, temperature), here, index)
+            self._scaled(part).backward()
+            add_sums(totals, part)
+        return {name: float(value) for name, value in totals.items()}
+
+    def _logprobs(self, batches: Sequence[TokenBatch], temperature: float) -> list[torch.Tensor]:
+        return [self._score(b.to(self.device), temperature).logprobs.cpu() for b in batches]
 
     def _score(self, batch: TokenBatch, temperature: float) -> Scores:
         """Run the model and keep only the positions before trained tokens."""
@@ -181,22 +120,42 @@ class FsdpEngine:
         # Only for the root: layers of a large model give their memory back at once.
         self._model.set_reshard_after_backward(last, recurse=False)
 
-    def _clip(self) -> float:
-        """Clip by the global norm with one collective, as each rank holds a slice of every one."""
+    def _squared_norm(self) -> torch.Tensor:
+        """Each rank holds a slice of every gradient, or the same as the other tensor ranks."""
         found = [p for p in self._parameters if p.grad is not None]
-        slices = [local_part(p.grad) for p in found]
-        cut = [s for p, s in zip(found, slices, strict=True) if not whole_over_tensor_ranks(p)]
-        whole = [local_part(p.grad) for p in found if whole_over_tensor_ranks(p)]
+        cut = [local_part(p.grad) for p in found if not _whole_over_tensor_ranks(p)]
+        whole = [local_part(p.grad) for p in found if _whole_over_tensor_ranks(p)]
         copies = self.world_size // self.data_world_size
-        squares = _squares(cut) + _squares(whole) / copies
-        dist.all_reduce(squares)
-        norm = float(squares.sqrt())
-        scale = self._settings.max_grad_norm / (norm + 1e-6)
-        if scale < 1.0:
-            torch._foreach_mul_(slices, scale)
-        return norm
+        return squared_norm(cut) + squared_norm(whole) / copies
+
+    def _state(self) -> dict[str, Any]:
+        """Model and optimizer under the model's own names."""
+        weights, moments = get_state_dict(self._model, self._optimizer)
+        return {"model": weights, "optimizer": moments}
+
+    def _exporter(self) -> Any:
+        """The model itself: it is transformers' own, and a second one would cost its memory."""
+        return self._model
 
 
-def _squares(slices: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum of squares, float32."""
-    return torch.nn.utils.get_total_norm(slices).float() ** 2
+def _whole_over_tensor_ranks(parameter: Any) -> bool:
+    """Whether every tensor rank holds the same of it, so that a norm must count it once."""
+    return isinstance(parameter, DTensor) and (
+        parameter.device_mesh.ndim == 2 and isinstance(parameter.placements[1], Replicate)
+    )
+
+
+def _check_compiler(device: torch.device) -> None:
+    """Whether torch.compile can work here, before a rank fails in the midst of its first step.
+
+    Raises:
+        ConfigError: no C++ compiler (for CPUs), or no Triton or C compiler (for GPUs).
+    """
+    wanted = "CXX" if device.type == "cpu" else "CC"
+    names = [os.environ[wanted]] if os.environ.get(wanted) else _COMPILERS[wanted]
+    if not any(shutil.which(name) for name in names):
+        raise ConfigError(
+            f"compile: torch.compile needs a compiler on this node, and {' or '.join(names)} is "
+            "not found",
+            hint=f"install g++, name one in {wanted}, or set compile to false",
+        )

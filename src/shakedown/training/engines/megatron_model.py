@@ -1,6 +1,5 @@
 """megatron-core's GPTModel on this rank: process groups, configuration, forward pass."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,27 +19,17 @@ from shakedown.training.engines.megatron_cpu import (
     get_gpt_layer_local_spec,
     parallel_state,
 )
-from shakedown.training.engines.scoring import kept_columns
-from shakedown.training.engines.vocabulary import score_logits
+from shakedown.training.engines.scoring import kept_columns, score_vocabulary_parallel
 
-# What megatron-core's global groups were made for: t, p and torch's default group.
+# What megatron-core's global groups were made for: t, p and torch's default group. They are one set
+# for the process, whatever its engines.
 _joined: list[tuple[int, int, Any]] = []
 
 
-def join_groups(sizes: Mapping[str, int]) -> ShardSlice:
-    """(collective) Make the tensor, pipeline and data groups; returns this rank's place.
-
-    Args:
-        sizes: ranks by dimension of the allocation: `d`, `t`, `p`; what is left out is 1,
-            without any all ranks are over the data.
-
-    Raises:
-        ConfigError: the sizes do not multiply to the number of ranks.
+def join_groups(*, t: int, p: int) -> ShardSlice:
+    """(collective) Make the groups of t tensor, p pipeline and the data ranks; returns this rank's
+    place.
     """
-    t, p, world = sizes.get("t", 1), sizes.get("p", 1), dist.get_world_size()
-    d = sizes.get("d", 1) if sizes else world
-    if d * t * p != world:
-        raise ConfigError(f"megatron:d{d}t{t}p{p} has {d * t * p} ranks, but {world} run")
     # An engine of the same sizes, such as a reference model, shares the groups.
     shared = _joined == [(t, p, dist.group.WORLD)]
     if parallel_state.model_parallel_is_initialized() and not shared:
@@ -50,7 +39,7 @@ def join_groups(sizes: Mapping[str, int]) -> ShardSlice:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=t,
             pipeline_model_parallel_size=p,
-            create_gloo_process_groups=False,
+            create_gloo_process_groups=False,  # for Megatron's own checkpoints, not used here
         )
     return ShardSlice(
         t=parallel_state.get_tensor_model_parallel_rank(),
@@ -68,6 +57,8 @@ def build_model(shape: ModelShape, place: ShardSlice, *, dtype: torch.dtype, dev
     model = GPTModel(
         config=config,
         transformer_layer_spec=spec,
+        # Each tensor rank has equally many rows: where they do not divide, the last is padded. What
+        # stands there is scored as the least number, and never leaves the rank.
         vocab_size=vocabulary_rows(shape, place.ts) * place.ts,
         max_sequence_length=shape.positions,
         pre_process=place.p == 0,
@@ -82,6 +73,11 @@ def build_model(shape: ModelShape, place: ShardSlice, *, dtype: torch.dtype, dev
     if device.type != "cpu":
         model.cuda()
     return model if dtype == torch.float32 else Float16Module(config, model)
+
+
+def unwrapped(model: Any) -> Any:
+    """The GPTModel, without the casts around it that half precision needs."""
+    return model.module if isinstance(model, Float16Module) else model
 
 
 class TorchAttention(MegatronModule):  # type: ignore[misc]
@@ -114,9 +110,9 @@ class Forward:
         self._vocabulary = vocabulary
         self._columns: torch.Tensor | None = None
         self._extent = (0, 0)  # positions and rows of the micro batch in work
-        core = model.module if isinstance(model, Float16Module) else model
-        if core.post_process:
-            core.output_layer.register_forward_pre_hook(self._keep)
+        inner = unwrapped(model)
+        if inner.post_process:
+            inner.output_layer.register_forward_pre_hook(self._keep)
 
     def __call__(self, wrapped: Any, batch: TokenBatch) -> torch.Tensor:
         """The stage's output: hidden states, or logits [N, C, V/t] of the kept columns.
@@ -139,7 +135,7 @@ class Forward:
         """The last stage's scores of the trained tokens, the same on all tensor ranks."""
         columns = kept_columns(batch)
         mask = batch.mask[:, columns]
-        return score_logits(
+        return score_vocabulary_parallel(
             logits[mask].float() / temperature,
             batch.tokens[:, columns][mask],
             vocabulary=self._vocabulary,
