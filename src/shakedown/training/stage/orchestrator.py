@@ -190,10 +190,9 @@ class Orchestrator:
         self._workers: RewardPool | AgentGroupSampler
         self._sampler: GroupSampler | AgentGroupSampler
         if self._settings.agent:
-            agents = AgentGroupSampler(
+            self._workers = self._sampler = AgentGroupSampler(
                 ModelServer(job.endpoint, job.served_model), self._settings, lambda: self._version
             )
-            self._workers = self._sampler = agents
         else:
             self._workers = pool = RewardPool(job.reward, job.reward_limits)
             self._sampler = GroupSampler(
@@ -377,10 +376,10 @@ def _resumed(job: StageJob, settings: GrpoConfig, heartbeat: Heartbeat) -> tuple
 def _trainers_live(job: StageJob) -> bool:
     """Whether a trainer rank has not said that it is done, or is still there on this host."""
     host = socket.gethostname()[:64]
-    ranks = [beat for beat in read_heartbeats(job.attempt.heartbeats) if beat.role == "trainer"]
     return any(
         beat.phase != "finished" or (beat.host == host and psutil.pid_exists(beat.pid))
-        for beat in ranks
+        for beat in read_heartbeats(job.attempt.heartbeats)
+        if beat.role == "trainer"
     )
 
 
