@@ -28,7 +28,7 @@ from scoreboard_run import (
 )
 
 from shakedown.core.errors import UsageError, did_you_mean
-from shakedown.core.files import read_object, write_json, write_text
+from shakedown.core.files import json_as, read_object, write_json, write_text
 from shakedown.core.verdict import installed_versions
 
 PAGE = ROOT / "docs" / "scoreboard.md"
@@ -111,10 +111,8 @@ def _one(case: Case, seed: int, keep: Path, *, make: bool) -> Result:
     drawn = draw(case, seed)
     if (folder / _RESULT).is_file():
         body = read_object(folder / _RESULT, "result of a case")
-        lists = {key: tuple(body[key]) for key in ("ranks", "roles", "nodes")}
-        code = body.pop("code", "")
-        found = Result(**{**body, **lists})
-        if (found.rank, found.step, code) == (drawn.rank, drawn.step, code_of_runs()):
+        found = json_as(Result, body, unknown="ignore")
+        if (found.rank, found.step, body.get("code")) == (drawn.rank, drawn.step, code_of_runs()):
             return judge_again(case, drawn, folder, found)
     if not make:
         raise CaseError("not run with this code")
