@@ -16,21 +16,21 @@ import os
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field
 
 from shakedown.core.errors import BlockedError, StorageError, UsageError
 from shakedown.core.files import read_json_as, write_json
+from shakedown.core.integrity import Manifest, damage, file_sums, files_below, wrong_size
 from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
 
 # A number of steps or versions; JSON would hold any, and a float what is below 2**53.
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 
 _POLL_SECONDS = 0.05
-_SAMPLE = 1 << 20  # of a large file the first and last MiB are read: a cut or a mix-up shows there
 _MANIFEST = "manifest.json"
 
 
@@ -112,7 +112,7 @@ class RolloutStore:
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)
             write(staged)
-            write_json(staged / _MANIFEST, _manifest(staged))
+            write_json(staged / _MANIFEST, asdict(_manifest(staged)))
             if target.exists():
                 shutil.rmtree(target)
             staged.rename(target)
@@ -140,17 +140,25 @@ class RolloutStore:
         if not version:
             return None
         folder = self._folder(version)
-        manifest = _read(folder / _MANIFEST)
         try:
-            intact = manifest is not None and _manifest(folder) == manifest
-        except OSError as error:
-            raise StorageError(f"cannot read weights {folder}: {error.strerror}") from error
-        if not intact:
+            manifest = read_json_as(
+                Manifest, folder / _MANIFEST, "manifest of weights", error_class=StorageError
+            )
+            fault = wrong_size(folder, manifest.files) or damage(folder, manifest.files)
+        except (StorageError, OSError) as error:
+            fault = str(error)
+        if fault:
             if self.latest_version() != version:  # replaced by a newer one meanwhile
                 return self.latest_weights()
-            raise StorageError(f"weights {folder} are damaged: they do not fit their {_MANIFEST}")
-        digests = json.dumps(_content(manifest or {}), sort_keys=True)
-        return Weights(version, folder, hashlib.sha256(digests.encode()).hexdigest())
+            raise StorageError(f"weights {folder} are damaged: {fault}")
+        # The files that hold weights: a note beside them is not another version.
+        content = {
+            name: asdict(each)
+            for name, each in manifest.files.items()
+            if not name.endswith((".json", ".jinja"))
+        }
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return Weights(version, folder, digest)
 
     def mark_loaded(self, version: int) -> None:
         """Note that the server answers with this version: older ones may go."""
@@ -184,43 +192,11 @@ def _number(name: str) -> int:
     return int(digits) if digits.isdecimal() else 1 << 60  # a foreign file is never removed
 
 
-def _manifest(folder: Path) -> dict[str, list[Any]]:
-    """Relative name -> [bytes, digest] of every file below `folder`."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != _MANIFEST)
-    if not files:
+def _manifest(folder: Path) -> Manifest:
+    names = files_below(folder)
+    if not names:
         raise UsageError(f"{folder}: no weights were written")
-    return {str(p.relative_to(folder)): [p.stat().st_size, _sampled_digest(p)] for p in files}
-
-
-def _content(manifest: dict[str, Any]) -> dict[str, Any]:
-    """The rows that hold weights: a note beside them is not another version."""
-    return {name: row for name, row in manifest.items() if not name.endswith((".json", ".jinja"))}
-
-
-def _sampled_digest(path: Path) -> str:
-    digest, size = hashlib.sha256(), path.stat().st_size
-    with path.open("rb") as stream:
-        digest.update(stream.read(_SAMPLE))
-        stream.seek(max(0, size - _SAMPLE))
-        digest.update(stream.read(_SAMPLE))
-    return digest.hexdigest()
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None when the file is not there.
-
-    Raises:
-        StorageError: it is there and no JSON object: atomic writes never leave that behind.
-    """
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise StorageError(f"cannot read {path}: {error}") from error
-    if not isinstance(body, dict):
-        raise StorageError(f"{path} is damaged: expected a JSON object")
-    return body
+    return Manifest(file_sums(folder, names))
 
 
 def _read_version(path: Path) -> int:

@@ -272,6 +272,18 @@ def test_damaged_weights_are_never_handed_out(tmp_path: Path) -> None:
         exchange.latest_weights()
 
 
+def test_a_flipped_bit_amid_large_weights_is_noticed(tmp_path: Path) -> None:
+    exchange = RolloutStore(tmp_path)
+    exchange.publish_weights(1, weights(b"a" * 9_000))
+    path = tmp_path / "weights" / "v000001" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+    with pytest.raises(StorageError, match="safetensors is not as it was written"):
+        exchange.latest_weights()
+
+
 def test_publisher_killed_in_the_middle_leaves_the_old_version(tmp_path: Path) -> None:
     exchange = RolloutStore(tmp_path)
     exchange.publish_weights(1, weights(b"a"))

@@ -37,7 +37,7 @@ def _checkpoint(root: Path, step: int, **changes: str) -> Path:
         "updates": step,
         "world_size": 2,
         "fingerprint": OURS | {k.replace("__", "."): v for k, v in changes.items()},
-        "files": {"engine/shard": 10},
+        "files": {"engine/shard": {"size": 10}},
     }
     (folder / "meta.json").write_text(json.dumps(meta), encoding="utf-8")
     return folder
@@ -81,7 +81,7 @@ def test_a_cut_off_checkpoint_is_passed_over_with_a_message(tmp_path: Path, dama
         (broken / "meta.json").write_text(text.replace('"step": 100', '"step": 101'))
     elif damage == "no list":
         text = (broken / "meta.json").read_text(encoding="utf-8")
-        (broken / "meta.json").write_text(text.replace('{"engine/shard": 10}', "null"))
+        (broken / "meta.json").write_text(text.replace('{"engine/shard": {"size": 10}}', "null"))
     elif damage == "short file":
         (broken / "engine" / "shard").write_bytes(b"x" * 9)
     else:

@@ -99,7 +99,13 @@ def checkpoint(root: Path, step: int, **change: Any) -> Path:
 
 @pytest.mark.parametrize(
     "change",
-    [{"files": []}, {"sums": None}, {"fingerprint": "fsdp"}, {"data": 5}, {"updates": -1}]
+    [
+        {"files": []},
+        {"files": {"engine/shard": 10}},
+        {"fingerprint": "fsdp"},
+        {"data": 5},
+        {"updates": -1},
+    ]
     + [{"updates": True}, {"world_size": "1"}, {"unknown": 1}],
 )
 def test_a_checkpoint_with_another_account_of_itself_is_passed_over(

@@ -8,7 +8,7 @@ checkpoints/step_000050/            renamed into place when complete
 checkpoints/latest                  the name of the newest; for people, not needed to resume
 checkpoints/foreign-step_000050     set aside: it belongs to another configuration
 checkpoints/damaged-step_000050     set aside: a file is missing, cut off or changed
-checkpoints/.writing-step_000100    being written (checkpoint_writing.py), or cut off in that
+checkpoints/.writing-step_000100    being written (checkpoint/writing.py), or cut off in that
 
 The learning rate's schedule is a function of the number of updates and needs no state of its own.
 """
@@ -24,9 +24,9 @@ from pathlib import Path
 from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.files import read_json_as, write_json, write_text
 from shakedown.core.folders import publish_folder, storage_errors
+from shakedown.core.integrity import FileSum, damage, wrong_size
 from shakedown.models.load_progress import beating
 from shakedown.rollout.store import Count
-from shakedown.training.checkpoint.files import damaged
 from shakedown.training.checkpoint.fingerprint import differences
 from shakedown.training.checkpoint.random_state import load_random, random_name
 from shakedown.training.checkpoint.writing import ENGINE, STAGED, Saving
@@ -49,18 +49,16 @@ _WRITING, _FAILED = "_writing", "_unwritten"
 class Meta:
     """What a checkpoint says of itself.
 
-    `files`: size in bytes by relative name. `data`: the place in the data; empty: the step says it.
-    `sums`: CRC-32 by relative name, not of what was attached; empty: an earlier release wrote it.
-    `digest`: of all the rest, for meta.json itself.
+    `files`: by relative name; no CRC-32 of what was attached. `data`: the place in the data; empty:
+    the step says it. `digest`: of all the rest, for meta.json itself.
     """
 
     step: Count
     updates: Count
     world_size: Count
     fingerprint: Mapping[str, str]
-    files: Mapping[str, int]
+    files: Mapping[str, FileSum]
     data: Mapping[str, int] = field(default_factory=dict)
-    sums: Mapping[str, int] = field(default_factory=dict)
     digest: str = ""
 
     def own_digest(self) -> str:
@@ -96,7 +94,7 @@ def find(
             listed = "; ".join(foreign[:3])
             messages.append(f"checkpoint {folder.name} belongs to another configuration ({listed})")
             continue
-        fault = damaged(folder, meta.sums, beat=beat)
+        fault = damage(folder, meta.files, beat=beat)
         if not fault:
             return Found(folder, meta, messages)
         messages.append(f"checkpoint {folder.name} ignored: damaged, {fault}")
@@ -114,11 +112,8 @@ def read_meta(folder: Path) -> Meta | str:
     whole = not meta.digest or meta.digest == meta.own_digest()
     if not whole or f"{_PREFIX}{meta.step:06d}" != folder.name:
         return f"damaged, {_META} is not as it was written here"
-    for name, size in meta.files.items():
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            return f"cut off, {name} is not {size} bytes long"
-    return meta
+    fault = wrong_size(folder, meta.files)
+    return f"cut off, {fault}" if fault else meta
 
 
 @dataclass(frozen=True)
@@ -333,8 +328,8 @@ class Checkpoints:
     def _publish(self, saving: Saving, step: int, updates: int, data: Mapping[str, int]) -> None:
         """(rank 0's thread) Make the folder a checkpoint and remove those that are too old."""
         staged, target = saving.staged, self._root / f"{_PREFIX}{step:06d}"
-        (sizes, sums), ranks = saving.complete(), self._ranks.world_size
-        meta = Meta(step, updates, ranks, self._fingerprint, sizes, data, sums)
+        files, ranks = saving.complete(), self._ranks.world_size
+        meta = Meta(step, updates, ranks, self._fingerprint, files, data)
         write_json(staged / _META, asdict(replace(meta, digest=meta.own_digest())))
         publish_folder(staged, target)
         write_text(self._root / "latest", target.name + "\n")

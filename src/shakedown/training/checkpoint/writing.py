@@ -8,27 +8,20 @@ checkpoints/.writing-step_000050/   not yet a checkpoint, whatever happens
 
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from shakedown.core.errors import ShakedownError, StorageError
 from shakedown.core.files import read_json_as, write_json
 from shakedown.core.folders import storage_errors, sync_file
-from shakedown.training.checkpoint.files import Written, checksum
+from shakedown.core.integrity import FileSum, Manifest, file_sums, files_below
 from shakedown.training.checkpoint.random_state import random_name, random_state
 from shakedown.training.engines.snapshot import Snapshot
 
 STAGED = ".writing-"
 ENGINE = "engine"
 _LOOK_SECONDS = 0.05
-
-
-@dataclass(frozen=True)
-class Part:
-    """The files that one rank wrote, by name relative to the checkpoint's folder."""
-
-    files: Mapping[str, Written]
 
 
 class Saving:
@@ -95,35 +88,38 @@ class Saving:
                 return False
         return not self._abandoned.is_set()
 
-    def complete(self) -> tuple[dict[str, int], dict[str, int]]:
+    def complete(self) -> dict[str, FileSum]:
         """(rank 0, when all have written) Complete the folder.
 
         Returns:
-            The size of every file by its name; the sum of each but what was attached.
+            The sums of all files by name; of what was attached only the sizes.
 
         Raises:
             StorageError: a rank's file is not there as the rank wrote it.
         """
         marks = [self.staged / _mark(rank) for rank in range(self.world_size)]
-        told: dict[str, Written] = {}
+        told: dict[str, FileSum] = {}
         for mark in marks:
-            told |= read_json_as(Part, mark, "part of a checkpoint", error_class=StorageError).files
+            part = read_json_as(Manifest, mark, "part of a checkpoint", error_class=StorageError)
+            told |= part.files
         self.snapshot.complete(self.staged / ENGINE)
         with storage_errors("write", self.staged):
             for mark in marks:
                 mark.unlink()
-            found = _sizes(self.staged, told)
-            lost = [name for name, each in told.items() if found[name] != each.size]
-            if lost:
-                raise StorageError(
-                    f"checkpoint {self.staged}: {lost[0]} has {found[lost[0]]} bytes, "
-                    f"its rank wrote {told[lost[0]].size}",
-                    hint="the results folder has to be one file system for all nodes",
-                )
-            sums = {name: each.crc for name, each in told.items()}
-            completed = [n for n in found if n.startswith(f"{ENGINE}/") and n not in told]
-            sums |= {name: checksum(self.staged / name) for name in completed}
-        return found, sums
+            for name, each in told.items():
+                # Asked for by name: a listing may not have the files of other nodes yet.
+                size = (self.staged / name).stat().st_size
+                if size != each.size:
+                    raise StorageError(
+                        f"checkpoint {self.staged}: {name} has {size} bytes, "
+                        f"its rank wrote {each.size}",
+                        hint="the results folder has to be one file system for all nodes",
+                    )
+            more = [name for name in files_below(self.staged) if name not in told]
+            completed = [name for name in more if name.startswith(f"{ENGINE}/")]
+            # What was attached has checksums of its own, and may be damaged without harm.
+            attached = {name: FileSum((self.staged / name).stat().st_size) for name in more}
+            return attached | told | file_sums(self.staged, completed)
 
     def _run(self) -> None:
         try:
@@ -143,17 +139,9 @@ class Saving:
             random = self.staged / random_name(self._rank)
             random.write_bytes(self._random)
             sync_file(random)
-            mine = {
-                str(path.relative_to(self.staged)): Written(path.stat().st_size, checksum(path))
-                for path in [*paths, random]
-            }
-        write_json(self.staged / _mark(self._rank), asdict(Part(mine)))
-
-
-def _sizes(folder: Path, told: Iterable[str]) -> dict[str, int]:
-    """By name: other nodes' files are asked for, as a listing may not have them yet."""
-    found = {path for path in folder.rglob("*") if path.is_file()} | {folder / n for n in told}
-    return {str(path.relative_to(folder)): path.stat().st_size for path in sorted(found)}
+            mine = [str(path.relative_to(self.staged)) for path in [*paths, random]]
+            written = Manifest(file_sums(self.staged, mine))
+        write_json(self.staged / _mark(self._rank), asdict(written))
 
 
 def _mark(rank: int) -> str:

@@ -1,0 +1,102 @@
+"""Whether files still hold what was written: the size and CRC-32 of each, noted and compared.
+
+torch.load and safetensors read a tensor with a changed bit without a word. A CRC-32 tells every
+flipped bit, reads 2.7 GB/s on one core (SHA-256 with the CPU's help 1.8) and is no protection
+against somebody who changes files on purpose.
+"""
+
+import os
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+
+_CHUNK = 4 << 20  # bytes read at a time
+_BEAT_SECONDS = 0.5
+_READERS = 8  # zlib lets other threads run: a fast file system is asked for several files at once
+
+
+@dataclass(frozen=True)
+class FileSum:
+    """A file as its writer left it: bytes, and their CRC-32; None: only the size is compared."""
+
+    size: int
+    crc: int | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The sums of a folder's files, by name relative to it."""
+
+    files: Mapping[str, FileSum]
+
+
+def file_sum(path: Path) -> FileSum:
+    """Read a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    size = crc = 0
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return FileSum(size, crc)
+
+
+def file_sums(folder: Path, names: Iterable[str]) -> dict[str, FileSum]:
+    """The sums of files of `folder`, by name relative to it.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    listed = sorted(names)
+    with _readers() as pool:
+        found = pool.map(file_sum, [folder / name for name in listed])
+        return dict(zip(listed, found, strict=True))
+
+
+def files_below(folder: Path) -> list[str]:
+    """The names of all files below `folder`, relative to it."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def wrong_size(folder: Path, sums: Mapping[str, FileSum]) -> str:
+    """What is missing or was cut off, the first by name; empty: nothing. Reads no content."""
+    for name, expected in sorted(sums.items()):
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != expected.size:
+            return f"{name} is not {expected.size} bytes long"
+    return ""
+
+
+def damage(
+    folder: Path, sums: Mapping[str, FileSum], *, beat: Callable[[], None] = lambda: None
+) -> str:
+    """Read the files and compare; what is wrong with the first by name, or an empty text.
+
+    Args:
+        beat: called twice a second meanwhile.
+    """
+    whole = {name: each for name, each in sums.items() if each.crc is not None}
+    with _readers() as pool:
+        reads = {name: pool.submit(_fault, folder / name, each) for name, each in whole.items()}
+        open_: set[Future[str]] = set(reads.values())
+        while open_:
+            _, open_ = wait(open_, timeout=_BEAT_SECONDS)
+            beat()
+    faults = (f"{name} {read.result()}" for name, read in sorted(reads.items()) if read.result())
+    return next(faults, "")
+
+
+def _fault(path: Path, expected: FileSum) -> str:
+    try:
+        return "" if file_sum(path) == expected else "is not as it was written (checksum)"
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
+
+
+def _readers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1))
