@@ -193,11 +193,15 @@ def test_rollouts_held_back_for_staleness_count_while_the_log_ends_so(
 # A checkpoint beside the training
 
 OURS = "shakedown/training"
-WAIT = (f"join ({OURS}/checkpoint_writing.py:64)", f"wait ({OURS}/checkpoint.py:215)", *LOOP)
+WAIT = (
+    f"join ({OURS}/checkpoint/writing.py:64)",
+    f"wait ({OURS}/checkpoint/checkpoints.py:215)",
+    *LOOP,
+)
 SUM = (f"all_reduce ({C10D})", f"wait ({OURS}/checkpoint.py:216)", *LOOP)
 WRITES = (
     f"sync_file ({OURS}/folders.py:30)",
-    f"_write ({OURS}/checkpoint_writing.py:120)",
+    f"_write ({OURS}/checkpoint/writing.py:120)",
     "run (threading.py:982)",
 )
 

@@ -9,7 +9,7 @@ from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.records import Frame, Stack, Thread
 
-_FILE = re.compile(r"checkpoint\w*\.py$")
+_FILE = re.compile(r"checkpoint\w*(?:/\w+)?\.py$")  # a module, or one of a package
 _WAITS = re.compile(r"^(?:wait|join|finalize|finish|flush|result|maybe_wait\w*)$")
 _WRITES = re.compile(r"^(?:_?write\w*|_?save\w*|sync_file|fsync|publish\w*)$")
 _THREAD = re.compile(r"^checkpoint", re.I)
