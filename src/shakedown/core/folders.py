@@ -1,13 +1,12 @@
 """Whole folders appear at once: written aside, then renamed."""
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-
-from safetensors import SafetensorError
 
 from shakedown.core.errors import StorageError
 
@@ -21,11 +20,20 @@ def storage_errors(action: str, path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except _failures() as error:
         raise StorageError(
             f"cannot {action} {path}: {getattr(error, 'strerror', None) or error}",
             hint="free space on that file system or choose another results folder",
         ) from error
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a file system raises; safetensors, which an extra installs, has an error of its own."""
+    if importlib.util.find_spec("safetensors") is None:
+        return (OSError,)
+    from safetensors import SafetensorError
+
+    return (OSError, SafetensorError)
 
 
 @contextlib.contextmanager
