@@ -249,6 +249,9 @@ def test_signal_to_a_beating_rank_reaches_its_handler(tmp_path: Path) -> None:
         until(lambda: step_of(tmp_path) > 0, "a beat")
         os.kill(process.pid, signal.SIGTERM)
         until((tmp_path / "told").exists, "the handler")
+        told_at = step_of(tmp_path)
+        until(lambda: step_of(tmp_path) > told_at, "another beat")
+        assert process.poll() is None
 
 
 @pytest.mark.slow
