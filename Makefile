@@ -2,10 +2,12 @@
 SHELL := bash
 BIN := .venv/bin
 EXTRA ?=
+# Three streams on two cores: the tests on Slurm mostly wait. Groups of tests: conftest.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system demo test lint format bench snakemake-tests scoreboard slurm-demo clean
+.PHONY: help install system demo test test-all check lint format bench snakemake-tests scoreboard slurm-demo clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -20,8 +22,14 @@ demo: install ## the demo run on this machine; prints the report's path
 	@$(BIN)/snakemake
 	@echo "report: $(CURDIR)/results/demo/report/index.html"
 
-test: install system ## the whole test suite
-	@$(BIN)/python -m pytest
+test: install system ## the tests; faults that were recorded are replayed, six of them run live
+	@$(PYTEST) -m "not exhaustive"
+
+test-all: install system ## every test, every fault live
+	@$(PYTEST)
+
+check: lint ## the linters and the tests that take seconds, for the daily loop
+	@$(PYTEST) -q -m "not slow and not slurm and not vllm and not chromium"
 
 lint: install ## ruff, mypy, snakefmt, snakemake --lint, import layers
 	@$(BIN)/ruff check .
