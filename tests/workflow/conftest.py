@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.workflow.helpers import ROOT, Run
+from shakedown.core.paths import RunPaths
+from tests.workflow.helpers import ROOT, Demo, Run
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +30,11 @@ def run_workflow() -> Run:
         return result
 
     return run
+
+
+@pytest.fixture(scope="session")
+def demo(run_workflow: Run, tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    """The run of `make demo`, in a folder of its own. Tests leave it as it is."""
+    results = tmp_path_factory.mktemp("results")
+    done = run_workflow("--config", f"results={results}")
+    return RunPaths(results / "demo"), done

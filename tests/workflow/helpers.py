@@ -9,8 +9,11 @@ from typing import Any
 
 import psutil
 
+from shakedown.core.paths import RunPaths
+
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., subprocess.CompletedProcess[str]]
+Demo = tuple[RunPaths, subprocess.CompletedProcess[str]]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,27 +1,13 @@
 """`make demo` from end to end: the whole workflow on this machine, with the shipped config."""
 
-import subprocess
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
-from shakedown.core.paths import RunPaths
-from tests.workflow.helpers import Run, processes_that_mention, read_json
+from tests.workflow.helpers import Demo, Run, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
-
-
-@pytest.fixture(scope="module")
-def demo(
-    run_workflow: Run, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[RunPaths, subprocess.CompletedProcess[str]]:
-    results = tmp_path_factory.mktemp("results")
-    done = run_workflow("--config", f"results={results}")
-    return RunPaths(results / "demo"), done
-
-
-Demo = tuple[RunPaths, subprocess.CompletedProcess[str]]
 
 
 def test_every_stage_is_accepted(demo: Demo) -> None:

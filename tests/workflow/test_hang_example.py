@@ -1,5 +1,6 @@
 """The hang example: one sentence, the culprit rank and line, and a rerun of that stage alone."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -8,32 +9,29 @@ import pytest
 import yaml
 
 from shakedown.core.paths import RunPaths
-from tests.workflow.helpers import ROOT, Run, processes_that_mention, read_json
+from tests.workflow.helpers import ROOT, Demo, Run, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 EXAMPLE = ROOT / "config" / "examples" / "hang.yaml"
-# The same workflow with less work before the hang.
-SMALL = {
-    "agents": {"prompts": 4, "group_size": 2},
-    "consistency": {"samples": 8},
-    "stages": {
-        "sft": {"steps": 30, "eval_samples": 0, "checkpoint_every": 10},
-        "grpo": {"steps": 6, "eval_samples": 32},
-    },
-}
+# Less work before the hang and after it.
+SMALL = {"stages": {"grpo": {"steps": 6, "eval_samples": 32}}}
 Hang = tuple[RunPaths, subprocess.CompletedProcess[str], Path, Path]
 
 
 @pytest.fixture(scope="module")
-def hang(run_workflow: Run, tmp_path_factory: pytest.TempPathFactory) -> Hang:
+def hang(demo: Demo, run_workflow: Run, tmp_path_factory: pytest.TempPathFactory) -> Hang:
+    """The example's run up to its last stage, all before it taken over from a copy of the demo."""
     folder = tmp_path_factory.mktemp("hang")
+    paths = RunPaths(folder / "hang")
+    shutil.copytree(demo[0].root, paths.root, symlinks=True)
+    shutil.rmtree(paths.stage("grpo").root)
     small = folder / "small.yaml"
     small.write_text(yaml.safe_dump({**SMALL, "results": str(folder)}), encoding="utf-8")
     example = folder / "hang.yaml"
     example.write_text(EXAMPLE.read_text(encoding="utf-8"), encoding="utf-8")
     done = run_workflow("--configfile", str(small), str(example))
-    return RunPaths(folder / "hang"), done, small, example
+    return paths, done, small, example
 
 
 def test_run_ends_with_exit_code_1_and_one_sentence(hang: Hang) -> None:
