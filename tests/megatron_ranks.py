@@ -1,13 +1,12 @@
-"""One rank of a few: takes the same steps at several layouts and writes down what came out.
+"""Two ranks that take the same steps at several layouts and write down what came out.
 
-RANK=0 WORLD_SIZE=2 python megatron_ranks.py FOLDER, where FOLDER/plan.json is a list of jobs:
+python -m tests.megatron_ranks FOLDER, where FOLDER/plan.json is a list of jobs:
 {"name", "model" (a folder in FOLDER), "allocation", "options", "save": bool, "load": bool,
 "reference": bool}; what is saved in one job is loaded in later ones, and one with a reference
 updates by GRPO beside a frozen model. Results go to FOLDER/results.pt.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from shakedown.training.coordination import Ranks
 from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import EngineOptions, LossPart, Scores
 from shakedown.training.stage.job import StageJob
+from tests.forked import fork_ranks
 
 OPTIMIZER = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5)
 CPU = torch.device("cpu")
@@ -155,18 +155,13 @@ def run(folder: Path, plan: list[dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
-def main(folder: Path) -> None:
-    """Join the other ranks, run the plan, write the results on rank 0."""
-    torch.set_num_threads(1)
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(str(folder / "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+def work(folder: Path) -> None:
+    """One of two ranks: do the plan, write the results on rank 0."""
     results = run(folder, json.loads((folder / "plan.json").read_text()))
-    if rank == 0:
+    if dist.get_rank() == 0:
         torch.save(results, folder / "results.pt")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    engine_class("megatron:d1")  # imported once, before the ranks are forked
+    fork_ranks(2, Path(sys.argv[1]) / "store", work, Path(sys.argv[1]))

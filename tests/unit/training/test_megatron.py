@@ -34,7 +34,7 @@ from tests.megatron_ranks import (
 )
 from tests.tiny_models import SMALL, assert_same_update, group_of_one, write_tiny
 
-SCRIPT = Path(__file__).parents[2] / "megatron_ranks.py"
+ROOT = Path(__file__).parents[3]
 CONFIGS = {
     "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=False),
@@ -95,17 +95,16 @@ def two_ranks(folders: dict[str, Path]) -> dict[str, Any]:
     """What two processes found, by job; `saved` is where the first one wrote its checkpoint."""
     root = folders["qwen3"].parent
     (root / "plan.json").write_text(json.dumps([*STEPS, *LOADS, *REFERENCES]))
-    ranks = []
-    for rank in range(2):
-        environment = {**os.environ, "RANK": str(rank), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(SCRIPT), str(root)]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
-        told = [process.communicate(timeout=240)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], "\n".join(told)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.megatron_ranks", str(root)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
     return {**torch.load(root / "results.pt"), "saved": root / "saved"}
 
 
