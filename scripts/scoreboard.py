@@ -1,11 +1,14 @@
 """Inject every cause of a hang into our own training runtime and score the diagnoses.
 
-    python scripts/scoreboard.py [--only CASE...] [--seed N] [--out FILE] [--keep DIR] [--no-runs]
+    python scripts/scoreboard.py [--only CASE...] [--seed N] [--out FILE]
+                                 [--keep DIR] [--no-runs] [--record DIR]
 
 Real stages (`shakedown train` of a tiny model on this machine's CPU, gloo), one after the other,
 about 40 s each. All cases together write docs/scoreboard.md; with --only the page is printed,
 unless --out is given. --keep: each case's folder stays in DIR; a run that is there, made by the
 same code, is not made again, only diagnosed anew. --no-runs: that alone; others are not judged.
+--record: what the diagnosis reads of each right case is packed into DIR; the tests replay it from
+tests/data/scoreboard.
 """
 
 import argparse
@@ -17,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scoreboard_cases import CASES, Case, Result, confusion, draw
+from scoreboard_record import RESULT, record
 from scoreboard_run import (
     ROOT,
     STALL_SECONDS,
@@ -32,7 +36,6 @@ from shakedown.core.files import json_as, read_object, write_json, write_text
 from shakedown.core.verdict import installed_versions
 
 PAGE = ROOT / "docs" / "scoreboard.md"
-_RESULT = "result.json"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="scoreboard-") as temporary:
             keep = arguments.keep or Path(temporary)
             results, failures = _run(
-                cases, arguments.seed, keep.absolute(), make=not arguments.no_runs
+                cases, arguments.seed, keep.resolve(), arguments.record, make=not arguments.no_runs
             )
     except UsageError as error:
         print(f"scoreboard: {error}", file=sys.stderr)
@@ -66,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the evidence here")
     parser.add_argument("--no-runs", action="store_true", help="judge the kept runs alone")
+    parser.add_argument("--record", type=Path, metavar="DIR", help="pack the right cases here")
     return parser
 
 
@@ -85,14 +89,16 @@ def chosen(names: Sequence[str]) -> list[Case]:
 
 
 def _run(
-    cases: Sequence[Case], seed: int, keep: Path, *, make: bool = True
+    cases: Sequence[Case], seed: int, keep: Path, out: Path | None = None, *, make: bool = True
 ) -> tuple[list[Result], dict[str, str]]:
     results: list[Result] = []
     failures: dict[str, str] = {}
     for number, case in enumerate(cases, 1):
         try:
             result = _one(case, seed, keep, make=make)
-        except CaseError as error:
+            if out is not None and result.exact and result.cause_right:
+                record(case, _folder(case, keep), out)
+        except (CaseError, UsageError) as error:
             failures[case.name] = str(error)
             print(f"{number}/{len(cases)} {case.name}: not judged: {error}", flush=True)
             continue
@@ -106,11 +112,9 @@ def _run(
 
 
 def _one(case: Case, seed: int, keep: Path, *, make: bool) -> Result:
-    # Paths stand in logs and command lines: a case's name would tell the answer.
-    folder = keep / f"case-{CASES.index(case) + 1:02d}"
-    drawn = draw(case, seed)
-    if (folder / _RESULT).is_file():
-        body = read_object(folder / _RESULT, "result of a case")
+    folder, drawn = _folder(case, keep), draw(case, seed)
+    if (folder / RESULT).is_file():
+        body = read_object(folder / RESULT, "result of a case")
         found = json_as(Result, body, unknown="ignore")
         if (found.rank, found.step, body.get("code")) == (drawn.rank, drawn.step, code_of_runs()):
             return judge_again(case, drawn, folder, found)
@@ -123,8 +127,13 @@ def _one(case: Case, seed: int, keep: Path, *, make: bool) -> Result:
         write_assets(assets.parent)
     code = code_of_runs()
     result = run_case(case, drawn, folder, assets)
-    write_json(folder / _RESULT, {**result.to_json(), "code": code})
+    write_json(folder / RESULT, {**result.to_json(), "code": code})
     return result
+
+
+def _folder(case: Case, keep: Path) -> Path:
+    # Paths stand in logs and command lines: a case's name would tell the answer.
+    return keep / f"case-{CASES.index(case) + 1:02d}"
 
 
 def page(results: Sequence[Result], *, seed: int, failures: dict[str, str]) -> str:

@@ -20,6 +20,7 @@ from scoreboard_cases import Case, Drawn, Result, judge
 from shakedown.config import load_config
 from shakedown.core.files import write_json
 from shakedown.core.paths import RunPaths, StagePaths
+from shakedown.diagnosis.diagnose import diagnose_stage, newest_attempt, outcome_of
 from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.training.assets import SCHEMA
 from shakedown.training.demo import addition_rows, write_model, write_rows
@@ -119,11 +120,17 @@ def judge_again(case: Case, drawn: Drawn, folder: Path, before: Result) -> Resul
     """Diagnose and judge a kept run by the code of now.
 
     Raises:
-        CaseError: it cannot be judged.
+        UsageError: the folder holds no attempt of the stage.
     """
-    diagnosis, sentence = _diagnose(RunPaths(folder / "run").stage(case.algorithm))
+    attempt = newest_attempt(RunPaths(folder / "run").stage(case.algorithm))
+    verdict = diagnose_stage(attempt.root, outcome_of(attempt))
     return judge(
-        case, drawn, diagnosis, state=before.state, sentence=sentence, seconds=before.seconds
+        case,
+        drawn,
+        verdict.extra["diagnosis"],
+        state=before.state,
+        sentence=verdict.summary,
+        seconds=before.seconds,
     )
 
 
