@@ -48,6 +48,7 @@ def _commands(diagnosis: Mapping[str, Any], verdict: Verdict) -> list[tuple[str,
     if cause in _CALLS:
         found.append((_COMPARE, "export TORCH_DISTRIBUTED_DEBUG=DETAIL"))
     if diagnosis["state"] == "hung" and not verdict.extra.get("timeline"):
+        # 2000 entries a rank: the default of torch 2.13. With 0 nothing is recorded.
         found.append((_RECORD, "export TORCH_FR_BUFFER_SIZE=2000"))
     return found
 
@@ -57,6 +58,8 @@ def _collect(nodes: Sequence[str]) -> str:
     if not nodes:
         return collect
     listed = shlex.quote(",".join(nodes[:8]))
+    # --overlap: the hung job holds all of its nodes' resources, and a step without it would wait
+    # for them. --kill-on-bad-exit=0: a collector that fails on one node must not end the others.
     return f"srun --overlap --kill-on-bad-exit=0 -w {listed} {collect}"
 
 

@@ -76,6 +76,7 @@ def _expand(path: Path) -> list[Path]:
     if not (attempt.heartbeats.is_dir() and attempt.evidence.is_dir()):
         return [path]
     inputs = _attempt_inputs(attempt, outcome_of(attempt))
+    # The metrics of all attempts are one file beside them: it tells how long a step takes.
     own = (attempt.outcome, StagePaths(attempt.root.parent.parent).metrics)
     return [*inputs, *filter(Path.is_file, own)]
 
@@ -90,12 +91,15 @@ def _attempt_inputs(attempt: AttemptPaths, outcome: Outcome | None) -> list[Path
     copied = evidence.logs.is_dir()
     first = evidence.beats(1, "*")
     snapshot = any(first.parent.glob(first.name))
+    # Without an outcome the supervisor may have been killed while the job stood.
     hung = outcome is None or outcome.state == "hung"
     inputs = [
         *([] if hung and snapshot else [attempt.heartbeats]),
         *([] if hung and copied else [attempt.logs]),
     ]
     if evidence.root.is_dir():
+        # The request is our own order to the ranks. Of a stage that ended by itself the final logs
+        # count, which are longer than their copies.
         skipped = {evidence.request, *([] if hung else [evidence.logs])}
         inputs += [path for path in sorted(evidence.root.iterdir()) if path not in skipped]
     return [path for path in inputs if path.exists()]

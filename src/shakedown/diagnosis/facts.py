@@ -31,6 +31,7 @@ from shakedown.diagnosis.records import (
 from shakedown.diagnosis.watchdog import record_from_watchdog
 
 TRAINER = "trainer"
+# `python train.py --local_rank=3`, as torch.distributed.launch passes it.
 _RANK_ARGUMENT = re.compile(r"--(?:local[-_]|node[-_]|global[-_])?rank[= ](\d{1,6})\b")
 _LAUNCHER = re.compile(r"torch/distributed/(?:run|launch|elastic)|torchrun|accelerate/commands")
 # Processes beside the ranks: workers of data loaders, trackers, compilers.
@@ -135,6 +136,7 @@ class Facts:
         highest = max(self.ranks, default=-1)
         if highest < 16 * len(self.ranks) + 64:  # ranks count from 0: a gap is a rank unseen
             known.update(range(highest + 1))
+        # From `3/4 clients joined`; bounded, as the text of a log may say anything.
         worlds = [e.detail.get("world") for e in self.all_events() if "world" in e.detail]
         for world in worlds:
             if isinstance(world, int) and 0 < world <= 100_000:
@@ -154,6 +156,7 @@ def build_facts(records: Sequence[Record]) -> Facts:
     facts = Facts()
     owners = _owners(records)
     loose: list[Stack] = []
+    # Sorted: the facts must not depend on the order in which files were read.
     for record in sorted(records, key=lambda r: (r.place.path, r.place.line)):
         if isinstance(record, JobExit):
             facts.outcome = record
@@ -172,6 +175,7 @@ def build_facts(records: Sequence[Record]) -> Facts:
     _exit_codes(facts)
     for component in facts.ranks.values():
         told = record_from_watchdog(component.events)
+        # A dump knows all that the watchdog's lines say, and more.
         if told is not None and not component.flight:
             component.flight.append(told)
     dumps = {r: c.record for r, c in facts.ranks.items() if c.record}
@@ -193,6 +197,7 @@ def _owners(records: Iterable[Record]) -> _Owners:
             continue
         else:
             who = record.who
+        # A child may bear its rank's number in a file name: its own process is not the rank.
         parent = isinstance(record, Stack) and record.parent_pid is not None
         if who.pid is None or who.rank is None or parent:
             continue
@@ -215,6 +220,7 @@ def _component(facts: Facts, who: Identity) -> ComponentFacts:
 
 def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> None:
     who: Identity = record.who
+    # py-spy, NVML and /proc know process ids alone; another input tells whose they are.
     if who.pid is not None and who.rank is None:
         known = owners.get((who.host, who.pid)) or owners.get(("", who.pid))
         if known and _may_be(record, known):
@@ -277,6 +283,7 @@ def _place_children(facts: Facts, loose: list[Stack]) -> None:
     """A child's stack goes to its parent's component; children of children too."""
     owner = {pid: c for c in [*facts.ranks.values(), *facts.roles.values()] for pid in c.pids}
     found = True
+    # As long as something was placed: a child of a child may come before its parent.
     while found:
         left = []
         for stack in loose:
@@ -302,6 +309,7 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
         and not _is_launcher(s)
         and (s.threads or s.command in commands)  # a process that did not answer is one, too
     ]
+    # Where any rank is known a guess would mix with it.
     if facts.ranks or not roots:
         facts.unplaced = [s for s in loose if not _is_launcher(s)]
         return
@@ -356,6 +364,7 @@ def _exit_codes(facts: Facts) -> None:
             if event.kind == "exit" and (event.detail.get("root") or "task" in event.detail):
                 component.exit_code = int(event.detail.get("code", 1))
     outcome = facts.outcome
+    # In both states the supervisor ended all processes: their codes are its own signals.
     if outcome is None or outcome.state in ("hung", "interrupted"):
         return
     for name, code in outcome.exit_codes.items():

@@ -107,6 +107,7 @@ class _Views:
 
     def of(self, name: str, status: GroupStatus) -> GroupView:
         """The view of one group."""
+        # All that the view depends on beside the calls: see `_view`.
         key = (name, len(status.members) == 2, status.enqueued, status.completed)
         if key not in self._views:
             self._views[key] = _view(self._by_group.get(name, ()), status)
@@ -114,6 +115,7 @@ class _Views:
 
 
 def _by_creation(name: str) -> tuple[int, str]:
+    # torch numbers groups as they are made, so "10" comes after "9". Other names come last.
     return (int(name), "") if name.isdecimal() and len(name) < 10 else (2**31, name)
 
 
@@ -127,6 +129,7 @@ def _view(mine: Sequence[Operation], status: GroupStatus) -> GroupView:
     enqueued = max(collectives) if collectives else max(status.enqueued, 0)
     completed = max([status.completed, *done, 0])
     first_open = min((seq for seq, op in collectives.items() if not op.done), default=None)
+    # The counter says done where the call's own entry says open: the entry is believed.
     if first_open is not None and completed >= first_open > max(done, default=0):
         completed = first_open - 1
     return GroupView(enqueued, min(completed, enqueued), collectives)

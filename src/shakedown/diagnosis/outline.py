@@ -35,6 +35,7 @@ def hosts(facts: Facts) -> dict[str, str]:
 
 def quotes(facts: Facts, evidence: Sequence[SourceRef]) -> dict[str, str]:
     """What dumps and stacks say that are evidence by their file alone."""
+    # Logs bring their line as text; a dump or a stack is only named and needs words.
     wanted = {str(p) for p in list(evidence)[:MAX_QUOTES] if not p.text}
     found: dict[str, str] = {}
     for component in [*facts.ranks.values(), *facts.roles.values()]:

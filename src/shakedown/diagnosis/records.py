@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 from shakedown.monitor.heartbeat import Beat
 
 # Control characters of hostile inputs would reach a terminal; long lines would fill a report.
+# Also surrogates, which UTF-8 cannot encode, and the Unicode marks that reverse the direction of
+# text: with them a line can look like another one.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 MAX_TEXT = 400
 
@@ -17,10 +19,12 @@ def clean(value: object, limit: int = MAX_TEXT) -> str:
 
     A container from a crafted dump could print for ever: only its type is named.
     """
+    # Python raises ValueError for the text of an int of more than 4300 digits.
     if isinstance(value, int) and value.bit_length() > 64:
         return "a huge number"
     if not isinstance(value, str | int | float | Exception):
         return type(value).__name__
+    # One character more than is kept tells below whether the text was cut.
     text = _CONTROL.sub("?", str(value)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -103,6 +107,7 @@ class Stack:
             if thread.name == "MainThread":
                 return thread
         for thread in self.threads:
+            # Tools other than py-spy name no main thread; Python begins it at module level.
             if thread.frames and thread.frames[0].name == "<module>":
                 return thread
         return self.threads[0] if len(self.threads) == 1 else None

@@ -41,6 +41,8 @@ def break_of(group: GroupFacts) -> int | None:
         return None
     if first > max(v.enqueued for v in views):
         return None
+    # Calls that differ can end as done nevertheless: then the ranks parted before the first open
+    # one.
     while first > 1 and _parted(views, first - 1):
         first -= 1
     return first
@@ -58,6 +60,7 @@ def _group(group: GroupFacts) -> dict[str, Any]:
     first = max(1, middle - BEFORE)
     last = min(newest, middle + AFTER)
     rows = [_row(group, seq) for seq in range(first, last + 1)]
+    # Rows that no dump goes back to say the same: one of them is kept.
     old = [row for row in rows if row["seq"] < middle and _old(row)]
     silent = sorted(set(group.members) - set(group.views))
     return {
@@ -82,6 +85,7 @@ def _row(group: GroupFacts, seq: int) -> dict[str, Any]:
         if op is None and seq > view.enqueued:
             missing.append(rank)
             continue
+        # Either is enough: on gloo the counters may lag behind the entries.
         done = op.done or seq <= view.completed if op else seq <= view.completed
         if id(op) not in told:
             told[id(op)] = _told(op)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shakedown.core.ranges import named, runs
 
+# More boxes cannot be read on one page.
 MAX_NODES = 30
 MANY_NODES = 12  # from here on classes that wait alike are one node
 MAX_LAYER = 4
@@ -92,10 +93,12 @@ def _refined(
     names: Sequence[str], start: Callable[[str], Hashable], ahead: Mapping[str, set[str]]
 ) -> dict[str, int]:
     """Split blocks until all names of one wait for the same blocks; gives each name's block."""
+    # Partition refinement, as Moore's algorithm does it for the states of an automaton.
     blocks = _numbered({name: start(name) for name in names})
     while True:
         around = {n: (blocks[n], frozenset(blocks[a] for a in ahead[n])) for n in names}
         finer = _numbered(around)
+        # Nothing was split any more, or every name stands alone.
         if len(set(finer.values())) in (len(set(blocks.values())), len(names)):
             return finer
         blocks = finer
@@ -144,6 +147,7 @@ def _graph(
     for (waiter, awaited), reasons in why.items():
         pair = (home[waiter], home[awaited])
         edges[pair].update(dict.fromkeys(reasons))
+        # Two defaults that differ: names on no cycle at all must not seem to share one.
         if circle.get(waiter, -1) == circle.get(awaited, -2):
             marked.add(pair)
     layers = _layers([bool(culprit & set(group)) for group in groups], list(edges))
@@ -177,6 +181,8 @@ def cyclic_names(pairs: Sequence[Pair]) -> dict[str, int]:
         _finish(name, ahead, seen, order)
     found: dict[str, int] = {}
     seen = set()
+    # The second pass runs against the edges and in reverse order of finishing: each tree that it
+    # reaches is one component.
     for number, name in enumerate(reversed(order)):
         part: list[str] = []
         _finish(name, behind, seen, part)

@@ -1,4 +1,4 @@
-"""From facts to a diagnosis: pure. One small function a rule; the first that speaks is chosen."""
+"""From facts to a diagnosis: pure. A rule is a small function; the first that applies is chosen."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -36,21 +36,27 @@ Rule = Callable[[Situation], Hypothesis | None]
 # why counters are behind; counters explain more than paths; paths more than a common place.
 RULES: dict[str, Rule] = {
     "completed": rules_progress.completed,
+    # Before all rules that compare ranks: those of two jobs tell nothing about each other.
     "mixed jobs": rules_evidence.mixed_jobs,
     "job state": rules_evidence.job_state,
     "checkpoint thread": rules_checkpoint.checkpoint_thread,
+    # Before the rules that believe heartbeats: a rank whose beats are not written seems stuck.
     "heartbeat blocked": rules_storage.heartbeat_blocked,
     "progressing": rules_progress.progressing,
     "node dead": rules_process.node_dead,
+    # These three before "size abort", which can only name whom gloo aborted, the receiver: dumps
+    # tell whose call differs.
     "called from two threads": rules_calls.two_threads,
     "left early": rules_calls.left_early,
     "aborted call": rules_calls.aborted_call,
     "size abort": rules_batches.size_abort,
     "dead role": rules_roles.dead_role,
     "stopped rank": rules_process.stopped_rank,
+    # Before "dead rank": a stage that raises on a tensor's shape may have received it.
     "shape error": rules_batches.shape_error,
     "dead rank": rules_process.dead_rank,
     "told mismatch": rules_collectives.told_mismatch,
+    # Before the rules about collectives: ranks wait in those because of the other side.
     "weights by stack": rules_weights.weights_by_stack,
     "initialisation": rules_stacks.init_deadlock,
     "cleanup": rules_stacks.cleanup,
@@ -63,6 +69,7 @@ RULES: dict[str, Rule] = {
     "diverged calls": rules_collectives.diverged,
     "splits": rules_p2p.splits,
     "extra call": rules_collectives.extra_call,
+    # After differing calls, as this rank stands itself: the file system may not be what holds it.
     "heartbeat and rank blocked": rules_storage.heartbeat_and_rank_blocked,
     "outsider": rules_stacks.outsider,
     "GPUs wait": rules_sync.gpus_wait,
@@ -72,11 +79,13 @@ RULES: dict[str, Rule] = {
     "crossed order": rules_calls.crossed_order,
     "crossed groups": rules_collectives.crossed,
     "opposite order": rules_order.opposite_order,
+    # Late: such reports may list all ranks that have not finished, victims among them.
     "told missing": rules_collectives.told_missing,
     "told NCCL": rules_network.told_nccl,
     "two threads": rules_stacks.two_threads,
     "uneven inputs": rules_progress.uneven,
     "one way": rules_p2p.one_way,
+    # From here on no rule names anybody: they apply where nothing tells who it was.
     "different paths": rules_stacks.different_paths,
     "one place": rules_collectives.one_place,
     "half done": rules_network.half_done,
@@ -97,6 +106,7 @@ def analyze(facts: Facts) -> Diagnosis:
         if name != first and _contradicts(h, chosen)
     ]
     conflicts = [*facts.conflicts, *against]
+    # 0.1 for each conflict is a judgement, not measured: see docs/hang.md.
     chosen = replace(chosen, confidence=max(chosen.confidence - 0.1 * len(conflicts), 0.1))
     return Diagnosis(
         chosen=chosen,

@@ -47,6 +47,7 @@ def rank_classes(
     for rank, component in sorted(ranks.items()):
         position = positions[rank]
         threads = tuple(sorted(map(path_key, waiting_threads(component))))
+        # A stopped process keeps its stack: on the same path as others it does not wait as they do.
         key: Key = (path_key(position.path), threads, position.kind in ("dead", "stopped"))
         members[key if position.path else ("without a stack", position.kind)].append(rank)
     classes = []

@@ -82,7 +82,9 @@ FRAMES: Sequence[Row] = (
     ),
 )
 
+# `train.py`, `_ops.pyx`, `<string>`; a file that ends otherwise (`libc10.so`) is native code.
 _PYTHON = re.compile(r"(?:\.pyx?|>)$")
+# Plain waits and wrappers: the frame outside of them tells what is waited for.
 _PASSED = re.compile(
     r"torch/cuda/(?:__init__|streams)\.py$|(?:^|/)(?:threading|contextlib|functools)\.py$"
     r"|torch/utils/_contextlib\.py$|torch/distributed/c10d_logger\.py$"
@@ -145,6 +147,9 @@ def only_hosts(path: Sequence[Frame]) -> bool:
     )
 
 
+# `update_weights_from_disk`, `_update_policy_weights`, `_move_model_to_vllm`,
+# `init_weight_update_group`, `refit`; not `load_weights` or `_init_weights`, which are a model's
+# start.
 _WEIGHTS = re.compile(
     r"(?:^|_)(?:update|sync|transfer|push|publish|send|receive|broadcast|stream)_(?:\w{1,8}_)?"
     r"weights?(?:_|$)|(?:^|_)(?:broadcast|send|push|sync|move)_(?:\w{1,8}_)?to_(?:vllm|sglang|engines?)(?:_|$)"
@@ -176,9 +181,11 @@ _LOOP = re.compile(r"asyncio/(?:runners|base_events)\.py$")
 
 def awaits_result(path: Sequence[Frame]) -> bool:
     """The path ends in a wait for what another thread or an idle event loop is to bring."""
+    # The innermost frames alone: any asyncio program has these files at its outer end.
     inner = path[-8:]
     if any(_FUTURE.search(f.file) and f.function in ("result", "wait") for f in inner):
         return True
+    # An event loop with nothing to run stands in `select` or `poll`.
     idle = bool(path) and path[-1].function in ("select", "poll")
     return idle and any(_LOOP.search(f.file) for f in inner)
 

@@ -26,6 +26,7 @@ def weighed(s: Situation, chosen: Hypothesis) -> Hypothesis:
         return chosen
     named = _uses(s, chosen.ranks)
     waiting = _uses(s, set(s.waiting).difference(chosen.ranks))
+    # Ranks that wait without a busy GPU wait on the host, as gloo does: GPUs then tell nothing.
     if not waiting or not all(use.busy >= SPINS for use in waiting):
         return chosen
     if chosen.ranks and (not named or chosen.cause not in _OUTSIDE):
@@ -47,6 +48,7 @@ def weighed(s: Situation, chosen: Hypothesis) -> Hypothesis:
 def _uses(s: Situation, ranks: Iterable[int]) -> Sequence[GpuUse]:
     """Of ranks that have one GPU for themselves: only there its work is theirs."""
     own = ([u for u in s.ranks[r].gpus if not u.shared] for r in sorted(ranks) if r in s.ranks)
+    # A rank with several GPUs may spin on one and be idle on another.
     return [rows[0] for rows in own if len(rows) == 1]
 
 

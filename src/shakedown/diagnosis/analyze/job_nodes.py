@@ -29,4 +29,5 @@ def of_the_job(facts: Facts, names: Collection[str]) -> set[str]:
 
 
 def _short(node: str) -> str:
+    # Slurm lists `n1` where a rank's own host name is `n1.cluster.org`.
     return node.split(".", 1)[0]

@@ -55,6 +55,7 @@ def tempered(s: Situation, rule: str | None, chosen: Hypothesis) -> Hypothesis:
     """`chosen`, or what takes its place where the job may still move."""
     if chosen.state != "hung" or rule not in NEEDS_SECOND_SAMPLE or _waited_long(s):
         return chosen
+    # Progress is asked for before patience: it shows at once that the job is slow.
     going = [r for r in chosen.ranks if r in s.ranks and _counts_on(s.ranks[r])]
     if going and len(going) == len(chosen.ranks):
         return _goes_on(s, going)
@@ -62,6 +63,7 @@ def tempered(s: Situation, rule: str | None, chosen: Hypothesis) -> Hypothesis:
     ages = _ages(s, chosen, pace)
     young = [row for row in ages if row.left > 0]
     if young:
+        # The longest patience that is left: after it every named rank is overdue.
         return _too_early(s, chosen, max(young, key=lambda row: row.left))
     return chosen if ages else _untimed(s, chosen, pace)
 
@@ -86,6 +88,7 @@ def pace_of(s: Situation) -> Pace | None:
     told = [Pace(row.seconds, row.place.text, row.place) for row in s.facts.step_lengths]
     components = [*s.ranks.values(), *s.facts.roles.values()]
     told += [pace for c in components if (pace := _between_beats(c))]
+    # The mean last: it includes start-up and pauses, and is too long.
     told = told or [pace for c in components if (pace := _mean(c))]
     if not told:
         return None
@@ -98,6 +101,7 @@ def _between_beats(component: ComponentFacts) -> Pace | None:
     if len(beats) < 2:
         return None
     first, last = beats[0].beat, beats[-1].beat
+    # Another process id is a restart: its steps began again.
     if first.pid != last.pid or last.step <= first.step or last.wall <= first.wall:
         return None
     return _pace((last.wall - first.wall) / (last.step - first.step), beats[-1].place)

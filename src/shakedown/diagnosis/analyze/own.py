@@ -41,6 +41,7 @@ def places_of(scope: str, subject: str, chosen: Hypothesis, facts: Facts) -> Seq
     if component is None:
         return chosen.evidence
     mine = set(_paths(component))
+    # By path and line: two records of one place may quote it differently.
     return [p for p in chosen.evidence if (p.path, p.line) in mine] or chosen.evidence
 
 

@@ -55,6 +55,7 @@ class _Call:
         return hash((id(self.operations), id(self.op)))
 
 
+# Few: ranks with equal dumps are judged one after the other, and an entry holds a whole dump.
 @lru_cache(16)
 def _departure(call: _Call) -> Departure:
     ordered = sorted(call.operations, key=lambda o: o.order)
@@ -70,6 +71,7 @@ def judge(tokens: Sequence[Token]) -> Departure:
     that never followed that context departs.
     """
     *history, last = tokens
+    # No call came twice: there is no earlier step to compare with.
     if len(history) < 2 or len(set(history)) == len(history):
         return Departure(3 if last not in history else 0, known=False)
     if last not in history:
@@ -79,6 +81,7 @@ def judge(tokens: Sequence[Token]) -> Departure:
         length = _common_suffix(history, end)
         if length > best:
             best, predicted = length, {history[end]}
+        # Contexts of one length may have gone on in several ways: all of these are usual.
         elif length == best and length:
             predicted.add(history[end])
     if not best:

@@ -54,6 +54,7 @@ _C10D = re.compile(r"torch/distributed/(?:distributed_c10d|_functional_collectiv
 _P2P = frozenset(
     "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split()
 )
+# In the same file as the collectives, and none: a wrapper around them, or a look at a group.
 _NOT_COLLECTIVE = frozenset(
     "wrapper get_rank get_world_size is_initialized _rank_not_in_group".split()
 )
@@ -66,6 +67,8 @@ _CLEANUP = frozenset(
     "destroy_process_group __exit__ __aexit__ close destroy cleanup _cleanup shutdown teardown "
     "finalize stop terminate _exit_function _run_exitfuncs on_exit atexit_handler".split()
 )
+# The path is read from the inside out, so a row that fits an inner frame wins over one that fits an
+# outer one; among rows of one frame the first wins.
 _ROWS: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = (
     ("init", re.compile(r"torch/distributed/rendezvous\.py$"), re.compile("")),
     ("dataloader", re.compile(r"torch/utils/data/(?:dataloader|_utils/\w+)\.py$"), re.compile("")),
@@ -110,6 +113,8 @@ _HOST_SYNC = re.compile(
 )
 _NCCL_ENQUEUE = re.compile(r"ncclEnqueue|ncclGroupEnd|ncclLaunch|ncclProxy|doLaunches")
 
+# py-spy shortens `.../site-packages/torch/nn/x.py` to `torch/nn/x.py`: there only the top folder
+# tells a library from the user's code.
 _LIBRARIES = frozenset(
     """torch torchvision torchaudio torchdata transformers accelerate deepspeed megatron numpy
     datasets vllm sglang ray trl peft lightning pytorch_lightning triton httpx httpcore openai
@@ -118,6 +123,8 @@ _LIBRARIES = frozenset(
     composer streaming webdataset colossalai bitsandbytes flash_attn liger_kernel unsloth einops
     scipy sklearn PIL cv2 decord s3fs boto3 botocore hydra omegaconf click typer fire""".split()
 )
+# A user of this package looks for a line of the training loop, which may be ours. The monitor is
+# left out: it watches beside the loop.
 _OURS = re.compile(r"(?:^|/src/|-packages/)shakedown/(?!monitor/)")
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/|/lib/python\d\.\d+/|^<frozen")
 
@@ -150,12 +157,15 @@ def position_of(component: ComponentFacts) -> Position:
     judged = judge_path(component.path, _active(stack.main) if stack and stack.main else None)
     if stack is not None and only_hosts(component.path):
         judged = _of_threads(stack) or judged
+    # Not every loader is torch's: a user's own one is known by the heartbeat alone.
     kind: Kind = "dataloader" if judged.kind == "user" and _fetches(component) else judged.kind
     position = Position(kind, judged.op, judged.path, judged.frame, judged.cleanup, place)
     if state is not None and state.state == "T":
         return Position("stopped", position.op, position.path, position.frame, place=state.place)
+    # D is the kernel's uninterruptible sleep, most often for storage. A frame that tells more wins.
     if state is not None and state.state == "D" and position.kind in ("user", "busy", "unknown"):
         return Position("storage", state.wchan, position.path, position.frame, place=state.place)
+    # py-spy's refusal is the weakest sign: it counts only where nothing else was read.
     if not position.path and component.unattachable and state is None:
         last = component.unattachable[-1]
         kinds: dict[str, Kind] = {"gone": "dead", "stopped": "stopped"}
@@ -188,6 +198,7 @@ def judge_path(path: tuple[Frame, ...], active: bool | None = None) -> Position:
     users = user_frames(path)
     frame = users[-1] if users else None
     kind, op = _telling(path)
+    # py-spy saw the thread on a CPU: it computes and does not wait.
     if kind == "user" and active:
         kind = "busy"
     cleanup = kind in ("collective", "p2p", "teardown") and _in_cleanup(path, users)
@@ -196,6 +207,7 @@ def judge_path(path: tuple[Frame, ...], active: bool | None = None) -> Position:
 
 def _telling(path: tuple[Frame, ...]) -> tuple[Kind, str]:
     rows = (row for frame in reversed(path) if (row := _told_by(frame, path)))
+    # The innermost frame first: below it a library waits natively, without a frame of c10d.
     found = told_by_leaf(path) or next(rows, None)
     if found is not None:
         return found
@@ -230,6 +242,7 @@ def _c10d(name: str, path: tuple[Frame, ...]) -> tuple[Kind, str]:
         return "init", name
     if name in _TEARDOWN:
         return "teardown", name
+    # Making a group calls collectives and a barrier of its own: these are initialisation.
     if any(f.function in _INIT for f in path if _C10D.search(f.file)):
         return "init", name
     if name in _P2P:

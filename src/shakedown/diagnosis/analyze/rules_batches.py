@@ -40,6 +40,7 @@ def departed(s: Situation, among: Collection[int]) -> Departed:
     found = {r: c.beat for r, c in s.ranks.items() if r in among and c.beat}
     known = {r: f.beat for r, f in found.items() if f.beat.given_width and f.beat.run_width}
     odd = sorted(r for r, b in known.items() if _given(b) != _run(b))
+    # Where most ranks differ, they may be right and the others wrong.
     if not odd or 2 * len(odd) > len(known):
         return Departed()
     given, run = _given(known[odd[0]]), _run(known[odd[0]])
@@ -72,6 +73,7 @@ def size_abort(s: Situation) -> Hypothesis | None:
     sizes = f"{event.detail.get('received')} bytes where it expected {event.detail.get('expected')}"
     pipeline = [r for r, c in s.ranks.items() if _in_pipeline(c)]
     peers = sorted(set(s.ranks) - {receiver})
+    # The receiver's own stack shows that the call was none of the pipeline's.
     elsewhere = bool(s.ranks[receiver].path) and receiver not in pipeline
     if not pipeline or elsewhere:
         return Hypothesis(
@@ -89,6 +91,7 @@ def size_abort(s: Situation) -> Hypothesis | None:
     told = f"pipeline stage on rank {receiver} received {sizes} and aborted"
     places = [event.place, *_reset_places(s)]
     odd = departed(s, {receiver, *near} if near else s.ranks)
+    # Where there are heartbeats no sender is given, so this never overrules what they tell.
     if sender is not None:
         odd = Departed([sender], told=f"rank {sender} sent it")
     elif near and not odd.ranks:
@@ -133,6 +136,7 @@ def _sender(s: Situation, receiver: int) -> int | None:
         for r, c in s.ranks.items()
         if any("reset by peer" in e.text for e in c.events if e.kind == "peer_closed")
     ]
+    # A neighbour in the pipeline, whose stages are taken to be consecutive ranks.
     return reset[0] if len(reset) == 1 and abs(reset[0] - receiver) == 1 else None
 
 
@@ -156,6 +160,7 @@ def shape_error(s: Situation) -> Hypothesis | None:
     The stage before it, its own batch or its own code may be wrong: the error names none of them.
     """
     raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
+    # An error that all ranks raise lies in what all run, not between two stages.
     if not raised or len(raised) == len(s.expected_ranks):
         return None
     for event in raised.values():

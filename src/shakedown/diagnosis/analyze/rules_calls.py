@@ -72,6 +72,7 @@ def left_early(s: Situation) -> Hypothesis | None:
     beats = {r: c.beat.beat for r, c in s.ranks.items() if c.beat}
     for row in s.divergences:
         short = _without_batch(row, beats)
+        # Both sources have to agree: the heartbeats' short ranks are those whose calls depart.
         if not short or short != s.departing(row.calls) or 2 * len(short) > len(row.calls):
             continue
         training = sorted(set(row.calls) - set(short))
@@ -107,6 +108,7 @@ def _without_batch(row: CallDivergence, beats: Mapping[int, Beat]) -> list[int]:
         for r in row.calls
         if beats[r].phase in ("eval", "checkpoint", "finished") and not beats[r].batch_size
     }
+    # A rank in a third phase (waiting for rollouts, say) would need another explanation.
     return sorted(beyond) if len(training) + len(beyond) == len(row.calls) else []
 
 
@@ -128,6 +130,7 @@ def crossed_order(s: Situation) -> Hypothesis | None:
     other group, which for want of any other rank waits for it.
     """
     calls = {r: op for r in s.ranks if (op := _first_open(s, r)) is not None}
+    # Every rank has to be seen waiting: one elsewhere would explain the wait by itself.
     if len(calls) < 2 or set(calls) != s.expected_ranks or len(_kinds(s, calls)) > 1:
         return None
     waiting: dict[str, list[int]] = {}
@@ -138,6 +141,8 @@ def crossed_order(s: Situation) -> Hypothesis | None:
     few, many = sorted(waiting.values(), key=lambda ranks: (len(ranks), ranks))
     if len(few) > 1:
         return None  # two groups that have nothing to do with each other look like that
+    # Of two ranks neither is named, as each is alone in its group; and what the ranks' own
+    # histories say must not name anybody else.
     named = few if len(many) > 1 and s.departing(calls) in ([], few) else []
     return Hypothesis(
         "cross_group_cycle",

@@ -46,10 +46,13 @@ def checkpoint_thread(s: Situation) -> Hypothesis | None:
     """All wait for a checkpoint; the ranks whose thread still writes are where the disk stands."""
     writing = {r: row for r, c in s.ranks.items() if (row := _stuck(c)) is not None}
     waiting = [r for r in s.alive if s.positions[r].path and _waits(s.positions[r].path)]
+    # A rank that ended or was stopped explains why the others wait; so does one that stands
+    # elsewhere.
     if not writing or len(waiting) < len(s.alive) or s.dead or s.at("stopped"):
         return None
     if any(r in s.moving and len({b.sample for b in s.ranks[r].beats}) > 1 for r in s.ranks):
         return None  # steps go on: slow, not hung
+    # Where most ranks still write it is the storage that they share.
     few = 2 * len(writing) <= len(s.alive) and s.expected_ranks == set(s.ranks)
     named = sorted(writing) if few else []
     _, thread = writing[min(writing)]

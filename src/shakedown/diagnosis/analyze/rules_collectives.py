@@ -14,8 +14,10 @@ def diverged(s: Situation) -> Hypothesis | None:
     """Pattern B: at one sequence number of a group the ranks made different calls."""
     if not s.divergences:
         return None
+    # The list begins with the hardest evidence: see Situation.divergences.
     row = s.divergences[0]
     departing = s.departing(row.calls)
+    # Where most ranks depart, the others may be those that skipped a call.
     minority = departing if 2 * len(departing) <= len(row.calls) else []
     cause = _kind(row, named=bool(minority))
     keeping = sorted(set(row.calls) - set(departing)) or sorted(row.calls)
@@ -130,6 +132,7 @@ def extra_call(s: Situation) -> Hypothesis | None:
     if any(not s.has_no_evidence(r) for r in s.blockers):
         return None  # who has entered no call at all is awaited, whatever the others called
     departing = s.departing(pending)
+    # In the first step every call is new: only a rank with a history can depart from it.
     departing = [r for r in departing if s.departure(r, pending[r]).known]
     involved = sorted(s.waits.awaited | s.waits.waiters)
     if not departing or 2 * len(departing) > len(involved):
@@ -167,6 +170,7 @@ def behind(s: Situation) -> Hypothesis | None:
     """Ranks that others wait for and that wait for nobody: the counters name them."""
     silent = [r for r in s.blockers if s.has_no_evidence(r)]
     seen = sorted(set(s.blockers) - set(silent))
+    # A rank that waits in a call is not the root cause, though no counter shows for whom it waits.
     roots = [r for r in seen if s.positions[r].kind not in WAITING]
     culprits = roots or _sole(s, silent)
     named = set(culprits)
@@ -182,6 +186,7 @@ def behind(s: Situation) -> Hypothesis | None:
         f"{_side(s, culprits, culprits == silent)}",
         ranks=culprits,
         victims=sorted(set(s.facts.expected) - set(culprits)),
+        # A rank that was seen elsewhere, or one of which nothing but its absence is known.
         confidence=0.9 if roots else 0.6,
         evidence=_dump_places(s, [*roots, *waiters]),
         needed=[
@@ -269,6 +274,7 @@ def told_missing(s: Situation) -> Hypothesis | None:
                 named.setdefault(rank, row.place)
     everyone = s.expected_ranks | set(range(max(named, default=-1) + 1))
     reported = any(e.kind == "missing_ranks" and _by_another(e) for e in s.facts.all_events())
+    # RAS or a watchdog that lists every rank tells none from the others.
     if not named or (len(named) == len(everyone) and not reported):
         return None
     return Hypothesis(
@@ -298,6 +304,7 @@ def told_mismatch(s: Situation) -> Hypothesis | None:
     ranks = [event.detail.get("rank_a"), event.detail.get("rank_b")]
     cause: Cause = "collective_mismatch"
     if _field(first, "OpType=") == _field(second, "OpType="):
+        # One operation on both sides: their tensors differ, in size unless the types say otherwise.
         cause = "size_mismatch"
         if _field(first, "TensorDtypes=") != _field(second, "TensorDtypes="):
             cause = "dtype_mismatch"
@@ -338,6 +345,8 @@ def one_place(s: Situation) -> Hypothesis | None:
         + ("inside NCCL's enqueue" if native else "the network or the library, not a branch"),
         victims=ranks,
         pattern="C",
+        # Dumps count calls and show that none is behind. Stacks cannot, and without the world size
+        # a rank may be missing altogether.
         confidence=0.7 if any(s.ranks[r].record for r in ranks) else 0.55 if world else 0.45,
         evidence=[*[e.place for e in names[:3]], *places_of(s, ranks)],
         needed=[

@@ -8,6 +8,7 @@ from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import Facts
 
+# `demo/stages/sft/attempts/001/evidence/...`
 _ATTEMPT = re.compile(r"^(.{0,400}/attempts/\d{1,6})/|^(attempts/\d{1,6})/")
 
 
@@ -73,6 +74,7 @@ def _two_processes(facts: Facts) -> list[str]:
         stacks = {
             (st.who.host, st.who.pid)
             for st in component.stacks
+            # A child's id is its own, and other tools print thread ids, or none at all.
             if st.tool == "py-spy" and st.parent_pid is None and st.who.pid is not None
         }
         processes = stacks if len({pid for _, pid in stacks}) > 1 else processes

@@ -1,4 +1,4 @@
-"""A rendezvous that told how many came, where nothing else tells of the ranks."""
+"""A rendezvous that reported how many processes joined, where nothing else tells of the ranks."""
 
 from shakedown.diagnosis.analyze.model import Hypothesis
 from shakedown.diagnosis.analyze.situation import Situation
@@ -7,6 +7,7 @@ from shakedown.diagnosis.analyze.situation import Situation
 def too_few_joined(s: Situation) -> Hypothesis | None:
     """torch's store counts its clients; who did not come it does not know."""
     events = [e for e in s.facts.all_events() if e.kind == "missing_ranks" and "joined" in e.detail]
+    # Ranks that made calls have joined: the line is from an earlier start.
     if not events or any(c.record and c.record.operations for c in s.ranks.values()):
         return None
     event = events[-1]

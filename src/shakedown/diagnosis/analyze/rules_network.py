@@ -7,6 +7,7 @@ from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import LogEvent
 
 _INTERNAL = re.compile(r"ncclInternalError")
+# Done nowhere before all have entered: a broadcast's root may be done while others have not come.
 _SYMMETRIC = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier")
 
 
@@ -27,6 +28,7 @@ def told_nccl(s: Situation) -> Hypothesis | None:
     if not rows:
         return None
     internal = [row for row in rows if _INTERNAL.search(row[1].text)]
+    # An internal error says more than the errors of peers that follow from it.
     rank, event = (internal or rows)[0]
     where = f"rank {rank}" if rank is not None else event.place.path
     what = "an internal error" if internal else "an error of the system or the network"

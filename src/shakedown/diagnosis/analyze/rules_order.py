@@ -17,6 +17,7 @@ _BACK = 4  # earlier pairs of calls that tell a rank's own order
 
 def opposite_order(s: Situation) -> Hypothesis | None:
     """All members wait in the same calls of two groups, which some entered the other way round."""
+    # A rank that is behind, or a call that differs, explains the wait without any order.
     if s.waits or s.divergences:
         return None
     waiting = [g for g in s.facts.groups if len(g.views) > 1 and _open_call(g) is not None]
@@ -44,6 +45,7 @@ def _sign(first: GroupFacts, second: GroupFacts, rank: int, back: int) -> int:
     )
     if a is None or b is None:
         return 0
+    # `order` numbers all calls of a rank, whatever their group.
     return 1 if a.order < b.order else -1
 
 

@@ -15,6 +15,7 @@ from shakedown.diagnosis.analyze.rules_stacks import OUTSIDE, places_of
 from shakedown.diagnosis.analyze.situation import WAITING, Situation
 from shakedown.diagnosis.records import FlightRecord, Frame, Operation, SourceRef
 
+# `nccl:send 0->1`, `nccl:recv 1<-0`: ranks within the group, the own one first.
 _CALL = re.compile(r"(?:^|:)(send|recv) (\d{1,7})(?:->|<-)(\d{1,7})$")
 _ALL_TO_ALL = re.compile(r"all_?to_?all")
 _SENDS = frozenset({"send", "isend", "send_object_list"})
@@ -48,6 +49,7 @@ def posts_of(s: Situation, rank: int) -> dict[int, list[Post]]:
         if post is None:
             continue
         batch = found.setdefault(post.peer, [])
+        # Calls of one batch share a number, and none of them waits for the one before.
         if not batch or (op.group, op.seq) == (batch[0].operation.group, batch[0].operation.seq):
             batch.append(post)
     return found
@@ -57,6 +59,7 @@ def _post(s: Situation, rank: int, record: FlightRecord, op: Operation) -> Post 
     match = _CALL.search(op.name)
     status = record.groups.get(op.group)
     members = (status.members if status else ()) or tuple(sorted(s.expected_ranks))
+    # The group's member list turns its numbers into ranks of the job.
     if match is None or max(int(match[2]), int(match[3])) >= len(members):
         return None
     return Post(rank, members[int(match[3])], match[1] == "send", op)
@@ -79,6 +82,7 @@ def _pairs(posts: dict[int, dict[int, list[Post]]]) -> Iterator[tuple[list[Post]
     for rank, by_peer in posts.items():
         for peer, mine in by_peer.items():
             theirs = posts.get(peer, {}).get(rank, [])
+            # Each pair once.
             if rank < peer and theirs:
                 yield mine, theirs
 
@@ -183,8 +187,10 @@ def not_posted(s: Situation) -> Hypothesis | None:
     late = sorted((awaited - waiters) & {w.peer for w in waits})
     involved = awaited | waiters
     spoke = [r for r in late if r in s.ranks and not s.has_no_evidence(r)]
+    # Nothing tells what a rank without evidence has posted.
     if not late or spoke != late or 2 * len(late) > len(involved):
         return None
+    # A rank that waits in another call is a victim itself.
     if any(s.positions[r].kind in WAITING for r in late):
         return None
     first = next(w for w in waits if w.peer == late[0])
@@ -241,6 +247,7 @@ def splits(s: Situation) -> Hypothesis | None:
         for seq in pending:
             calls = [v.operations.get(seq) for v in group.views.values()]
             known = [op for op in calls if op and op.sizes and op.output_sizes]
+            # The sums mean something only over all members.
             if len(known) < len(group.members) or not all(
                 _ALL_TO_ALL.search(o.name) for o in known
             ):
@@ -279,6 +286,7 @@ def _runs_no_more(path: Sequence[Frame]) -> bool:
     return bool(path) and (last_call or not in_schedule(path))
 
 
+# `mesh_pp` of a device mesh, `PIPELINE_MODEL_PARALLEL_GROUP` of Megatron.
 _PIPELINE_GROUP = re.compile(r"(?:^|_)(?:pp?|pipe\w*|pipeline\w*)(?:_|\b| )", re.I)
 
 
@@ -297,6 +305,7 @@ def fewer_micro_batches(s: Situation) -> Hypothesis | None:
     the ranks of a pipeline do.
     """
     beats = {r: c.beat.beat for r, c in s.ranks.items() if c.beat and c.beat.beat.phase == "train"}
+    # Numbers of micro-batches can be compared within one step alone.
     if len(beats) < len(s.ranks) or len({b.step for b in beats.values()}) != 1:
         return None
     most = max(b.micro_batch for b in beats.values())

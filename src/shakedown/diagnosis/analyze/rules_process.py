@@ -39,6 +39,8 @@ def node_dead(s: Situation) -> Hypothesis | None:
     mine = of_the_job(s.facts, {n.node for n in down})
     down = [n for n in down if n.node in mine or n.state == "NODE_FAIL"]
     events = [e for e in s.facts.all_events() if e.kind == "node"]
+    # sacct says NODE_FAIL for all nodes of the job at once (`n[1-2]`): which failed it does not
+    # say.
     lists = {n.node for n in down if n.state == "NODE_FAIL" and not is_node_name(n.node)}
     names = {n.node for n in down} - lists
     if not lists and not events and _all_elsewhere(s, names):
@@ -77,6 +79,7 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     killed = [r for r in s.dead if _signal(s.ranks[r]) or not _is_victim(s.ranks[r])]
     if not s.alive:  # gone without a code or a last word, like the others: nothing tells them apart
         killed = [r for r in killed if _told(s.ranks[r])]
+    # An exception says more than an end. Where all ranks were killed none of them is named.
     culprits = sorted(raised) or (killed if len(killed) < max(len(s.ranks), 2) else [])
     if not culprits or (not s.dead and not raised):
         return None
@@ -143,6 +146,7 @@ _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
 
 def _signal(component: ComponentFacts) -> bool:
     code = component.exit_code
+    # -6 is SIGABRT.
     return code is not None and code < 0 and not (code == -6 and _aborted_by_peers(component))
 
 
@@ -152,6 +156,7 @@ _TRANSPORT = re.compile(r"gloo::|c10::Dist")
 
 def _aborted_by_peers(component: ComponentFacts) -> bool:
     """A watchdog or a transport ends, by SIGABRT, a rank that others let down: a victim."""
+    # Out of memory is the rank's own end, whatever its transport threw afterwards.
     if any(e.kind == "oom" for e in component.events):
         return False
     thrown = [str(e.detail.get("type", "")) for e in component.events if e.kind == "abort"]

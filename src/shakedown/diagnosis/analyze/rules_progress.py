@@ -53,6 +53,7 @@ def _left_in_order(s: Situation) -> bool:
 
 def progressing(s: Situation) -> Hypothesis | None:
     """Every living rank moved between two samples: slow perhaps, not hung."""
+    # All of them: in a hang some ranks may still move towards the call that the others wait in.
     if not s.alive or len(s.moving) < len(s.alive):
         return None
     suspected = s.facts.outcome is not None and s.facts.outcome.state == "hung"
@@ -80,6 +81,7 @@ def uneven(s: Situation) -> Hypothesis | None:
         return None
     training = [r for r, b in beats.items() if b.phase == "train"]
     beyond = [r for r, b in beats.items() if b.phase in ("eval", "checkpoint", "finished")]
+    # A rank in any other phase (data, weight_sync) may be what the others wait for.
     if not training or not beyond or len(training) + len(beyond) < len(beats):
         return None
     furthest = max((beats[r].step, beats[r].micro_batch) for r in training)
@@ -103,6 +105,7 @@ def uneven(s: Situation) -> Hypothesis | None:
 def _ran_out(beat: Beat, furthest: tuple[int, int]) -> bool:
     """It is past the loop with fewer batches; who has finished also at the others' own step."""
     done = (beat.step, beat.micro_batch)
+    # The last heartbeat of a finished rank may carry the very step that the others are still in.
     return done < furthest or (beat.phase == "finished" and beat.step <= furthest[0])
 
 

@@ -62,7 +62,9 @@ def _starving(s: Situation) -> tuple[list[int], list[SourceRef]]:
             found[rank] = s.positions[rank].place  # type: ignore[assignment]
     loose = [e for e in s.facts.events if e.kind == "starving"]
     if not s.ranks and loose and not went_on(s.facts.ends, loose[-1]):
+        # No rank is known from a lone log: 0 stands for whoever wrote it.
         return [0], [loose[-1].place]
+    # A rank that neither starves nor waits may be the one at fault: other rules judge it.
     others = set(s.alive) - set(found) - set(s.waiting)
     blocked = [r for r in found if s.positions[r].kind == "dead"]
     return ([], []) if others or blocked else (sorted(found), list(found.values()))
@@ -76,6 +78,7 @@ def _last_starving(component: ComponentFacts) -> SourceRef | None:
     if went_on(component.logs, starving[-1]):
         return None
     end = max((log.place.line for log in component.logs), default=0)
+    # 20 lines, as in servers.py: whoever writes more has gone on.
     return starving[-1].place if end - starving[-1].place.line <= 20 else None
 
 
@@ -84,6 +87,7 @@ _Finding = tuple[Cause, list[str], str, list[SourceRef], float]
 
 def _who(s: Situation) -> _Finding:
     orchestrator, server = s.facts.roles.get(ORCHESTRATOR), s.facts.roles.get(INFERENCE)
+    # The server first: without it the orchestrator ends as well.
     ends: tuple[tuple[ComponentFacts | None, Cause], ...] = (
         (server, "server_unhealthy"),
         (orchestrator, "rollout_starvation"),
@@ -94,6 +98,8 @@ def _who(s: Situation) -> _Finding:
             return cause, [component.role], f"the {component.role} {text}", place, 0.9
     speaking = [c for c in (orchestrator, server) if c]
     event = _last_event(speaking, "server_unhealthy")
+    # Strongest evidence first: an end (above), then what logs say, then heartbeats, and last
+    # where a process stands.
     if event is not None and not (orchestrator and outlived(orchestrator, event)):
         why = f"the inference server does not answer ({event.text})"
         return "server_unhealthy", [INFERENCE], why, [event.place], 0.85
@@ -145,6 +151,7 @@ def _serving(server: ComponentFacts) -> tuple[Frame, SourceRef] | None:
         found = by_sample.setdefault(stack.sample, {})
         for thread in stack.threads:
             inner = thread.frames[-1] if thread.frames else None
+            # A thread that waits for input works on nothing.
             if inner is None or _READS.match(inner.function):
                 continue
             if any(_LOADS.search(f.function) or _HANDLES.match(f.function) for f in thread.frames):
@@ -152,6 +159,7 @@ def _serving(server: ComponentFacts) -> tuple[Frame, SourceRef] | None:
                 found[path_key(thread.frames)] = frame, stack.place
     if not by_sample:
         return None
+    # A thread that is somewhere else in the next sample gets on with its work.
     common = set.intersection(*(set(rows) for rows in by_sample.values()))
     newest = by_sample[max(by_sample)]
     return next((row for key, row in newest.items() if key in common), None)
@@ -203,6 +211,7 @@ def _gone(component: ComponentFacts) -> tuple[str, list[SourceRef]] | None:
     gone = [u for u in component.unattachable if u.reason == "gone"]
     if gone and not component.path:
         return "is dead", [gone[0].place]
+    # An exception that other events follow was survived.
     if raised is not None and not component.path and component.events[-1] is raised:
         return f"ended: {raised.text}", [raised.place]
     return None
@@ -256,6 +265,7 @@ def dead_role(s: Situation) -> Hypothesis | None:
             continue
         gone = _gone(component) or ("failed", [outcome.place])
         culprit, why = role, gone[0]
+        # The orchestrator gave its server up and ended with that error: the server is at fault.
         if role == ORCHESTRATOR and _SERVER_FAULT.search(why):
             culprit, why = INFERENCE, f"does not answer: the orchestrator {why}"
         cause = _ENDED[culprit]

@@ -22,11 +22,13 @@ def places_of(s: Situation, ranks: list[int], limit: int = 6) -> list[SourceRef]
 def init_deadlock(s: Situation) -> Hypothesis | None:
     """Some ranks are in rendezvous or group creation and others have not come."""
     inside = s.at("init")
+    # A recorded call shows that initialisation is over: groups are made later on, too.
     if not inside or any(c.record and c.record.operations for c in s.ranks.values()):
         return None
     known = set(s.ranks)
     outside = sorted(r for r in known - set(inside) if s.positions[r].kind != "unknown")
     absent = sorted(s.expected_ranks - known)
+    # Of several ranks without a file each may only have lost it.
     culprits = outside or (absent if len(absent) == 1 < len(inside) else [])
     joined = [e for e in s.facts.all_events() if e.kind == "missing_ranks" and "joined" in e.detail]
     where = f": it is in {s.positions[outside[0]].where}" if outside else ""
@@ -136,6 +138,8 @@ def _called_from(path: Sequence[Frame], frame: Frame) -> str:
 
 
 # kind -> cause, what to say, what to do, whose fault
+# In this order `outsider` looks for culprits: places in which a rank stands for a reason of its own
+# come before those that every step passes through.
 OUTSIDE: dict[str, tuple[Cause, tuple[str, str], str, Blame]] = {
     "dataloader": (
         "dataloader",
@@ -192,6 +196,8 @@ def outsider(s: Situation) -> Hypothesis | None:
         return None
     for kind, (cause, says, remedy, blame) in OUTSIDE.items():
         ranks = sorted(set(s.at(kind)).difference(s.waiting))
+        # Counters know for whom the others wait: whoever stands outside is then no culprit by that
+        # alone.
         if not ranks or (s.blockers and not set(ranks) & set(s.blockers)):
             continue
         behind = sorted(set(ranks).intersection(s.blockers)) or ranks
@@ -251,6 +257,7 @@ def _worker(s: Situation, rank: int) -> tuple[str, list[SourceRef]]:
         fetching = [f for f in frames if f.function in ("__getitem__", "__getitems__", "__next__")]
         if fetching:
             frame: Frame = (user_frames(frames) or fetching)[-1]
+            # The user's own data set rather than a library's wrapper around it.
             mine = [f for f in fetching if "site-packages" not in f.file] or [frame]
             return f"; its worker is in {mine[-1]}", [child.place]
     return "", []
@@ -271,6 +278,7 @@ def two_threads(s: Situation) -> Hypothesis | None:
         "two_threads_one_group",
         f"{name_ranks(ranks)} {verb(ranks, 'waits', 'wait')} in collectives from two "
         "threads at once",
+        # The other thread may be meant to be there: stacks do not show whose order is wrong.
         ranks=[],
         victims=sorted(s.alive),
         confidence=0.6,
@@ -300,6 +308,7 @@ def different_paths(s: Situation) -> Hypothesis | None:
     paths: dict[object, list[int]] = {}
     for rank in inside:
         path = s.positions[rank].path
+        # Without lines of libraries: one call may be sampled at two lines inside torch.
         key = s.positions[rank].op, user_key(path), library_calls(path)
         paths.setdefault(key, []).append(rank)
     if len(paths) < 2:

@@ -18,6 +18,7 @@ def all_blocked(s: Situation) -> Hypothesis | None:
 
     A process that only reads is in it for moments: twice at the same line is no moment.
     """
+    # One rank alone in D state is the outsider rule's, which names it.
     if len(s.alive) < 2 or set(s.alive) != s.expected_ranks or s.moving:
         return None
     states = [state for r in s.alive if (state := s.ranks[r].state)]
@@ -57,6 +58,7 @@ def _blocked_heartbeats(s: Situation) -> list[ComponentFacts]:
     if s.dead or s.at("stopped"):
         return []
     parts = [*s.ranks.values(), *s.facts.roles.values()]
+    # In one sample every heartbeat may be caught while it is written.
     return [part for part in parts if len(part.stacks) > 1 and all(map(_writes, part.stacks))]
 
 

@@ -17,6 +17,7 @@ _ELSEWHERE = ("dataloader", "storage", "compile", "busy", "user")
 def gpus_wait(s: Situation) -> Hypothesis | None:
     """All ranks but few wait for their GPUs and nobody in a collective; no rank moved meanwhile."""
     synced, outside = s.at("host_sync"), s.at(*_ELSEWHERE)
+    # Where a rank is seen in a call, the rules about calls say more.
     if s.waiting or not outside or len(synced) < 2 or set(synced + outside) != s.expected_ranks:
         return None
     if 2 * len(outside) > len(s.alive) or not all(_stood(s.ranks[r]) for r in s.alive):

@@ -22,6 +22,7 @@ def weights_by_stack(s: Situation) -> Hypothesis | None:
     """Every rank waits and some of them in the hand-over of weights to an inference engine."""
     inside = [r for r in s.alive if _hands_over(s, r)]
     others = [r for r in s.alive if r not in inside]
+    # Each of these explains the wait without the engine.
     if not inside or s.dead or s.blockers or s.divergences:
         return None
     if any(s.positions[r].kind not in _WAITS for r in others):

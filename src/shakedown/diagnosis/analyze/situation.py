@@ -102,6 +102,7 @@ class Situation:
     def divergences(self) -> list[CallDivergence]:
         """Where ranks of a group disagree to the end of their dumps, hardest evidence first."""
         found = [_divergence(group, frames=False) for group in self.facts.groups]
+        # Other code lines come second: ranks may reach one call from different lines by design.
         found += [_divergence(group, frames=True) for group in self.facts.groups]
         return [row for row in found if row is not None]
 
@@ -115,6 +116,7 @@ class Situation:
         scores = {r: self.departure(r, op) for r, op in calls.items()}
         highest = max((d.score for d in scores.values()), default=0)
         lowest = min((d.score for d in scores.values()), default=0)
+        # All depart alike, or no history is long enough: then nobody stands out.
         if highest == lowest or not any(d.known for d in scores.values()):
             return []
         return sorted(r for r, d in scores.items() if d.score == highest)
@@ -131,6 +133,7 @@ def _divergence(group: GroupFacts, *, frames: bool) -> CallDivergence | None:
         return None
     common = set.intersection(*(set(v.operations) for v in group.views.values()))
     start: int | None = None
+    # From the newest backwards: calls that differed before ranks agreed again hold nobody.
     for seq in sorted(common, reverse=True):
         calls = {r: v.operations[seq] for r, v in group.views.items()}
         if _same(list(calls.values()), frames=frames):
@@ -164,6 +167,7 @@ def _first_open_unlike(group: GroupFacts, common: set[int]) -> int | None:
 
 
 # Operations whose sizes differ between ranks by design.
+# Not reduce_scatter and all_gather, whose sizes are the same on every rank.
 _UNEVEN = re.compile(r"all_?to_?all|(?<!reduce_)scatter|(?<!all)(?<!all_)gather")
 
 
@@ -204,6 +208,8 @@ def _advanced(component: ComponentFacts) -> bool:
     beats = sorted(component.beats, key=lambda b: b.sample)
     if len({b.sample for b in beats}) > 1:
         first, last = beats[0].beat, beats[-1].beat
+        # Beats decide alone where there are two: a stack can differ though the rank stands (a poll
+        # loop).
         return (last.step, last.micro_batch) > (first.step, first.micro_batch)
     paths = {k: path_key(st.main.frames) for st in component.stacks if st.main and (k := st.sample)}
     if len(paths) > 1 and len(set(paths.values())) > 1:

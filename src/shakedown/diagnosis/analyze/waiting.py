@@ -159,6 +159,8 @@ def _group_waits(group: GroupFacts, dumped: set[int], stale: set[int]) -> GroupW
     entered = {m: _entered(group, m) for m in group.members if m in dumped}
     # a collective that is done anywhere was entered everywhere
     done = max((v.completed for v in group.views.values()), default=0)
+    # Somebody with a dump is behind and explains the wait, or nobody waits in the first open call:
+    # then members without a dump are not suspected.
     if done + 1 not in pending.values() or min(entered.values(), default=done + 1) <= done:
         return GroupWaits(group, pending, entered)
     silent = [m for m in group.members if m not in dumped and m not in group.views]
@@ -182,6 +184,7 @@ def _stale(group: GroupFacts) -> set[int]:
         op = view.operations.get(view.pending) if view.pending else None
         if (
             view.pending
+            # With two ranks it is one's word against the other's.
             and len(group.views) > 2
             and others >= view.pending
             and (op is None or _SYMMETRIC.search(op.name))
@@ -203,6 +206,7 @@ def blockers(waits: Waits) -> list[int]:
 def cycle(waits: Waits) -> list[int]:
     """Ranks on cycles of the graph, or on a path between two: what pruning the ends leaves."""
     left = waits.awaited & waits.waiters
+    # Each round removes the ranks that wait for nobody who is left, or that nobody left waits for.
     while left:
         waiters = set().union(*(g.waiters(left) for g in waits.groups))
         awaited = set().union(*(g.awaited(left) for g in waits.groups))

@@ -42,9 +42,11 @@ def _folded(operations: Sequence[Operation]) -> Sequence[Operation]:
             _close(found, operations, batch, index)
             batches[op.group] = []
             continue
+        # What stood there was no batch: its end was never written, or it is a single call.
         if batch and not _together(operations[batch[-1]], op):
             batch.clear()
         batch.append(index)
+    # Left open at the end of the dump. Sends and receives stay: rules_p2p.py judges them by pair.
     for batch in batches.values():
         if len(batch) > 1 and not operations[batch[0]].p2p:
             for index in batch:

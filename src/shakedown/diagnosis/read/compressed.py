@@ -33,17 +33,20 @@ def expand(head: bytes, stream: IO[bytes]) -> Iterator[bytes]:
         ValueError: damaged before the first byte of content.
     """
     pending, given, members = head, 0, 1
+    # wbits 31: a gzip header, and the largest window (zlib's manual: 16 + 15).
     engine = zlib.decompressobj(wbits=31)
     while given < MAX_EXPANDED:
         pending = pending or stream.read(_CHUNK) or b""
         if not pending:
             return
         try:
+            # The second _CHUNK bounds the output: 64 KiB of gz can hold 64 MiB of zeros.
             piece = engine.decompress(pending[:_CHUNK], _CHUNK)
         except zlib.error as error:
             if given:
                 return
             raise ValueError(f"damaged gz: {error}") from error
+        # Behind the end of a member stands the next one: logs are appended to as gz, too.
         left = engine.unused_data if engine.eof else engine.unconsumed_tail
         pending = left + pending[_CHUNK:]
         given += len(piece)

@@ -8,6 +8,7 @@ from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
 from shakedown.diagnosis.records import Frame, Identity, LogEvent, clean
 
+# `ValueError: bad`, `torch.distributed.DistBackendError: ...`, `subprocess.TimeoutExpired: ...`
 _ERROR = re.compile(
     r"^(?:\w{1,80}\.){0,9}[A-Z]\w{0,80}(?:Error|Exception|Interrupt|Exit|Timeout|Expired)\b"
 )

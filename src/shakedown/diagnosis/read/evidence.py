@@ -23,6 +23,7 @@ from shakedown.diagnosis.records import (
 )
 from shakedown.monitor.heartbeat import COUNTS, RECORD_BYTES, Beat, decode
 
+# A CRC-32 in hexadecimal, then the record as JSON: see `decode` in monitor/heartbeat.py.
 _BEAT = re.compile(rb"^[0-9a-f]{8} \{\"role\":")
 COLLECTED, BEATS = "shakedown/collected/1", "shakedown/beats/1"
 _MAX_SAMPLES = 100  # of one process; a collector takes a handful
@@ -77,6 +78,7 @@ def parse_json(source: EvidenceFile, body: Any) -> list[Record] | None:
         return _collected(source, json_as(_Collected, body, unknown="ignore"))
     if schema == BEATS:
         return _beats(source, json_as(_Beats, body, unknown="ignore"))
+    # An empty list, not None: the file is known and holds no evidence, so no other format tries it.
     return [] if isinstance(schema, str) and schema.startswith("shakedown/") else None
 
 
@@ -153,6 +155,8 @@ def _target(source: EvidenceFile, row: _Target, host: str) -> list[Record]:
         letter = clean(each.state, 20)[:1]
         records.append(ProcessState(who, letter, clean(each.wchan, 80), place, sample))
     for text in map(clean, row.missed[:_MAX_SAMPLES]):
+        # `Operation not permitted` (EPERM), `Permission denied` (EACCES), as py-spy and /proc put
+        # it.
         if "permitted" in text or "ermission" in text:
             records.append(Unattachable(who, "denied", source.place(0, text)))
     return records

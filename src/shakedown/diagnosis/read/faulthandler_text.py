@@ -6,6 +6,8 @@ from shakedown.diagnosis.read.headers import header
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import Frame, Identity, Record, Stack, Thread, clean
 
+# `Current thread 0x00007f12345678 (most recent call first):`; newer Pythons write the thread's name
+# in brackets before the parenthesis.
 _THREAD = re.compile(
     r"^(Current thread|Thread) 0x([0-9a-fA-F]{1,16})(?: \[(.{0,80}?)\])?"
     r" \(most recent call first\):"
@@ -39,6 +41,7 @@ def parse(source: EvidenceFile) -> list[Record]:
             flush()
             who = heading
         elif match := _THREAD.match(text):
+            # Dumps of one process are appended to one file without anything between them.
             if match[2] in seen:
                 flush()
             seen.add(match[2])
@@ -55,6 +58,7 @@ def _stack(
     source: EvidenceFile, who: Identity, threads: list[_Open], line: int, sample: int
 ) -> Stack:
     identity = who.completed_by(source.who(who.pid))
+    # faulthandler marks no main thread: it is the only one that began at module level.
     outermost = {at: frames[-1].name for at, (_, _, frames) in enumerate(threads) if frames}
     mains = [at for at, name in outermost.items() if name in _MAIN]
     rows = tuple(

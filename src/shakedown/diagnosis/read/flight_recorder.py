@@ -28,6 +28,7 @@ MAX_ENTRIES = 20_000  # the newest are kept; the recorder's own default is 2,000
 
 def is_pickle(data: bytes) -> bool:
     """Protocol 2 to 5 begins with PROTO."""
+    # torch's C++ side writes protocol 2, Python up to 5. The first byte is the opcode PROTO.
     return len(data) > 2 and data[0] == 0x80 and 2 <= data[1] <= 5
 
 
@@ -81,6 +82,7 @@ class _Known(NamedTuple):
     operation: Operation
 
 
+# Of the module, not of a reader: the ranks' dumps are files that are read one after the other.
 _newest: list[_Known | None] = []
 _whole: list[Sequence[Operation]] = [()]  # all that the last dump gave
 
@@ -98,10 +100,13 @@ def _operations(entries: Sequence[Mapping[Any, Any]]) -> Sequence[Operation]:
         path = frames.of(entry.get("frames"), known)
         try:
             fields = (*_FIELDS(entry), entry.get("output_dtypes"))
+        # Older format versions lack some of the fields: such calls are not shared between ranks.
         except KeyError:
             fields = ()
         if known is not None and fields == known.fields and path is known.operation.frames:
             operation = known.operation
+            # The time is no part of `fields`, as it differs on every rank; that there is one means
+            # done.
             if operation.done or not entry.get("time_discovered_completed_ns"):
                 found.append(operation)
                 continue
@@ -123,6 +128,7 @@ def _is_plain(fields: tuple[Any, ...], op: Operation) -> bool:
     sizes, outputs = list(map(list, op.sizes)), list(map(list, op.output_sizes))
     rest = (op.seq, op.name, sizes, outputs, list(op.dtypes), False)
     done = fields[8] is True or fields[9] == "completed"
+    # Types as well as values: True == 1 == 1.0 in a comparison, but each is read differently.
     plain = type(pair[0]) is type(pair[1]) is type(fields[9]) is str and type(fields[8]) is bool
     results = fields[10] is None or (
         type(fields[10]) is list
@@ -134,6 +140,7 @@ def _is_plain(fields: tuple[Any, ...], op: Operation) -> bool:
 
 def _operation(order: int, entry: Mapping[Any, Any], path: tuple[Frame, ...]) -> Operation:
     get = entry.get
+    # gloo leaves `state` at "scheduled" for ever (torch 2.13) and sets `retired` alone.
     finished = get("retired") is True or get("state") == "completed"
     p2p = get("is_p2p") is True
     return Operation(
@@ -164,6 +171,7 @@ class _Frames:
     """
 
     def __init__(self) -> None:
+        # By `id`: the dump that is being read keeps all of its lists alive, so no id is used twice.
         self._paths: dict[int, tuple[Frame, ...]] = {}
         self._frames: dict[int, Frame] = {}
 
@@ -214,6 +222,7 @@ def _groups(
 ) -> dict[str, GroupStatus]:
     """`group_of`: the group's name of each entry."""
     config = {_text(k, 80): v for k, v in _mapping(body.get("pg_config")).items()}
+    # One entry a group, the newest, is enough for its description.
     names = dict(zip(group_of, entries, strict=True))
     if set(config) == {""}:
         config = _gloo_config(config[""], body, names)
@@ -257,6 +266,7 @@ def _status_by_name(
     if _ONLY_INT.issuperset(map(type, numbers)):
         pairs = dict(pairs).items()
     name_of = {_key(i): name for i, name in pairs}
+    # In order of creation both count up. Pairs that entries tell overrule it.
     if len(status) == len(config):
         by_order = zip(sorted(status, key=_number), sorted(config, key=_number), strict=True)
         name_of = {**{_key(i): name for i, name in by_order}, **name_of}

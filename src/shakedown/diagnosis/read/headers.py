@@ -7,14 +7,18 @@ from shakedown.diagnosis.records import Identity
 
 MAX_HEADER = 250
 _RULES = "=#*>~+-<"
+# `rank 3`, `[rank3]`, `Global rank 3 (node1):` on a line of its own.
 _BARE = re.compile(
     r"(?:\[?(?:global |trainer )?rank[ =:#]{0,2}\d{1,6}\]?) ?(?:\([^()]{0,80}\))? ?:?", re.I
 )
+# A local, node or group rank is not the job's rank: many ranks share it.
 _RANK = re.compile(
     r"(?<![a-z])(?<!local[-_ ])(?<!node[-_ ])(?<!group[-_ ])rank[ =:#_-]{0,3}(\d{1,6})\b", re.I
 )
 _LOCAL = re.compile(r"(?:local|node|group)[-_ ]?rank[ =:#_-]{0,3}\d", re.I)
+# `node3 | CHANGED | rc=0 >>`
 _ANSIBLE = re.compile(r"^([\w.-]{1,80}) \| [A-Z!]{2,12} \| rc=\d{1,3} >>$")
+# `=== GPU 3 ===`: taken for a rank only where the line names neither a rank nor a process.
 _UNIT = re.compile(r"(?<![a-z])(?:worker|trainer|gpu|task)[ =:#_-]{0,2}(\d{1,5})\b", re.I)
 _PID = re.compile(r"(?<![a-z])pid[ =:#_-]{0,3}(\d{1,8})\b", re.I)
 _HOST = re.compile(r"(?<![a-z])(?:host|hostname|node)[ =:]{1,3}([A-Za-z0-9][\w.-]{0,63})", re.I)
@@ -42,6 +46,7 @@ def header(line: str) -> Identity | None:
     rank, pid, host, role = (p.search(text) for p in (_RANK, _PID, _HOST, _ROLE))
     if not (rank or pid or _LOCAL.search(text)):
         rank = _UNIT.search(text)
+    # A local rank names nobody, but its line is still a header: another process's dump begins.
     if not (rank or pid or host or role or _LOCAL.search(text)):
         return None
     return Identity(

@@ -11,6 +11,7 @@ from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import Identity, Record
 
 MAX_VALUES, MAX_FAILURES = 10_000, 20  # each failure may read the whole rest
+# Keys of py-spy, the Flight Recorder and RAS: text without any of them is not searched for JSON.
 _TELLING = ('"frames"', '"pg_status"', '"pg_config"', '"nccl_version"')
 
 Reader = Callable[[EvidenceFile, Any], dict[str, list[Record]]]
@@ -55,6 +56,7 @@ def _values(text: str) -> list[tuple[Identity | None, Any]]:
             continue
         try:
             body, at = decoder.raw_decode(text, start)
+        # Brackets begin many lines of a log that are no JSON: the search goes on below this one.
         except (ValueError, RecursionError):
             failures += 1
             at = end + 1

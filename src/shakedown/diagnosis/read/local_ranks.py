@@ -23,6 +23,7 @@ def resolve(records: Sequence[Record], files: Iterable[str]) -> list[Record]:
     its node; a lone such log is of one node, whose local ranks are the ranks.
     """
     offsets = _offsets(records)
+    # Of several logs each may be another node's, with the same local ranks.
     alone = len(set(files)) == 1
     return [_resolved(record, offsets, alone=alone) for record in records]
 
@@ -33,6 +34,7 @@ def _offsets(records: Sequence[Record]) -> Mapping[str, int]:
         if isinstance(record, LogEvent) and LOCAL in record.detail and record.who.rank is not None:
             offset = record.who.rank - record.detail[LOCAL]
             found.setdefault(record.place.path, set()).add(offset)
+    # Several offsets mean that the file holds several nodes' lines: then none is right for all.
     return {path: min(offsets) for path, offsets in found.items() if len(offsets) == 1}
 
 

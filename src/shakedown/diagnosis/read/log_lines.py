@@ -28,6 +28,9 @@ def groups_of(match: re.Match[str]) -> _Detail:
 
 # Kind, lower-case words of which a line that matches has at least one, pattern.
 Row = tuple[LogKind, tuple[str, ...], re.Pattern[str]]
+# Most repetitions have an upper bound: a crafted line must not make a pattern backtrack for long,
+# nor a number be too long for int(). Wording differs between versions of torch, so parts that only
+# some of them write are optional.
 PATTERNS: list[Row] = [
     # gloo: a message of another size than the receiver posted; the process aborts
     (
@@ -51,6 +54,7 @@ PATTERNS: list[Row] = [
         "timeout",
         ("watchdog caught collective",),
         re.compile(
+            # Before torch 1.13 the line has no number, before 2.1 no counts of elements.
             r"Watchdog caught collective operation timeout: WorkNCCL\("
             r"(?:SeqNum=(?P<seq>\d{1,15}), )?OpType=(?P<op>\w{1,40})"
             r"(?:, NumelIn=(?P<numel_in>\d{1,18}), NumelOut=(?P<numel_out>\d{1,18}))?"
@@ -60,6 +64,8 @@ PATTERNS: list[Row] = [
         "timeout",
         ("ast enqueued",),
         re.compile(
+            # `[PG 0 Rank 5] ...` or `[PG ID 0 PG GUID 0(default_pg) Rank 5] ...`. This rank counts
+            # within the group: it is not used as the rank of the job.
             r"\[PG (?:ID )?(?P<pg>\d{1,6})(?: PG GUID (?P<guid>[^() \]]{1,80}))?"
             r" ?(?:\((?P<desc>[^)]{0,80})\))? Rank (?P<group_rank>\d{1,7})\].{0,200}?"
             r"[Ll]ast enqueued (?:NCCL )?work: (?P<enqueued>\d{1,20}),"
@@ -92,6 +98,7 @@ PATTERNS: list[Row] = [
     ),
     (
         "missing_ranks",
+        # DistStoreError: `Timed out after 61 seconds waiting for clients. 3/4 clients joined.`
         ("clients joined",),
         re.compile(r"(?P<joined>\d{1,6})/(?P<world>\d{1,6}) clients joined"),
     ),

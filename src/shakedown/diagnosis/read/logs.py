@@ -20,7 +20,9 @@ _OUTER = re.compile(
     r"|\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-]\d\d:?\d\d) "
     r"|[\d/-]{8,10} [\d:.,]{8,16} (?=\[(?:rank|default)))"
 )
+# torch's `[rank3]:` and torchrun's `[default1]:`, whose number is the rank within the node.
 _PREFIX = re.compile(r"^\[(?:(?:rank|trainer)-?(\d{1,6})|default-?(\d{1,4}))\]:? ?", re.I)
+# mpirun --tag-output: `[1,3]<stdout>: `, job and rank.
 _MPI = re.compile(r"^\[\d{1,4},(\d{1,6})\]<std(?:out|err)>: ?")
 _TASK = re.compile(r"^ *(\d{1,5}): ")  # srun --label
 _LOG_NAME = re.compile(
@@ -30,6 +32,7 @@ _LOG_NAME = re.compile(
 
 # py-spy's heads of a process: words of its command line and its paths are no messages.
 _COMMAND = ("Process ", "Parent Process ")
+# The traceback after such a line is a follow-up of the one above it, which is the cause.
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _FOLLOWED = tuple(text.lower() for text in (HEAD, *_CHAINED))
 _ROOT = "Root Cause"
@@ -61,6 +64,7 @@ def _telling(lowered: str, rows: Sequence[Row]) -> Sequence[int]:
 
 
 _Owner = tuple[int | None, int | None]  # rank, local rank: ranks write between each other's lines
+# Tracebacks followed at the same time: crafted prefixes could open one a line.
 _MAX_OPEN = 10_000
 
 
@@ -154,6 +158,7 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
     rank, local = named.rank, None
     if not text:
         return text, named, None
+    # Prefixes stack up: kubectl's stands before a time, which stands before torchrun's.
     while _may_be_outer(text) and (match := _OUTER.match(text)):
         text = text[match.end() :]
     if match := _MPI.match(text):
@@ -163,6 +168,8 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
         text, found = text[match.end() :], True
         rank = int(match[1]) if match[1] else rank
         local = int(match[2]) if match[2] else local
+    # The weakest sign: `3: ` can begin any message, so it counts only where nothing else names a
+    # rank.
     if not found and rank is None and (match := _TASK.match(text)):
         text, rank = text[match.end() :], int(match[1])
     if rank == named.rank:
@@ -197,6 +204,7 @@ def _end(source: EvidenceFile, named: Identity) -> LogEnd:
 class _Launcher:
     """torchrun's summary: only the failure under "Root Cause" came first."""
 
+    # ` rank : 2 (local_rank: 2)`, and two lines below ` exitcode : -9 (pid: 4711)`
     _RANK = re.compile(r"^\s*rank\s+: (\d{1,6}) \(local_rank: \d{1,4}\)")
     _CODE = re.compile(r"^\s*exitcode\s+: (-?\d{1,4}) \(pid: (\d{1,8})\)")
 
@@ -241,6 +249,7 @@ class _Tracebacks:
     def feed(self, number: int, line: str, who: Identity) -> LogEvent | None:
         """The traceback that this line ends, if any."""
         if HEAD in line:
+            # Another head before the error's line: the rest of the traceback before was lost.
             ended = self._event("", "") if self.inside else None
             self.inside, self._frames, self._line, self._who = True, [], number, who
             return ended

@@ -16,10 +16,12 @@ Named = tuple[Identity, int | None]  # identity, and the bare number that may be
 
 _LOCAL = re.compile(r"(?:^|[^a-z])local[-_]?rank[-_ =]?(\d{1,4})(?!\d)")
 _NO_RANK = re.compile(r"(?:^|[^a-z])(?:node|group)[-_]?rank[-_ =]?\d")
+# `slurm-4711.out`, `slurm-4711_3.out`: a job's number, with that of its array task.
 _JOB = re.compile(
     r"^(?:slurm|job|jobid|sacct|scontrol|squeue|sinfo)[-_.]?\d+(?:_\d+)?(?:\.[a-z]+)*$"
 )
 _HOST = re.compile(r"(?:^|[^a-z0-9])((?:node|host)\d{1,6})(?![a-z0-9])")
+# Both a digit and a letter: `facade` is a word and `4711` a number.
 _HASH = re.compile(r"^(?=.*\d)(?=.*[a-f])[0-9a-f]{6,64}(?:\.[a-z]+)*$")
 _HEX = re.compile(r"[0-9a-f#._-]*")
 _FOLDER_RANK = re.compile(r"^(?:[a-z]{0,12}[-_])?rank[-_ =]?(\d{1,6})$")
@@ -33,6 +35,8 @@ _DIGITS = re.compile(r"\d+")
 def identities(names: Sequence[str]) -> Mapping[str, Named]:
     """What each name says, given all the others."""
     found = {name: _one(name) for name in names}
+    # The order matters: what names say outright comes before what is only concluded from all of
+    # them.
     _ranks_of_nodes(found)
     _ranks_of_torchrun(found)
     _of_no_series(found)
@@ -49,6 +53,7 @@ def _one(name: str) -> Named:
     if named is not None and not host:
         host = named[1]
         trailing = None if re.fullmatch(r"(?:\.[a-z]+)*", leaf[named.end() :]) else trailing
+    # `local_rank0` also matches the pattern of a rank.
     rank = None if _LOCAL.search(leaf) or _NO_RANK.search(leaf) else identity.rank
     if _JOB.match(leaf) or _HASH.match(leaf):
         trailing = None
@@ -83,6 +88,7 @@ def _ranks_of_torchrun(found: dict[str, Named]) -> None:
         newest[match[1]] = max(newest[match[1]], int(match[2]))
     for name, match in rows.items():
         identity, _ = found[name]
+        # Several run folders are several nodes, each with a local rank 0.
         if len(newest) == 1 and int(match[2]) == newest[match[1]] and identity.rank is None:
             found[name] = replace(identity, rank=int(match[3])), None
 
@@ -106,6 +112,7 @@ def _of_tasks(found: dict[str, Named]) -> None:
     for names in series.values():
         ends = {found[name][1] for name in names}
         fields = [list(map(int, _DIGITS.findall(name.rpartition("/")[2]))) for name in names]
+        # A field of the names that counts 0 to n - 1 over the whole series: it can be the rank.
         unique = [c for c in zip(*fields, strict=True) if sorted(c) == list(range(len(names)))]
         if len(ends) < len(names) and len(unique) == 1:
             for name, rank in zip(names, unique[0], strict=True):
@@ -132,6 +139,7 @@ def _numbers(found: dict[str, Named]) -> None:
     """Ranks count from 0: a number far above the count of files is a process or a job."""
     numbers = {number for _, number in found.values() if number is not None}
     for name, (identity, number) in found.items():
+        # Room for a few files out of a large job; ids of processes and jobs lie far above it.
         if number is not None and number >= 16 * len(numbers) + 64:
             pid = number if 0 < number < 2**22 else None  # the kernel's highest process id
             found[name] = replace(identity, pid=pid), None

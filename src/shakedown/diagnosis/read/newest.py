@@ -16,6 +16,8 @@ def newest_of(path: Path) -> Path | None:
     except OSError:  # reading the files of the folder will say why
         return None
     newest = stage.attempt(numbers[-1]).root if len(numbers) > 1 else None
+    # Only attempts of ours have heartbeats: a stranger's folder with numbered ones is read as it
+    # is.
     return newest if newest and AttemptPaths(newest).heartbeats.is_dir() else None
 
 

@@ -58,6 +58,7 @@ class Slice(EvidenceFile):
     numbers: tuple[int, ...] = ()
 
     def place(self, line: int = 0, text: str = "") -> SourceRef:
+        # Evidence is quoted by file and line: readers count the lines of the slice.
         own = self.numbers[line - 1] if 0 < line <= len(self.numbers) else line
         return SourceRef(self.name, own, clean(text.strip()))
 
@@ -66,8 +67,10 @@ def split(source: EvidenceFile) -> list[Slice]:
     """One source for each prefix or node; empty when the file is not of such a form."""
     if not any(word in source.text for word in ("Thread ", "Process ", "Traceback for thread")):
         return []
+    # A stack that begins without a prefix: what stands before other lines is then no prefix of all.
     if _PLAIN.search(source.text):
         return list(_sections(source)) if _SECTION.search(source.text) else []
+    # The prefix is told by a line that begins a stack; then it is looked for on every line.
     row = next((row for row in _ROWS if row[0].search(source.text)), None)
     return list(_slices(source, row[1], row[2])) if row else []
 

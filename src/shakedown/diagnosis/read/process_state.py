@@ -5,6 +5,7 @@ import re
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import ProcessState, Record, clean
 
+# `41 D nfs_wait_bit_killable`
 _SHORT = re.compile(r"^(\d{1,8}) ([RSDTtZXI])(?: +([A-Za-z0-9_.]{1,80}))?(?:\s|$)")
 _STATUS = re.compile(r"^State:\s+([RSDTtZXI])\b")
 _PID = re.compile(r"^Pid:\s+(\d{1,8})")
@@ -12,6 +13,7 @@ _PID = re.compile(r"^Pid:\s+(\d{1,8})")
 
 def parse(source: EvidenceFile) -> list[Record]:
     """Process states; empty unless the whole short file is of one of the two forms."""
+    # `3 S ...` may stand in any log: only a short file that holds nothing else counts.
     if len(source.data) > 2**20:
         return []
     lines = [line for line in source.lines if line.strip()]
@@ -30,6 +32,7 @@ def parse(source: EvidenceFile) -> list[Record]:
 
 
 def _wchan(text: str | None) -> str:
+    # /proc/PID/wchan reads 0 for a process that runs, or that may not be looked at.
     return "" if text in (None, "0") else clean(text, 80)
 
 

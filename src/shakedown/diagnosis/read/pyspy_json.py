@@ -25,6 +25,8 @@ def parse(source: EvidenceFile, body: Any) -> list[Record] | None:
     stacks: list[Record] = []
     for pid, rows in by_pid.items():
         named = source.who(pid)
+        # The file's name says whose the process is, not whose its children (data-loader workers)
+        # are.
         alone = len(roots) == 1 and pid == roots[0]
         who = named if alone else Identity(None, pid, named.host, named.role)
         stacks.append(
@@ -44,6 +46,8 @@ def parse(source: EvidenceFile, body: Any) -> list[Record] | None:
 def _thread(row: Mapping[str, Any]) -> Thread:
     frames = [f for f in row["frames"] if isinstance(f, Mapping)]
     if len(frames) > MAX_FRAMES:
+        # Both ends tell where a thread stands: the loop at the outer one, the call at the inner
+        # one.
         frames = frames[: MAX_FRAMES // 2] + frames[-MAX_FRAMES // 2 :]
     active = row.get("active")
     return Thread(

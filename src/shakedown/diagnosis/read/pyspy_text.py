@@ -11,14 +11,20 @@ from shakedown.diagnosis.records import Frame, Identity, Record, Stack, Thread, 
 
 _PROCESS = re.compile(r"^Process (\d{1,8}): ?(.*)$")
 _PARENT = re.compile(r"^Parent Process (\d{1,8}):")
+# `Thread 41 (idle): "MainThread"`, `Thread 0x7F3A (active+gil): "worker"`, and without a number,
+# state or quotes as people paste it.
 _THREAD = re.compile(
     r'^\s*Thread(?: (?:0x)?([0-9A-Fa-f]{1,32}))?(?: \(([a-z+]{1,40})\))?: ?"?([^"]*)"?$'
 )
+# ` all_reduce (torch/distributed/distributed_c10d.py:2810)`; native frames may have no line, and
+# people add remarks behind an arrow or a hash sign.
 _FRAME = re.compile(r"^\s+(\S.{0,300}?) \(([^()]{1,300}?)(?::(\d{1,9}))?\)(?: *[←#].*)?$")
+# What the parentheses must hold: indented messages end in parentheses as well.
 _FILE = re.compile(
     r"(?:\.(?:pyx?|so[.\d]*|pxd|c|cc|cpp|cu|h|hpp)|^<.*>|^lib\S+|^\[\w+\]|^\S*python\S*)$"
 )
 _PYSTACK = re.compile(r"^\s+\((?:Python|C)\) File ")
+# `ranks.txt`, `rank0-3.txt`: a file of several ranks.
 _RANKS = re.compile(r"ranks|rank\D?\d+\D{1,4}\d")
 # A file with none of these and without a header holds no stack: a long log is not read by lines.
 _SIGNS = re.compile(
@@ -77,6 +83,7 @@ class _Reader:
             self._now.threads.append((match[3], active, "gil" in (state or ""), []))
         elif _ERROR.match(line):
             self._failures.append((self._now.who, number, line))
+        # pystack's frames have parentheses too; its own reader takes them.
         elif (match := _FRAME.match(line.rstrip())) and not _PYSTACK.match(line):
             self._frame(match)
         elif self._failures and number - self._failures[-1][1] <= 5 and line.strip():
@@ -115,6 +122,7 @@ class _Reader:
     def finish(self) -> list[Record]:
         self._close()
         pids = {p.who.pid for p in self._done}
+        # Children (data-loader workers) stand in the same text as their parent.
         roots = [p for p in self._done if p.parent is None or p.parent not in pids]
         first = roots[0] if len(roots) == 1 or (roots and self._names_one_rank()) else None
         records: list[Record] = [self._stack(p, alone=p is first) for p in self._done]
@@ -151,6 +159,7 @@ class _Reader:
 def _reason(text: str) -> Literal["gone", "stopped", "denied", "other"]:
     if "ermission" in text or "not permitted" in text:
         return "denied"
+    # py-spy 0.4's words; the order matters, as one message may hold several of them.
     if "ESRCH" in text:
         return "gone"  # also said where it wanted to suspend the process first
     if "suspend" in text or "SIGSTOP" in text:

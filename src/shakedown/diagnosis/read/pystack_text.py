@@ -6,7 +6,10 @@ from shakedown.diagnosis.read.headers import header
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import Frame, Identity, Record, Stack, Thread, clean
 
+# `Traceback for thread 4321 (python) [Has the GIL] (most recent call last):`
 _THREAD = re.compile(r"^Traceback for thread (\d{1,8})(?: \((.{0,80}?)\))? ?\[(.{0,120}?)\]")
+# `(Python) File "/srv/train.py", line 43, in train`; a C frame ends with its library: `(C) File
+# "poll.c", line 29, in poll (libc.so.6)`.
 _FRAME = re.compile(
     r'^\s+\((Python|C)\) File "([^"]{1,400})", line (\d{1,9}),'
     r" in (.{1,300}?)(?: \([^()]{0,400}\))?$"
@@ -40,6 +43,7 @@ def _stacks(source: EvidenceFile) -> list[Record]:
             who = heading
         elif match := _THREAD.match(text):
             thread_id = int(match[1])
+            # The same thread again: the next dump of the process, appended to the same file.
             if thread_id in seen:
                 flush()
             if open_thread is not None:
@@ -61,6 +65,7 @@ def _stack(
     line: int,
     first_thread: int,
 ) -> Stack:
+    # On Linux the main thread's id is the process id, and later threads get higher ones.
     pid = who.pid if who.pid is not None else first_thread
     identity = who.completed_by(source.who(pid))
     rows = tuple(

@@ -9,12 +9,15 @@ from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import Identity, LogEnd, RasRank, Record, SourceRef, clean
 
 # The wording is that of NCCL's src/ras/client_support.cc (2.24 to 2.29).
+# `#0-0 (cf264af53edbe986) INCOMPLETE`: group of communicators, communicator, hash, fault.
 _COMMUNICATOR = re.compile(r"^\s*#(\d{1,6})-\d{1,6} \([0-9a-f]+\) (\w+)")
 _SECTION = re.compile(r"^(?:Errors|Warnings|INCOMPLETE|DEAD|TIMEOUT)\s*$")
 # a row of the table of communicators: group, how many, nodes, ranks a node, ranks of each, ...
 _GROUP = re.compile(r"^\s*(\d{1,6}) +(\d{1,9}) +\d{1,9} +[\d-]{1,19} +(\d{1,9}) +\d{1,9} +[A-Z]+ ")
 _TOTALS = re.compile(r"^\s*\d{1,9}(?: +\d{1,9}){1,3} +(\d{1,9})$")  # of the job: its GPUs last
 _MISSING = re.compile(r"^\s*The missing ranks?: ([\d, -]{1,400})")
+# `Rank 4 -- GPU 4 managed by process 483076 on node 172.16.64.210`, or with its count: `Rank 1 has
+# launched up to operation 6649 -- GPU ...`
 _RANK_LINE = re.compile(
     r"^\s*Rank (\d{1,7})"
     r"(?: has (?:launched up to operation (\d{1,18})|(not) launched any operations))?"
@@ -42,6 +45,7 @@ def parse_text(source: EvidenceFile) -> list[Record]:
     summary = ((n, line) for n, line in enumerate(source.lines, start=1) if _SUMMARY.match(line))
     for number, line in summary:
         who, place = source.who(), source.place(number, line)
+        # Without any complaint the file still counts as read.
         records.append(LogEnd(who, len(source.lines), clean(line), place))
         break
     reader = _Reader(source, _whole_groups(source.lines))

@@ -52,6 +52,7 @@ Parser = Callable[[EvidenceFile], list[Record]]
 JsonParser = Callable[[EvidenceFile, Any], list[Record] | None]
 
 # A JSON value is offered to each in turn; None means "not mine".
+# "gpus" comes before "shakedown evidence", which takes every value with a schema of ours.
 JSON_FORMATS: dict[str, JsonParser] = {
     "py-spy json": pyspy_json.parse,
     "flight recorder json": flight_recorder.parse_json,
@@ -83,6 +84,7 @@ def read_paths(paths: Iterable[Path]) -> Evidence:
     records: list[Record] = []
     formats: dict[str, str] = {}
     skipped: list[Skipped] = []
+    # One file more than is read: it shows that there are more.
     files = list(islice(find_files(paths), MAX_FILES + 1))
     if len(files) > MAX_FILES:
         reason = f"not read, and nothing after it: more than {MAX_FILES} files"
@@ -102,6 +104,7 @@ def read_paths(paths: Iterable[Path]) -> Evidence:
         for label, rows in found.items():
             records += rows
             formats[name] = f"{formats[name]}, {label}" if name in formats else label
+    # After all files, as other ranks' dumps tell which ranks there are.
     records += of_members(unread, records)
     return Evidence(order_moments(local_ranks.resolve(records, local)), formats, skipped)
 
@@ -120,6 +123,7 @@ def _read(
         return error.strerror or type(error).__name__
     except RecursionError:
         return "nested too deeply"
+    # What a damaged or crafted file can raise. It is listed, and the other files are still judged.
     except (ValueError, ArithmeticError, MemoryError) as error:
         return clean(error) or type(error).__name__
 
@@ -130,6 +134,8 @@ def read_one(source: EvidenceFile) -> dict[str, list[Record]]:
     Raises:
         ValueError: the file is of a known binary format, but damaged or unsafe.
     """
+    # Binary formats first, then UTF-16, which is full of NUL bytes, and only then the test for
+    # binary content.
     if flight_recorder.is_pickle(source.data):
         return {"flight recorder pickle": flight_recorder.parse_pickle(source)}
     if evidence.is_heartbeat(source.data):
@@ -143,6 +149,8 @@ def read_one(source: EvidenceFile) -> dict[str, list[Record]]:
         source = replace(source, data=_COLOUR.sub(b"", source.data))
     if _JSON_LINES.match(source.text[:200]):
         found = _read_json(source)
+        # JSON that no format knows goes on as text: it may be the first of several values, or lines
+        # of a log.
         if found:
             return found
     parts = prefixed.split(source)

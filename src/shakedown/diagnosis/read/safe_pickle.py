@@ -73,14 +73,18 @@ def _matches(grammar: re.Pattern[bytes], data: bytes) -> bool:
     at = 2
     while match := grammar.match(data, at):
         at = match.end()
+        # An opcode and a 4-byte number: the two opcodes that the pattern cannot hold have this
+        # form.
         head = data[at : at + 5]
         number = int.from_bytes(head[1:], "little")
         if head[:1] == b".":
             return True
         if len(head) < 5 or number > len(data):
             return False
+        # BINUNICODE: the number is the length of the string that follows.
         if head[:1] == b"X":
             at += 5 + number
+        # LONG_BINPUT: the number is an index of the memo, which is allocated up to it.
         elif head[:1] == b"r":
             at += 5
         else:
@@ -88,10 +92,17 @@ def _matches(grammar: re.Pattern[bytes], data: bytes) -> bool:
     return False
 
 
+# Opcodes by their bytes, as in `pickletools.opcodes`. q BINPUT and r LONG_BINPUT (an index below
+# 65536) store the last value in the memo under a number, \x94 MEMOIZE under the next one; h and j
+# fetch it again.
 _PUT = rb"(?:q.|r..\0\0|\x94)"
 _GET = rb"h.|j...."
+# EMPTY_LIST, MARK, EMPTY_DICT, SETITEMS, APPENDS, APPEND, SETITEM, LIST, DICT.
 _BUILD = rb"[\](}ueasld]"
 _BUILD_OR_MEMOIZE = rb"[\](}ueasld\x94]++"
+# What usually follows a dict's key: BINGET or BININT1, NONE, true and false, BININT2, an 8-byte
+# LONG1, BININT. All repetitions are possessive (`*+`): a failed match never goes back, so it stays
+# linear.
 _AFTER_KEY = rb"[hK].|[N\x88\x89]|M..|\x8a\x08.{8}|J...."
 
 
@@ -130,6 +141,7 @@ def _elements(near: bytes, far: bytes, *others: bytes, after: bytes) -> re.Patte
 
 def _literal(opcode: bytes, padding: bytes, longest: int) -> bytes:
     """One scalar or a string of at most `longest` bytes: `opcode`, its length padded, its bytes."""
+    # One alternative for each length: a pattern cannot read a length out of the data.
     counted = [(re.escape(bytes([n])), n) for n in range(longest + 1)]
     strings = b"|".join(b"%s%s.{%d}" % (byte, padding, n) for byte, n in counted)
     numbers = b"|".join(b"%s.{%d}" % row for row in counted[: _MAX_BITS // 8 + 1])

@@ -11,6 +11,7 @@ _JOB_ID = re.compile(r"(?:^|\s)JobId=(\S{1,40})")
 _JOB = re.compile(r"(?:^|\s)JobState=([A-Z_]{1,40})\b")
 _LIST = re.compile(r"(?:^|\s)NodeList=(\S{1,200})")
 _SACCT_HEAD = re.compile(r"^\s*JobI[dD]\b.*\bState\b")
+# Slurm appends `*` to the state of a node that does not respond: `IDLE*`.
 _DOWN = re.compile(r"DOWN|FAIL|NOT_RESPONDING|NO_RESPOND|\*")
 # sacct cuts its columns: `OUT_OF_ME+`, `CANCELLED+`
 _JOB_STATES = re.compile(
@@ -34,12 +35,14 @@ def parse(source: EvidenceFile) -> list[Record]:
             down = _DOWN.search(match[1]) is not None
             place = source.place(number, line)
             records.append(NodeState(node, clean(match[1], 80), down, place))
+            # One state a node: what follows on further lines belongs to something else.
             node = ""
         if _SACCT_HEAD.match(line):
             is_sacct, columns = True, _cells(line)
         elif is_sacct:
             records += _row(columns, _cells(line), source.place(number, line))
         elif match := _JOB.search(line):
+            # `scontrol show job` writes NodeList some lines below JobState.
             rest = "\n".join(source.lines[number - 1 : number + 30])
             listed = _LIST.search(rest)
             row = {"JobID": job, "State": match[1], "NodeList": listed[1] if listed else ""}
@@ -48,6 +51,7 @@ def parse(source: EvidenceFile) -> list[Record]:
 
 
 def _cells(line: str) -> list[str]:
+    # `sacct -P` separates columns by bars, plain sacct by blanks.
     return [name.strip() for name in (line.split("|") if "|" in line else line.split())]
 
 

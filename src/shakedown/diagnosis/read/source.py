@@ -32,10 +32,13 @@ _ROLES = {
     "server": "inference",
 }
 _ROLE = re.compile(rf"(?:^|[^a-z])({'|'.join(_ROLES)})(?:[^a-z]|$)")
+# What stands before a word must be no letter (`frank3` is no rank), and a number of more digits is
+# not cut to its first ones. Names are lower case here.
 _RANK = re.compile(r"(?:^|[^a-z])rank[-_ =]?(\d{1,6})(?!\d)")
 _PID = re.compile(r"(?:^|[^a-z])pid[-_ =]?(\d{1,8})(?!\d)")
 _HOST = re.compile(r"(?:^|[^a-z])(?:host|node)[-_=]([a-z0-9][a-z0-9-]*)")
 _ROUND = re.compile(r"(?:^|[^a-z])(?:round|sample)[-_]?(\d{1,3})(?!\d)")
+# `_dump_9`, `stacks_r10.log`, `trace_2.json`: at most one letter sticks to the number.
 _TRAILING = re.compile(r"(?:^|[^0-9a-z]|[a-z](?=\d))(\d{1,8})(?:\.[a-z]+)*$")
 
 
@@ -126,6 +129,7 @@ def find_files(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
             except OSError:
                 yield path, name
                 continue
+            # By inode: a file that is linked, or given twice, would count as two samples.
             key = (status.st_dev, status.st_ino)
             if key not in seen:
                 seen.add(key)
@@ -180,6 +184,8 @@ def _open(path: Path) -> IO[bytes]:
         os.scandir(path).close()  # raises why the folder could not be listed
     if not stat.S_ISREG(mode):
         raise ValueError("not a regular file")
+    # O_NONBLOCK: a pipe that took the file's place after the look above would block the open for
+    # ever.
     stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
@@ -189,6 +195,8 @@ def _open(path: Path) -> IO[bytes]:
 
 def _content(stream: IO[bytes], size: int) -> tuple[bytes, int]:
     """A file's bytes, and how many were left out of the middle."""
+    # One byte more than the file has: fewer bytes back mean that it was read whole. Files of /proc
+    # have size 0.
     first = min(LOG_HEAD, size + 1) if size else LOG_HEAD  # a read allocates what it asks for
     head = stream.read(first) or b""  # None: a kernel file without anything to read now
     if packer := compressed.packed_with(head):
@@ -198,6 +206,7 @@ def _content(stream: IO[bytes], size: int) -> tuple[bytes, int]:
     if len(head) < first:
         return head, 0
     if size <= LOG_HEAD + LOG_TAIL or size <= _limit(head):
+        # Bounded all the same: a log may grow while it is read.
         return head + (stream.read(max(LOG_HEAD + LOG_TAIL, _limit(head))) or b""), 0
     _refuse_long_pickle(head, size)
     stream.seek(size - LOG_TAIL)
@@ -216,6 +225,7 @@ def _bounded(pieces: Iterator[bytes]) -> tuple[bytes, int]:
             continue
         tail.append(piece)
         kept += len(piece)
+        # Old pieces go only while enough stays without them.
         while kept - len(tail[0]) > max(LOG_TAIL, _limit(head)):
             kept -= len(tail.popleft())
     left_out = size - len(head) - kept

@@ -21,6 +21,7 @@ _SAID = re.compile(
     r"|[ ,](?P<c>\d{1,6}(?:\.\d{1,4})?)s/it\b",
     re.I | re.A,
 )
+# `2026-01-01 10:00:00 ... step 12 ...`; a number before `it/s` is a speed.
 _STAMPED = re.compile(
     r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,6})?)[^\n]{0,200}?"
     r"\b(?:global_?step|step|iteration|iter)\b[\"' :=#]{1,4}(\d{1,9})(?!\S*it/s)",
@@ -38,6 +39,8 @@ def step_lengths(source: EvidenceFile) -> list[StepLength]:
     found = said or [seconds for seconds in _between(tail) if 0 < seconds < LONGEST]
     if not found:
         return []
+    # The median, as a step with an evaluation or a checkpoint takes longer; the last ones, as the
+    # first step holds start-up and compilation.
     median = statistics.median(found[-RECENT:])
     place = source.place(0, f"a step takes about {median:.3g} s")
     return [StepLength(source.who(), median, place)]

@@ -14,6 +14,7 @@ _KEYS = (b'"entries"', b'"pg_config"', b'"pg_status"', b'"nccl_comm_state"')
 def why_unread(data: bytes) -> str:
     """The reason to skip a file that no format could read."""
     head = data[:_HEAD]
+    # Told by its keys, as JSON that is cut off cannot be parsed.
     if head.lstrip()[:1] == b"{" and any(key in head for key in _KEYS):
         return "a damaged Flight Recorder dump"
     return _SAYS_NOTHING[bool(data)]
@@ -27,6 +28,7 @@ def rank_of_unread(
     Without it the rank would pass for one that never wrote, which is a sign of guilt.
     """
     who = EvidenceFile(Path(name), name, b"", identity=identity, trailing=trailing).who()
+    # An empty file may have been made by the collector, so it does not show that the rank wrote.
     if reason in _SAYS_NOTHING or who.rank is None or who.role:
         return []
     return [Unattachable(who, "other", SourceRef(name))]
