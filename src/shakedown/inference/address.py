@@ -20,6 +20,7 @@ def choose_port(host: str) -> int:
     Raises:
         ServerError: `host` is no address of this machine, or every port tried is taken.
     """
+    # Not `random.choice`: programs that seed that generator alike would all draw the same port.
     draw = random.SystemRandom()
     for _ in range(100):
         port = draw.choice(_PORTS)
@@ -31,6 +32,9 @@ def choose_port(host: str) -> int:
 def port_fault(host: str, port: int) -> str | None:
     """Why nothing can listen on `host:port`; None when it is free."""
     try:
+        # create_server sets SO_REUSEADDR on Linux, so a port of a server that ended just now
+        # (TIME_WAIT) counts as free. Free means at this moment: another process may still take the
+        # port before the engine binds it, and the engine's log then says so (explain.py).
         with socket.create_server((host, port)):
             return None
     except OSError as error:
@@ -50,6 +54,7 @@ def own_address(launcher: str) -> str:
     try:
         found = socket.gethostbyname(address)
     except OSError:
+        # A name that does not resolve is treated like one that resolves to this machine alone.
         found = _LOOPBACK
     # Debian maps a host's own name to 127.0.1.1: no other node reaches that.
     if ipaddress.ip_address(found).is_loopback and address == name:

@@ -36,6 +36,8 @@ class _Signals:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, self._note)
 
+    # Nothing is ended here: `_watch` sees the name at its next look and ends the server in order,
+    # which takes the grace time and writes the state.
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.name = signal.Signals(number).name
 
@@ -43,10 +45,14 @@ class _Signals:
 def keep(folder: ServerPaths) -> int:
     """Run the server of `folder` to its end; returns 0 when it was ended on purpose, else 3."""
     signals = _Signals()
+    # The state is written before anything can fail: whoever started this process waits for that
+    # file and does not see its exit code.
     me = psutil.Process()
     state = State("starting", node_name(), me.pid, me.create_time())
     state.write(folder.state)
     try:
+        # Only here, on the node where the server runs, is it known which addresses and ports there
+        # are.
         order = _placed(read_order(folder.order))
         state = replace(state, host=order.spec.host, port=order.spec.port)
         return _run(folder, order, state, signals)
@@ -78,6 +84,7 @@ def _watch(
 ) -> tuple[str, int | None]:
     """Why the server is to end, and its exit code when it ended by itself."""
     while True:
+        # Before the other reasons: a server that died by itself is reported so, not as stopped.
         for ended in supervisor.poll():
             return (
                 f"the server ended by itself: {describe_exit(ended.returncode)}",
@@ -123,6 +130,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.detach and os.fork():
         return 0
     if args.detach:
+        # A session of its own: neither the terminal's hangup nor a signal to the starter's process
+        # group reaches the daemon, so the server outlives the command that started it.
         os.setsid()
     return keep(ServerPaths(args.folder))
 

@@ -62,6 +62,7 @@ def likely_cause(log: str, returncode: int | None = None) -> Cause | None:
     for pattern, text, remedy in _PATTERNS:
         if re.search(pattern, log):
             return Cause(text, remedy)
+    # -9 as Python gives a death by SIGKILL, 137 (128 + 9) as a shell or a container gives it.
     if returncode in (-9, 137):
         return Cause(
             "killed from outside, most often by the kernel for lack of memory",

@@ -54,7 +54,7 @@ class ServerOrder:
 
 @dataclass(frozen=True)
 class State:
-    """The daemon's word. `started` of processes are Unix seconds, against reused process ids."""
+    """What the daemon reports. `daemon_started` (Unix seconds): process ids are used again."""
 
     phase: Literal["starting", "running", "ended"]
     node: str
@@ -107,7 +107,7 @@ def read_order(path: Path) -> ServerOrder:
 
 
 def read_state(path: Path) -> State | None:
-    """The daemon's word, or None when it has not spoken."""
+    """What the daemon reports; None before its first report."""
     if not path.exists():
         return None
     return read_json_as(State, path, "server state", hint=_START)

@@ -83,4 +83,6 @@ class LeaseWatch:
         try:
             return self._path.stat().st_mtime_ns
         except OSError:
+            # An outage of the file system that is shorter than the lease ends no server: its start
+            # and its end both count as a use.
             return 0

@@ -21,16 +21,19 @@ _KILL_SECONDS = 10.0
 def alive(folder: ServerPaths) -> bool:
     """Whether its daemon or its job is there."""
     state, job = read_state(folder.state), job_id(folder)
+    # The daemon's own report counts first: Slurm may list the job as completing after that.
     if state is not None and state.phase == "ended":
         return False
     if job:
         found = slurm.job_state(job)
+        # A controller that does not answer (None) is no sign that the job has ended.
         return found is None or not found.gone
     return state is not None and daemon_lives(state)
 
 
 def daemon_lives(state: State) -> bool:
     """Whether the daemon's process is there; on another node it is believed to be."""
+    # Processes of another node cannot be looked at from here.
     if state.node != node_name():
         return True
     try:
@@ -60,12 +63,15 @@ def end_orphans(state: State | None) -> None:
     """
     if state is None or not state.pid or state.node != node_name():
         return
+    # First the guard of the killed daemon gets its time to end the session with SIGTERM and
+    # SIGKILL. What it leaves is killed here and gets some seconds to be gone.
     for seconds in (_GUARD_SECONDS, _KILL_SECONDS):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if not _session(state):
                 return
             time.sleep(POLL_SECONDS)
+        # Looked at again: the number may belong to somebody else's session by now.
         send({state.pid} if _session(state) else set(), signal.SIGKILL)
     raise ServerError(
         f"processes {_session(state)} of the server survived SIGKILL",
@@ -78,6 +84,7 @@ def _session(state: State) -> list[int]:
     found = members({state.pid})
     for pid in found:
         with contextlib.suppress(psutil.NoSuchProcess):
+            # The server is the daemon's child: a member that is older is none of its processes.
             if psutil.Process(pid).create_time() < state.daemon_started - 1.0:
                 return []
     return found

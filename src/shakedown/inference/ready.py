@@ -17,6 +17,7 @@ _GENERATION_SECONDS = 60.0
 _POLL_SECONDS = 0.25
 _SAY_SECONDS = 5.0
 # Answers that more patience does not change.
+# Not 5xx and 429: servers send those while they load or are busy.
 _FINAL = (400, 401, 403, 404, 422)
 
 
@@ -113,6 +114,8 @@ def _look(client: httpx.Client, engine: InferenceEngine, model: str) -> str | No
     Raises:
         ServerError: it refuses the generation.
     """
+    # The health check comes first as it fails at once: a generation sent to a server that is still
+    # loading could wait for up to a minute, in which its death would not be seen.
     fault, _ = _fault(client, Request(engine.health_path, method="GET"), _HEALTH_SECONDS)
     if fault is not None:
         return fault

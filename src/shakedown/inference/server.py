@@ -97,10 +97,14 @@ def ensure(path: Path, *, say: Say = print) -> Endpoint:
         say(f"serve: {endpoint.name} is gone, starting it again")
         _stop(folder, say)
         order = endpoint.order
+        # The old address again, where it is free: consumers may have read endpoint.json before. On
+        # Slurm the next job may run on another node.
         if order.launcher == "local" and port_fault(endpoint.host, endpoint.port) is None:
             spec = replace(order.spec, host=endpoint.host, port=endpoint.port)
             order = replace(order, spec=spec)
         before = folder.endpoint.stat()
+        # Recorded is the order as it was given, without that port: `start` compares orders, and
+        # would replace a server whose recorded order differs from the same command's.
         started = _start(order, folder, say, recorded=endpoint.order)
         # The answers are the same: what was made with the endpoint is not out of date.
         os.utime(folder.endpoint, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -197,14 +201,16 @@ def _start(
                 timeout=order.ready_timeout,
                 dead=lambda: _why_dead(folder),
                 say=lambda line: say(f"serve: {line}"),
-                tick=Lease(folder.lease).renew,
+                tick=Lease(folder.lease).renew,  # a long load must not use the lease up
                 log=folder.log,
             ),
         )
+    # Also for Ctrl-C: a server that nobody waits for any more must not hold its GPUs.
     except BaseException:
         _stop(folder, say)
         raise
     say(f"serve: {order.name} answered a generation after {seconds:.0f} s at {endpoint.base_url}")
+    # Last: this file tells consumers that the server has answered.
     write_json(folder.endpoint, replace(endpoint, order=recorded or order).to_json())
     return read_endpoint(folder.root)
 
@@ -228,6 +234,8 @@ def _check_model(order: ServerOrder) -> None:
 
 def _prepare(folder: ServerPaths) -> None:
     """A folder for a new life of the server; the log of the one before is kept beside it."""
+    # Before the new daemon starts: it would obey an old `stop` at once, and an old state would be
+    # taken for its own.
     for path in (folder.stop, folder.state, folder.job):
         path.unlink(missing_ok=True)
     if folder.log.exists():
@@ -283,6 +291,7 @@ def _daemon_says(order: ServerOrder, folder: ServerPaths, say: Say) -> State:
             if heard - said >= _QUEUE_SAY_SECONDS:
                 said = heard
                 say(f"serve: job {job} is {found.state} ({found.reason})")
+        # With a job each look runs squeue: once a second is enough.
         time.sleep(POLL_SECONDS if not job else 4 * POLL_SECONDS)
     raise failure(
         f"the daemon of {order.name} was not heard of within {_KEEPER_SECONDS:.0f} s",
@@ -325,6 +334,7 @@ def _running(folder: ServerPaths) -> Endpoint | None:
 
 def _answers(endpoint: Endpoint) -> bool:
     engine = get_engine(endpoint.engine)
+    # The health check fails within 5 s where a generation could wait for 60 s.
     if health_fault(engine, endpoint.base_url) is not None:
         return False
     return generation_fault(engine, endpoint.base_url, endpoint.served_name) is None
@@ -347,6 +357,7 @@ def _stop(folder: ServerPaths, say: Say) -> str:
         return "was not running"
     write_text(folder.stop, "stop\n")
     waiting = slurm.job_state(job) if job else None
+    # A job in the queue has no daemon yet that could see the stop file.
     if waiting is not None and waiting.waiting:
         slurm.cancel(job)
     if not gone(folder, _STOP_SECONDS):
@@ -369,6 +380,7 @@ def _locked(folder: ServerPaths) -> Iterator[None]:
     except OSError as error:
         raise StorageError(f"cannot use {folder.root}: {error.strerror}") from error
     with lock:
+        # The kernel gives the lock back when its holder dies, so a killed start locks nobody out.
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

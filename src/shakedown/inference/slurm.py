@@ -42,7 +42,9 @@ def submit(folder: ServerPaths, name: str, options: SlurmOptions) -> str:
     script = shlex.join(
         [sys.executable, "-P", "-m", "shakedown.inference.daemon", str(folder.root)]
     )
+    # exec: the daemon takes the place of the shell, which would not pass a SIGTERM on to it.
     done = _run(sbatch_command(folder, name, options), stdin=f"#!/bin/bash\nexec {script}\n")
+    # `--parsable` prints `12`, or `12;cluster` where there are several clusters.
     match = re.match(r"(\d+)", done.stdout.strip())
     if done.returncode or match is None:
         raise LaunchError(
@@ -55,6 +57,8 @@ def submit(folder: ServerPaths, name: str, options: SlurmOptions) -> str:
 def sbatch_command(folder: ServerPaths, name: str, options: SlurmOptions) -> list[str]:
     """The sbatch command; the script comes on standard input."""
     command = ["sbatch", "--parsable", f"--job-name=serve-{name}", "--nodes=1", "--ntasks=1"]
+    # Not requeued: Slurm would start the server again at an address that endpoint.json does not
+    # name.
     command += [f"--cpus-per-task={options.cpus}", "--no-requeue", "--open-mode=append"]
     command += [f"--output={folder.slurm_log}", f"--chdir={folder.root}"]
     named = {
@@ -76,6 +80,8 @@ def _gres(options: SlurmOptions) -> str:
 
 def job_state(job: str) -> JobState | None:
     """The job's state, or None when Slurm could not be asked just now."""
+    # Without --states=all squeue hides jobs that have ended. It knows them for MinJobAge (300 s by
+    # default); after that the id is invalid.
     done = _run(["squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r"])
     if done.returncode:
         return JobState("") if "Invalid job id" in done.stderr else None
@@ -100,6 +106,8 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
+        # SLURM_CONF says where the cluster's configuration is: without it no command works on a
+        # cluster that has none in /etc/slurm.
         if name == "SLURM_CONF" or not name.startswith(("SLURM_", "SLURMD_", "SBATCH_", "SRUN_"))
     }
 

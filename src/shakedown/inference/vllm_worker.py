@@ -47,5 +47,7 @@ def repack(model: Any) -> int:
 
 def _keeps_both(layer: Any) -> bool:
     weight = getattr(layer, "weight", None)
+    # vLLM 0.32 sets `cpu_linear` on a layer: it computes with the packed copy. Where vLLM gave
+    # the weight itself up, an empty tensor stands in its place.
     packed = "cpu_linear" in vars(layer) and hasattr(layer, "quant_method")
     return packed and weight is not None and weight.dim() == 2 and weight.numel() > 0

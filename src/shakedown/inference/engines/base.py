@@ -24,8 +24,11 @@ class Machine:
 
 def this_machine() -> Machine:
     """The machine this process runs on, seen without importing torch."""
+    # Both values hide every device from CUDA. The NVIDIA driver makes /dev/nvidiactl on any machine
+    # with its GPUs.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     cuda = Path("/dev/nvidiactl").exists() and not hidden
+    # The affinity, not os.cpu_count(): Slurm or a container may give a part of the machine's cores.
     return Machine(cores=len(os.sched_getaffinity(0)), cuda=cuda)
 
 

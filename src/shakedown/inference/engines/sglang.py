@@ -37,6 +37,7 @@ class SglangEngine(TokenEngine):
 
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
         machine = machine or this_machine()
+        # -P: the working directory must not hide the engine's modules.
         argv = [*spec.prefix, sys.executable, "-P", "-m", "sglang.launch_server"]
         argv += ["--model-path", spec.model, "--served-model-name", spec.served_name]
         argv += ["--host", spec.host, "--port", str(spec.port), "--random-seed", str(spec.seed)]
@@ -60,6 +61,7 @@ class SglangEngine(TokenEngine):
         sampling = {
             "max_new_tokens": wanted.max_tokens,
             "temperature": wanted.temperature,
+            # 1.0 and -1 switch both off, also where the model's own defaults set them.
             "top_p": 1.0,
             "top_k": -1,
             "n": wanted.samples,
@@ -98,6 +100,7 @@ class SglangEngine(TokenEngine):
             "input_ids": list(tokens),
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
+            # From the first token on; by default only the generated ones have logprobs.
             "logprob_start_len": 0,
         }
         return Request("/generate", body)
@@ -107,6 +110,7 @@ class SglangEngine(TokenEngine):
             places = reply["meta_info"]["input_token_logprobs"]
             if [int(place[1]) for place in places] != list(tokens):
                 raise malformed(self.name, "logprobs of the tokens that were sent", reply)
+            # The first token has none: nothing stands before it.
             return [float(place[0]) for place in places[1:]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise malformed(self.name, "input_token_logprobs", reply) from error

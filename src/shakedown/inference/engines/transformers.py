@@ -30,6 +30,7 @@ class TransformersEngine(InferenceEngine):
 
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
         machine = machine or this_machine()
+        # -P: the working directory must not hide the engine's modules.
         argv = [*spec.prefix, sys.executable, "-P", "-m", "transformers.cli.transformers", "serve"]
         argv += [spec.model, "--host", spec.host, "--port", str(spec.port)]
         argv += ["--dtype", spec.dtype, "--device", "cuda" if machine.cuda else "cpu"]

