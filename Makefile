@@ -3,7 +3,7 @@ SHELL := bash
 BIN := .venv/bin
 EXTRA ?=
 # Three streams on two cores: the tests on Slurm mostly wait. Groups of tests: conftest.py.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
