@@ -41,6 +41,7 @@ def prepare_assets(config: Config, out: Path) -> Verdict:
     paths = AssetsPaths(out.absolute())
     assets = Assets(_model(config, paths), *_data(config, paths))
     findings, metrics = _check(assets)
+    # After the check: later stages take assets.json for model and data that can be used.
     write_json(paths.file, {"schema": SCHEMA, **vars(assets)})
     return Verdict(
         stage="assets",
@@ -116,7 +117,11 @@ def _fetched(name: str) -> str:
     from huggingface_hub import snapshot_download  # a local model needs none of it
 
     try:
+        # Left out: second copies of the weights in forms that nothing here reads, such as Llama's
+        # own .pth files in `original/` and llama.cpp's GGUF.
         folder: str = snapshot_download(name, ignore_patterns=["*.pth", "*.gguf", "original/*"])
+    # Errors of huggingface_hub, of its HTTP client or of the file system: for the user all mean
+    # that there is no model.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
@@ -196,7 +201,7 @@ def _without_images(assets: Assets) -> list[Finding]:
             blame="user",
             remedy="choose a data set without images",
         )
-        for source in dict.fromkeys((assets.train, assets.heldout))
+        for source in dict.fromkeys((assets.train, assets.heldout))  # once where both are the same
         if (known := parse_source(source).format) and known.images
     ]
 
@@ -219,4 +224,5 @@ def _disjoint(train: list[Row], heldout: list[Row], subject: str) -> Finding:
 
 
 def _length(row: Row) -> int:
+    """In characters: near enough to find the longest prompt without encoding all rows."""
     return sum(len(message["content"]) for message in row.messages)

@@ -56,7 +56,7 @@ def pad_rows(rows: Sequence[Sequence[int]], trained: Sequence[int], *, pad: int)
     for index, (row, count) in enumerate(zip(rows, trained, strict=True)):
         tokens[index, : len(row)] = torch.tensor(row)
         mask[index, len(row) - count : len(row)] = True
-    mask[:, 0] = False
+    mask[:, 0] = False  # the first token has nothing to be predicted from
     return TokenBatch(tokens, torch.tensor([len(row) for row in rows]), mask)
 
 
@@ -74,9 +74,10 @@ def rank_share(
     per_rank = -(-total // world_size)
     places = torch.arange(rank, per_rank * world_size, world_size)
     missing = places >= total
+    # Stable: every rank sorts for itself, and rows of one length must come out in the same order.
     by_length = batch.lengths.argsort(descending=True, stable=True)
     share = take_rows(batch, by_length[places.clamp(max=total - 1)])
-    share.mask[missing] = False
+    share.mask[missing] = False  # of a copy: `take_rows` leaves the global batch as it is
     size = micro_batch_size or per_rank
     return [
         take_rows(share, torch.arange(start, min(start + size, per_rank)))

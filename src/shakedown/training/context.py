@@ -43,6 +43,8 @@ class Context:
 
     def beat_training(self, parts: Sequence[TokenBatch]) -> OnMicroBatch:
         """What an engine calls as it trains on `parts`, this rank's micro batches."""
+        # A heartbeat holds both shapes: what the data made, and what the engine was called with.
+        # By them the hang diagnosis finds a rank that departed from its data (`rules_batches`).
         given, ran, step, beat = extent(parts), NO_EXTENT, self.step, self.heartbeat.beat
 
         def on_micro_batch(index: int, run: Sequence[TokenBatch]) -> None:

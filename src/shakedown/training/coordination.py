@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shakedown.core.errors import BlockedError, ShakedownError
 
 _POLL_SECONDS = 0.02
+# With the reason behind it, what rank 0 writes in place of a decision that it could not make.
 _FAILED = "failed:"
 _FAILURES = "_failures"  # a name in the ranks' sum: how many of them failed
 # Rank 0 holds the store: were it gone before the others looked, they would see a broken connection.
@@ -30,13 +31,16 @@ class Ranks:
     def __init__(self, store: dist.Store, *, device: torch.device) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        # torch keeps keys of its own in this store: a prefix keeps ours apart.
         self._store = dist.PrefixStore("shakedown", store)
         self._device = device
         self._decisions = 0
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """(collective) Add up numbers by name; the names must be the same on all ranks."""
+        # Sorted: the all-reduce adds by place, and ranks may have noted the names in another order.
         names = sorted(values)
+        # float64: float32 counts tokens exactly only up to 2**24.
         numbers = torch.tensor([values[name] for name in names], dtype=torch.float64)
         numbers = numbers.to(self._device)
         dist.all_reduce(numbers)
@@ -66,6 +70,7 @@ class Ranks:
         text = self._store.get(key).decode()
         if failure is None:
             self._store.add(f"{key}-heard", 1)
+        # Ranks that failed raise their own error and need no text: they are not waited for.
         if self.rank == 0:
             self._wait_until_heard(key, by=self.world_size - failed)
         raise PeerFailedError(text) if failure is None else failure
@@ -93,6 +98,8 @@ class Ranks:
             PeerFailedError: rank 0 failed; there the error itself is raised.
             BlockedError: rank 0 is gone.
         """
+        # Numbered, as a name may come again in a later step and a key of the store stays for good.
+        # Ranks that make the same calls in the same order count alike.
         self._decisions += 1
         key = f"{self._decisions}-{key}"
         if self.rank == 0:
@@ -115,6 +122,7 @@ class Ranks:
     def _decide(self, key: str, decide: Callable[[], str]) -> str:
         try:
             decision = decide()
+        # Also for KeyboardInterrupt and SystemExit: the others would poll for ever.
         except BaseException as error:
             self._store.set(key, f"{_FAILED}{type(error).__name__}: {error}")
             self._wait_until_heard(key, by=self.world_size - 1)
@@ -125,7 +133,7 @@ class Ranks:
     def _wait_until_heard(self, key: str, *, by: int) -> None:
         """Let the others read who failed; one that hangs elsewhere is not waited for."""
         began = time.monotonic()
-        while self._store.add(f"{key}-heard", 0) < by:
+        while self._store.add(f"{key}-heard", 0) < by:  # adding 0 reads the count
             if time.monotonic() - began > _HEARD_SECONDS:
                 return
             time.sleep(_POLL_SECONDS)

@@ -66,6 +66,8 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def _row(left: int, right: int) -> Mapping[str, Any]:
     prompt = f"{left:02d}+{right:02d}="
+    # The lowest digit first: the carry then comes from what is already written, which a small model
+    # learns far sooner ("Teaching Arithmetic to Small Transformers", arXiv 2307.03381).
     answer = f"{left + right:03d}"[::-1]
     return {"messages": [{"role": "user", "content": prompt}], "answer": answer}
 
@@ -74,6 +76,8 @@ def _build_model(seed: int) -> Any:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    # 0.6M parameters: SFT and then GRPO learn two-digit addition in about half a minute each on one
+    # core (measured, one seed).
     config = Qwen3Config(
         vocab_size=len(_vocabulary()),
         hidden_size=128,
@@ -89,6 +93,7 @@ def _build_model(seed: int) -> Any:
         bos_token_id=1,
         eos_token_id=2,
     )
+    # The caller's random state stays as it is.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(config)
@@ -104,7 +109,9 @@ def _build_tokenizer() -> Any:
 
     vocabulary = {token: index for index, token in enumerate(_vocabulary())}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
+    # The empty pattern matches between any two characters, so that each becomes a word of its own.
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    # Without a decoder the characters would come back with a blank between them.
     tokenizer.decoder = decoders.Fuse()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", vocabulary["<bos>"])]

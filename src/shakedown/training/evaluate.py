@@ -64,6 +64,7 @@ class Evaluator:
         budget = max(max_tokens, self._longest)
         texts: list[str] = []
         for sample in (True, False):
+            # The training's random state stays as it is, and every evaluation draws alike.
             with torch.random.fork_rng():
                 torch.manual_seed(seed)
                 texts += self._generate(model, sample, budget, progress)
@@ -101,10 +102,12 @@ class Evaluator:
         self, model: Any, prompts: list[list[int]], sample: bool, budget: int
     ) -> list[str]:
         tokenizer = self._tokenizer
+        # Padded on the left: `generate` writes on from the last column of every row.
         padded = tokenizer.pad(
             {"input_ids": prompts}, padding=True, padding_side="left", return_tensors="pt"
         ).to(self._device)
         sampling: dict[str, Any] = {"do_sample": sample}
+        # Said in full: transformers draws from the 50 likeliest tokens where `top_k` is left out.
         if sample:
             sampling |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         with torch.no_grad():

@@ -95,6 +95,8 @@ def dataloader_worker(_strike: Strike) -> None:
     from torch.utils.data import DataLoader
 
     rows = _Locked()
+    # fork copies the lock as it is held here; a spawned worker would get a pickled data set, and a
+    # lock cannot be pickled.
     with rows.lock:
         next(iter(DataLoader(rows, num_workers=1, multiprocessing_context="fork")))
 
@@ -116,6 +118,7 @@ def op_mismatch(strike: Strike) -> None:
         dist.all_gather(parts, own)
         return dict(zip(names, torch.stack(parts).sum(0).tolist(), strict=True))
 
+    # On the instance, so from this step on. The numbers stay the same: only the collective differs.
     strike.subject.ranks.sum = gathered
 
 
@@ -153,6 +156,7 @@ def wrong_shape(strike: Strike) -> None:
     def narrower(batch: "TokenBatch") -> "TokenBatch":
         width = batch.tokens.shape[1] - _ONE_COLUMN
         extra = {k: v if v.dim() == 1 else v[:, :width] for k, v in batch.extra.items()}
+        # The lengths too: the batch stays valid, only narrower than the neighbours'.
         return replace(
             batch,
             tokens=batch.tokens[:, :width],
@@ -180,6 +184,7 @@ def cross_group_order(strike: Strike) -> None:
     import torch
     import torch.distributed as dist
 
+    # new_group is collective over all ranks: hence this fault runs on every one of them.
     first, second = dist.new_group(), dist.new_group()
     order = (second, first) if strike.culprit else (first, second)
     for group in order:
@@ -188,6 +193,7 @@ def cross_group_order(strike: Strike) -> None:
 
 def storage_stall(_strike: Strike) -> None:
     """From now on fsync blocks in a read(2) that is never answered, as on a lost NFS server."""
+    # A read from a pipe whose writing end is closed would return at once.
     silent, _held_open = os.pipe()
 
     def fsync(_file: Any) -> None:

@@ -147,11 +147,13 @@ class Injector:
         config, fault = self._config, self._fault
         if config is None or fault is None or (fault.place, fault.role) != (place, self._role):
             return
+        # `rank` in the config is a trainer's; there is only one orchestrator.
         culprit = self._role != "trainer" or config.rank == self._rank
         if not (culprit or fault.everywhere) or not _is_due(fault, config.step, step):
             return
         where = f"rank {self._rank}" if self._role == "trainer" else f"the {self._role}"
         when = "at the start" if place in START else f"at step {step}"
+        # Before the act, which may never return or end the process.
         print(f"injected fault: {config.kind} on {where} {when}", flush=True)
         fault.act(Strike(culprit, subject))
 

@@ -18,6 +18,7 @@ def findings_of(config: Config) -> list[Finding]:
     A user's own reward is imported, in a process of its own: its code may do anything.
     """
     reward, own = config.data.reward, is_own(config.data.reward)
+    # `lint` compares names: a user's own reward passes there, and is judged by its import below.
     rewards = [*REWARDS, reward] if own else list(REWARDS)
     findings = lint(config, rewards=rewards, faults=KINDS, engines=DIMENSIONS)
     limits = RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb)

@@ -52,6 +52,7 @@ def checked(context: Context, values: Mapping[str, float]) -> dict[str, float]:
     Raises:
         DivergedError: a number is NaN or infinite; the message names this rank's file.
     """
+    # Sums and norms are the same on all ranks: all save, and end in the same step.
     saved = _save(context, values) if not_finite(values) else ""
     return finite(context.step, values, saved=saved)
 
@@ -61,6 +62,7 @@ def _save(context: Context, values: Mapping[str, float]) -> str:
     engine, batch = context.engine, context.batch
     if batch is None:
         return "no batch to save"
+    # Without a micro batch size the rank's share comes as one part.
     whole = rank_share(
         batch, rank=engine.data_rank, world_size=engine.data_world_size, micro_batch_size=None
     )

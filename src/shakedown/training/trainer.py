@@ -40,6 +40,8 @@ class Trainer:
             beat=lambda: context.beat("checkpoint"),
         )
         self._evaluator = self._build_evaluator()
+        # The last step with a checkpoint, begun or done, and the last with a row of metrics: after
+        # an error no checkpoint may appear that has no row.
         self._saved = self._logged = 0
 
     @property
@@ -61,6 +63,7 @@ class Trainer:
         except SwallowedError:  # the injected fault of an exception that one rank's code hides
             completed = True
         except Exception:
+            # From here on nothing collective is called: the other ranks may hang or be gone.
             self._checkpoints.leave(self._logged)
             raise
         finally:
@@ -77,6 +80,7 @@ class Trainer:
         context.data = self._checkpoints.data
         if self._record is not None:
             self._record.begin(done)
+        # Rank 0 alone publishes weights in `begin`: its error must reach the ranks that go on.
         failure = _failure(lambda: self._algorithm.begin(done))
         context.ranks.all_reduce_or_raise({}, failure)
         if done == 0:
@@ -91,7 +95,7 @@ class Trainer:
                 DataEndedError
             ):  # the injected fault of a rank that has fewer batches than the others
                 break
-            except StopRequestedError:
+            except StopRequestedError:  # while the batch was awaited: the state is that of `done`
                 self._save(done)
                 self._checkpoints.wait()
                 return False
@@ -113,6 +117,8 @@ class Trainer:
         values = dict(result.values)
         with context.phases("sync"):
             failure = _failure(lambda: self._algorithm.synchronise(step))
+        # One sum ends the step: the metrics, who was asked to stop, how the checkpoint's threads
+        # stand, who failed. A rank that acted on its own answer would leave the others waiting.
         flags = {"_stop": float(context.stop.requested), **self._checkpoints.flags()}
         sums = context.ranks.all_reduce_or_raise({**result.sums, **flags}, failure)
         stopping = sums.pop("_stop") > 0
@@ -120,6 +126,8 @@ class Trainer:
         row = {"step": step, **checked(context, sums | values)}
         if step == config.steps:
             row |= self._evaluate(step)
+        # Before the row, which tells how long this took. The folder appears only after `logged`: a
+        # resume from a checkpoint without its row would leave a gap in the metrics.
         if stopping or step == config.steps or step % config.checkpoint_every == 0:
             self._save(step)
         row |= self._meter.columns(row)
@@ -158,7 +166,7 @@ class Trainer:
         """Held-out accuracy, measured by rank 0 on a plain copy; the others wait and beat."""
         context = self._context
         context.beat("eval")
-        weights = context.engine.gather()
+        weights = context.engine.gather()  # collective: outside of what rank 0 does alone
 
         def measure() -> str:
             scores = evaluator.measure(
@@ -198,7 +206,7 @@ class Trainer:
         """The trained model as a Hugging Face folder, whole or not there."""
         context, target = self._context, self._context.job.paths.export
         context.beat("checkpoint")
-        weights = context.engine.gather()
+        weights = context.engine.gather()  # collective, as in `_measure`
 
         def write() -> str:
             with staged_folder(target) as staged:

@@ -26,6 +26,7 @@ from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.batch import TokenBatch, take_rows
 from shakedown.training.context import Context, StopRequestedError
 
+# Between two lines about a missing batch. Their text is that of prime-rl for a starving trainer.
 WAITING_LINE_SECONDS = 10.0
 
 
@@ -76,6 +77,7 @@ class Grpo:
             drop_flat=self._settings.drop_flat_groups,
         )
         sums, values = self._policy.run(batch, self._context.beat_training)
+        # Step s updates the weights of version s - 1.
         values |= rollout_metrics(rollouts, batch, trained=step - 1)
         values["wait_seconds"] = fetched - began
         values["train_seconds"] = time.monotonic() - fetched
@@ -113,9 +115,10 @@ class Grpo:
         )
         if decision == "stop":
             raise StopRequestedError
+        # Before the step: the orchestrator removes a batch once the weights after it are published.
         if self._recorder:
             self._recorder.keep(self._exchange.batch_path(step), step)
-        if received:
+        if received:  # rank 0 has read it while it waited
             return received[0]
         # A network file system may show the file to this rank a little later.
         return self._exchange.wait_batch(
@@ -180,6 +183,7 @@ def token_batch(
         BlockedError: a reward or a log-probability is NaN or infinite.
     """
     tokens = torch.as_tensor(np.asarray(rollouts.tokens, dtype=np.int64))
+    # as_tensor shares the array's memory, and a column of the mask is written below.
     mask = torch.as_tensor(np.asarray(rollouts.loss_mask, dtype=bool)).clone()
     logprobs = torch.as_tensor(np.asarray(rollouts.logprobs, dtype=np.float32))
     rewards = torch.as_tensor(np.asarray(rollouts.rewards, dtype=np.float32))
@@ -188,7 +192,7 @@ def token_batch(
         raise BlockedError(
             f"the batch of step {rollouts.step} holds rewards or logprobs that are NaN or infinite"
         )
-    mask[:, 0] = False
+    mask[:, 0] = False  # the first token has nothing to be predicted from
     lengths = _lengths(tokens, mask, pad=pad)
     first, episode = first_rows(rollouts)
     advantages = group_advantages(rewards[first], groups[first], kind=advantage)[episode]

@@ -26,4 +26,5 @@ def mismatch(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
     places = np.zeros(len(trainer), dtype=np.int64)
     pair = Aligned(trainer.double().numpy(), engine.double().numpy(), places, places)
     measured = {name: metric(pair) for name, metric in METRICS.items()}
+    # k1 is mean(engine - trainer).
     return measured | {"geometric_mean_ratio": math.exp(-measured["k1"])}

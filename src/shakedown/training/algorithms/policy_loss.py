@@ -36,6 +36,7 @@ def group_advantages(
         rewards: [N].
         groups: int64 [N], equal numbers belong together.
     """
+    # Float32 rewards add up exactly in float64: equal ones have an advantage of exactly 0.
     values = rewards.double()
     _, member, sizes = groups.unique(return_inverse=True, return_counts=True)
     count = sizes.double()

@@ -120,6 +120,7 @@ class PolicyUpdate:
             return policy_part(
                 scores,
                 part,
+                # Taken from the first epoch's forward pass, which runs before any update.
                 old=old.setdefault(index, scores.logprobs.detach()),
                 reference=reference[index].to(device) if reference else None,
                 total=total,
@@ -160,6 +161,7 @@ class PolicyUpdate:
 
         Four bytes a token travel, which is little beside the gradients.
         """
+        # Each rank fills in its own tokens; the maximum over the ranks drops the others' -inf.
         trainer = torch.full((batch.trained_tokens,), -torch.inf)
         for index, logprobs in old.items():
             trainer[parts[index].at_mask("place")] = logprobs.float().cpu()

@@ -29,6 +29,7 @@ class Sft:
     def __init__(self, context: Context) -> None:
         self._context = context
         job, engine = context.job, context.engine
+        # A config without that key sets no limit: the number in its place is longer than any row.
         longest = getattr(engine.model_config, "max_position_embeddings", 1 << 20)
         self._rows = RowStream(
             job.train,
@@ -52,7 +53,7 @@ class Sft:
         """Go on where the checkpoint's data ended."""
         if self._context.data:
             self._rows.seek(self._context.data)
-        else:
+        else:  # a fresh start, or an older checkpoint, whose steps each took a whole batch
             self._rows.take(done * self._context.job.config.batch_size)
         self._context.data = self._rows.position.to_json()
 
@@ -99,6 +100,7 @@ class Sft:
 
     def _batch(self) -> TokenBatch:
         rows = self._rows.take(self._context.job.config.batch_size)
+        # A checkpoint after this step goes on with the row behind this batch.
         self._context.data = self._rows.position.to_json()
         pad = self._context.engine.tokenizer.pad_token_id
         return pad_rows([tokens for tokens, _ in rows], [count for _, count in rows], pad=pad)

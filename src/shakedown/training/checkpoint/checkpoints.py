@@ -35,10 +35,11 @@ from shakedown.training.engines.base import TrainEngine
 from shakedown.training.engines.snapshot import raise_together
 
 _PREFIX = "step_"
+# [0-9], as \d takes the digits of every script; 18 of them stay below 2**63.
 _NAME = re.compile(rf"{_PREFIX}[0-9]{{1,18}}")
 _META = "meta.json"
 _ROUND_SECONDS = 0.1  # of waiting for a thread, before the ranks ask each other again
-# What a rank waits for its thread at the end; the supervisor gives ten seconds.
+# What a rank waits for its thread at the end; the supervisor gives it ten seconds (stage/run.py).
 LAST_SECONDS = 8.0
 
 # Names in the ranks' sum of a step: ranks whose thread still writes, and those that failed.
@@ -63,6 +64,7 @@ class Meta:
 
     def own_digest(self) -> str:
         """What `digest` has to be."""
+        # 64 bits are enough to show damage; this is no protection against forgery.
         body = {name: value for name, value in asdict(self).items() if name != "digest"}
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -94,6 +96,7 @@ def find(
             listed = "; ".join(foreign[:3])
             messages.append(f"checkpoint {folder.name} belongs to another configuration ({listed})")
             continue
+        # Last, as it reads every byte: only of the one that would be taken.
         fault = damage(folder, meta.files, beat=beat)
         if not fault:
             return Found(folder, meta, messages)
@@ -110,6 +113,7 @@ def read_meta(folder: Path) -> Meta | str:
     except UsageError as error:
         return f"unreadable {_META}: {str(error).splitlines()[0]}"
     whole = not meta.digest or meta.digest == meta.own_digest()
+    # A renamed folder would resume at the wrong step.
     if not whole or f"{_PREFIX}{meta.step:06d}" != folder.name:
         return f"damaged, {_META} is not as it was written here"
     fault = wrong_size(folder, meta.files)
@@ -196,12 +200,13 @@ class Checkpoints:
         Raises:
             StorageError: the file system is full or cannot be written; older ones stay.
         """
-        self.wait()
+        self.wait()  # the engine's next copy goes into the memory of the one being written
         staged = self._root / f"{STAGED}{_PREFIX}{step:06d}"
 
         def stage() -> str:
             with storage_errors("write", staged):
                 staged.mkdir(parents=True)
+                # Now, not by the thread: used rollouts are removed while the training goes on.
                 if attach is not None:
                     attach(staged)
             return "staged"
@@ -209,6 +214,7 @@ class Checkpoints:
         self._ranks.broadcast_from_rank0(f"save-{step}", stage, waiting=_nothing)
         snapshot = self._engine.snapshot()
         rank, world_size = self._ranks.rank, self._ranks.world_size
+        # Taken now: when the thread publishes, the engine may be steps further.
         updates, place = self._engine.updates, data or {}
 
         def publish(saving: Saving) -> None:
@@ -251,6 +257,7 @@ class Checkpoints:
         if failed:
             now.saving.abandon()
             now.saving.join(LAST_SECONDS)
+            # Collective, and safe: the sums are the same on all ranks, so all come here.
             raise_together(now.saving.failure)
 
     def wait(self) -> None:
@@ -261,6 +268,8 @@ class Checkpoints:
         """
         while self._in_flight is not None:
             self._in_flight.saving.allow()  # whoever waits has logged its step
+            # In rounds: rank 0's thread waits for the parts of all ranks, and would wait for ever
+            # for that of a rank whose thread has failed.
             self._in_flight.saving.join(_ROUND_SECONDS)
             self.agree(self._ranks.sum(self.flags()))
 
@@ -280,7 +289,7 @@ class Checkpoints:
         else:
             now.saving.abandon()
         now.saving.join(within)
-        now.saving.abandon()
+        now.saving.abandon()  # what has not appeared by now must not appear beside the next attempt
         if self._ranks.rank:
             return
         if now.saving.published:
@@ -311,7 +320,7 @@ class Checkpoints:
                 if isinstance(meta, Meta) and differences(self._fingerprint, meta.fingerprint):
                     kind = "foreign"
                 elif isinstance(meta, str) or meta.step > taken:
-                    kind = "damaged"
+                    kind = "damaged"  # newer than the one taken: its files' sums did not match
                 else:
                     continue
                 aside = self._root / f"{kind}-{folder.name}"
@@ -321,6 +330,7 @@ class Checkpoints:
 
     def _sweep(self) -> None:
         """Remove what was cut off while it was being written."""
+        # Earlier versions wrote into a folder named `.writing`, without a step.
         for staged in sorted(self._root.glob(f"{STAGED.removesuffix('-')}*")):
             print(f"{staged.name} was cut off before it was whole: removed", flush=True)
             shutil.rmtree(staged)
@@ -330,6 +340,8 @@ class Checkpoints:
         staged, target = saving.staged, self._root / f"{_PREFIX}{step:06d}"
         files, ranks = saving.complete(), self._ranks.world_size
         meta = Meta(step, updates, ranks, self._fingerprint, files, data)
+        # In this order a kill at any moment leaves whole checkpoints: meta.json is the last file,
+        # the rename shows the folder, and only then the oldest goes.
         write_json(staged / _META, asdict(replace(meta, digest=meta.own_digest())))
         publish_folder(staged, target)
         write_text(self._root / "latest", target.name + "\n")

@@ -81,6 +81,7 @@ def _absent() -> Mapping[str, str]:
     A new key of these sections is added with a default that does what was done before.
     """
     defaults = {
+        # lr has no default: any value makes the section, and it is left out.
         "optimizer": OptimizerConfig(lr=1.0).model_dump(mode="json", exclude={"lr"}),
         "grpo": GrpoConfig().model_dump(mode="json"),
     }
@@ -103,7 +104,7 @@ def _folder_digest(folder: Path) -> str:
 
 def _data_digest(source: str) -> str:
     parsed = parse_source(source)
-    if parsed.hub:
+    if parsed.hub:  # streamed: there is no file to read, so its name stands for it
         return source
     with storage_errors("read", Path(parsed.place)):
         digest = _digest([Path(parsed.place)])

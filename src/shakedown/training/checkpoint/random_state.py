@@ -27,7 +27,7 @@ def random_state() -> bytes:
         "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
     }
     if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state()  # of the rank's own GPU alone
     buffer = io.BytesIO()  # torch.save hides what a file system says
     torch.save(state, buffer)
     return buffer.getvalue()
@@ -40,6 +40,7 @@ def load_random(path: Path) -> None:
         StorageError: it cannot be read.
     """
     try:
+        # weights_only: nothing in the file is executed.
         state: dict[str, Any] = torch.load(path, weights_only=True)
         torch.set_rng_state(state["cpu"])
         if "cuda" in state and torch.cuda.is_available():
@@ -50,6 +51,7 @@ def load_random(path: Path) -> None:
             found = state["numpy"]
             key = np.array(found["state"]["key"], dtype=np.uint32)
             np.random.set_state({**found, "state": {**found["state"], "key": key}})
+    # What torch.load and the generators raise for a file that is cut off, changed or another's.
     except (
         OSError,
         RuntimeError,

@@ -21,7 +21,7 @@ from shakedown.training.engines.snapshot import Snapshot
 
 STAGED = ".writing-"
 ENGINE = "engine"
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.05  # the marks of ranks on other nodes are files: there is no event to wait for
 
 
 class Saving:
@@ -47,7 +47,7 @@ class Saving:
         self.snapshot = snapshot
         self.world_size = world_size
         self._rank = rank
-        self._random = random_state()
+        self._random = random_state()  # now: the next step draws on while the thread writes
         self._failure = ""
         self._publish = publish
         self._allowed, self._abandoned = threading.Event(), threading.Event()
@@ -63,7 +63,7 @@ class Saving:
     def abandon(self) -> None:
         """It is not to appear any more, unless it is appearing just now."""
         self._abandoned.set()
-        self._allowed.set()
+        self._allowed.set()  # wakes a thread that waits to be allowed
 
     @property
     def writing(self) -> bool:

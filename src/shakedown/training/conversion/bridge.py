@@ -67,7 +67,7 @@ def open_bridge(folder: Path, config: Any) -> Bridge:
     try:
         auto: Any = importlib.import_module(_MODULE).AutoBridge
     except ModuleNotFoundError as error:
-        if error.name != _MODULE:
+        if error.name != _MODULE:  # megatron-bridge is there, and a package that it imports is not
             raise _broken(known, error) from error
         raise ConfigError(
             f"{known}; megatron-bridge knows more, but is not installed", hint=_INSTALL
@@ -88,6 +88,8 @@ def configured(bridge: Bridge, settings: Mapping[str, Any]) -> Provider:
     """
     try:
         provider = bridge.to_megatron_provider(load_weights=False)
+        # A dataclass takes any new attribute without a word: a field that another release has
+        # renamed would have no effect.
         unknown = sorted(name for name in settings if not hasattr(provider, name))
         if unknown:
             raise AttributeError(f"its provider has no {', '.join(unknown)}")

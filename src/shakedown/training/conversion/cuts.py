@@ -59,7 +59,10 @@ def _give_vocabulary(shards: Tensors, shape: ModelShape) -> list[torch.Tensor]:
 
 
 def _take_gated(tensors: Tensors, _shape: ModelShape, rank: int, ranks: int) -> torch.Tensor:
-    """The gate's rows, then the up projection's, of this rank."""
+    """The gate's rows, then the up projection's, of this rank.
+
+    megatron-core cuts the output of each rank's linear_fc1 in halves: silu(first) x second.
+    """
     return torch.cat([tensor.chunk(ranks, 0)[rank] for tensor in tensors])
 
 
@@ -69,7 +72,10 @@ def _give_gated(shards: Tensors, _shape: ModelShape) -> list[torch.Tensor]:
 
 
 def _take_qkv(tensors: Tensors, shape: ModelShape, rank: int, ranks: int) -> torch.Tensor:
-    """For each of the rank's key-value heads: its query heads, the key head, the value head."""
+    """For each of the rank's key-value heads: its query heads, the key head, the value head.
+
+    That is how megatron-core's SelfAttention takes the output of linear_qkv apart.
+    """
     groups = shape.groups // ranks
     rows = [
         tensor.chunk(ranks, 0)[rank].reshape(groups, -1, *tensor.shape[1:]) for tensor in tensors

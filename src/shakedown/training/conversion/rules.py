@@ -62,7 +62,7 @@ def stage_rules(shape: ModelShape, stage: int, stages: int) -> list[Rule]:
     if not shape.tied:
         output = {"lm_head.weight": (shape.vocabulary, shape.hidden)}
         rules.append(Rule("output_layer.weight", output, VOCABULARY, "head"))
-    elif stages > 1:
+    elif stages > 1:  # on one stage the head uses the embedding's own weight
         rules.append(Rule("output_layer.weight", embedding, VOCABULARY, "head", copy=True))
     return rules
 
@@ -119,6 +119,7 @@ def _layer_rules(shape: ModelShape, local: int, layer: int) -> list[Rule]:
     queries, keys = shape.heads * shape.head, shape.groups * shape.head
 
     def rule(name: str, cut: Cut, **sizes: tuple[int, ...]) -> Rule:
+        # The name of a keyword argument cannot hold a dot.
         named = {theirs + key.replace("__", "."): size for key, size in sizes.items()}
         return Rule(ours + name, named, cut, f"layer-{layer:05d}")
 
@@ -126,6 +127,7 @@ def _layer_rules(shape: ModelShape, local: int, layer: int) -> list[Rule]:
         """A matrix with `size` columns, and its bias where the model has one."""
         made = [rule(f"{name}.weight", cut, **{f"{k}__weight": (n, size) for k, n in rows.items()})]
         if shape.bias or (shape.qkv_bias and cut is QKV):
+            # A matrix cut by input columns has its bias added after the all-reduce, by every rank.
             kind = WHOLE if cut is COLUMNS else cut
             made.append(rule(f"{name}.bias", kind, **{f"{k}__bias": (n,) for k, n in rows.items()}))
         return made

@@ -81,6 +81,7 @@ def read_shape(config: Any) -> ModelShape:
         hidden=hidden,
         heads=heads,
         groups=int(config.num_key_value_heads),
+        # Not every config has the key; transformers' layers then divide in the same way.
         head=int(getattr(config, "head_dim", None) or hidden // heads),
         ffn=int(config.intermediate_size),
         vocabulary=int(config.vocab_size),
@@ -97,6 +98,7 @@ def read_shape(config: Any) -> ModelShape:
 
 def _biases(config: Any, family: str) -> tuple[bool, bool]:
     """Whether queries, keys and values have a bias, and whether every linear layer has."""
+    # transformers' Qwen2 has these biases in its code; its config has no key for them.
     if family == "qwen2":
         return True, False
     attention = bool(config.attention_bias)

@@ -127,6 +127,7 @@ class ArchonEngine(DTensorEngine):
         """All micro batches through the pipeline and, with gradients on, back; `finish` on the
         last stage.
         """
+        # Before the first wait for a neighbour: a stage that hangs there is then seen at this step.
         begin(0, batches)
         here = [batch.to(self.device) for batch in batches]
 
@@ -148,6 +149,8 @@ class ArchonEngine(DTensorEngine):
         stage.begin, stage.finish = started, scored
         tokens, count = stack_tokens(here), len(here)
         schedule = self._schedule(tokens, count)
+        # The schedule cuts every argument into micro batches: so each pass gets the number of its
+        # own. Where there is a loss torch wants a target too, which is not used here.
         numbers = torch.arange(count)
         try:
             schedule.step(
@@ -187,6 +190,8 @@ class ArchonEngine(DTensorEngine):
         )
         # 1F1B holds fewer activations, but is not made for fewer micro batches than stages.
         kind = Schedule1F1B if training and count >= self._ps else ScheduleGPipe
+        # The last stage's output is its loss already (`finish`), a share of the global batch's:
+        # with scale_grads torch would divide it by the number of micro batches once more.
         loss = (lambda output, _target: output) if training else None
         return kind(stage, count, loss_fn=loss, scale_grads=False)
 
@@ -227,7 +232,7 @@ class ArchonEngine(DTensorEngine):
 
     def _to_first(self, found: torch.Tensor, shape: torch.Size, stage: int) -> torch.Tensor:
         """Carry a whole weight from its stage's first rank to rank 0."""
-        leader = stage * self.world_size // self._ps
+        leader = stage * self.world_size // self._ps  # ranks are numbered p x d x t
         if leader == 0 or self.rank not in (0, leader):
             return found
         if self.rank == 0:

@@ -24,7 +24,7 @@ WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 
 State = dict[str, dict[str, torch.Tensor]]
 
-_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")  # model.layers.11.mlp.up_proj.weight
 
 
 def check_model(config: Any, *, t: int, p: int) -> None:
@@ -157,6 +157,7 @@ def load_state(
     """
     state: dict[str, Any] = state_of(stage, optimizer)
     read_state(state, folder)
+    # torch's AdamW keeps the count with every parameter; on disk it is one number in meta.json.
     for parameter in stage.parameters():
         optimizer.state[parameter]["step"].fill_(updates)
 

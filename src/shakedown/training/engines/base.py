@@ -193,6 +193,7 @@ class TrainEngine(ABC):
 
     def step(self) -> float:
         """(collective) Clip, update, clear the gradients; returns the norm before clipping."""
+        # Set anew each time: the schedule is a function of `updates`, and no checkpoint holds it.
         for group in self._optimizer.param_groups:
             group["lr"] = self.learning_rate
         norm = self._update()
@@ -213,6 +214,7 @@ class TrainEngine(ABC):
     def learning_rate(self) -> float:
         """Of the next update: linear warm-up over the first `warmup_steps`, then constant."""
         warmup = self._settings.warmup_steps
+        # + 1: at a rate of 0 the first update would be lost.
         share = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
         return self._settings.lr * share
 

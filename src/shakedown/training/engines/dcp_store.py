@@ -109,7 +109,7 @@ class DcpSnapshot:
             raise StorageError(
                 f"cannot write checkpoint {folder}: {_plain_reason(error)}", hint=_FULL_HINT
             ) from error
-        return sorted(folder.glob(f"__{self.rank}_*"))
+        return sorted(folder.glob(f"__{self.rank}_*"))  # torch's names: __3_0.distcp of rank 3
 
     def complete(self, folder: Path) -> None:
         if self.metadata is None:
@@ -118,6 +118,7 @@ class DcpSnapshot:
         with storage_errors("write checkpoint", folder):
             # This attempt's ranks wrote them, a moment ago; torch keeps them as a pickle too.
             results = [pickle.loads(name.read_bytes()) for name in names]  # noqa: S301
+            # A copy, as `finish` writes into it where each tensor lies, and the plan is used again.
             _writer(folder).finish(replace(self.metadata), results)
             for name in names:
                 name.unlink()
@@ -168,6 +169,8 @@ def first_reason(error: BaseException) -> str:
 def _plain_reason(error: BaseException) -> str:
     """torch.save answers a write that was cut short with an internal error of its own."""
     text = str(getattr(error, "strerror", None) or error).strip() or type(error).__name__
+    # "[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598" (torch 2.13), or
+    # "PytorchStreamWriter failed writing file data/0: file write failed"
     if any(mark in text for mark in ("unexpected pos", "PytorchStreamWriter")):
         return "a write was cut short: the file system is full, or a quota or limit is reached"
     return text.splitlines()[0]

@@ -58,6 +58,8 @@ class DTensorEngine(TrainEngine):
         self._p, self._ps = mesh.get_local_rank("p"), sizes["p"]
         self._leads_tensor_ranks = mesh.get_local_rank("t") == 0
         self._reports = self._leads_tensor_ranks and self._p == self._ps - 1
+        # In this order: the options change modules that are not wrapped yet, `_spread` makes new
+        # parameters, `fill` gives those on the meta device memory, and AdamW needs the last ones.
         model = open_model(self.source, self.model_config)
         _set_options(model, self._options)
         self._model = self._spread(model)
@@ -157,6 +159,7 @@ def _set_options(model: Any, options: EngineOptions) -> None:
                 f"activation_checkpointing: model type {model.config.model_type!r} has none",
                 hint="set activation_checkpointing to false",
             )
+        # The kind that torch.utils.checkpoint's documentation recommends.
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if options.compile:
         for layer in decoder_layers(model):

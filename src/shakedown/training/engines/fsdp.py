@@ -57,6 +57,7 @@ class FsdpEngine(DTensorEngine):
         self.updates = updates
 
     def gather(self) -> dict[str, torch.Tensor]:
+        # With both options torch gives the whole to rank 0 alone.
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights: dict[str, torch.Tensor] = get_model_state_dict(self._model, options=options)
         return weights
@@ -125,6 +126,7 @@ class FsdpEngine(DTensorEngine):
         found = [p for p in self._parameters if p.grad is not None]
         cut = [local_part(p.grad) for p in found if not _whole_over_tensor_ranks(p)]
         whole = [local_part(p.grad) for p in found if _whole_over_tensor_ranks(p)]
+        # The sum is over all ranks: what the t tensor ranks hold alike would count t times.
         copies = self.world_size // self.data_world_size
         return squared_norm(cut) + squared_norm(whole) / copies
 
@@ -140,6 +142,7 @@ class FsdpEngine(DTensorEngine):
 
 def _whole_over_tensor_ranks(parameter: Any) -> bool:
     """Whether every tensor rank holds the same of it, so that a norm must count it once."""
+    # Placements are in the order of the mesh: over d by FSDP, then over t.
     return isinstance(parameter, DTensor) and (
         parameter.device_mesh.ndim == 2 and isinstance(parameter.placements[1], Replicate)
     )

@@ -74,6 +74,7 @@ class MegatronEngine(TrainEngine):
         if spread is None:
             spread = self.device.type != "cpu"
         config = unwrapped(model).config
+        # In float32, as with FSDP: in bfloat16 small gradients of many ranks would be lost.
         reduction = megatron_cpu.DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=spread
         )
@@ -121,7 +122,9 @@ class MegatronEngine(TrainEngine):
 
     def _update(self) -> float:
         with megatron_cpu.calls(self.device):
-            _, norm, _ = self._optimizer.step()  # clips too
+            # It clips too. The norm is None only after an overflow of the loss scale, which float32
+            # and bfloat16 do not have.
+            _, norm, _ = self._optimizer.step()
             self._optimizer.zero_grad()
             self._model.zero_grad_buffer()
         self._clean = True
@@ -129,6 +132,7 @@ class MegatronEngine(TrainEngine):
 
     def _logprobs(self, batches: Sequence[TokenBatch], temperature: float) -> list[torch.Tensor]:
         def part(logits: torch.Tensor, batch: TokenBatch, _index: int) -> tuple[Any, Any]:
+            # The schedule wants a loss, which it does not use in a forward pass alone.
             return logits.sum(), self._forward.score(logits, batch, temperature).logprobs.cpu()
 
         whole: list[torch.Tensor] = self._from_last_stage(
@@ -166,6 +170,7 @@ class MegatronEngine(TrainEngine):
 
             return self._forward(wrapped, here), finish
 
+        # Before the first wait for a neighbour: a stage that hangs there is then seen at this step.
         begin(0, batches)
         with megatron_cpu.calls(self.device):
             found: list[Any] = megatron_cpu.get_forward_backward_func()(

@@ -68,12 +68,14 @@ class BridgedStage(MegatronStage):
 
     def fill(self, optimizer: Any) -> None:
         """`build` filled the model."""
+        # Megatron makes a second one for experts that are spread over ranks; `_held` knows one.
         if len(optimizer.chained_optimizers) != 1:
             raise ConfigError("the model's weights need more than one optimizer", hint=_HINT)
         super().fill(optimizer)
 
     def verify(self, logprobs: Logprobs) -> None:
         found = logprobs([_probe(self._vocabulary)])[0].float()
+        # Rank 0 alone holds transformers' answer; all have to refuse together.
         apart = [0.0]
         if dist.get_rank() == 0:
             apart = [float((found - self._expected).abs().mean())]
@@ -116,6 +118,7 @@ class BridgedStage(MegatronStage):
             (model,) = provider.provide_distributed_model(
                 wrap_with_ddp=False, use_cpu_initialization=cpu, bf16=half, fp16=False
             )
+        # What Megatron raises for a configuration that it cannot build.
         except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise refusal("cannot build the model", error) from error
         module = unwrapped(model)

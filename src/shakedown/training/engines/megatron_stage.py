@@ -179,6 +179,7 @@ class MegatronStage(ABC):
         held = main if kind == WEIGHT else self._moment(main, kind)
         if end - begin == parameter.numel() and not self._spread:
             return held.detach().float().view(parameter.shape)
+        # Each data rank fills in its own range: their sum is the whole.
         whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
         whole[begin:end] = held.detach().float().flatten()
         dist.all_reduce(whole, group=parallel_state.get_data_parallel_group())
@@ -236,6 +237,7 @@ class RuleStage(MegatronStage):
     def snapshot(self, *, updates: int) -> "StageSnapshot":
         """A pipeline stage's tensors are whole on its leader; nothing is on its other ranks."""
         parts: dict[str, dict[str, torch.Tensor]] = {}
+        # The rules of a part follow one another: a file is complete before the next one begins.
         for part, found in groupby(self._whole(KINDS), key=lambda item: item[0].part):
             tensors = {
                 f"{kind}.{name}": tensor.contiguous()
@@ -292,11 +294,13 @@ class RuleStage(MegatronStage):
             for kind in kinds:
                 shards = self._all_shards(self._read(kind, rule.ours))
                 whole = rule.cut.give(shards, self._shape) if self._leads else []
+                # Copied also on a CPU, where `to` would hand out the weights that training changes.
                 yield rule, kind, [tensor.to("cpu", copy=True) for tensor in whole]
 
     def _all_shards(self, shard: torch.Tensor) -> list[torch.Tensor]:
         if self.place.ts == 1:
             return [shard]
+        # Also of weights that are whole on every rank: the others' copies are not looked at.
         shards = [torch.empty_like(shard) for _ in range(self.place.ts)]
         group = parallel_state.get_tensor_model_parallel_group()
         dist.all_gather(shards, shard.contiguous(), group=group)

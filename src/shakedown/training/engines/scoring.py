@@ -70,12 +70,15 @@ class _VocabularyParallel(torch.autograd.Function):  # type: ignore[misc]
         local = local.clamp(0, width - 1)
         shifted = logits - highest[:, None]
         weights = shifted.exp()
+        # 0 where another rank has the token's column: the sum over the ranks takes it from there.
         picked = shifted.gather(1, local[:, None])[:, 0] * here
         sums = torch.stack([picked, weights.sum(1), (weights * shifted).sum(1)])
         dist.all_reduce(sums, group=group)
         picked, total, weighted = sums
         ctx.save_for_backward(weights / total[:, None], local, here)
+        # With x the shifted logits and Z the sum of e^x: H = log Z - sum of x e^x / Z.
         entropy = total.log() - weighted / total
+        # Said to autograd, so that `entropy_coef` is refused here and not silently without effect.
         ctx.mark_non_differentiable(entropy)
         return picked - total.log(), entropy
 

@@ -40,7 +40,7 @@ def open_model(folder: Path, config: Any) -> Any:
         return huggingface.read_model(folder)
     with _parameters_on_meta():
         model = huggingface.empty_model(config)
-    model.tie_weights()
+    model.tie_weights()  # on the meta device each name got a parameter of its own
     wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
     return model if holds(folder, wanted) else huggingface.read_model(folder)
 
@@ -59,6 +59,7 @@ def fill(module: nn.Module, named: Mapping[str, Any], folder: Path, device: torc
     if not any(value.is_meta for value in named.values()):
         return
     made = _give_memory(module, device)
+    # Detached: they are written in place, which autograd refuses for a parameter.
     state = {name: made[value].detach() for name, value in named.items()}
     try:
         reader = HuggingFaceStorageReader(str(folder))

@@ -43,7 +43,7 @@ def save_now(snapshot: Snapshot, folder: Path) -> None:
         snapshot.write(folder)
     except StorageError as error:
         failure = str(error)
-    raise_together(failure)
+    raise_together(failure)  # from here on every rank's files are there
     try:
         if rank == 0:
             snapshot.complete(folder)

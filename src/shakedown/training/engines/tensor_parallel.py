@@ -49,6 +49,8 @@ def _dense() -> dict[str, ParallelStyle]:
 
 def _with_head_norms() -> dict[str, ParallelStyle]:
     """Each rank normalises its own heads; the norm's weight is whole, its gradient a sum."""
+    # torch's style for a norm whose input is cut along one dimension: here the heads stand where
+    # its documentation has the sequence.
     heads = SequenceParallel(sequence_dim=_HEADS, use_local_output=True)
     return _dense() | {"self_attn.q_norm": heads, "self_attn.k_norm": heads}
 
@@ -105,6 +107,7 @@ def apply(model: Any, mesh: DeviceMesh) -> None:
     check(model.config, mesh.size())
     if mesh.size() == 1:
         return
+    # src_data_rank=None: otherwise torch sends every weight from the mesh's first rank.
     for layer in model.model.layers.children():
         parallelize_module(layer, mesh, PLANS[model.config.model_type](), src_data_rank=None)
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay one

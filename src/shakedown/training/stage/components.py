@@ -15,7 +15,9 @@ from shakedown.monitor import hook
 from shakedown.training.serving import launch_spec
 from shakedown.training.stage.job import StageJob
 
-# Debug levels: what a rerun may switch on, cheapest first; docs/hang.md has what each costs.
+# Debug levels: what a rerun may switch on, cheapest first; docs/hang.md has what each costs. DETAIL
+# makes c10d compare every collective over the ranks before it runs; with CUDA_LAUNCH_BLOCKING a
+# stack shows the kernel that hangs, not the next call that waits for it.
 DEBUG_ENVIRONMENT: dict[str, dict[str, str]] = {
     "off": {},
     "info": {"NCCL_DEBUG": "INFO", "TORCH_CPP_LOG_LEVEL": "INFO"},
@@ -53,6 +55,7 @@ def trainer_components(
 
     `gpus`: the variables of `cluster.gpus.wanted_gpus`.
     """
+    # The trainer is on other nodes where the server fills this one (docs/allocation.md).
     elsewhere = nodes[0] != node_name()
     remote = len(nodes) > 1 or elsewhere
     return rank_components(
@@ -89,6 +92,7 @@ def server_plan(
     engine = get_engine(serve.engine)
     port = free_port()
     spec = launch_spec(serve, model=model, dtype=dtype, seed=seed)
+    # The orchestrator runs on this node too, and whoever reaches the port can load other weights.
     command = engine.launch(replace(spec, host="127.0.0.1", port=port))
     component = Component(
         name="inference",
@@ -113,5 +117,7 @@ def orchestrator_component(job: StageJob, job_file: Path) -> Component:
             str(job_file),
         ),
         log=job.attempt.log("orchestrator"),
+        # It shares the cores with ranks and server; two torch threads on two busy cores were ten
+        # times slower than one (measured).
         env={"OMP_NUM_THREADS": "1"},
     )

@@ -35,4 +35,4 @@ class LogEcho:
             print(line, flush=True)
         except (BrokenPipeError, OSError):
             self._closed = True
-            sys.stdout = None
+            sys.stdout = None  # or Python's own flush at exit fails on the same pipe

@@ -33,9 +33,11 @@ def judge_exits(exits: Sequence[Exit], running: Collection[str]) -> Ending | Non
     early = [e for e in exits if e.component.role in ("inference", "orchestrator")]
     trainers_run = any(name.startswith("trainer") for name in running)
     orchestrator_runs = any(name.startswith("orchestrator") for name in running)
+    # Also with code 0: both have to outlive the trainer, which needs their rollouts to the end.
     for ended in early:
         if trainers_run or (ended.component.role == "inference" and orchestrator_runs):
             return Ending("failed", f"{ended} while others still needed it", ended.component.name)
+    # Ranks that saved although the stage was not told to stop: Slurm signals them directly too.
     if not trainers_run and _saved(exits):
         return interrupted(exits, running, "stopped by a signal to its ranks")
     if not trainers_run and not orchestrator_runs:

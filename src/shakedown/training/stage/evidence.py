@@ -45,6 +45,7 @@ class _OtherNodes:
         self._nodes = nodes
         self._step = Step(os.environ.get("SLURM_JOB_ID", ""), out, arguments, _STEP_SECONDS)
         self._missed: list[str] = []
+        # A daemon: a step that never ends must not hold the stage at its end.
         self._thread = threading.Thread(target=self._collect, name="collect-nodes", daemon=True)
 
     def start(self) -> None:
@@ -77,7 +78,7 @@ def _targets(attempt: AttemptPaths, running: Mapping[str, int]) -> list[Target]:
     """Components with a heartbeat, and those that run without one (the inference server)."""
     try:
         targets = from_attempt(attempt.root)
-    except UsageError:
+    except UsageError:  # no heartbeat yet: what runs is read by its process id
         targets = []
     known = {target.pid for target in targets}
     for name, pid in running.items():

@@ -292,10 +292,10 @@ class Orchestrator:
                 self._sync_seconds = await self._sync.apply(weights, within=limit)
                 self._version = weights.version
                 self._store.mark_loaded(weights.version)
-                self._controller.set_version(weights.version - self._start)
+                self._controller.set_version(weights.version - self._start)  # since this start
         finally:
             self._syncing = False
-        self._sampler.resume()
+        self._sampler.resume()  # not after an error: nothing is sampled with unknown weights
         self._controller.resume()
 
     async def _health(self) -> None:
@@ -305,13 +305,13 @@ class Orchestrator:
             ServerError: names the server and what it answered last.
             BadRewardError: the reward function never works.
         """
-        patience = max(10.0, self._job.config.stall_timeout / 2)
+        patience = max(10.0, self._job.config.stall_timeout / 2)  # before the watch sees a stall
         healthy = time.monotonic()
         while True:
             self._sampler.check()
             fault = await self._client.health()
             now = time.monotonic()
-            if not fault or self._syncing:
+            if not fault or self._syncing:  # a server may answer nothing while it loads
                 healthy = now
             if now - healthy > patience:
                 raise ServerError(
@@ -375,7 +375,7 @@ def _resumed(job: StageJob, settings: GrpoConfig, heartbeat: Heartbeat) -> tuple
 
 def _trainers_live(job: StageJob) -> bool:
     """Whether a trainer rank has not said that it is done, or is still there on this host."""
-    host = socket.gethostname()[:64]
+    host = socket.gethostname()[:64]  # cut as in a heartbeat
     return any(
         beat.phase != "finished" or (beat.host == host and psutil.pid_exists(beat.pid))
         for beat in read_heartbeats(job.attempt.heartbeats)

@@ -31,8 +31,9 @@ from shakedown.training.stage.port_race import port_was_taken
 from shakedown.training.stage.results import resume_hint, stage_metrics
 from shakedown.training.stage.supervision import Monitor, stop_signals
 
+# The port is free when it is chosen; until rank 0 listens on it another process can take it.
 _PORT_TRIES = 3
-_GRACE_SECONDS = 10.0
+_GRACE_SECONDS = 10.0  # above the 8 s that a failing rank waits for its checkpoint's thread
 _STOP_GRACE_SECONDS = 5.0  # the ranks had their time to save
 _HUNG_GRACE_SECONDS = 2.0  # what stands still saves nothing
 
@@ -78,6 +79,7 @@ def _run_attempt(plan: StagePlan) -> Outcome:
     clock = Stopwatch()
     nodes = _nodes(job.config.nodes)
     devices = stage_devices(job.config, plan.serve, nodes, plan.gpus_per_node)
+    # Gone before the attempt begins: if this process is killed, no older outcome speaks for it.
     paths.outcome.unlink(missing_ok=True)
     attempt = paths.new_attempt()
     stopping.prepare(attempt.stop)
@@ -104,6 +106,7 @@ def _run_attempt(plan: StagePlan) -> Outcome:
     if outcome.state == "interrupted":
         outcome = replace(outcome, sentence=f"{outcome.sentence}; {resume_hint(paths)}")
     outcome.write(attempt.outcome)
+    # Without a stage outcome Snakemake's job fails, and its next run goes on from the checkpoint.
     if outcome.state != "interrupted":
         outcome.write(paths.outcome)
     return outcome
@@ -182,7 +185,7 @@ def _supervise(
             for component in components:
                 supervisor.start(component)
             ending = monitor.run()
-        except LaunchError as error:
+        except LaunchError as error:  # the components that run are ended below, as after a failure
             ending = Ending("failed", str(error))
         grace = _STOP_GRACE_SECONDS if stop.reason else _GRACE_SECONDS
         if ending.state == "hung":

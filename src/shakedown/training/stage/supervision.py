@@ -98,9 +98,10 @@ class Monitor:
             time.sleep(_SETTLE_SECONDS)
             if self.stop.reason and not self._asked:
                 return None  # Slurm's signal reached the component before this process
-            return self._judge()
+            return self._judge()  # a kill that was seen meanwhile outranks the error it caused
         if ending is None and now >= self.stop.deadline:
             return interrupted(self.exits, self.supervisor.running(), self.stop.reason)
+        # While the ranks save, a rank that stands still is not looked for: the deadline ends it.
         if ending is not None or not watch_too or self.stop.deadline < math.inf:
             return ending
         return self._stall(now)
@@ -127,6 +128,7 @@ class Monitor:
             stopping.ask(self.attempt.stop, self.stop.reason)
         except OSError as error:  # a full disk; the signal is still worth sending
             self.echo.say(f"cannot write {self.attempt.stop}: {error.strerror}")
+        # Not to `trainer-srun`, which would end its tasks at once: its ranks have the file.
         for name in self.supervisor.running():
             if name.startswith("trainer-rank"):
                 self.supervisor.signal(name, signal.SIGTERM)

@@ -66,11 +66,13 @@ def run(job: StageJob) -> int:
         ShakedownError: bad environment, model or data; a full disk; a loss that is NaN or infinite.
     """
     rank, _ = _environment(job)
+    # First: SIGUSR1 asks a hanging rank for its stacks, and kills a rank that has no handler yet.
     install(rank, job.attempt.evidence)
     heartbeat = Heartbeat(job.attempt.heartbeats, rank)
     heartbeat.beat(phase="init")
     stop = StopFlag(job.attempt.stop if rank == 0 else None)
     _stop_on_signals(stop)
+    # Two threads a rank on two busy cores were ten times slower than one (measured).
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(job.seed + rank)
     device = _device()
@@ -90,7 +92,7 @@ def run(job: StageJob) -> int:
             sizes=sizes,
             options=EngineOptions(job.config.activation_checkpointing, job.config.compile),
         )
-    store = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
     context = Context(job, engine, Ranks(store, device=device), heartbeat, faults, stop)
     heartbeat.beat(phase="init")
     try:
@@ -99,6 +101,7 @@ def run(job: StageJob) -> int:
         _outlast(stop)
         raise
     except Exception:
+        # The Flight Recorder's entries are evidence and would be gone with the process.
         leave_dump(rank, job.attempt.evidence)
         raise
     return 0 if completed else INTERRUPTED
@@ -145,6 +148,7 @@ def _device() -> torch.device:
 def _join(device: torch.device, job: StageJob) -> None:
     """Meet the other ranks: gloo on CPUs; on GPUs NCCL, and gloo for checkpoints."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    # With a long stall_timeout, too, the watcher has to give up before the collective does.
     patience = timedelta(seconds=4 * job.config.stall_timeout)
     dist.init_process_group(backend, timeout=max(COLLECTIVE_TIMEOUT, patience))
 
