@@ -104,6 +104,7 @@ class RolloutBatch:
                 f"batch {self.step}: token_versions is {found.dtype}{list(found.shape)}, "
                 f"expected int64{list(self.tokens.shape)}"
             )
+        # A sequence without a sampled token has no oldest one, and is not compared.
         oldest = np.where(self.loss_mask, found, np.iinfo(np.int64).max).min(1)
         if ((oldest != self.versions) & self.loss_mask.any(1)).any():
             raise UsageError(f"batch {self.step}: versions are not the oldest of token_versions")
@@ -126,6 +127,7 @@ def write_batch(batch: RolloutBatch, path: Path) -> None:
     if batch.token_versions is not None:
         arrays[_TOKEN_VERSIONS] = batch.token_versions
     arrays["step"] = np.array(batch.step, dtype=np.int64)
+    # As bytes: without pickle an .npz holds arrays alone.
     stats = json.dumps(dict(batch.stats), allow_nan=False).encode()
     arrays["stats"] = np.frombuffer(stats, dtype=np.uint8)
     arrays["sha256"] = np.frombuffer(_digest(arrays), dtype=np.uint8)
@@ -149,8 +151,9 @@ def read_batch(path: Path) -> RolloutBatch:
         if written != _digest(arrays):
             raise ValueError("its checksum does not fit its content")
         stats = json.loads(arrays.pop("stats").tobytes())
+        # An array of any other name is a TypeError here, and so refused.
         batch = RolloutBatch(step=int(arrays.pop("step")), stats=stats, **arrays)
-        batch.check()
+        batch.check()  # a checksum only says that the file is as its writer left it
     except _DAMAGED as error:
         raise StorageError(f"rollout batch {path} cannot be used: {error}") from error
     return batch
@@ -165,6 +168,7 @@ def _digest(arrays: Mapping[str, NDArray[Any]]) -> bytes:
     digest = hashlib.sha256()
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
+        # The same bytes under another name or in another shape are another batch.
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
         digest.update(array.tobytes())
     return digest.digest()

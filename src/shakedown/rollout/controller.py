@@ -95,6 +95,7 @@ class RolloutController(Generic[Data, Group]):
         )
         if self._total is None:
             return free
+        # Failed groups are not subtracted: others are drawn in their place.
         return min(free, self._total - self._accepted - self.running)
 
     def submit(self, data: Data) -> None:
@@ -172,6 +173,7 @@ class RolloutController(Generic[Data, Group]):
                 return
             task = asyncio.create_task(self._run(self._waiting.popleft()))
             self._running.add(task)
+            # A callback, as the task still counts as running until `_run` has returned.
             task.add_done_callback(self._ended)
 
     def _held(self) -> bool:
@@ -191,6 +193,7 @@ class RolloutController(Generic[Data, Group]):
         try:
             group = await self._run_group(data)
         except Exception as error:  # noqa: BLE001 - any fault of one group is that group's alone
+            # The first line alone: further ones tell of the single case and would split the count.
             cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             if cause not in self.failures:
                 _LOG.warning("a group failed: %s", cause)
@@ -207,6 +210,8 @@ class RolloutController(Generic[Data, Group]):
         self._changed.set()
 
     async def _change(self) -> None:
+        # Callers look at the state and come here without an await in between: on one event loop no
+        # change can be missed.
         self._changed.clear()
         await self._changed.wait()
 

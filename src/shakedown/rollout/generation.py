@@ -67,6 +67,7 @@ def answer_fault(
 def _logprob_fault(tokens: Sequence[int], logprobs: Sequence[float]) -> str:
     if len(tokens) != len(logprobs):
         return "tokens and logprobs differ in number"
+    # The sum is enough: a NaN or an infinity among them makes it one.
     if not math.isfinite(sum(logprobs)):
         return "a logprob that is NaN or infinite"
     return "a logprob above 0" if max(logprobs, default=0.0) > _ROUNDING else ""
@@ -89,6 +90,7 @@ class _Draft:
         self.versions += [version] * len(piece.tokens)
         self.text += piece.text
         self.cached = piece.cached_tokens
+        # Interrupted at its last token: there is none left to ask for.
         full = piece.finish == "abort" and len(self.tokens) >= longest
         self.finish = "length" if full else piece.finish
 
@@ -177,6 +179,7 @@ class Generation:
     ) -> tuple[Sequence[Completion], int]:
         """One request's samples, and the version that wrote them."""
         async with self._gate.request():
+            # Inside the gate, which is closed while weights are loaded: no other version answers.
             version = self._version()
             key = version if oldest is None else oldest
             self._in_flight[key] += 1
@@ -188,6 +191,7 @@ class Generation:
                     samples=samples,
                 )
             finally:
+                # Counter's subtraction drops a key that falls to 0, and `min` reads the keys.
                 self._in_flight -= Counter({key: 1})
         for each in found:
             self._check(each, longest, piece=self._settings.partial_rollouts)

@@ -87,6 +87,7 @@ def draw(prompts: Sequence[Prompt], *, seed: int, start: int) -> Iterator[Prompt
     position = start
     while True:
         epoch, index = divmod(position, len(prompts))
+        # The order of an epoch is cached: it is not shuffled anew for every draw.
         yield prompts[int(epoch_order(len(prompts), seed=seed, epoch=epoch)[index])]
         position += 1
 

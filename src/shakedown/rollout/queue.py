@@ -94,6 +94,7 @@ class RolloutQueue:
 
     def draws(self) -> Iterator[QueuedPrompt]:
         """What was open at the start, then new draws without end."""
+        # `sorted` copies: groups that end meanwhile change the set.
         for number in sorted(self._open):
             yield QueuedPrompt(number, next(draw(self._prompts, seed=self._seed, start=number)))
         for prompt in draw(self._prompts, seed=self._seed, start=self._next):
@@ -106,7 +107,7 @@ class RolloutQueue:
         """`run_group`; a draw whose group failed is used up, one that is cancelled is not."""
         try:
             return FinishedGroup(queued.number, await self._run_group(queued.prompt))
-        except Exception:
+        except Exception:  # not CancelledError: what was in flight at the end is drawn again
             self._open.discard(queued.number)
             raise
 
@@ -177,6 +178,7 @@ def find_queue(
     cursors: list[PromptCursor] = []
     try:
         cursor = _read_cursor(folder / f"{_name(step)}.json")
+        # The staleness rule lets at most async_level + 1 batches wait for a trainer at `step`.
         for number in range(step + 1, step + 2 + async_level):
             if not (folder / f"{_name(number)}.npz").exists():
                 break
@@ -190,6 +192,7 @@ def find_queue(
             f"rollouts of {checkpoint.name} are used up to step "
             f"{step + len(batches)} only: {reason}"
         )
+        # `cursor` is not set where reading it is what failed.
         if not cursors:
             cursor = _cursor_or(folder, step, by_step)
     return SavedQueue(cursor, batches, cursors, messages)
@@ -220,7 +223,8 @@ def _write_cursor(store: RolloutStore, step: int, cursor: PromptCursor) -> None:
     write_json(_cursor_path(store, step), asdict(cursor))
     used = store.latest_version()
     for path in _cursor_path(store, step).parent.glob("step_*.json"):
-        # The newest version's own cursor stays: a checkpoint after it may be in the making.
+        # The newest version's own cursor stays: a checkpoint after it may be in the making. Names
+        # with leading zeros compare as their numbers do.
         if path.name < f"{_name(used)}.json":
             path.unlink(missing_ok=True)
 
@@ -236,7 +240,7 @@ def _name(step: int) -> str:
 def _link(source: Path, target: Path) -> None:
     """A second name for a file that is never changed, or a copy where there are no links."""
     try:
-        os.link(source, target)
+        os.link(source, target)  # nothing to flush: atomic writes have flushed the file
     except OSError:
         shutil.copyfile(source, target)
         sync_file(target)

@@ -46,13 +46,15 @@ class Recorder:
         with storage_errors("record", target):
             self._folder.mkdir(parents=True, exist_ok=True)
             try:
-                staged.unlink(missing_ok=True)
+                staged.unlink(missing_ok=True)  # left by a killed process that had the same id
                 try:
                     os.link(batch, staged)
                 except OSError:  # another file system, or one without hard links
                     shutil.copyfile(batch, staged)
                 staged.replace(target)
             finally:
+                # Left over after an error, and where `target` is this very file already: rename(2)
+                # then does nothing.
                 with contextlib.suppress(OSError):
                     staged.unlink(missing_ok=True)
 

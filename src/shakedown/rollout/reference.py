@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-LARGEST = 4 << 30  # bytes of weights
+# Bytes of weights: they are read whole, in float32, into the memory of the orchestrator's node.
+LARGEST = 4 << 30
 
 
 def reference_logprobs(folder: Path, tokens: Sequence[int]) -> list[float] | None:
@@ -42,6 +43,7 @@ def same_weights(one: Path, other: Path) -> bool:
         for files in folders:
             with safe_open(files[name], framework="pt") as archive:
                 tensors.append(archive.get_tensor(name))
+        # Cast: the input model's folder may be in another dtype than the trainer exports.
         if tensors[0].shape != tensors[1].shape or not tensors[0].equal(
             tensors[1].to(tensors[0].dtype)
         ):

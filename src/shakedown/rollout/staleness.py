@@ -51,6 +51,8 @@ def explain(rule: Staleness, *, needed: int) -> str:
             f"max_head_offpolicyness is {rule.max_head_offpolicyness}: "
             "a rollout cannot be newer than the weights it is for. Set it to 0 or more."
         )
+    # AReaL's own defaults (off-policyness 0, batch size 1) fall into this: rollout stops after one
+    # episode, and nothing says why.
     allowed = rule.allowed(0)
     if allowed < needed:
         return (

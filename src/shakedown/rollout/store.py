@@ -30,7 +30,7 @@ from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
 # A number of steps or versions; JSON would hold any, and a float what is below 2**53.
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 
-_POLL_SECONDS = 0.05
+_POLL_SECONDS = 0.05  # the other side's files, maybe of another node: there is no event to wait for
 _MANIFEST = "manifest.json"
 
 
@@ -109,6 +109,7 @@ class RolloutStore:
         target = self._folder(version)
         staged = target.with_name(f".{target.name}.{os.getpid()}")
         try:
+            # Left by a killed process that had the same id.
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)
             write(staged)
@@ -123,6 +124,7 @@ class RolloutStore:
             ) from error
         finally:
             shutil.rmtree(staged, ignore_errors=True)
+        # After the rename: whoever reads a version finds its folder whole.
         write_json(self._weights / "latest.json", {"version": version})
         self._prune()
 
@@ -144,6 +146,7 @@ class RolloutStore:
             manifest = read_json_as(
                 Manifest, folder / _MANIFEST, "manifest of weights", error_class=StorageError
             )
+            # Sizes first: a folder that was cut off need not be read.
             fault = wrong_size(folder, manifest.files) or damage(folder, manifest.files)
         except (StorageError, OSError) as error:
             fault = str(error)
@@ -184,11 +187,11 @@ class RolloutStore:
         loaded = self.loaded_version()
         for folder in self._weights.glob("v*"):
             if _number(folder.name) < loaded:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)  # what is left goes with the next version
 
 
 def _number(name: str) -> int:
-    digits = name.lstrip("stepv_")
+    digits = name.lstrip("stepv_")  # every character before the digits of step_000007, v000007
     return int(digits) if digits.isdecimal() else 1 << 60  # a foreign file is never removed
 
 

@@ -94,6 +94,7 @@ class WeightSync:
 
     async def begin(self) -> None:
         """Note how the server answers before the first update, and how much that wavers."""
+        # Puts the probe into the prefix cache: `apply` then sees whether an update empties it.
         await self._cached()
         first, self._scores = [await self._score(self._probe) for _ in range(2)]
         self._noise = _largest(first, self._scores)
@@ -109,7 +110,7 @@ class WeightSync:
         began = time.monotonic()
         for last in (False, True):
             await self._client.update_weights(str(weights.folder.absolute()), within=within)
-            cached = await self._cached()
+            cached = await self._cached()  # fills the cache again, for the next update
             if cached:
                 raise WeightUpdateError(
                     f"version {weights.version}: {cached} prompt tokens still came from the "
