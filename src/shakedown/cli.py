@@ -55,11 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"shakedown: {error}", file=sys.stderr)
         return int(error.exit_code)
     except BrokenPipeError:
+        # The reader is gone, as after `| head`. Python's flush at exit would fail on the same pipe;
+        # this is what its documentation of `signal` advises.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return int(ExitCode.OK)
     except KeyboardInterrupt:
         print("shakedown: interrupted", file=sys.stderr)
-        return 130
+        return 130  # as shells report it: 128 + SIGINT
     except Exception as error:
         return _unforeseen(error)
 
@@ -76,7 +78,7 @@ def _unforeseen(error: Exception) -> int:
 def _dispatch(arguments: list[str]) -> int:
     name = arguments[0] if arguments else ""
     if not name or name.startswith("-"):
-        _overview().parse_args(arguments)
+        _overview().parse_args(arguments)  # ends here with --help, --version or a wrong option
         _overview().print_help()
         return int(ExitCode.OK)
     if name not in COMMANDS:
@@ -86,7 +88,7 @@ def _dispatch(arguments: list[str]) -> int:
         )
     module, parser = command_parser(name)
     parsed = parser.parse_args(arguments[1:])
-    _require_extra(name)
+    _require_extra(name)  # after the parser: `--help` needs no extra
     result: int = module.run(parsed)
     return result
 
@@ -108,6 +110,7 @@ def _require_extra(command: str) -> None:
         BlockedError: a package that the command needs is not installed.
     """
     extra, packages = EXTRAS.get(command, ("", ()))
+    # Found, not imported: torch alone takes seconds.
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise BlockedError(

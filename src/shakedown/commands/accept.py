@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     good = verdict.exit_code(strict=args.strict) == 0
     code = finish(verdict, args.out if good else None, strict=args.strict)
     if not good:
+        # First: once the workflow's file is gone, the next attempt writes another diagnosis.
         if args.diagnosis is not None:
             archive_diagnosis(args.diagnosis)
         if args.remove_on_fail is not None:

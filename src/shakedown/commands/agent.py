@@ -105,6 +105,7 @@ def _run(args: argparse.Namespace) -> int:
     print(f"{total} episodes of {args.target}, {args.concurrency} at once", file=sys.stderr)
     result = drive(run_episodes(agent, rows, endpoint, settings))
     failed = any(not episode.ok for episode in result.episodes)
+    # Asked only after failures, which its state may explain; with an empty URL nothing is asked.
     server = drive(ask_server(endpoint.base_url if failed else "", endpoint.api_key))
     paths = AgentsPaths(args.out)
     write_episodes(paths.episodes, result.episodes)

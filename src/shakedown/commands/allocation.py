@@ -125,5 +125,6 @@ def _groups(mesh: str, groups: Mapping[str, Sequence[Sequence[int]]]) -> list[st
 
 def _short(ranks: Sequence[int]) -> str:
     """`0-7`, or `0-12/4` with its stride."""
+    # Only dimensions above 1 have groups: each has two ranks or more, at one distance.
     stride = ranks[1] - ranks[0]
     return f"{ranks[0]}-{ranks[-1]}" + (f"/{stride}" if stride > 1 else "")

@@ -93,6 +93,8 @@ def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
     """A type for whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
+        # int() also takes blanks, underscores and the digits of other scripts, and fails on more
+        # than 4300 digits.
         plain = text.isascii() and text.isdecimal() and len(text) <= 20
         if not plain or not least <= int(text) <= most:
             raise argparse.ArgumentTypeError(

@@ -85,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         return _compare(args, watch)
     except BlockedError as error:
+        # Written down too: the workflow's gate reads the verdict, whatever came of the comparison.
         verdict = blocked_verdict("consistency", "compare", error, watch)
         return finish(verdict, ComparisonPaths(args.out).verdict)
 
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
 def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
     by_config = args.config is not None or args.endpoint is not None
     with _planned_by_config(args) if by_config else _planned_by_hand(args) as plan:
+        # Torch, which takes seconds, is loaded once options and data have been found good.
         from shakedown.consistency.run import compare
         from shakedown.consistency.write import make_verdict, write_tables
         from shakedown.report.comparison_page import write_report

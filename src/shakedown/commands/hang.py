@@ -103,6 +103,7 @@ def _analyze(args: argparse.Namespace) -> int:
 
         write_page(verdict, args.html)
     if args.json == "-":
+        # Standard output is for a program: nothing but JSON.
         print(json.dumps(verdict.to_json(), indent=2, allow_nan=False))
         _print(verdict, sys.stderr, full=args.full)
         return int(verdict.exit_code(strict=args.strict))
@@ -120,6 +121,7 @@ def _print(verdict: "Verdict", stream: TextIO, *, full: bool) -> None:
     """The diagnosis as text: as wide as the terminal, in colour only on one."""
     from shakedown.report.diagnosis_terminal import WIDTH, render
 
+    # NO_COLOR set to anything asks for none (no-color.org); a `dumb` terminal would show the codes.
     colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size((WIDTH, 40)).columns
     text = render(verdict, width, full=full, colour=colour)
@@ -145,6 +147,7 @@ def _collect(args: argparse.Namespace) -> int:
     first = os.environ.get("SLURM_PROCID", "0") == "0"  # of several nodes one copies the logs
     if logs is None and attempt is not None and first and attempt.logs.is_dir():
         logs = attempt.logs
+    # No process is no error: one node of a job without any must not stop the others' collection.
     report = collect_local(
         targets,
         args.out,

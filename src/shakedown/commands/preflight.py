@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     if out is None:
         raise UsageError("where should the results go? give --out DIR or --config FILE")
     want = _expectations(args, config)
-    nodes = allocation_nodes()[: want.nodes]
+    nodes = allocation_nodes()[: want.nodes]  # fewer than wanted is a finding, not a usage error
     settings = Settings(
         nodes=nodes,
         out=out,

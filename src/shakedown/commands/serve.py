@@ -93,7 +93,7 @@ def _start(args: argparse.Namespace) -> int:
     order = _order(args)
     try:
         found = verdict.started(start(order, args.out, say=_say), clock)
-    except UsageError:
+    except UsageError:  # says nothing of a server: no verdict on one is written
         raise
     except ShakedownError as error:
         # The verdict tells the first line; the rest, the end of the log, is for who looks on.

@@ -40,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 0 once the run was shown: the view reports, the gates judge."""
     if args.watch is not None and not 0 < args.watch < float("inf"):
         raise UsageError(f"--watch {args.watch}: expected a number of seconds above 0")
+    # Only a terminal is drawn over; a file gets one look after the other.
     redraw = args.watch is not None and not args.json and sys.stdout.isatty()
     try:
         for first in _rounds(args.watch):
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
                 print(painted(shown, *shutil.get_terminal_size(), clear=first), end="", flush=True)
             else:
                 print(shown if first else f"\n{shown}", flush=True)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # ends a watch, but interrupts a single look
         if args.watch is None:
             raise
     return int(ExitCode.OK)

@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
         known = ", ".join(config.stages)
         guess = did_you_mean(args.stage, config.stages)
         raise UsageError(f"{where} has no stage {args.stage!r}{guess}; it has: {known}")
+    # Here, before a process is started: a rank would tell of it in its log, minutes later.
     require_sinks(config.stages[args.stage].sinks)
     _tell_width()
     from shakedown.training.assets import read_assets
@@ -71,4 +72,5 @@ def run(args: argparse.Namespace) -> int:
 def _tell_width() -> None:
     """The ranks write into files: here they learn how wide their lines may be on this terminal."""
     if sys.stdout.isatty():
+        # A width that the user set by hand stays.
         os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))
