@@ -22,6 +22,8 @@ Value = TypeVar("Value")
 class ExitCode(IntEnum):
     """Exit codes of every `shakedown` command."""
 
+    # 2 is what argparse ends a wrong command line with. 3 is apart from 1 because a check that
+    # could not run has found neither that something is good nor that it is bad.
     OK = 0
     FAIL = 1
     USAGE = 2
@@ -44,6 +46,7 @@ class ShakedownError(Exception):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
+        # Kept apart from the message: a verdict file has a field of its own for it, `next`.
         self.hint = hint
 
     def __str__(self) -> str:
@@ -93,5 +96,6 @@ def look_up(
 
 def did_you_mean(given: str, valid: Iterable[str]) -> str:
     """Return ` (did you mean 'x'?)` for the nearest valid name, or an empty string."""
+    # 0.6 is difflib's default.
     matches = difflib.get_close_matches(given, list(valid), n=1, cutoff=0.6)
     return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -28,12 +28,16 @@ def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Beside `path`, as a rename is atomic within one file system only. The leading dot keeps
+        # unfinished files out of `*.json` and the like.
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         encoding = None if "b" in mode else "utf-8"
         with os.fdopen(handle, mode, encoding=encoding) as stream:
             yield stream
             stream.flush()
+            # Without it a crash of the host can leave the new name with an empty file.
             os.fsync(stream.fileno())
+        # mkstemp makes files that only their owner may read.
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except OSError as error:
@@ -43,6 +47,7 @@ def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         ) from error
     finally:
         if temporary:
+            # After the rename nothing is left here; what is deleted is the rest of a failed write.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
 
@@ -84,6 +89,7 @@ def read_object(
     except ValueError as error:
         raise error_class(f"{path} is not JSON: {error}", hint=hint) from error
     except RecursionError as error:
+        # json's parser calls itself once a level: a crafted or damaged file can end it so.
         raise error_class(f"{path} is not JSON for us: nested too deeply", hint=hint) from error
     if not isinstance(body, dict):
         found = type(body).__name__
@@ -162,6 +168,7 @@ def _explain(fault: Any) -> str:
 
 def is_count(value: object) -> TypeGuard[int]:
     """Whether a value out of JSON counts something: an integer from 0 to what a float holds."""
+    # bool is a subclass of int; from 2**53 on not every integer is a float.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 
@@ -170,6 +177,6 @@ def _plain(value: Any) -> Any:
         return os.fspath(value)
     if isinstance(value, set | frozenset):
         return sorted(value)
-    if hasattr(value, "item"):
+    if hasattr(value, "item"):  # a scalar of numpy or torch
         return value.item()
     raise TypeError(f"{type(value).__name__} has no JSON form")

@@ -20,6 +20,7 @@ def storage_errors(action: str, path: Path) -> Iterator[None]:
     """
     try:
         yield
+    # Python evaluates this only once something was raised: nothing is imported before.
     except _failures() as error:
         raise StorageError(
             f"cannot {action} {path}: {getattr(error, 'strerror', None) or error}",
@@ -45,6 +46,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     """
     with storage_errors("write", target):
         target.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the target, as a rename works within one file system only.
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
             staged = Path(temporary) / target.name
             staged.mkdir()
@@ -65,10 +67,12 @@ def publish_folder(staged: Path, target: Path) -> None:
         if not target.exists():
             staged.rename(target)
         else:
+            # A rename cannot replace a folder that holds files, so the old one has to leave first.
             aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.old."))
             target.rename(aside / "old")
             staged.rename(target)
             shutil.rmtree(aside)
+        # Only now does the rename itself survive a crash of the host.
         sync_file(target.parent)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _CHUNK = 4 << 20  # bytes read at a time
-_BEAT_SECONDS = 0.5
+_BEAT_SECONDS = 0.5  # reading a large checkpoint takes minutes, and must not look like a hang
 _READERS = 8  # zlib lets other threads run: a fast file system is asked for several files at once
 
 
@@ -80,6 +80,7 @@ def damage(
     Args:
         beat: called twice a second meanwhile.
     """
+    # Of files without a CRC only the size is known, which `wrong_size` compares.
     whole = {name: each for name, each in sums.items() if each.crc is not None}
     with _readers() as pool:
         reads = {name: pool.submit(_fault, folder / name, each) for name, each in whole.items()}

@@ -58,6 +58,7 @@ def read_outcome(path: Path) -> Outcome:
     Raises:
         UsageError: missing, not JSON, or not an outcome.
     """
+    # `ignore`: a later version may have written keys that this one does not know.
     return read_json_as(Outcome, path, "outcome", schema=SCHEMA, unknown="ignore")
 
 
@@ -100,6 +101,7 @@ def judge_file(file: Path, diagnosis: Path | None) -> Verdict:
     Raises:
         UsageError: a file is missing, or is neither of the two.
     """
+    # Preflight, agents and consistency judge themselves; a training stage only says how it ended.
     if read_object(file, "verdict").get("schema") != SCHEMA:
         verdict = read_verdict(file)
         advice = f"fix the cause (see {file}), then run the same command again"
@@ -112,5 +114,6 @@ def archive_diagnosis(diagnosis: Path) -> None:
     """Keep the diagnosis with the attempt that it is about: the next attempt writes a new one."""
     paths = StagePaths(diagnosis.parent)
     for path in (diagnosis, diagnosis.with_suffix(".html")):
+        # `latest` still points at the attempt that the diagnosis is about.
         if paths.latest.is_dir() and path.exists():
             write_text(paths.latest / path.name, path.read_text(encoding="utf-8"))

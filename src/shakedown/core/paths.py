@@ -344,6 +344,8 @@ class StagePaths:
         attempt = self.attempt(number)
         for folder in (attempt.logs, attempt.heartbeats, attempt.evidence, attempt.exchange):
             folder.mkdir(parents=True)
+        # A rename replaces `latest` in one step: a reader never finds it missing. The process id
+        # keeps two starters apart.
         link = self.root / f".latest.{os.getpid()}"
         link.unlink(missing_ok=True)
         link.symlink_to(os.path.join("attempts", attempt.root.name))

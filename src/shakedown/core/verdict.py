@@ -94,6 +94,7 @@ class Stopwatch:
 def status_of(findings: Iterable[Finding]) -> Status:
     """The worst finding decides: fail, then error (BLOCKED), then warn."""
     seen = {finding.status for finding in findings}
+    # A fault that was found stays one, whatever else could not run.
     if "fail" in seen:
         return "FAIL"
     if "error" in seen:
@@ -119,6 +120,7 @@ def counted(findings: Iterable[Finding]) -> str:
 
 def blocked_verdict(stage: str, check: str, error: BlockedError, clock: Stopwatch) -> Verdict:
     """The verdict of a stage that could not be judged: it names what is missing."""
+    # Not str(error), which holds the hint too: that goes into `next`.
     reason = error.args[0]
     return Verdict(
         stage=stage,
@@ -154,6 +156,7 @@ def read_verdict(path: Path) -> Verdict:
     """
     body = read_object(path, "verdict", schema=SCHEMA)
     try:
+        # `ignore`: a stage's own keys stand beside the schema's, and become `extra` below.
         verdict = json_as(Verdict, body, unknown="ignore")
     except ValueError as error:
         raise UsageError(f"{path} is no verdict: {error}") from error
@@ -167,6 +170,7 @@ _MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "skip", "error
 def render_text(verdict: Verdict, *, limit: int = 40) -> str:
     """A verdict for a person in a terminal: the sentence, what is not good, the next command."""
     lines = [f"{verdict.stage}: {verdict.status}: {verdict.summary}"]
+    # Bounded: on a large cluster one fault may come once a node, and the file has all of them.
     notable = [f for f in verdict.findings if f.status not in ("pass", "skip")]
     lines += [_finding_line(finding) for finding in notable[:limit]]
     if len(notable) > limit:
