@@ -77,6 +77,7 @@ class Allocation:
     @property
     def gpus(self) -> int:
         """GPUs (or, on a machine without any, processes) in all."""
+        # One part stands for its group: parts that share GPUs have equal world sizes.
         return sum(group[0].world for group in self.groups)
 
     def __str__(self) -> str:
@@ -161,10 +162,12 @@ class _Parser:
         self.starts.append(self._next())
         word = self._need("[A-Za-z_][A-Za-z_]*", f"a backend: {', '.join(_LETTERS)}")
         if word not in _LETTERS:
+            # `d4t2`, dimensions without a backend: the word ends before the first digit, as `d`.
             bare = re.match(r"\s*\d", self.text[self.at :]) and set(word) <= set("dtpce")
             what = (
                 "dimensions need a backend before them" if bare else f"unknown backend {word!r:.40}"
             )
+            # Cut, since difflib's time grows with the square of a word's length.
             raise self._error(
                 f"{what}{did_you_mean(word[:40], _LETTERS)}; valid: {', '.join(_LETTERS)}",
                 self.starts[-1],
@@ -184,6 +187,7 @@ class _Parser:
                 raise self._error(
                     f"dimension {letter!r} is given twice; valid: each once at most", begin
                 )
+            # Without the look-ahead a tenth digit would be called a wrong dimension.
             size = self._need("[1-9][0-9]{0,8}(?![0-9])", f"a size of {letter!r}: 1 to 999999999")
             dims[letter] = (int(size), begin)
         return dims
@@ -218,6 +222,8 @@ class _Parser:
         self, attn: Mapping[str, int], ffn: Mapping[str, int], ffn_at: int
     ) -> Mapping[str, int]:
         """The ffn sizes with `p` taken over from attn and `d` derived where left out."""
+        # Megatron's parallel folding: attention and experts cut the same ranks of the same
+        # pipeline stages, each in its own way. So only `p` has to match.
         world, pipeline = _world(attn), attn.get("p", 1)
         if ffn.get("p", pipeline) != pipeline:
             raise self._error(f"p must match: attn has {pipeline}, ffn has {ffn['p']}", ffn_at)

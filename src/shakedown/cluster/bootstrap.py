@@ -23,6 +23,7 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
             "RANK": environ["SLURM_PROCID"],
             "LOCAL_RANK": environ["SLURM_LOCALID"],
             "WORLD_SIZE": environ["SLURM_NTASKS"],
+            # The step's own: SLURM_TASKS_PER_NODE is the job's, which may have other tasks.
             "LOCAL_WORLD_SIZE": str(
                 tasks_on_node(environ["SLURM_STEP_TASKS_PER_NODE"], int(environ["SLURM_NODEID"]))
             ),
@@ -59,6 +60,8 @@ def main(argv: Sequence[str]) -> None:
         raise UsageError("no command after `--`")
     environment = {**os.environ, **rank_environment(os.environ)}
     environment |= visible_gpus(os.environ, os.environ)
+    # Not a child: srun's signals reach the rank itself, and the exit code that srun sees is
+    # the rank's own.
     try:
         os.execvpe(command[0], command, environment)  # noqa: S606
     except OSError as error:

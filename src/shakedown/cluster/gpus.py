@@ -7,6 +7,8 @@ from shakedown.core.errors import UsageError
 # GPUs of a rank's node, from 0, as `4,5`; the launcher's word to the ranks. On another node it is
 # applied there: Slurm sets CUDA_VISIBLE_DEVICES anew for each step.
 GPUS = "SHAKEDOWN_GPUS"
+# How GPUs are hidden: CUDA takes an empty text and -1 for none; Slurm may write NoDevFiles for a
+# job without GPUs.
 _HIDDEN = ("", "-1", "NoDevFiles")
 
 
@@ -31,6 +33,7 @@ def visible_gpus(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[
     numbers = [int(number) for number in wanted[GPUS].split(",")]
     if shown is None:
         return {"CUDA_VISIBLE_DEVICES": wanted[GPUS]}
+    # Names, not numbers: CUDA_VISIBLE_DEVICES may hold UUIDs.
     names = [name.strip() for name in shown.split(",")]
     if max(numbers) >= len(names):
         raise UsageError(

@@ -17,6 +17,8 @@ def members(sessions: set[int]) -> list[int]:
     for name in os.listdir("/proc"):
         if name.isdigit():
             try:
+                # A program's name, in brackets, may itself hold blanks and brackets; behind the
+                # last one stand state, parent, process group and session (proc(5)).
                 with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stream:
                     fields = stream.read().rpartition(")")[2].split()
             except OSError:  # ended between the listing and the read
@@ -55,6 +57,7 @@ def main() -> None:
     if not sessions:
         return
     send(sessions, signal.SIGTERM)
+    # A stopped process takes SIGTERM only when it goes on.
     send(sessions, signal.SIGCONT)
     deadline = time.monotonic() + float(sys.argv[1])
     while members(sessions) and time.monotonic() < deadline:

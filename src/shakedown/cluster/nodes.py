@@ -10,7 +10,9 @@ from shakedown.core.errors import UsageError
 from shakedown.core.files import write_text
 
 MAX_NODES = 65536  # `n[1-999999999]` must not fill the memory
+# At most 255 characters, as a host name has. A name that began with `-` would be an option.
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?")
+# The pieces of `r[1-2]n7`: bracketed ranges, and the text between them.
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
 
 
@@ -125,6 +127,8 @@ def _slurm_addresses(names: Sequence[str]) -> dict[str, str]:
     import subprocess  # a tenth of the start of whoever needs a node's name alone
 
     try:
+        # scontrol gives up by itself after MessageTimeout, 10 s by default. Without its answer
+        # the names are used as they are.
         shown = subprocess.run(
             ["scontrol", "show", "node", ",".join(names), "--oneliner"],
             capture_output=True,
@@ -134,6 +138,7 @@ def _slurm_addresses(names: Sequence[str]) -> dict[str, str]:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return {}
+    # One node a line: NodeName=n1 Arch=x86_64 ... NodeAddr=10.0.0.1 NodeHostName=n1 ...
     found = re.findall(r"\bNodeName=(\S+).*?\bNodeAddr=(\S+)", shown)
     return {name: address for name, address in found if is_node_name(name)}
 
@@ -145,6 +150,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """`count` different TCP ports that could be bound on this machine a moment ago."""
+    # All are held open until the last one is found: a port that was closed could come again.
     held = [socket.create_server((host, 0)) for _ in range(count)]
     try:
         return [server.getsockname()[1] for server in held]

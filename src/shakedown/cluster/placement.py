@@ -151,6 +151,8 @@ def _check_size(allocation: Allocation, nodes: int, gpus: int) -> None:
 def _group_slots(group: Sequence[Part], used: list[int], gpus: int) -> list[Slot]:
     """Slots of a group by rank; `used` (GPUs taken, by node) is brought up to date."""
     if not _trains(group):
+        # The largest replica gets whole slots; whether the others fit into them is judged once
+        # all slots are known (`_check_slots`).
         first = max(group, key=lambda part: part.size("t") * part.size("p"))
         return _inference_slots(first, used, gpus)
     tensor = max(part.size("t") for part in group)
@@ -188,11 +190,15 @@ def _training_slots(part: Part, tensor: int, used: list[int], gpus: int) -> list
             raise PlacementError(f"{part}: {part.world} ranks are no equal parts of {nodes} nodes")
         return [(rank * nodes // part.world, None) for rank in range(part.world)]
     shares = [n for n in range(min(nodes, part.world), 0, -1) if part.world % n == 0]
+    # Tensor parallelism talks in every layer, fast only inside of a node: shares that keep its
+    # groups whole are tried first, each from most nodes to fewest.
     whole = [n for n in shares if (part.world // n) % tensor == 0]
     for count in [*whole, *shares]:
         each = part.world // count
         able = [node for node in range(nodes) if used[node] + each <= gpus][:count]
         if len(able) == count:
+            # The same GPUs on each node: srun gives all tasks one environment, so one list of
+            # GPUs has to be right everywhere.
             first = max(used[node] for node in able)
             for node in able:
                 used[node] = first + each
@@ -263,6 +269,7 @@ def _expert_sizes(part: Part) -> dict[str, int]:
     e, t, p = (part.size(letter) for letter in "etp")
     if e == 1:
         return {}
+    # Experts are spread over the ranks of d and c, which would hold equal copies of them otherwise.
     if part.world % (e * t * p):
         raise PlacementError(f"{part}: e={e} does not divide d*c = {part.world // (t * p)}")
     sizes = {"p": p, "d": part.world // (e * t * p), "e": e, "t": t}

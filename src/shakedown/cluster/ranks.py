@@ -52,6 +52,7 @@ def rank_components(
     shared = {
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(master_port),
+        # As torchrun does. Two threads a rank on two busy cores were ten times slower (torch 2.13).
         "OMP_NUM_THREADS": "1",
         **env,
     }
@@ -120,6 +121,7 @@ def _srun(
         job_name=role,
         more=srun_args,
     )
+    # -P: a `queue.py` in the working directory must not shadow the standard library's.
     rank = [sys.executable, "-P", "-m", "shakedown.cluster.bootstrap", "--", *argv]
     return Component(
         name=f"{role}-srun",
@@ -143,8 +145,9 @@ def srun_argv(
     Without `output` the tasks' output comes back through srun's own.
 
     The step shares its resources (--overlap), takes more tasks than CPUs (--overcommit) and
-    goes on when a task fails (--kill-on-bad-exit=0): who stops whom is the supervisor's
-    decision, and evidence must be collected first.
+    goes on when a task fails (--kill-on-bad-exit=0) or ends before the others (--wait=0): who stops
+    whom is the supervisor's decision, and evidence must be collected first. --export=ALL outranks
+    an `sbatch --export=NONE`, and --mem=0 lets the step use all memory of the job.
     """
     return [
         "env",

@@ -90,6 +90,8 @@ class Supervisor:
 
     def __enter__(self) -> Self:
         self._guard = subprocess.Popen(
+            # -I -S: a fast start that nothing in the user's environment can break. The session of
+            # its own keeps the guard out of what is sent to the supervisor's process group.
             [sys.executable, "-I", "-S", os.fspath(_GUARD), str(self._grace)],
             stdin=subprocess.PIPE,
             start_new_session=True,
@@ -170,6 +172,7 @@ class Supervisor:
                     hint="look at `cat /proc/PID/wchan`: a dead file system or driver holds them",
                 )
         ended = self.poll()
+        # `poll` may have forgotten some of them just now.
         for session in sessions & self._sessions:
             self._forget(session)
         return ended
@@ -188,6 +191,7 @@ class Supervisor:
     def _note_end(self, child: _Child) -> Exit:
         child.ended = True
         pid = child.process.pid
+        # Descendants may outlive it; then the session is kept, for `stop_all` to end.
         if not members({pid}):
             self._forget(pid)
         seconds = round(time.monotonic() - child.started, 3)
@@ -222,6 +226,7 @@ def _open_log(path: Path) -> IO[bytes]:
 
 
 def _spawn(component: Component, log: IO[bytes]) -> subprocess.Popen[bytes]:
+    # Unbuffered: the last lines before a kill or a hang are the ones that are needed.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **component.env}
     try:
         return subprocess.Popen(
@@ -232,6 +237,7 @@ def _spawn(component: Component, log: IO[bytes]) -> subprocess.Popen[bytes]:
             env=environment,
             start_new_session=True,
         )
+    # ValueError: a NUL byte in an argument. IndexError: no arguments at all.
     except (OSError, ValueError, IndexError) as error:
         program = component.argv[0] if component.argv else "(empty command)"
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
