@@ -61,6 +61,7 @@ def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
     if form and form not in FORMATS:
         remedy = f"choose one{did_you_mean(form, FORMATS)}"
         expected = "one of " + ", ".join(FORMATS)
+        # No more of the data can be judged: parse_source refuses an unknown format.
         return [*findings, _fail("data", "data.format", form, expected, remedy)]
     for key, value in (("train", config.data.train), ("heldout", config.data.heldout)):
         source = parse_source(value, form=form)
@@ -72,6 +73,7 @@ def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
             remedy = did_you_mean(value, FORMATS).strip(" ()")
             findings.append(_fail("data", f"data.{key}", value, expected, remedy))
     model = config.model.source
+    # A name on the hub has at most one slash: `owner/name`.
     looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
     looks_local = looks_local or (model != "demo" and Path(model).is_dir())
     if looks_local and not (Path(model).expanduser() / "config.json").is_file():
@@ -86,6 +88,7 @@ def _lint_serve(config: Config) -> list[Finding]:
     except UsageError as error:
         return [_fail("allocation", "serve.allocation", config.serve.allocation, str(error))]
     engine = config.serve.engine
+    # `transformers serve` is one process, whatever the allocation says.
     if engine not in ("transformers", backend):
         expected = f"an allocation of {engine}"
         return [_fail("allocation", "serve.allocation", config.serve.allocation, expected)]
@@ -108,6 +111,7 @@ def _lint_stage(
         expected = "the one part of the trainer"
         return [_fail("allocation", f"{key}.allocation", stage.allocation, expected, remedy)]
     findings = _lint_engine(key, stage, part, engines)
+    # Only data parallelism cuts a batch: tensor and pipeline ranks take the same rows.
     findings += _lint_sizes(key, stage, part.size("d"))
     if stage.grpo:
         findings += _lint_agent(f"{key}.grpo", stage.grpo.agent)
@@ -131,6 +135,7 @@ def _lint_engine(
         return [_fail("engine", f"{key}.allocation", part.backend, expected)]
     own = engines[part.backend]
     cut = {letter for letter, size in part.dims.items() if size > 1}
+    # No engine here runs the hybrid form, in which the experts are cut in a way of their own.
     if cut <= set(own) and not part.experts:
         return []
     expected = f"{part.backend} with no dimensions but {', '.join(sorted(own))}"

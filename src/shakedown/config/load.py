@@ -35,6 +35,7 @@ def layers(*paths: Path) -> tuple[Path, ...]:
         ConfigError: a file is missing or is not YAML.
     """
     base = WORKFLOW_CONFIG
+    # The base may be given itself, also by another path to the same file.
     if base in paths or not base.is_file() or any(p.exists() and p.samefile(base) for p in paths):
         return paths
     return paths if _is_whole(_merged(paths)) else (base, *paths)
@@ -112,6 +113,7 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
+        # Only keys that are written here: what `<<` brings in may be overruled.
         for key in (key for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"):
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(
@@ -172,6 +174,7 @@ def _section(section: Any, part: str) -> Any:
     if typing.get_origin(section) is dict:
         return typing.get_args(section)[1]
     annotation = section.model_fields[part].annotation
+    # `GrpoConfig | None`: the section stands first.
     if isinstance(annotation, types.UnionType):
         annotation = typing.get_args(annotation)[0]
     is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)

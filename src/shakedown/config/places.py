@@ -112,6 +112,7 @@ def _does_not_fit(
 ) -> Finding:
     gpus = config.cluster.gpus_per_node
     expected = f"{stage.nodes} x {gpus} GPUs at most ({key}.nodes, cluster.gpus_per_node)"
+    # Tried without the server, to say which of the two keys has to change.
     try:
         place_stage(trainer, None, nodes=stage.nodes, gpus_per_node=gpus)
     except PlacementError as alone:
@@ -129,6 +130,7 @@ def _lint_memory(config: Config) -> list[Finding]:
     serve = config.serve
     option = _MEMORY_OPTIONS.get(serve.engine)
     shared = serve.share_gpus and any(stage.grpo for stage in config.stages.values())
+    # Both `--option=0.4` and `--option`, `0.4`.
     given = any(word.split("=")[0] == option for word in serve.extra_args)
     if not shared or given or option is None:
         return []

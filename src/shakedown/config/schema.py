@@ -53,6 +53,7 @@ class ClusterConfig(Section):
     launcher: Literal["local", "slurm"] = "local"
     partition: str = ""
     account: str = ""
+    # Long options alone, value and all in one word: a bare word would become srun's program.
     srun_args: list[Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[^\n]*)?$")]] = []
 
 
@@ -83,6 +84,7 @@ class AgentsConfig(Section):
     """The agent checks: one episode, then `prompts` x `group_size` at once, then the controller."""
 
     target: str
+    # 64 x 8 = 512 episodes at once: the share of each of 4 replicas in a batch of 256 prompts x 8.
     prompts: Positive = 64
     group_size: Positive = 8
     episode_timeout: Seconds = 120.0
@@ -120,15 +122,18 @@ class OptimizerConfig(Section):
 class GrpoConfig(Section):
     """GRPO's own settings. `async_level`: steps the trainer may run ahead (0 = synchronous)."""
 
+    # A group of one has no advantage: its only reward is its mean.
     group_size: Annotated[int, Field(ge=2)] = 16
     max_tokens: Positive = 8
     temperature: Annotated[float, Field(gt=0)] = 1.0
+    # DAPO's two limits ("clip-higher", arXiv 2503.14476).
     clip_low: Annotated[float, Field(gt=0)] = 0.2
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     epochs: Positive = 1
     advantage: Literal["group_std", "group_mean"] = "group_std"
     loss_level: Literal["token", "sequence"] = "token"
     drop_flat_groups: bool = False
+    # Formulas and papers of these: training/algorithms/policy_loss.py and policy_update.py.
     decoupled: bool = True
     tis_cap: Coefficient = 2.0
     kl_coef: Coefficient = 0.0
@@ -144,6 +149,7 @@ class GrpoConfig(Section):
 
     @model_validator(mode="after")
     def _cap_leaves_equal_tokens_alone(self) -> "GrpoConfig":
+        # A cap below 1 would also weigh down tokens on which trainer and engine agree.
         if 0 < self.tis_cap < 1:
             raise ValueError(f"tis_cap is 0 (no weights) or at least 1, got {self.tis_cap}")
         return self
