@@ -68,6 +68,7 @@ def _file_rows(path: Path, lines: Lines) -> Iterator[tuple[str, Body]]:
 def _parsed(line: str, place: str) -> Body:
     try:
         body = json.loads(line)
+        # The file is UTF-8, so only an escape can bring in half a surrogate pair.
         if "\\u" in line:
             json.dumps(body, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as error:
@@ -100,6 +101,7 @@ def _hub_rows(source: DataSource) -> Iterator[tuple[str, Body]]:
         table = load_dataset(name, config or None, split=split or DEFAULT_SPLIT, streaming=True)
         yield from _table_rows(table, source)
     except Exception as error:  # the library raises many kinds: network, parsing
+        # Not the user's fault: the name may be right and the hub out of reach.
         raise BlockedError(
             f"cannot read {source.place}: {type(error).__name__}: {str(error)[:300]}",
             hint="check the name and the network, or write the rows to a JSON-lines file",

@@ -25,6 +25,7 @@ Item = TypeVar("Item")
 WINDOW = 16_384  # rows; about 30 MB of text at 2 kB a row
 
 
+# Asked once a row of a batch, which may reach over the end of an epoch into a second order.
 @functools.lru_cache(maxsize=4)
 def epoch_order(size: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     """The shuffled row numbers of one epoch, shape [size]; another order in every epoch."""
@@ -134,6 +135,7 @@ class RowStream(Generic[Item]):
             self._position = StreamPosition(at.seed, at.rows, at.epoch, at.window + 1)
             self._load()
         elif self._whole:
+            # All of the data is in memory: shuffled anew, not read again.
             self._position = StreamPosition(at.seed, at.rows, at.epoch + 1)
             self._shuffle()
         else:
@@ -145,6 +147,7 @@ class RowStream(Generic[Item]):
             position.seed, position.rows, position.epoch, position.window
         )
         skipped = position.window * position.rows
+        # Skipped by reading: neither JSON lines nor a streamed data set has an index of its rows.
         self._reader = itertools.islice(iter_rows(self._source), skipped, None)
         self._found = 0
         self._load()
@@ -161,6 +164,7 @@ class RowStream(Generic[Item]):
 
     def _shuffle(self) -> None:
         at, size = self._position, len(self._items)
+        # As `epoch_order` has it: a data set in one window is drawn in the order of `step_indices`.
         if at.window == 0:
             self._order = epoch_order(size, seed=at.seed, epoch=at.epoch)
         else:

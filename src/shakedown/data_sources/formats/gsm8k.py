@@ -16,4 +16,5 @@ def _convert(body: Mapping[str, str]) -> dict[str, Any]:
     return {"messages": messages, "answer": body["answer"]}
 
 
+# The hub has a second configuration, `socratic`, whose steps are written as questions.
 GSM8K = RowFormat("openai/gsm8k", ("question", "answer"), _convert, hub_config="main")
