@@ -18,6 +18,8 @@ def encode_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list
             "the model's tokenizer has no chat template: prompts cannot be written",
             hint="use an instruction-tuned model, or add chat_template.jinja to its folder",
         )
+    # A template is Jinja code of the model's own, which may raise anything.
+    # return_dict: from transformers 5 on a mapping is returned by default.
     try:
         ids = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
@@ -29,6 +31,7 @@ def encode_prompt(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list
 
 def encode_answer(tokenizer: Any, answer: str) -> list[int]:
     """The answer's tokens and the end of the sequence: what SFT trains."""
+    # No special tokens: the prompt in front has them, and a second BOS would be trained on.
     ids: list[int] = tokenizer(answer, add_special_tokens=False).input_ids
     return [*ids, tokenizer.eos_token_id]
 

@@ -63,6 +63,7 @@ def read_tokenizer(folder: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer.eos_token_id is None:
         raise UsageError(f"the tokenizer of {folder} has no eos_token: answers could never end")
+    # Padding is masked wherever it is used, so any token will do.
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
@@ -80,6 +81,7 @@ def read_model(folder: Path) -> Any:
             folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
         )
     loaded()
+    # transformers only warns of weights that it did not find, and draws them at random.
     if report["missing_keys"] or report["mismatched_keys"]:
         wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         listed = ", ".join(wrong[:3])
@@ -104,6 +106,7 @@ def write_folder(
     cast = {k: v.to(kind) if v.is_floating_point() else v for k, v in weights.items()}
     with storage_errors("write", folder):
         folder.mkdir(parents=True, exist_ok=True)
+        # `.*`: the hub's download cache, git's folder.
         shutil.copytree(
             source, folder, ignore=shutil.ignore_patterns(*_WEIGHTS, ".*"), dirs_exist_ok=True
         )
@@ -117,6 +120,7 @@ def write_folder(
 def _readable(folder: Path, what: str) -> Iterator[None]:
     try:
         yield
+    # What transformers raises for a damaged folder depends on the file that is damaged.
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(f"cannot read the {what} of {folder}: {reason}") from error
