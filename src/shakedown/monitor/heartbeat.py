@@ -37,11 +37,12 @@ PHASES: tuple[str, ...] = get_args(Phase)
 Extent = tuple[int, int, int]  # micro-batches, the most rows of one, the most tokens of a row
 NO_EXTENT: Extent = (0, 0, 0)
 
+# Holds the longest record there can be, and stays far below a page: see `_write`.
 RECORD_BYTES = 512
 # How long `beat` waits for its record to be written. A local disk takes 0.1 ms; a beat that is
 # followed by a call that holds the interpreter, or by the end of the process, must not be lost.
 HANDOVER_SECONDS = 0.1
-RETRY_SECONDS = 1.0
+RETRY_SECONDS = 1.0  # between two tries at a file system that refused
 CLOSE_SECONDS = 5.0
 _NAME, _NO_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}"), re.compile(r"[^A-Za-z0-9_.-]")
 _SUFFIX = ".beat"
@@ -114,6 +115,7 @@ class Heartbeat:
         self._host = _NO_NAME.sub("?", socket.gethostname()[:64])
         self._count = 0
         self._writer = _Writer(self.path.absolute())
+        # Also when the interpreter ends: the last beat says how far the component came.
         weakref.finalize(self, self._writer.close, self._owner)
 
     @property
@@ -137,6 +139,8 @@ class Heartbeat:
             given: of this rank's micro-batches of the step, as its data made them.
             run: of those that the engine was called with.
         """
+        # A forked worker of a data loader has this object too; it would overwrite the rank's beat,
+        # and has no writer, as threads do not survive a fork.
         if os.getpid() != self._owner:
             return
         self._count += 1
@@ -187,8 +191,11 @@ class _Writer:
     def put(self, beat: Beat) -> None:
         """Hand over a beat; waits for a writer that is not behind, at most HANDOVER_SECONDS."""
         with self._changed:
+            # A writer that is behind is held by the file system: waiting for it at every beat
+            # would slow each step.
             behind = self._newest is not self._written
             self._newest = beat
+            # Also after a `close`: the component may go on.
             if self._thread is None:
                 self._ended = False
                 self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)

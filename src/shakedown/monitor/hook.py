@@ -99,6 +99,7 @@ def leave_dump(rank: int, evidence: Path, role: str = "trainer") -> None:
     target = EvidencePaths(evidence).flight_recorder(name, "json")
     try:
         for suffix, dump in _dumps(_binding()):
+            # No pickle: its frames cost an import of a second, in a process that is about to end.
             if suffix == "json" and not target.exists():
                 _write(target, dump())
     except StorageError as error:
@@ -108,7 +109,8 @@ def leave_dump(rank: int, evidence: Path, role: str = "trainer") -> None:
 def _answer(evidence: Path, name: str) -> None:
     """Poll for a request that is newer than the last one answered, for ever."""
     seen, aborted = _stamp(evidence), False
-    # tells a collector that this process can answer; without it nobody waits for the answer
+    # Tells a collector that this process can answer; without it nobody waits for the answer. Set
+    # through /proc, as Python itself names threads to the kernel only from 3.14 on.
     with contextlib.suppress(OSError):
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(THREAD_NAME)
     while True:
@@ -116,6 +118,7 @@ def _answer(evidence: Path, name: str) -> None:
         try:
             if not aborted and _has_aborted(evidence, name):
                 aborted = True
+                # This rank dumps as well, as it finds its own request just below.
                 request(evidence)
             stamp = _stamp(evidence)
             if stamp not in (None, seen):
@@ -149,7 +152,7 @@ def all_have_written(evidence: Path, name: str, world: str) -> bool:
 
 
 def _end_by_abort() -> None:
-    ctypes.CDLL(None).signal(signal.SIGABRT, None)  # SIG_DFL
+    ctypes.CDLL(None).signal(signal.SIGABRT, None)  # SIG_DFL: sleep() would answer it again
     os.kill(os.getpid(), signal.SIGABRT)
 
 
@@ -158,6 +161,7 @@ def _stamp(evidence: Path) -> tuple[int, int] | None:
         status = EvidencePaths(evidence).request.stat()
     except OSError:
         return None
+    # The inode too: each request is a new file, and two may come within one tick of the clock.
     return status.st_mtime_ns, status.st_ino
 
 
@@ -192,6 +196,7 @@ def _write(path: Path, body: bytes) -> None:
 
 
 def _binding() -> object:
+    # None where torch was built without distributed.
     import torch.distributed  # noqa: F401
 
     return sys.modules.get("torch._C._distributed_c10d")

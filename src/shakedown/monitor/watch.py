@@ -108,6 +108,7 @@ class Watch:
 
     def _follow(self, beat: Beat, now: float) -> None:
         waiting = beat.phase in WAITING_PHASES
+        # With the process id: a restarted component has moved, even to an earlier step.
         progress = (beat.pid, beat.phase, beat.step, beat.micro_batch, beat.batch_size)
         if not waiting:
             progress = (*progress, beat.count)  # type: ignore[assignment]
@@ -123,6 +124,7 @@ class Watch:
         if beat.step > track.step:
             if track.step > 0:  # the first step holds start-up and compilation
                 own = now - track.step_began - track.waited  # others' slowness teaches nothing
+                # Several steps may have passed between two looks.
                 track.durations.append(own / (beat.step - track.step))
             track.step_began, track.waited = now, 0.0
         track.progress, track.moved = progress, now
@@ -161,6 +163,7 @@ class Watch:
             f"{oldest.name} has stood still for {oldest.seconds:.0f} s "
             f"in phase {oldest.phase} at step {oldest.step}"
         )
+        # A suspicion lasts while one component has not moved since; others may come and go.
         if not set(self._suspect) & set(signature):
             self._suspect, self._suspect_since = signature, now
         if now - self._suspect_since < CONFIRM_SECONDS:

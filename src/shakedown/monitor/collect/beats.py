@@ -36,6 +36,7 @@ def read_beats(folder: Path) -> Reading:
 
 def _files(folder: Path) -> tuple[list[Beat], float]:
     """The written beats, and when the folder's last file was made; 0 when that cannot be read."""
+    # Records are overwritten in place, so a folder's time changes only when a file is made.
     try:
         began = round(folder.stat().st_mtime, 3)
     except OSError:

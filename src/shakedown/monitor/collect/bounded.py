@@ -45,4 +45,5 @@ def run_bounded(
         except queue.Empty:
             break
     over.set()
+    # A copy: a thread that was left behind may still write its result.
     return list(results)

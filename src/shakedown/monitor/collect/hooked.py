@@ -100,6 +100,7 @@ class Stacks:
                     asked[found.pid] = found, _ask(found)
                 except OSError as error:
                     lost[found.pid] = f"faulthandler: {error.strerror or error}"
+        # The file's size before the first signal; 0: every byte in it is copied here.
         for pid, (_, offset) in asked.items():
             self._first.setdefault(pid, offset)
         return _wait(asked), lost
@@ -146,6 +147,7 @@ def _dump_after(stream: Path, offset: int) -> bytes:
             text = file.read(MAX_STACK_BYTES)
     except OSError:
         return b""
+    # Dots at the end, too, mean that nothing more comes; `_wait` leaves such a dump to py-spy.
     whole = _WHOLE.search(text) or text.endswith(b"...\n")
     return text if whole else b""
 
@@ -186,6 +188,7 @@ def _answered(found: Hook, asked: float) -> bool:
         status = EvidencePaths(found.evidence).flight_recorder(found.name, "pickle").stat()
     except OSError:
         return False
+    # A second of allowance: a file's time is by the file server's clock.
     return status.st_mtime >= asked - 1.0
 
 

@@ -13,7 +13,8 @@ from shakedown.monitor.collect.steps import Step, collect_nodes
 from shakedown.monitor.collect.writer import COLLECTED, NAMES, Writer, printable
 
 STEP_SECONDS = 180.0  # for a node whose processes answer py-spy late; the gaps come on top
-_JOB = re.compile(r"[0-9]{1,10}([_+][0-9]{1,7})?")
+_JOB = re.compile(r"[0-9]{1,10}([_+][0-9]{1,7})?")  # 1234, 1234_5 (array), 1234+1 (heterogeneous)
+# A blank or a line's start in front: `ReqNodeList=(null)` must not be read as NodeList.
 _FIELD = re.compile(r"(?:^|\s)(JobId|JobState|NodeList|StdOut|StdErr)=(\S+)")
 _RUNS = frozenset({"RUNNING", "COMPLETING", "STOPPED", "SIGNALING", "STAGE_OUT"})
 
@@ -55,6 +56,7 @@ def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) 
     described, nodes = _describe(job_id, writer)
     runs = described.get("JobState", "") in _RUNS
     if runs:
+        # An array task such as 1234_5 has a job id of its own, its processes' SLURM_JOB_ID.
         running = described.get("JobId", job_id)
         arguments = ["--job", running, "--this-node", *options]
         read = collect_nodes(
@@ -78,6 +80,7 @@ def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[str]]:
     """Slurm's view of job and nodes, written down: (the job's fields, its nodes)."""
     try:
         text, lost = slurm.show(("job", job_id))
+        # The controller forgets a job MinJobAge (300 s by default) after its end.
         if not text:
             text, _ = slurm.run("sacct", "-X", "-P", "-j", job_id, "--format", _SACCT)
     except LookupError as error:
@@ -85,6 +88,7 @@ def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[str]]:
     writer.missed += [f"slurm: {lost}"] if lost else []
     if text:
         writer.text("job-slurm.txt", text)
+    # Of several records, as of an array, the first one.
     described: dict[str, str] = {}
     for key, value in _FIELD.findall(text):
         described.setdefault(key, value)

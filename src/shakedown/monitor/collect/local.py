@@ -97,6 +97,7 @@ class _Collection:
     def __init__(
         self, targets: Sequence[Target], out: Path, *, native: bool, always_pyspy: bool
     ) -> None:
+        # Components may share a process, which is then signalled and read once.
         self._targets = list({t.pid: t for t in reversed(targets)}.values())[::-1]
         self._native, self._always = native, always_pyspy
         found = [(t, t.hook or hooked.find(t.pid)) for t in self._targets]
@@ -138,6 +139,8 @@ class _Collection:
                 name = str(NAMES.in_round(number).stacks(target.file_name))
                 if self.writer.data(name, dumps[target.pid]):
                     row.sources.append(name)
+        # Of a process that sleeps (S) its own stack is enough; of others only py-spy tells whether
+        # it works or waits.
         told = {pid for pid in dumps if not self._always and states[pid].state == "S"}
         self._pyspy(number, [t for t in living if t.pid not in told or self._strays(t)], states)
 
@@ -189,6 +192,7 @@ class _Collection:
         asked, lost = hooked.request_recorders(self._hooks)
         self.writer.missed += lost
         silent = hooked.await_recorders(self._hooks, asked) if not lost else []
+        # Where they wrote into `out` itself there is nothing to copy.
         for found in self._hooks:
             if not _within(found.evidence, self.writer.out):
                 for name, body in hooked.recorder_dumps(found, asked):
@@ -234,6 +238,7 @@ class _Collection:
         rows = list(self._rows.values())
         seconds = round(time.monotonic() - begin, 2)
         report = CollectReport(socket.gethostname(), rows, writer.files, [], self._node, seconds)
+        # Again, as writing the table may have failed too.
         report.missed = writer.summary()
         report.written = writer.json(NAMES.collected(self._label), _table(report, rounds))
         report.missed = writer.summary()

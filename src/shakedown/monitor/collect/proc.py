@@ -9,6 +9,7 @@ from typing import Any
 MAX_THREADS = 64
 # What a process in this state can do: X is gone, Z has ended; T and t are stopped.
 _ENDED, _STOPPED = "XZ", "Tt"
+# `python3.11`, and `python3 (deleted)` once an upgrade has replaced the program.
 _PYTHON = re.compile(r"(?:python|pypy)[\w.-]*(?: \(deleted\))?")
 
 
@@ -64,6 +65,7 @@ def catches(pid: int, number: signal.Signals) -> bool:
     """Whether the process has a handler for a signal; without one SIGUSR1 would end it."""
     for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith("SigCgt:"):
+            # A mask in hexadecimal: its bit N - 1 stands for signal N (proc(5)).
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False
 
@@ -137,6 +139,7 @@ def _state(root: str) -> str | None:
 
 def _wchan(root: str) -> str:
     wchan = _read(f"{root}/wchan")
+    # The kernel writes 0 for a running process, and for readers without permission.
     return "" if wchan == "0" else wchan
 
 

@@ -60,6 +60,7 @@ def _attempt(command: list[str], suffix: str, *, pause: bool, until: float) -> D
     """Pausing the process gives a true stack; where that fails, a running read may still work."""
     running = [*(part for part in command if part != "--native"), "--nonblocking"]
     first = _run(command if pause else running, suffix, until)
+    # "No such process": it has ended, and a second look finds nothing either.
     if first.error and pause and "No such" not in first.error:
         second = _run(running, suffix, until)
         return first if second.error else second

@@ -42,6 +42,7 @@ def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise ValueError(f"NCCL_RAS_ADDR={text[:80]}: expected HOST:PORT")
+    # Brackets: an IPv6 address.
     return host.strip("[]"), int(port)
 
 

@@ -23,6 +23,7 @@ MOST_STEPS = 16  # single steps at once, for nodes that the common step did not 
 END_SECONDS = 10.0  # for srun to end its tasks when its time is over
 READ = "read"
 _NODE = re.compile(r"(?:^|\s)NodeName=(\S+).*?\sState=(\S+)", re.DOTALL)
+# An asterisk behind a state, as in IDLE*: the controller does not hear of the node.
 _SILENT = re.compile(r"DOWN|FAIL|NOT_RESPONDING|NO_RESPOND|POWERED|\*")
 
 
@@ -97,10 +98,14 @@ def _run(step: Step, nodes: Sequence[str]) -> None:
         tasks=len(nodes),
         job_name="collect",
         output=step.out / "collect-%N.log",
+        # --gres=none: the job's own step has the GPUs. --quit-on-interrupt: srun ends at the first
+        # Ctrl-C, not at the second.
         more=[f"--jobid={step.job_id}", "--gres=none", "--quit-on-interrupt"],
     )
     collector = [sys.executable, "-P", "-m", "shakedown.cli", "hang", "collect"]
     command = [*srun, *collector, *step.arguments, "--out", str(step.out)]
+    # This process may run in another job, whose variables srun would take for this one's. Without
+    # SLURM_CONF srun finds no controller on a cluster that has no /etc/slurm/slurm.conf.
     environment = {
         key: value
         for key, value in os.environ.items()

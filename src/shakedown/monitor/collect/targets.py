@@ -18,7 +18,7 @@ from shakedown.monitor.heartbeat import read_heartbeats
 MAX_PID = 2**22  # Linux's own limit
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _LIST_SECONDS = 20.0
-# Collectors of other sessions, and the processes that write heartbeats.
+# Collectors of other sessions: they look at the job and are no part of it.
 _OWN = re.compile(r"shakedown\.cli hang collect")
 _OF_RANKS = (b"RANK=", b"SLURM")
 
@@ -83,6 +83,7 @@ def from_job(job_id: str) -> list[Target]:
     found = {}
     for process in _processes():
         environment = _environment(process.pid) if process.python else {}
+        # Several nodes of Slurm may share a host, and then see each other's processes.
         node = environment.get("SLURMD_NODENAME", node_name())
         if environment.get("SLURM_JOB_ID") == job_id and node == node_name():
             found[process.pid] = process
@@ -181,6 +182,7 @@ def _ranked(pid: int, environment: Mapping[str, str], *, launched: bool) -> Targ
     if hook is not None:
         return Target(hook.name, pid, hook.role, hook.rank, hook)
     text = environment.get("RANK", "") if launched else _rank_text(environment)
+    # Seven digits at most, as in the names of the hook's files.
     rank = int(text) if text.isascii() and text.isdecimal() and len(text) < 8 else None
     return None if rank is None else Target(f"trainer-rank{rank}", pid, "trainer", rank)
 

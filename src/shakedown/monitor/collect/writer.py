@@ -46,6 +46,7 @@ class Writer:
         path = self.out / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            # Cut: a file's name has at most 255 bytes.
             handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:200]}.")
             try:
                 with os.fdopen(handle, "wb") as stream:
