@@ -181,6 +181,7 @@ def _differences(facts: Facts, usual: Facts) -> dict[str, str]:
         for name in sorted(here.keys() | there.keys()):
             if here.get(name) != there.get(name):
                 found[name] = f"{here.get(name, 'missing')}, elsewhere {there.get(name, 'missing')}"
+    # Bounded: two environments may differ in hundreds of packages.
     return dict(list(found.items())[:10])
 
 
@@ -193,6 +194,8 @@ def _clocks(reports: Reports, network: NetworkReport | None, want: Expectations)
     findings = []
     for node, facts in facts_of(reports, "clock").items():
         bound = _outside(facts["now"], reports[node].reply)
+        # What the window proves counts first: over the network a clock is compared with the first
+        # member's, which may itself be the wrong one.
         ahead = bound if abs(bound) > want.max_clock_skew else exact.get(node, bound)
         size = abs(ahead)
         status: FindingStatus = "pass" if size <= want.max_clock_skew else "warn"
@@ -254,6 +257,7 @@ def _visibility(reports: Reports) -> list[Finding]:
 
 def _loopback(reports: Reports) -> list[Finding]:
     """Several machines whose names point at loopback: each would wait for the others at itself."""
+    # Common where Debian was installed: its /etc/hosts gives the host's own name 127.0.1.1.
     machines = {facts["boot_id"] for facts in facts_of(reports, "host").values()}
     if len(machines) < 2:
         return []
@@ -307,6 +311,7 @@ def _merge_common(findings: Sequence[Finding], nodes: Sequence[str]) -> list[Fin
     It becomes one finding of the cluster, so that no later job excludes every node; so does a
     warning that every node gives. Nodes without any answer are judged by that alone.
     """
+    # Where nobody answers, that is what all have in common.
     answering = set(nodes) - {f.subject for f in findings if f.check == "answer"} or set(nodes)
     if len(answering) < 2:
         return list(findings)
@@ -322,6 +327,7 @@ def _merge_common(findings: Sequence[Finding], nodes: Sequence[str]) -> list[Fin
 def _common(findings: Sequence[Finding]) -> Finding:
     first = findings[0]
     measured = {f.subject: f.measured for f in findings[:10]}
+    # What all nodes have is no single node's fault.
     blame = "environment" if first.blame == "node" else first.blame
     status = next(s for s in _WORST_FIRST if any(f.status == s for f in findings))
     return replace(

@@ -9,6 +9,7 @@ from shakedown.preflight.outliers import slow_ones
 
 def suspects(pairs: Sequence[PairResult]) -> dict[str, int]:
     """Member -> number of failed pairs, for members that have no passed one yet."""
+    # A member that has exchanged data once works: other pairs of it fail by partner or link.
     passed = {name for pair in pairs if pair.ok for name in (pair.a, pair.b)}
     failed: dict[str, int] = {}
     for pair in pairs:
@@ -61,6 +62,7 @@ def _absent(network: NetworkReport) -> list[Finding]:
     return excluded + [
         Finding(
             "gloo_worker",
+            # Where no worker at all gave a result, the launch is at fault rather than the nodes.
             "fail" if len(network.absent) < len(network.members) else "error",
             "node",
             node,

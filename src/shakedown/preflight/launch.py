@@ -15,6 +15,7 @@ from shakedown.preflight import wire
 
 Message = dict[str, Any]
 _POLL_SECONDS = 0.1
+# `--cpu-bind=none` of our own srun line is answered so where Slurm binds no tasks (task/none).
 _NOISE = "srun: cluster configuration lacks support for cpu binding"
 
 
@@ -77,7 +78,7 @@ class Launcher:
             for component in components:
                 supervisor.start(component)
             messages = _read_until(supervisor, components, seconds, enough)
-            got = time.time()
+            got = time.time()  # nodes read their clocks before this; see `judge._clocks`
             tails = {e.component.name: describe_exit(e.returncode) for e in supervisor.poll()}
             supervisor.stop_all(grace=1.0)
         endings = {c.name: _tail(c.log, tails.get(c.name, "")) for c in components}
@@ -123,6 +124,7 @@ def _read_until(
     size = -1
     messages: list[Message] = []
     while True:
+        # Asked before the logs are read: what a program printed before its end is then in them.
         over = not supervisor.running() or time.monotonic() > deadline
         now = sum(c.log.stat().st_size for c in components)
         if now != size:

@@ -46,6 +46,7 @@ def all_reduce(request: NetworkRequest, me: int) -> None:
     try:
         leader = request.members[0]
         store, group = open_group(leader, leader.ports[0], me, size, request.join)
+        # Sums of whole numbers are exact in float64, in whatever order gloo adds them.
         value = torch.full((1024,), float(me + 1), dtype=torch.float64)
         group.allreduce([value]).wait()
         if not bool((value == size * (size + 1) / 2).all()):
@@ -85,6 +86,7 @@ def _clock_offsets(
                 stamp.fill_(time.time() + shift)
                 group.send([stamp], 0, 0).wait()
         if samples:
+            # The fastest exchange leaves the clocks the least room: half its round trip.
             offsets[other] = round(min(samples)[1], 4)
     return offsets
 
@@ -98,9 +100,11 @@ def exchange(request: NetworkRequest, me: int, number: int) -> None:
     message: dict[str, Any] = {"kind": "pair", "round": number, "pair": list(pair), "error": ""}
     try:
         leader = request.members[pair[0]]
+        # A port for each group: a late member of one must not reach the store of the next.
         store, group = open_group(leader, leader.ports[number + 1], pair.index(me), 2, request.pair)
         message["mb_per_s"] = round(_transfer(group, request, me), 1)
         group.barrier().wait()
+        # Its sockets and threads end here, before the next round begins.
         del group, store
     except (RuntimeError, ValueError) as error:
         message["error"] = _short(error)
@@ -117,6 +121,7 @@ def _transfer(group: dist.ProcessGroupGloo, request: NetworkRequest, me: int) ->
     slow = has_fault(request.faults, "slow_node", request.members[me].node)
     best = float("inf")
     for turn in range(request.repeats):
+        # Another value each turn: what a turn left behind does not pass for the next one's result.
         value = torch.full((floats,), float(turn + 1))
         begin = time.perf_counter()
         group.allreduce([value]).wait()
@@ -152,6 +157,7 @@ def _products(name: str, seconds: float, *, wrong: bool) -> tuple[float, bool]:
     """(median GFLOP/s, whether every product had the first one's bits)."""
     device = torch.device(name)
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    # Made on the CPU, so that every device of every node has the same input.
     left = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
     left = left.to(device=device, dtype=dtype)
     first = left @ left
@@ -163,6 +169,7 @@ def _products(name: str, seconds: float, *, wrong: bool) -> tuple[float, bool]:
         begin = time.perf_counter()
         again = left @ left
         _wait_for(device)
+        # 2 n^3: a multiplication and an addition each.
         rates.append(2 * size**3 / (time.perf_counter() - begin) / 1e9)
         if wrong:
             again[0, 0] += 1

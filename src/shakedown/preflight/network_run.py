@@ -59,6 +59,7 @@ def check_network(
     request = NetworkRequest(
         members=members,
         rounds=two_rounds(len(members)),
+        # What a worker that never joins costs: `join` once, and `pair` in each of its rounds.
         join=max(20.0, settings.limit),
         pair=min(max(10.0, settings.limit / 2), 20.0),
         work=load.work,
@@ -87,6 +88,7 @@ def choose_members(
     for node, report in reports.items():
         row = report.checks.get("ports")
         ports = row.facts.get("free", ()) if row else ()
+        # Four for each of two members of a single node: the all-reduce's, two rounds' and a spare.
         if len(ports) >= 8:
             free[node] = ports
         else:

@@ -43,6 +43,7 @@ def run_checks(
         receiver, sender = _FORK.Pipe(duplex=False)
         process = _FORK.Process(target=_run_one, args=(check, request, node, sender), daemon=True)
         process.start()
+        # The child has the only open end now: when it dies, `recv` meets the end of the pipe.
         sender.close()
         waiting[receiver] = (name, process.pid or 0)
     reports: dict[str, CheckReport] = {}

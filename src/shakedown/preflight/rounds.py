@@ -18,6 +18,7 @@ def two_rounds(count: int) -> list[list[Pair]]:
 
 def _circle(even: int, turn: int, count: int) -> list[Pair]:
     ring = [(turn + k) % (even - 1) for k in range(even - 1)]
+    # The last member keeps its seat and the others move on each turn, so that no pair meets twice.
     seats = [even - 1, *ring]
     pairs = [(seats[k], seats[-k]) if k else (seats[0], seats[even // 2]) for k in range(even // 2)]
     return sorted((min(p), max(p)) for p in pairs if max(p) < count)

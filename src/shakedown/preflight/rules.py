@@ -32,6 +32,7 @@ Rule = Callable[[Facts, Expectations], RuleResult]
 def memory(facts: Facts, want: Expectations) -> RuleResult:  # noqa: ARG001
     """Warn when little is available: someone else's processes are left on the node."""
     total = facts["limit_mb"] or facts["total_mb"]
+    # The kernel counts what is available on the machine, whatever the control group allows.
     free = min(facts["available_mb"], total)
     least = round(total * MIN_FREE_MEMORY)
     if free < least:
@@ -62,6 +63,7 @@ def limits(facts: Facts, want: Expectations) -> RuleResult:
         return RuleResult(
             "pass", {name: facts[name][0] for name in ("nofile", "nproc", "memlock_mb")}
         )
+    # 1024 is the usual default of Linux.
     severe = any(name == "nofile" and soft < 1024 for name, soft, _ in low)
     return RuleResult(
         "fail" if severe else "warn",
@@ -85,6 +87,7 @@ def files(facts: Facts, want: Expectations) -> RuleResult:
     if facts["free_gb"] < want.min_free_disk_gb:
         remedy = f"free space under {facts['folder']}"
         return RuleResult("fail", facts["free_gb"], expected, "GB free", "environment", remedy)
+    # File systems without a fixed number of inodes, such as btrfs, report 0.
     if facts["free_files"] is not None and 0 < facts["free_files"] < 10_000:
         return RuleResult("warn", facts["free_files"], ">= 10000", "free inodes", "environment")
     return RuleResult("pass", facts["free_gb"], expected, "GB free")
@@ -99,9 +102,11 @@ def names(facts: Facts, want: Expectations) -> RuleResult:  # noqa: ARG001
         return RuleResult(
             "fail", why, expected, remedy=f"add {facts['hostname']} to DNS or /etc/hosts"
         )
+    # A scope may follow the address: fe80::1%eth0.
     if any(ipaddress.ip_address(a.partition("%")[0]).is_link_local for a in measured):
         remedy = "it is the wrong interface; fix DNS or set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
         return RuleResult("fail", measured, expected, remedy=remedy)
+    # Of this node's own addresses only IPv4 is known (checks/network.py).
     foreign = [a for a in measured if ":" not in a and a not in own and not _is_loopback(a)]
     if foreign and len(foreign) == len(measured):
         return RuleResult("fail", measured, f"one of {sorted(own)}", remedy="fix DNS or /etc/hosts")

@@ -111,6 +111,7 @@ def _request(settings: Settings) -> ProbeRequest:
         addresses=node_addresses(nodes) if settings.slurm else dict.fromkeys(nodes, "127.0.0.1"),
         out=str(settings.out.resolve()),
         token=uuid.uuid4().hex[:12],
+        # At random: two runs on one machine shall not ask for the same ports.
         port_base=15_000 + random.randrange(room),
         ports=settings.ports,
         paths=settings.paths,

@@ -16,11 +16,13 @@ from uuid import uuid4
 
 _MARK = "@shakedown"
 _CHUNK = 600  # characters; Slurm cuts at 1024
+# A damaged line may claim any number.
 _MAX_CHUNKS = 10_000
 
 
 def encode(body: Mapping[str, Any]) -> list[str]:
     """The lines of one message."""
+    # Base 85 is denser than base 64, and has no blanks, which separate the fields of a line.
     packed = base64.b85encode(zlib.compress(json.dumps(body).encode())).decode()
     chunks = [packed[i : i + _CHUNK] for i in range(0, len(packed), _CHUNK)]
     label = uuid4().hex[:12]
@@ -29,6 +31,7 @@ def encode(body: Mapping[str, Any]) -> list[str]:
 
 def emit(body: Mapping[str, Any]) -> None:
     """Print one message."""
+    # A line break in front: another program may have left its line unfinished.
     sys.stdout.write("".join(f"\n{line}\n" for line in encode(body)))
     sys.stdout.flush()
 

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import shakedown
 from shakedown.preflight.model import Facts, ProbeRequest, has_fault
 
+# UCX_ and FI_ (libfabric) are the transports below NCCL and MPI.
 _COMPARED = re.compile(
     r"(NCCL|GLOO|TORCH|VLLM|SGLANG|UCX|FI|PYTORCH)_.*|HF_HOME|HF_HUB_OFFLINE|HF_ENDPOINT"
     r"|TRANSFORMERS_OFFLINE|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|CUDA_HOME|OMP_NUM_THREADS"
@@ -58,4 +59,5 @@ def digest(packages: Mapping[str, str]) -> str:
 
 
 def _normal(name: str) -> str:
+    # The normal form of a distribution's name, by PyPA's rules (PEP 503).
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -30,6 +30,7 @@ def gpus(request: ProbeRequest, node: str) -> Facts:
 
 
 def _from_driver() -> Facts:
+    # -L names all cards that the driver knows, the query only those that answer.
     listing = _smi("-L").stdout.splitlines()
     asked = _smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
     answered = parse_smi(asked.stdout)
@@ -54,6 +55,7 @@ def parse_smi(text: str) -> list[dict[str, Any]]:
     """Rows of nvidia-smi's CSV; what the card does not report (`[N/A]`) is null."""
     rows = []
     for row in csv.reader(text.splitlines(), skipinitialspace=True):
+        # nvidia-smi reports a lost card among the rows: `Unable to determine the device handle ...`
         if len(row) == len(_FIELDS) and row[0].strip().isdecimal():
             values = [None if "N/A" in v or "Not Supported" in v else v.strip() for v in row]
             rows.append(dict(zip(_FIELDS, values, strict=True)))

@@ -27,6 +27,7 @@ def host(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
         "boot_id": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname(),
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
+        # Those that this process may run on: Slurm may have bound it to some of the machine's.
         "cpus": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[0], 2),
         "uptime_hours": round((time.time() - psutil.boot_time()) / 3600, 1),
@@ -47,6 +48,7 @@ def memory(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
 def _cgroup_limit_mb() -> int | None:
     """The tightest memory.max on the way from this process's group (cgroup v2) to the root."""
     own = Path("/proc/self/cgroup").read_text().splitlines()
+    # The line of cgroup v2: `0::/system.slice/slurmstepd.scope/job_7`.
     relative = next((line[3:] for line in own if line.startswith("0::")), "/")
     folder = Path("/sys/fs/cgroup") / relative.lstrip("/")
     limits_found = []

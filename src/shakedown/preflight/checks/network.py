@@ -8,6 +8,7 @@ import psutil
 from shakedown.preflight.model import Facts, ProbeRequest, has_fault
 
 PORT_RANGE = 64  # ports of one node; nodes of a test cluster share one machine
+# Four for each of the two members that a single node has (network_run.py).
 PORTS_WANTED = 8
 
 
@@ -70,7 +71,9 @@ def _occupy(wanted: list[int], stack: ExitStack) -> None:
 def _bind_fault(port: int) -> str | None:
     """Why the port cannot be bound on all interfaces; None when it can."""
     try:
+        # It sets SO_REUSEADDR: a port counts as free while its last connection is still closing.
         with socket.create_server(("", port)):
             return None
+    # OverflowError: a port above 65535.
     except (OSError, OverflowError) as error:
         return getattr(error, "strerror", None) or str(error)

@@ -11,6 +11,7 @@ import psutil
 
 from shakedown.preflight.model import Facts, ProbeRequest, has_fault
 
+# Random: a file system that compresses has to write all of it.
 _SAMPLE = os.urandom(2**20)
 _SAMPLE_COPIES = 4
 _LFS_POINTER = b"version https://git-lfs"
@@ -50,6 +51,7 @@ _STEPS = ("write", "fsync", "rename", "list", "read", "remove")
 
 def _steps(temporary: Path, final: Path) -> dict[str, Callable[[], None]]:
     def write() -> None:
+        # Unbuffered: a full disk is met by this step, not by closing the file.
         with temporary.open("wb", buffering=0) as stream:
             for _ in range(_SAMPLE_COPIES):
                 if stream.write(_SAMPLE) != len(_SAMPLE):
@@ -83,9 +85,11 @@ def _space(folder: Path) -> dict[str, object]:
         if existing.resolve().is_relative_to(part.mountpoint)
     ]
     return {
+        # f_bavail, not f_bfree: ext4 keeps some blocks for root alone.
         "free_gb": round(seen.f_bavail * seen.f_frsize / 1e9, 3),
         "used_percent": round(100 * (1 - seen.f_bavail / seen.f_blocks), 1) if seen.f_blocks else 0,
         "free_files": seen.f_favail if seen.f_files else None,
+        # Of nested mounts the longest path is the one that holds the folder.
         "type": max(mounts, key=lambda mount: len(mount[0]), default=("", ""))[1],
     }
 
@@ -106,11 +110,13 @@ def visibility(request: ProbeRequest, node: str) -> Facts:
     missing = {*request.addresses, node}
     seen: dict[str, float] = {}
     listed: list[str] = []
+    # Not the whole limit: past it the check would be ended without an answer.
     while missing and time.monotonic() - begin < request.limit * 0.75:
         for other in sorted(missing):
             if _reads(folder / f"seen-{other}", request.token):
                 seen[other] = round(time.monotonic() - begin, 3)
         missing -= seen.keys()
+        # Not at once: listing the folder ends NFS's cached "no such file", which is to be found.
         if missing and time.monotonic() - begin > request.limit / 4:
             present = os.listdir(folder)
             listed += [o for o in missing if f"seen-{o}" in present and o not in listed]
