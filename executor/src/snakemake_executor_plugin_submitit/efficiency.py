@@ -16,6 +16,7 @@ _HEADER = (
     *("JobID", "Job", "State", "Elapsed (s)", "CPUs", "CPU Efficiency (%)"),
     *("Memory (MB)", "Requested Memory (MB)", "Memory Usage (%)"),
 )
+# Joined they stay below 128 KiB, Linux's limit of one argument.
 _IDS_AT_ONCE = 5000
 # The database hears of a job's end a little later than we do.
 _PATIENCE, _PAUSE = 10.0, 1.0

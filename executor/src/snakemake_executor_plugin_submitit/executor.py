@@ -33,6 +33,7 @@ from snakemake_executor_plugin_submitit.work import Prepared, prepare
 
 # Result files are looked for this often; it costs one directory listing, no call to Slurm.
 _FILE_SECONDS = 0.5
+# Whoever pressed Ctrl-C does not wait longer for a silent Slurm: the ids to cancel are printed.
 _CANCEL_PATIENCE = 60.0
 # Where Slurm enforces memory without saying so in the state, its word is among these last lines.
 _MEMORY_LINES = 20
@@ -120,12 +121,13 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         self._put([job])
 
     def run_jobs(self, jobs: Sequence[Any]) -> None:
+        # All ready jobs of a round: one by one, as the base class does, none could share an array.
         for job in jobs:
             self.run_job_pre(job)
         self._put(jobs)
 
     def _put(self, jobs: Sequence[Any]) -> None:
-        """Every job ends up reported: as submitted, or as an error."""
+        """Every job ends up reported, submitted or refused: else it keeps its place in --jobs."""
         _take_sigterm()
         defaults = self.settings.resource_defaults
         prepared = []
@@ -154,6 +156,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
             self._follower.add(_key(entry), shown, log, from_end=taken_over)
         self._watcher.poller.note_progress()
         info = SubmittedJobInfo(job, external_jobid=entry.job_id, aux={"watch": Watch(entry)})
+        # Last: from here on the polling thread may ask about the job.
         self.report_job_submission(info)
 
     def refused(self, job: Any, words: str) -> None:
@@ -288,6 +291,8 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         if self._journal.is_closed:
             return
         self._sender.forget_unused()
+        # Jobs that were given up are still in it: their journal stays open for the run that
+        # takes them over.
         if not self._live:
             self._close()
         self._journal.close()

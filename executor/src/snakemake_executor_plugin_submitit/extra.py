@@ -108,9 +108,12 @@ _WITH_VALUE = frozenset(
 _KNOWN = _FLAGS | _OPTIONAL | _WITH_VALUE
 _LONG = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(?:=(.*))?", re.DOTALL)
 _TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)
+# A size without a unit is in MB, as for sbatch; Slurm's MB has 1024 KiB.
 _SIZE = re.compile(r"(\d{1,12})([KMGT]?)B?", re.ASCII | re.IGNORECASE)
 _KIB = {"K": 1, "": 1 << 10, "M": 1 << 10, "G": 1 << 20, "T": 1 << 30}
+# `2` or `a100:2`.
 _GPUS = re.compile(r"(?:([^:,]+):)?(\d{1,9})", re.ASCII)
+# `USR1@120`, `B:USR1@120`, `RB:10`: B is the batch step, R an overlap with a reservation.
 _SIGNAL = re.compile(r"(?:([RB]{1,2}):)?([A-Za-z0-9]+(?:@\d{1,5})?)", re.ASCII)
 
 
@@ -263,6 +266,7 @@ def _time(value: str) -> dict[str, Any]:
     seconds = slurm_seconds(value)
     if not seconds:
         raise ResourceError(f"{_WHERE}: --time={value!r}: expected minutes, H:M:S or D-H:M:S")
+    # Rounded up: `runtime` is in minutes, and no job shall get less time than it asked for.
     return {"runtime": -(-seconds // 60)}
 
 

@@ -29,6 +29,7 @@ class Identity:
 
 def identify(job: Any) -> Identity:
     """The identity of a Snakemake job, or of a group of jobs as one."""
+    # Snakemake keeps a group's jobs as a set, which has no order.
     members = sorted(job.jobs, key=str) if job.is_group() else [job]
     outputs = sorted(str(path) for member in members for path in member.output)
     names = [f"{member.rule.name} {dict(member.wildcards_dict)}" for member in members]
@@ -98,6 +99,8 @@ def _script(job: Any) -> list[str]:
 
 def _time(path: Any) -> list[Any]:
     """When an input was last modified and how long it is; of what is not here only the name."""
+    # Snakemake compares no times of ancient() inputs; a remote one's time costs a question over the
+    # network.
     if getattr(path, "is_storage", False) or getattr(path, "is_ancient", False):
         return [str(path)]
     mark = Path(path) / _FOLDER_MARK

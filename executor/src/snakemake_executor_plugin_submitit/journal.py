@@ -169,6 +169,7 @@ def open_runs(base: Path, place: Place) -> list[OldRun]:
 
 def _in_use(path: Path) -> bool:
     """True while the snakemake that writes this journal lives."""
+    # Open for writing, without which NFS gives no exclusive lock (flock(2)).
     with path.open("a", encoding="utf-8") as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

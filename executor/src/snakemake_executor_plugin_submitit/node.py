@@ -35,6 +35,7 @@ from snakemake_executor_plugin_submitit import checkpoint
 _SIGNAL_LAG = 1.0
 # Between two looks for processes that have installed a handler since Slurm's warning.
 _LOOK_SECONDS = 1.0
+# As a shell reports a process that a signal ended.
 _STOPPED = 128 + signal.SIGTERM
 # A job may start before its submission was heard of, and network file systems show files late.
 _FILE_PATIENCE = 60.0
@@ -133,8 +134,10 @@ def run_job(job: JobFile, path: Path) -> None:
         watch.pause(_SIGNAL_LAG)
     note = ""
     watch.leave_if_told()
+    # A success needs no second run, warned or not.
     if code and watch.warned and job.requeue_limit > 0:
         note = _go_back(watch, job.requeue_limit)
+    # Again: SIGTERM may have come while the requeue was refused.
     watch.leave_if_told()
     _write(path, code, started, note)
     sys.exit(code)
@@ -201,9 +204,12 @@ class _Watch:
         self._ended = False  # SIGTERM was passed on
         # Processes that outlive their parent become ours: all of them have to be waited for.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        # A signal between `poll` and `select` writes here, so that `select` returns at once;
+        # else it would sleep through the command's end.
         self._ear, mouth = os.pipe()
         for end in (self._ear, mouth):
             os.set_blocking(end, False)
+        # A full pipe is no fault: one unread byte wakes `wait` as well as many.
         signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, self._warning, signal.SIGCHLD):
             if number is not None:
@@ -277,6 +283,7 @@ class _Watch:
         """Adopted processes that have ended; the command's own end is Popen's business."""
         with suppress(ChildProcessError):
             while True:
+                # WNOWAIT: only a look, as the command's own end must be left for Popen to find.
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
                 if ended is None or ended.si_pid == own:
                     return

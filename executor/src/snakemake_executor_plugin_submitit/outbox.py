@@ -41,6 +41,7 @@ class Outbox(Generic[_T]):
     def stop(self, patience: float) -> bool:
         """Submit nothing more; False when the call to Slurm under way outlasts `patience`."""
         self._stopped.set()
+        # Wakes the thread where it waits for an item.
         self._items.put(None)
         self._thread.join(patience)
         return not self._thread.is_alive()

@@ -54,6 +54,7 @@ _LIMITS = (
 )
 _LISTS = ("available_gpu_models", "available_constraints")
 _KEYS = (*_LIMITS, *_LISTS, "supports_mpi", *_CLUSTER_KEYS)
+# Below 2**53, up to which a float holds every whole number.
 _LARGEST = 1e15
 # A few words of whatever stands in a file; its aliases may make it endless.
 _SHORT = reprlib.Repr()

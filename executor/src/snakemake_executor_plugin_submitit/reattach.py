@@ -84,6 +84,8 @@ def cancel_named(name: str, cluster: str) -> None:
 
 
 def _of_run(run: OldRun, journal: Journal) -> list[Candidate]:
+    # Asked before the results are read: a job that ends in between then counts as running. The
+    # other way round it would seem to have ended without a result.
     states = ask(run.jobs.values())
     found = []
     for entry in run.jobs.values():

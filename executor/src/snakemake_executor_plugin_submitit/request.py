@@ -62,7 +62,7 @@ _LIKENESS = 0.8
 _MODEL = re.compile(r"[A-Za-z0-9_.-]+")
 # One entry of a gres: gpu, gpu:2, gpu:a100, gpu:a100:2, each perhaps with sockets: (S:0)
 _GPU_GRES = re.compile(r"gpu(?::(?![0-9]+$)([^:(]+))?(?::([0-9]{1,6}))?(?:\(.*)?")
-# Slurm warns no earlier before a job's end.
+# Slurm warns no earlier before a job's end: sbatch(1), --signal.
 _LONGEST_WARNING = 65535
 
 

@@ -118,6 +118,7 @@ def _gpu_options(asked: Request) -> Parameters:
         return others
     kind = f"{model}:" if model else ""
     nodes = given.get("nodes", 1)
+    # --gres counts on each node, --gpus over the whole job.
     if count % nodes or _spreads(asked):
         return {**others, "additional_parameters": {"gpus": f"{kind}{count}"}}
     return {"gres": f"{gres}{',' if gres else ''}gpu:{kind}{count // nodes}"}

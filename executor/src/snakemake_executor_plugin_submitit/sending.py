@@ -84,6 +84,7 @@ class Sender:
             try:
                 if not self._take_over(prepared):
                     parameters = self._parameters(prepared)
+                    # By their text, as a dict cannot be a key.
                     groups[json.dumps([parameters, prepared.checkpoints])].append(prepared)
             except StoppedError:
                 raise
@@ -102,6 +103,7 @@ class Sender:
             parameters.setdefault("account", self._guessed)
         if prepared.exclude_file is not None:
             nodes.update(nodes_of_file(prepared.exclude_file))
+        # Sorted, as jobs with equal texts of it go out together (`send`).
         return dict(sorted(with_excluded(parameters, nodes).items()))
 
     def _guess_account(self, refusal: str, parameters: Parameters) -> bool:
@@ -228,6 +230,7 @@ class Sender:
         return entries
 
     def _batch(self, jobs: Sequence[Prepared], parameters: Parameters) -> Batch:
+        # Counted before sbatch runs: one that was interrupted may have come through.
         self._batches += 1
         ending = name_ending(self._journal.run, self._batches)
         names = [str(prepared.job.name) for prepared in jobs]
@@ -240,6 +243,7 @@ class Sender:
             folder=self._journal.folder,
             requeue_limit=self._settings.requeue_limit if jobs[0].checkpoints else 0,
         )
+        # Of several Slurm picks one; until it has said which, each may have the jobs.
         self.clusters.update(batch.cluster.split(","))
         return batch
 

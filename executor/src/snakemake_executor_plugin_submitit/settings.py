@@ -160,6 +160,7 @@ def _at_least(name: str, value: float, least: float) -> None:
 
 common_settings = CommonSettings(
     non_local_exec=True,
+    # The nodes see the submitting host's files: nothing has to be sent to them.
     implies_no_shared_fs=False,
     job_deploy_sources=False,
     pass_default_storage_provider_args=True,
@@ -167,6 +168,7 @@ common_settings = CommonSettings(
     # sbatch hands the environment on.
     pass_envvar_declarations_to_cmd=False,
     auto_deploy_default_storage_provider=False,
+    # A look at the result files costs Slurm nothing, so it may be made at once.
     init_seconds_before_status_checks=0,
     pass_group_args=True,
 )

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+# Slurm's clients give up by themselves after MessageTimeout, 10 s by default; this ends one that
+# hangs all the same.
 _TIMEOUT = 60.0
 # squeue's columns: id with array index, state, reason, nodes, expected start, name. The name is
 # last: only other jobs' names may hold the separator.
@@ -158,6 +160,7 @@ def parse_attempts(text: str, names: Collection[str]) -> dict[str, JobState]:
     return {
         job_id: JobState(state.partition(" ")[0], nodes="" if nodes.lower() in _NO_NODES else nodes)
         for job_id, state, end, nodes, name in _sacct_rows(text)
+        # An attempt without an end is the one that runs now.
         if name in names and end != "Unknown"
     }
 

@@ -34,6 +34,9 @@ _MEANING: Mapping[str, str] = {
     "COMPLETED": "it ended well for Slurm, but no result file came: is the folder shared?",
 }
 
+# `slurmstepd: error: Detected 1 oom_kill event in StepId=7.batch.` and
+# `slurmstepd: error: StepId=7.batch exceeded memory limit (300 > 200), being killed`. A job's own
+# words about memory do not begin with the name of one of Slurm's programs.
 _OVER_MEMORY = re.compile(
     r"^(?:slurmstepd|slurmd|srun)\S{0,80}: .{0,200}?(?:exceeded .{0,40}?memory limit|oom.kill)",
     re.I,

@@ -161,6 +161,7 @@ def job_comment(labels: Sequence[str]) -> str:
 def _signal(batch: Batch) -> str:
     """The name of the signal by which Slurm warns the jobs; empty when it does not."""
     given = str(batch.parameters.get("additional_parameters", {}).get("signal", ""))
+    # `B:SIGUSR2@180` is USR2, as /bin/sh and `signal.Signals` know it.
     return given.rpartition(":")[2].partition("@")[0].removeprefix("SIG")
 
 
@@ -182,6 +183,7 @@ def _submitit_parameters(batch: Batch) -> dict[str, Any]:
         # The command runs once, in the batch step on the first node; it may srun over all.
         "use_srun": False,
         "stderr_to_stdout": True,
+        # All at once, where Submitit's default lets 256 tasks run at a time.
         "array_parallelism": len(batch.commands),
         # No warning signal, unless one is asked for in `extra`.
         "signal_delay_s": 0,

@@ -12,6 +12,7 @@ _WHOLE = re.compile(r"[+-]?[0-9]{1,15}")
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 # A node's name or Slurm's short form of several: n[1-4,7],gpu-01. Linear in the text's length.
 _NODE_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[0-9,-]+\][A-Za-z0-9._-]*)*")
+# Commas separate names, but not those in brackets.
 _AMONG_NODES = re.compile(r"(?:\[[^\[\]]*\]|[^,])+")
 
 

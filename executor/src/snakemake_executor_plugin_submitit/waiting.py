@@ -97,6 +97,7 @@ _MEANINGS = {
         "this job alone is outside of a limit of its QOS or account", _CHANGE, stuck=True
     ),
     (
+        # QOSGrpCPUMinutes is used up; QOSGrpCPURunMinutes passes when running jobs end.
         r"(QOS|Assoc)Grp\w*?(?<!Run)Minutes|(QOS|Assoc)GrpWall|QOSUsageThreshold"
         r"|Job is at or exceeds"
     ): _Meaning("the computing time of its QOS or account is used up", _ADMIN),
@@ -194,6 +195,7 @@ def _word(reason: str) -> str:
 
 
 def _meaning(reason: str) -> _Meaning:
+    # Versions of Slurm differ: launch failed requeued held, launch_failed_requeued_held.
     plain = reason.replace("_", " ")
     return next((meaning for pattern, meaning in _PATTERNS if pattern.match(plain)), _UNKNOWN)
 

@@ -110,6 +110,7 @@ class Watcher:
                 slurm.cancel([entry.job_id], name=entry.name, cluster=entry.cluster)
         except slurm.SlurmError as error:
             self._logger.warning(f"cannot make sure that a lost job does not run: {error}")
+            # Not counted as cancelled: the next question tries again.
             doomed = []
         answer = self.poller.ask([watch.entry for watch in watches])
         if answer is not None:
@@ -127,6 +128,7 @@ class Watcher:
         """
         if _is_success(result):
             return Judgement("succeeded")
+        # Not in the answer: submitted after the question.
         if answer is None or watch.entry not in answer:
             return Judgement("running")
         judgement = status.judge(result, answer[watch.entry])
