@@ -72,7 +72,15 @@ def test_the_executor_does_not_import_shakedown() -> None:
     assert not [name for name in modules if name.split(".")[0] == "shakedown"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["lint", "config/config.yaml"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["lint", "config/config.yaml"],
+        ["hang", "analyze", "tests/data/hang_dumps/b_cond"],
+    ],
+    ids=" ".join,
+)
 def test_light_commands_load_no_heavy_package(arguments: list[str]) -> None:
     code = (
         "import sys\n"

@@ -91,7 +91,7 @@ def _stage(reader: Reader, paths: StagePaths, plan: object) -> StageView:
         attempts=attempts,
         diagnosis=_current(reader, paths.diagnosis, newest),
         accepted=_current(reader, paths.accepted, newest),
-        metrics=series.build(rows),
+        rows=rows,
         evaluations=_evaluations(reader, attempts),
         last_sign=reader.newest_change(paths, newest),
     )

@@ -13,9 +13,10 @@ from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.monitor.heartbeat import Beat, read_heartbeats
 from shakedown.monitor.watch import LONG_PHASES
 from shakedown.report import text
+from shakedown.report.reader import MAX_WHOLE, finite
 
 RECENT = 20  # rows that the speed is the mean of
-_TAIL_BYTES = 256 << 10
+_TAIL_BYTES = 256 << 10  # of metrics.jsonl: `RECENT` rows of a dozen KB, however long the file is
 _STALE_ROWS = 10.0  # usual steps without a row after which no time left is told
 _LATEST = 1e11  # Unix seconds: a time beyond is damage
 _LONGEST = 1e9  # seconds of a step, or left: beyond is damage
@@ -255,10 +256,7 @@ def _row(line: bytes) -> dict[str, float] | None:
     return row if isinstance(step, int) and "step" in row and step >= 0 else None
 
 
-def _number(value: Any) -> float | None:
+def _number(value: object) -> float | None:
     """A finite number; an integer beyond what a float counts exactly is damage."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    if isinstance(value, int):
-        return float(value) if abs(value) <= 1 << 53 else None
-    return value if math.isfinite(value) else None
+    found = finite(value)
+    return None if isinstance(value, int) and abs(value) > MAX_WHOLE else found

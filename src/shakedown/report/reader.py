@@ -14,6 +14,7 @@ from shakedown.core.errors import UsageError
 from shakedown.core.outcome import Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.core.verdict import Verdict, read_verdict
+from shakedown.report.series import as_number
 from shakedown.report.view import AttemptView, LogFile, Unreadable
 
 # Files of a run are small; a larger one is no verdict, and reading it could fill the memory.
@@ -195,12 +196,8 @@ def mapping_of(value: object) -> Mapping[Any, Any]:
 
 def finite(value: object) -> float | None:
     """A finite float, or None for what is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:
-        return None
+    found = as_number(value)
+    return found if math.isfinite(found) else None
 
 
 def whole(value: object) -> int | None:

@@ -8,12 +8,19 @@ always stays.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+if TYPE_CHECKING:
+    import pandas as pd
+
+# A chart is 326 units wide and a unit is about a pixel: more points would share their pixels.
 POINTS = 240
 # Larger integers have no exact float; a step beyond this is damage.
 MAX_STEP = 1 << 53
 
 Point = tuple[int, float]
+# Rows by ascending step, each as it was read: any JSON may stand in a cell.
+Table = Mapping[int, Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +44,7 @@ class Series:
     first_broken: int | None = None
 
 
-def tabulate(rows: Iterable[Mapping[str, object]]) -> dict[int, Mapping[str, object]]:
+def tabulate(rows: Iterable[Mapping[str, object]]) -> Table:
     """Rows by step, ascending; of a step that was run again after a resume the last row counts.
 
     Rows without a whole number of sensible size under `step` are left out.
@@ -50,66 +57,63 @@ def tabulate(rows: Iterable[Mapping[str, object]]) -> dict[int, Mapping[str, obj
     return dict(sorted(table.items()))
 
 
-def build(table: Mapping[int, Mapping[str, object]], *, limit: int = POINTS) -> dict[str, Series]:
+def build(table: Table, *, limit: int = POINTS) -> dict[str, Series]:
     """A `Series` for every column that holds a number, in order of first appearance.
 
     Args:
         table: rows by ascending step, as `tabulate` gives them.
-        limit: the most points that one series keeps.
+        limit: the most points that one series keeps, its last row aside.
     """
+    import pandas as pd  # here: `shakedown status` reads tables and draws none
+
     steps = list(table)
-    size = max(1, math.ceil(len(steps) / (limit // 2))) if len(steps) > limit else 1
-    names = dict.fromkeys(key for row in table.values() for key in row if key != "step")
-    made = (_column(name, table, steps, size) for name in names)
-    return {series.name: series for series in made if series is not None}
+    # Two rows of each bucket are kept.
+    size = math.ceil(len(steps) / (limit // 2)) if len(steps) > limit else 1
+    begins = [place - place % size for place in range(len(steps))]
+    middles = [steps[(begin + min(begin + size, len(steps))) // 2] for begin in begins]
+    buckets = pd.Series(middles, index=steps, dtype="int64")
+    made = {}
+    for name in dict.fromkeys(key for row in table.values() for key in row if key != "step"):
+        # Column by column: labels of a DataFrame cannot hold half a surrogate pair, JSON's can.
+        cells = [as_number(row.get(name)) for row in table.values()]
+        numbers = pd.Series(cells, index=steps, dtype="float64").dropna()
+        if len(numbers):
+            made[name] = _series(name, numbers, buckets)
+    return made
 
 
-def _column(
-    name: str, table: Mapping[int, Mapping[str, object]], steps: Sequence[int], size: int
-) -> Series | None:
-    cells = [(step, _number(table[step].get(name))) for step in steps]
-    numbers = [(step, value) for step, value in cells if value is not None]
-    if not numbers:
-        return None
-    finite = [point for point in numbers if math.isfinite(point[1])]
-    broken = [step for step, value in numbers if not math.isfinite(value)]
-    points: list[Point] = []
-    means: list[Point] = []
-    for begin in range(0, len(cells), size):
-        part = cells[begin : begin + size]
-        bucket = [(s, v) for s, v in part if v is not None and math.isfinite(v)]
-        if bucket:
-            points += sorted({min(bucket, key=_value), max(bucket, key=_value)})
-            # Divided first: a sum of values near the largest float would overflow.
-            mean = math.fsum(value / len(bucket) for _, value in bucket)
-            means.append((part[len(part) // 2][0], mean))
-    if finite and points[-1] != finite[-1]:
-        points.append(finite[-1])
-    values = [value for _, value in finite]
+def as_number(value: object) -> float:
+    """As pandas counts: NaN, its missing value, for what is no number; a broken number is infinite.
+
+    Broken are NaN, the infinities and integers beyond every float. Text is no number, even `"1"`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value) if math.isfinite(value) else math.inf
+    except OverflowError:
+        return math.inf
+
+
+def _series(name: str, numbers: "pd.Series[float]", buckets: "pd.Series[int]") -> Series:
+    """Of a column's numbers by step; `buckets` name the bucket of each step by its middle step."""
+    broken = numbers.index[numbers.abs() == math.inf]
+    finite = numbers.drop(broken)
+    parts = finite.groupby(buckets)
+    kept = sorted({*parts.idxmin(), *parts.idxmax(), *finite.index[-1:]})
+    # Divided first: a sum of values near the largest float would overflow.
+    means = (finite / parts.transform("size")).groupby(buckets).sum()
+    values = finite.tolist()
     return Series(
         name=name,
-        points=points,
-        means=means,
-        count=len(finite),
+        points=list(zip(kept, finite[kept], strict=True)),
+        means=list(zip(means.index, means, strict=True)),
+        count=len(values),
         first=values[0] if values else math.nan,
         last=values[-1] if values else math.nan,
         low=min(values, default=math.nan),
         high=max(values, default=math.nan),
-        last_step=numbers[-1][0],
+        last_step=int(numbers.index[-1]),
         broken=len(broken),
-        first_broken=broken[0] if broken else None,
+        first_broken=int(broken[0]) if len(broken) else None,
     )
-
-
-def _value(point: Point) -> float:
-    return point[1]
-
-
-def _number(value: object) -> float | None:
-    """A float (perhaps NaN), or None for what is not a number; too large an integer is infinite."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf

@@ -1,17 +1,19 @@
 """A run for a person at a terminal: pure, plain ASCII, no colours that a log would keep."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from shakedown.monitor.heartbeat import Beat
 from shakedown.report import text
+from shakedown.report.series import as_number
 from shakedown.report.summary import Headline, WorkflowStep, headline, workflow_steps, worst
 from shakedown.report.view import RunView, StageView, State
 
 _MARKS: Mapping[State, str] = {"PASS": "ok", "RUNNING": "running", "NOT RUN": "-"}
 # Columns of the last metrics row, in reading order.
 _METRICS = ("reward_mean", "loss", "staleness_max", "k3", "entropy", "grad_norm", "seconds")
-_BAR = 24
+_BAR = 24  # characters
 
 
 def render(view: RunView, beats: Mapping[str, Sequence[Beat]], servers: Mapping[str, str]) -> str:
@@ -73,11 +75,9 @@ def _details(stage: StageView, beats: Sequence[Beat], now: float) -> list[str]:
         filled = int(share * _BAR)
         bar = "#" * filled + "." * (_BAR - filled)
         lines.append(f"[{bar}] {share:.0%}, step {stage.step or 0:,} of {stage.planned_steps:,}")
-    last = [
-        f"{name} {text.number(stage.metrics[name].last)}"
-        for name in _METRICS
-        if name in stage.metrics
-    ]
+    row = stage.rows.get(stage.step or 0, {})
+    cells = [(name, as_number(row.get(name))) for name in _METRICS]
+    last = [f"{name} {text.number(value)}" for name, value in cells if not math.isnan(value)]
     if last:
         lines.append("  ".join(last))
     width = max((len(beat.name) for beat in beats), default=0)

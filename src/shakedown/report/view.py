@@ -2,12 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Verdict
-from shakedown.report.series import Series
+from shakedown.report import series
+from shakedown.report.series import Series, Table
 
 # A verdict's four, and what only a run that is not over can show.
 State = Literal["PASS", "WARN", "FAIL", "BLOCKED", "RUNNING", "NOT RUN"]
@@ -51,9 +53,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class StageView:
-    """One training stage. `last_sign` is the newest change of its files, seconds since 1970.
+    """One training stage. `rows` are those of its metrics as read, by ascending step.
 
-    `diagnosis` and `accepted` are those of the newest attempt: older ones are left out.
+    `diagnosis` and `accepted` are those of the newest attempt: older ones are left out. `last_sign`
+    is the newest change of its files, seconds since 1970.
     """
 
     name: str
@@ -63,7 +66,7 @@ class StageView:
     attempts: Sequence[AttemptView] = ()
     diagnosis: Verdict | None = None
     accepted: Verdict | None = None
-    metrics: Mapping[str, Series] = field(default_factory=dict)
+    rows: Table = field(default_factory=dict)
     evaluations: Sequence[Evaluation] = ()
     last_sign: float | None = None
 
@@ -78,7 +81,12 @@ class StageView:
     @property
     def step(self) -> int | None:
         """The last optimizer step that wrote a metrics row."""
-        return max((s.last_step for s in self.metrics.values()), default=None)
+        return max(self.rows, default=None)
+
+    @cached_property
+    def metrics(self) -> Mapping[str, Series]:
+        """The columns of `rows`, drawn by pages alone: computed when they ask."""
+        return series.build(self.rows)
 
 
 @dataclass(frozen=True)

@@ -260,3 +260,26 @@ def test_the_commands_are_imported_without_the_heavy_packages() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_status_of_a_stage_under_way_starts_without_pandas(tmp_path: Path) -> None:
+    write_running_stage(RunPaths(tmp_path))
+    code = (
+        "import sys; from shakedown.cli import main; "
+        f"main(['status', {str(tmp_path)!r}]); print('pandas' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "reward_mean 0.427" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_status_shows_the_last_metrics_row_and_says_what_is_not_finite(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(tmp_path)
+    write_running_stage(paths)
+    rows = [{"step": 56, "loss": 2.0, "k3": 0.5}, {"step": 57, "loss": float("nan"), "k3": "7"}]
+    write_text(paths.stage("grpo").metrics, "".join(json.dumps(row) + "\n" for row in rows))
+    assert cli.main(["status", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "          loss not finite\n" in printed

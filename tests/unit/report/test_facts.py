@@ -8,7 +8,6 @@ import pytest
 from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.report import facts
-from shakedown.report.series import build
 from shakedown.report.view import (
     AttemptView,
     Evaluation,
@@ -35,7 +34,7 @@ def test_figures_compare_the_end_with_the_beginning() -> None:
             AttemptView(1, Path("1"), Outcome("grpo", 1, "failed", "")),
             AttemptView(2, Path("2"), Outcome("grpo", 2, "completed", "", seconds=97.0)),
         ],
-        metrics=build({1: {"reward_mean": 0.2, "k3": 1e-4}, 150: {"reward_mean": 0.6, "k3": 5e-4}}),
+        rows={1: {"reward_mean": 0.2, "k3": 1e-4}, 150: {"reward_mean": 0.6, "k3": 5e-4}},
         evaluations=[Evaluation(0, 0.212, samples=400), Evaluation(150, 0.618, samples=400)],
     )
     told = {figure.label: (figure.value, figure.note) for figure in facts.figures(stage)}
@@ -56,7 +55,7 @@ def test_held_out_accuracy_becomes_a_curve_beside_the_metrics() -> None:
     stage = StageView(
         "grpo",
         Path("grpo"),
-        metrics=build({1: {"loss": 2.0}}),
+        rows={1: {"loss": 2.0}},
         evaluations=[Evaluation(0, 0.2, None), Evaluation(50, 0.4, 0.5)],
     )
     columns = facts.columns(stage)

@@ -90,3 +90,22 @@ def test_extremes_are_always_among_the_points(values: list[float]) -> None:
 def test_values_near_the_largest_float_have_a_mean() -> None:
     series = build(table([1.7e308] * 1000))["loss"]
     assert series.means[0][1] == pytest.approx(1.7e308)
+
+
+def test_a_table_without_rows_has_no_columns() -> None:
+    assert build({}) == {}
+
+
+def test_steps_and_values_are_plain_numbers_for_json() -> None:
+    series = build(table([3, math.nan, 1.5]))["loss"]
+    plain = [*series.points, *series.means, (series.last_step, series.high)]
+    assert {(type(step), type(value)) for step, value in plain} == {(int, float)}
+    assert type(series.first_broken) is int
+
+
+def test_a_column_may_be_called_by_half_a_surrogate_pair() -> None:
+    assert list(build({1: {"\ud800": 1.0, "loss": 2.0}})) == ["\ud800", "loss"]
+
+
+def test_texts_among_numbers_are_passed_over_and_never_read_as_numbers() -> None:
+    assert build(table([1.0, "7", None, True, 3.0]))["loss"].points == [(1, 1.0), (5, 3.0)]

@@ -9,7 +9,6 @@ import pytest
 
 from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Finding, Verdict
-from shakedown.report.series import build
 from shakedown.report.summary import (
     SILENT_SECONDS,
     Headline,
@@ -164,8 +163,8 @@ def test_an_interrupted_stage_goes_on_with_the_same_command() -> None:
     ("silence", "state"), [(0.0, "RUNNING"), (SILENT_SECONDS + 1, "BLOCKED"), (-60.0, "RUNNING")]
 )
 def test_an_attempt_without_outcome_runs_until_it_is_silent(silence: float, state: State) -> None:
-    metrics = build({57: {"loss": 1.0}})
-    found = top(run([stage("grpo", None, metrics=metrics, last_sign=NOW - silence)]))
+    rows = {57: {"loss": 1.0}}
+    found = top(run([stage("grpo", None, rows=rows, last_sign=NOW - silence)]))
     assert found.state == state
     if state == "RUNNING":
         assert found.title == "Running: grpo, step 57 of 150"
