@@ -1,12 +1,10 @@
 """Files of a comparison: tokens.parquet, samples.parquet, verdict.json, report.html."""
 
-from collections.abc import Mapping, Sequence
+from itertools import repeat
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pandas as pd
 
 from shakedown.consistency.run import Comparison
 from shakedown.core.files import atomic_open
@@ -21,45 +19,55 @@ def write_tables(result: Comparison, out: Path) -> None:
         StorageError: the folder cannot be written.
     """
     paths = ComparisonPaths(out)
-    _write(paths.tokens, token_columns(result))
-    _write(paths.samples, sample_columns(result))
+    for path, table in ((paths.tokens, token_table(result)), (paths.samples, sample_table(result))):
+        with atomic_open(path, "wb") as stream:
+            table.to_parquet(stream, index=False)
 
 
-def token_columns(result: Comparison) -> Mapping[str, Any]:
-    """Columns of equal length; log-probabilities in nats, NaN where a side gave none."""
-    lengths = [len(c.token_ids) for c in result.completions]
-    ids = np.concatenate([np.asarray(c.token_ids, np.int64) for c in result.completions])
-    nothing = [np.full(length, np.nan) for length in lengths]
-    return {
-        "sample": np.repeat([c.prompt.index for c in result.completions], lengths),
-        "position": np.concatenate([np.arange(length) for length in lengths]),
-        "token": ids,
-        "text": [_clean(result.decode(int(token))) for token in ids],
-        "logprob_reference": np.concatenate([s.logprobs for s in result.scores]),
-        "logprob_engine": np.concatenate([c.logprobs for c in result.completions]),
-        "logprob_reference_raw": np.concatenate([s.raw for s in result.scores]),
-        "logprob_engine_prefill": np.concatenate([*(result.prefill or nothing)]),
-        "reference_top_token": np.concatenate([s.top_ids for s in result.scores]),
-        "reference_margin": np.concatenate([s.margins for s in result.scores]),
-    }
+def token_table(result: Comparison) -> pd.DataFrame:
+    """A row a token; log-probabilities in nats, NaN where a side gave none (in the file: null)."""
+    prefills = result.prefill or repeat(np.nan, len(result.completions))
+    parts = [
+        pd.DataFrame(
+            {
+                "sample": c.prompt.index,
+                "position": range(len(c.token_ids)),
+                "token": c.token_ids,
+                "text": [_clean(result.decode(int(token))) for token in c.token_ids],
+                "logprob_reference": score.logprobs,
+                "logprob_engine": c.logprobs,
+                "logprob_reference_raw": score.raw,
+                "logprob_engine_prefill": prefill,
+                "reference_top_token": score.top_ids,
+                "reference_margin": score.margins,
+            }
+        )
+        for c, score, prefill in zip(result.completions, result.scores, prefills, strict=True)
+    ]
+    return pd.concat(parts, ignore_index=True)
 
 
-def sample_columns(result: Comparison) -> Mapping[str, Any]:
+def sample_table(result: Comparison) -> pd.DataFrame:
     """Prompts and completions, with the greedy pass of each prompt where there is one."""
     greedy = {
         c.prompt.index: (c, d) for c, d in zip(result.greedy, result.divergences, strict=True)
     }
     found = [greedy.get(c.prompt.index, (None, None)) for c in result.completions]
-    return {
-        "sample": [c.prompt.index for c in result.completions],
-        "prompt_ids": [list(c.prompt.ids) for c in result.completions],
-        "engine_prompt_ids": [list(c.prompt_ids) for c in result.completions],
-        "token_ids": [list(c.token_ids) for c in result.completions],
-        "text": [_clean(c.text) for c in result.completions],
-        "greedy_token_ids": [list(c.token_ids) if c else [] for c, _ in found],
-        "greedy_first_divergence": [d.position if d else None for _, d in found],
-        "greedy_margin": [d.margin if d else None for _, d in found],
-    }
+    return pd.DataFrame(
+        {
+            "sample": [c.prompt.index for c in result.completions],
+            "prompt_ids": [list(c.prompt.ids) for c in result.completions],
+            "engine_prompt_ids": [list(c.prompt_ids) for c in result.completions],
+            "token_ids": [list(c.token_ids) for c in result.completions],
+            "text": [_clean(c.text) for c in result.completions],
+            "greedy_token_ids": [list(c.token_ids) if c else [] for c, _ in found],
+            # Typed: gaps would turn whole numbers into floats, gaps alone into a column of no type.
+            "greedy_first_divergence": pd.array(
+                [d.position if d else None for _, d in found], dtype="Int64"
+            ),
+            "greedy_margin": pd.array([d.margin if d else None for _, d in found], "Float64"),
+        }
+    )
 
 
 def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
@@ -89,11 +97,6 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
             "grade": result.plan.grade,
         },
     )
-
-
-def _write(path: Path, columns: Mapping[str, Sequence[Any]]) -> None:
-    with atomic_open(path, "wb") as stream:
-        pq.write_table(pa.table(dict(columns)), stream)
 
 
 def _clean(text: str) -> str:

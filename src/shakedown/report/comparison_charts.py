@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 
 from shakedown.consistency.compare import Aligned
 
@@ -69,7 +70,7 @@ def _scatter(aligned: Aligned, seed: int) -> Plot:
     )
 
 
-def _histogram(aligned: Aligned, bins: int = 31) -> Plot:
+def _histogram(aligned: Aligned, bins: int = 31) -> Plot:  # odd: one bar stands over 0
     """Counts on a logarithmic scale: single tokens far out must be visible."""
     reach = max(float(np.abs(aligned.r).max()), 1e-9)
     counts, edges = np.histogram(aligned.r, bins=bins, range=(-reach, reach))
@@ -88,11 +89,9 @@ def _histogram(aligned: Aligned, bins: int = 31) -> Plot:
 def _positions(aligned: Aligned, bins: int = 32) -> Plot:
     """A mismatch that grows along the completion points at the decode path, not at the weights."""
     last = int(aligned.position.max())
-    width = max(1, -(-(last + 1) // bins))
-    place = aligned.position // width
-    sums = np.bincount(place, weights=np.abs(aligned.r))
-    counts = np.bincount(place)
-    means = np.divide(sums, counts, out=np.zeros_like(sums), where=counts > 0)
+    width = max(1, -(-(last + 1) // bins))  # rounded up: at most `bins` bars
+    means = pd.Series(np.abs(aligned.r)).groupby(aligned.position // width).mean()
+    means = means.reindex(range(last // width + 1), fill_value=0.0)
     top = max(float(means.max()), 1e-12)
     bars = [
         _bar(

@@ -23,7 +23,7 @@ from shakedown.cli import main
 from shakedown.consistency.run import Comparison, Plan, compare
 from shakedown.consistency.samples import read_prompts
 from shakedown.consistency.score import Reference, Scored
-from shakedown.consistency.write import make_verdict
+from shakedown.consistency.write import make_verdict, write_tables
 from shakedown.core.errors import BlockedError, UsageError
 from shakedown.core.verdict import Stopwatch, read_verdict
 from shakedown.report.comparison_page import render_report
@@ -224,6 +224,22 @@ def test_an_engine_that_agrees_passes_and_writes_every_file(
     assert "Rollout consistency" in page
     assert "<script" not in page
     assert "http://" not in page.replace(engine.url, "")  # opens without a network
+
+
+def test_tables_hold_whole_numbers_and_nulls_where_something_is_missing(
+    engine: Engine, model: Path, tmp_path: Path
+) -> None:
+    engine.plant = {"missing", "wrong_greedy"}
+    result = compared(engine, model)
+    half = replace(result, greedy=result.greedy[:5], divergences=result.divergences[:5])
+    write_tables(replace(half, decode=lambda _: "\ud800"), tmp_path)
+    tokens = pq.read_table(tmp_path / "tokens.parquet")
+    samples = pq.read_table(tmp_path / "samples.parquet")
+    assert tokens["logprob_engine"].null_count == len(ROWS)
+    assert tokens["token"].to_pylist() == [i for c in result.completions for i in c.token_ids]
+    assert set(tokens["text"].to_pylist()) == {"?"}
+    assert samples["greedy_first_divergence"].to_pylist() == [2] * 5 + [None] * 5
+    assert samples["greedy_token_ids"].to_pylist()[5:] == [[]] * 5
 
 
 def test_metrics_stand_with_their_interval(engine: Engine, model: Path) -> None:
