@@ -118,13 +118,13 @@ def pearson(a: Aligned) -> float:
 
 
 def ess(a: Aligned) -> float:
-    """Effective sample size as a share: 1 / mean(w^2), w = ratio / mean(ratio)."""
+    """Kish's effective sample size as a share: 1 / mean(w^2), w = ratio / mean(ratio)."""
     w = np.exp(a.r - np.max(a.r))  # the scale falls out; this one cannot overflow
     return float(np.mean(w) ** 2 / np.mean(w * w))
 
 
 def chi2(a: Aligned) -> float:
-    """Mean of ratio^2, less 1."""
+    """Mean of ratio^2, less 1: estimates the chi-squared divergence of reference and engine."""
     return float(np.mean(np.exp(2 * a.r)) - 1)
 
 
@@ -183,5 +183,6 @@ def _resampled(aligned: Aligned, *, seed: int, resamples: int) -> list[Aligned]:
 
 
 def _interval(value: float, drawn: Array) -> Metric:
+    # The percentile interval: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13.
     low, high = np.percentile(drawn, [2.5, 97.5])
     return Metric(value, float(low), float(high))

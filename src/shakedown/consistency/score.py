@@ -62,6 +62,7 @@ class Reference:
     def _score_batch(self, batch: Sequence[Scored], temperature: float) -> Iterator[Score]:
         rows = [[*item.prompt, *item.completion] for item in batch]
         width = max(map(len, rows))
+        # Padded at the end: attention is causal, so that no token of a row sees its padding.
         tokens = torch.zeros((len(rows), width), dtype=torch.int64)
         mask = torch.zeros((len(rows), width), dtype=torch.int64)
         for number, row in enumerate(rows):
@@ -74,6 +75,7 @@ class Reference:
                 use_cache=False,
             )
         for item, row, logits in zip(batch, rows, output.logits, strict=True):
+            # The logits at a place are those of the token after it.
             own = logits[len(item.prompt) - 1 : len(row) - 1].float().cpu()
             yield _score(own, torch.tensor(list(item.completion)), temperature)
 

@@ -127,6 +127,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     if power == 0.0:
         return [low]
+    # 0.999 and 1e-9: a product that rounding has moved by a bit still counts as the round number.
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
@@ -200,6 +201,7 @@ def _range(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
     low, high = min(values, default=0.0), max(values, default=1.0)
     if from_zero or 0 <= low <= 0.5 * high:
         low = min(0.0, low)
+    # Equal up to rounding: stretched over the chart, its noise would look like a curve.
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         pad = abs(high) * 0.1 or 1.0
         low, high = (0.0, high + pad) if low == 0 else (low - pad, high + pad)
@@ -238,6 +240,7 @@ def _path(xy: Sequence[tuple[float, float]]) -> str:
 
 
 def _tick_label(value: float, high: float) -> str:
+    # What steps such as 0.1 leave over at zero would be labelled 1e-17.
     return "0" if abs(value) < 1e-9 * abs(high) else text.number(value)
 
 

@@ -17,6 +17,7 @@ from shakedown.report.live import Live
 from shakedown.report.summary import headline, workflow_steps
 from shakedown.report.view import RunView, ServerView
 
+# Servers are asked one after another, with --watch again and again: none may hold the others up.
 PROBE_SECONDS = 2.0
 SCHEMA = "shakedown/status/1"
 
