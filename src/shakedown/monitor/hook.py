@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 # The launcher must set these before torch starts; the recorder reads them once.
 ENVIRONMENT: dict[str, str] = {
-    "TORCH_FR_BUFFER_SIZE": "2000",  # entries a rank keeps; 0, the preset, records nothing
+    "TORCH_FR_BUFFER_SIZE": "2000",  # entries a rank keeps; older torch keeps none by itself
     "TORCH_FR_CPP_STACK": "0",  # Python frames alone: C++ frames cost a second to symbolise
 }
 

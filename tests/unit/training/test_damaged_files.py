@@ -10,11 +10,13 @@ import pytest
 
 from shakedown.cli import main
 from shakedown.core.errors import StorageError, UsageError
+from shakedown.core.paths import StagePaths
 from shakedown.data_sources import RowStream
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.rollout.queue import find_queue
 from shakedown.rollout.store import RolloutStore
 from shakedown.training.checkpoint.checkpoints import Meta, find, read_meta
+from shakedown.training.stage.results import stage_metrics
 
 PRINT = {"engine": "fsdp"}
 
@@ -159,3 +161,10 @@ def test_a_path_that_can_be_none_is_a_usage_error(
     assert code == 2
     assert "File name too long" in told
     assert "Traceback" not in told
+
+
+def test_figures_that_are_no_finite_numbers_are_left_out_of_the_outcome(tmp_path: Path) -> None:
+    row = '{"step": 2, "loss": 1.5, "grad_norm": NaN, "tokens": 1' + "0" * 400 + ', "lr": "0.1"}\n'
+    (tmp_path / "metrics.jsonl").write_text(row, encoding="utf-8")
+
+    assert stage_metrics(StagePaths(tmp_path)) == (2, {"loss": 1.5})

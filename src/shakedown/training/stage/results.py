@@ -57,5 +57,9 @@ def resume_hint(paths: StagePaths) -> str:
 
 
 def _is_finite_number(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float: a damaged row
+        return False
