@@ -281,17 +281,17 @@ def test_stop_of_a_folder_without_a_cluster_is_a_usage_error(tmp_path: Path) -> 
     assert "no cluster in" in done.stderr
 
 
-def test_a_folder_with_other_things_in_it_is_not_used(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
+def test_a_folder_with_other_things_in_it_is_not_used(folder: Path) -> None:
+    (folder / "thesis.tex").touch()
 
     with pytest.raises(private_slurm.ClusterError, match="not an empty folder"):
-        private_slurm.start(tmp_path, accounting="none")
+        private_slurm.start(folder, accounting="none")
 
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.parametrize(
-    ("folder", "options", "words"),
+    ("name", "options", "words"),
     [
         ("x" * 90, {}, "too long for Unix sockets"),
         ("a b", {}, "cannot hold this path"),
@@ -304,13 +304,13 @@ def test_a_folder_with_other_things_in_it_is_not_used(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_request_is_refused_before_anything_is_written(
-    tmp_path: Path, folder: str, options: dict[str, object], words: str
+    folder: Path, name: str, options: dict[str, object], words: str
 ) -> None:
     with pytest.raises(private_slurm.ClusterError, match=words) as caught:
-        private_slurm.start(tmp_path / folder, **options)  # type: ignore[arg-type]
+        private_slurm.start(folder / name, **options)  # type: ignore[arg-type]
 
     assert caught.value.exit_code == 2
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def test_a_damaged_state_file_is_named(tmp_path: Path) -> None:
