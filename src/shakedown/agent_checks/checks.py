@@ -4,29 +4,22 @@ Each check runs only when the one before it passed, so the first that fails name
 """
 
 import dataclasses
-import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
+from shakedown.agent_checks.episode_source import EpisodeSource, episode_source
+from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agent_checks.judge import judge_run, metrics, summary
+from shakedown.agent_checks.runner import EpisodeRunner, RunSettings, run_episodes
 from shakedown.agent_checks.server_probe import ask_server
-from shakedown.agent_checks.training_path import TrainingRunner
-from shakedown.agents.runner import (
-    AgentEndpoint,
-    AgentRunner,
-    Episode,
-    Row,
-    RunResult,
-    RunSettings,
-    run_episodes,
-)
+from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import BlockedError
 from shakedown.core.verdict import Finding, status_of
 from shakedown.rollout.controller import RolloutController
 
-_FAULT_GROUPS = 4  # groups of the check that makes one episode fail
-_CONTROLLER_BATCHES = 2
+_FAULT_GROUPS = 4  # groups of the check that makes one episode fail: three without a failure
+_CONTROLLER_BATCHES = 2  # the second one may only start when the first has been consumed
 _CONTROLLER_BATCH = 8  # groups a batch
 
 
@@ -60,75 +53,69 @@ class CheckResult:
 class CheckPlan:
     """The class that is checked, what it is asked, and the sizes of the checks.
 
-    `grpo`: the agent and the sampling of a stage that would train with it; None: the server's
-    replies have no token ids, so that no stage can.
+    `target`: as `shakedown agent run` takes it. `data`: rows as JSON. `grpo`: the sampling of a
+    stage that would train with the agent; None: the server's replies have no token ids, so that no
+    stage can.
     """
 
-    agent: type
-    rows: Sequence[Row]
+    target: str
+    data: Sequence[str]
     endpoint: AgentEndpoint
     settings: CheckSettings = field(default_factory=CheckSettings)
     grpo: GrpoConfig | None = None
 
-    def row(self, number: int) -> Row:
+    def rows(self, count: int) -> list[str]:
         """Rows are used again when there are fewer than prompts."""
-        return self.rows[number % len(self.rows)]
-
-    def sizes(self, *, concurrency: int, group_size: int) -> RunSettings:
-        return RunSettings(
-            concurrency=concurrency,
-            group_size=group_size,
-            episode_timeout=self.settings.episode_timeout,
-            share_tls=self.settings.share_tls,
-        )
+        return [self.data[number % len(self.data)] for number in range(count)]
 
 
 async def run_checks(
     plan: CheckPlan, *, progress: Callable[[str], None] = lambda _: None
 ) -> list[CheckResult]:
-    """Run the checks until one fails; those after it are listed as not reached."""
+    """Run the checks until one fails; those after it are listed as not reached.
+
+    Raises:
+        UsageError: the class cannot be imported or is no agent.
+        LaunchError: a worker process could not be started.
+    """
     checks: list[CheckResult] = []
-    for name, check in CHECKS.items():
-        if checks and not checks[-1].passed:
-            skipped = Finding(
-                check=name,
-                status="skip",
-                scope="role",
-                subject="agent",
-                expected="the check before it passed",
-            )
-            checks.append(CheckResult(name, [skipped]))
-            continue
-        checks.append(await check(plan))
-        progress(f"{name}: {checks[-1].sentence}")
+    source = episode_source(
+        plan.target,
+        plan.endpoint,
+        seconds=plan.settings.episode_timeout,
+        share_tls=plan.settings.share_tls,
+        grpo=plan.grpo,
+    )
+    # One for all checks, as in training: what an agent's module keeps is there in the next one.
+    async with source as entered:
+        for name, check in CHECKS.items():
+            if checks and not checks[-1].passed:
+                checks.append(_skipped(name))
+                continue
+            checks.append(await check(plan, entered))
+            progress(f"{name}: {checks[-1].sentence}")
     return checks
 
 
-async def single(plan: CheckPlan) -> CheckResult:
+async def single(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """One episode alone: is the agent's logic right?"""
-    result = await run_episodes(
-        plan.agent, [plan.row(0)], plan.endpoint, plan.sizes(concurrency=1, group_size=1)
-    )
+    result = await run_episodes(source, plan.rows(1), RunSettings(concurrency=1))
     return await _judged("single", result, plan, min_success_rate=1.0)
 
 
-async def concurrent(plan: CheckPlan) -> CheckResult:
+async def concurrent(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """All prompts and samples at once: does the agent's framework stand it?"""
     prompts, group_size = plan.settings.prompts, plan.settings.group_size
-    sizes = plan.sizes(concurrency=prompts * group_size, group_size=group_size)
-    rows = [plan.row(number) for number in range(prompts)]
-    result = await run_episodes(plan.agent, rows, plan.endpoint, sizes)
-    return await _judged("concurrent", result, plan)
+    sizes = RunSettings(prompts * group_size, group_size)
+    return await _judged("concurrent", await run_episodes(source, plan.rows(prompts), sizes), plan)
 
 
-async def grouped(plan: CheckPlan) -> CheckResult:
+async def grouped(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """A few groups with one episode made to fail: every other episode must come through."""
     group_size = plan.settings.group_size
     groups = min(_FAULT_GROUPS, plan.settings.prompts)
-    sizes = plan.sizes(concurrency=groups * group_size, group_size=group_size)
-    sizes = dataclasses.replace(sizes, fail_on_purpose=frozenset({0}))
-    rows = [plan.row(number) for number in range(groups)]
-    result = await run_episodes(plan.agent, rows, plan.endpoint, sizes)
+    sizes = RunSettings(groups * group_size, group_size, fail_on_purpose=frozenset({0}))
+    result = await run_episodes(source, plan.rows(groups), sizes)
     others = dataclasses.replace(result, episodes=[e for e in result.episodes if e.index != 0])
     check = await _judged("grouped", others, plan)
     whole = sum(len(members) == group_size for members in result.groups().values())
@@ -143,42 +130,25 @@ async def grouped(plan: CheckPlan) -> CheckResult:
     return dataclasses.replace(check, findings=[*check.findings, isolated])
 
 
-async def controller(plan: CheckPlan) -> CheckResult:
-    """Batches through the rollout controller, as the trainer will ask for them.
-
-    The episodes run as in training too, where that is possible: a PASS means that it will work.
-
-    Raises:
-        UsageError: the class cannot be imported in a worker process.
-        LaunchError: a worker process could not be started.
-    """
+async def controller(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
+    """Batches through the rollout controller, as the trainer will ask for them."""
     group_size = plan.settings.group_size
     batch_size = min(_CONTROLLER_BATCH, plan.settings.prompts)
-    total = batch_size * _CONTROLLER_BATCHES
-    runner: AgentRunner | TrainingRunner
-    if plan.grpo:
-        limits = {"group_size": group_size, "agent_timeout": plan.settings.episode_timeout}
-        runner = TrainingRunner(plan.endpoint, plan.grpo.model_copy(update=limits))
-    else:
-        sizes = plan.sizes(concurrency=total * group_size, group_size=group_size)
-        runner = AgentRunner(plan.agent, plan.endpoint, sizes)
+    rows = plan.rows(batch_size * _CONTROLLER_BATCHES)
+    runner = EpisodeRunner(source, RunSettings(len(rows) * group_size, group_size))
 
     async def run_group(number: int) -> list[Episode]:
-        return await runner.run_group(plan.row(number), group=number)
+        return await runner.run_group(rows[number], number)
 
-    begin = time.perf_counter()
     episodes: list[Episode] = []
     blocked = ""
-    async with (
-        runner.opened(),
-        RolloutController(
-            run_group,
-            max_concurrent=total,
-            max_head_offpolicyness=0,
-            batch_size=batch_size,
-            source=iter(range(total)),
-        ) as rollout,
-    ):
+    async with RolloutController(
+        run_group,
+        max_concurrent=len(rows),
+        max_head_offpolicyness=0,
+        batch_size=batch_size,
+        source=iter(range(len(rows))),
+    ) as rollout:
         try:
             for version in range(1, _CONTROLLER_BATCHES + 1):
                 batch = await rollout.next_batch(plan.settings.batch_timeout)
@@ -186,8 +156,7 @@ async def controller(plan: CheckPlan) -> CheckResult:
                 rollout.set_version(version)
         except BlockedError as error:
             blocked = str(error)
-    result = runner.result(episodes, time.perf_counter() - begin)
-    check = await _judged("controller", result, plan)
+    check = await _judged("controller", await runner.result(episodes), plan)
     if not blocked:
         return check
     stuck = Finding(
@@ -196,12 +165,23 @@ async def controller(plan: CheckPlan) -> CheckResult:
     return dataclasses.replace(check, findings=[*check.findings, stuck], sentence=blocked)
 
 
-CHECKS: dict[str, Callable[[CheckPlan], Awaitable[CheckResult]]] = {
+CHECKS: dict[str, Callable[[CheckPlan, EpisodeSource], Awaitable[CheckResult]]] = {
     "single": single,
     "concurrent": concurrent,
     "grouped": grouped,
     "controller": controller,
 }
+
+
+def _skipped(name: str) -> CheckResult:
+    finding = Finding(
+        check=name,
+        status="skip",
+        scope="role",
+        subject="agent",
+        expected="the check before it passed",
+    )
+    return CheckResult(name, [finding])
 
 
 async def _judged(

@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agents.causes import CAUSES
 from shakedown.agents.event_loop_lag import percentile
-from shakedown.agents.runner import Episode, RunResult
+from shakedown.agents.measured import Measured
 from shakedown.core.verdict import Blame, Finding, FindingStatus
 
 _LAG_WARN = 2.5  # seconds: half of the OpenAI client's connect timeout
-_POOL_WARN = 1.0  # seconds that a request waited for the client's own pool
+_POOL_WARN = 1.0  # seconds that a request waited for the client's own pool: it is too small
 
 CLIENT_LIMITS = (
     "the client's presets are too small for this many episodes (OpenAI's: connect 5 s, "
@@ -48,9 +49,7 @@ def judge_run(
     total = len(result.episodes)
     rate = good / total if total else 0.0
     passed = total > 0 and rate >= min_success_rate
-    nothing_to_judge = (
-        not good and server.asked and not server.reachable and _only_connection(result)
-    )
+    nothing_to_judge = not good and server.asked and not server.reachable and _never_reached(result)
     status: FindingStatus = "pass" if passed else "error" if nothing_to_judge else "fail"
     findings = [
         Finding(
@@ -68,7 +67,7 @@ def judge_run(
         episodes = [episode for episode in result.episodes if episode.cause == cause]
         if episodes:
             findings.append(_cause_finding(cause, episodes, result, server, failed_as))
-    return [*findings, *_client_findings(result), *_reward_findings(result)]
+    return [*findings, *_client_findings(result.measured), *_reward_findings(result)]
 
 
 def metrics(result: RunResult) -> dict[str, float]:
@@ -84,7 +83,7 @@ def metrics(result: RunResult) -> dict[str, float]:
         "latency_p50_seconds": percentile(latencies, 0.50),
         "latency_p99_seconds": percentile(latencies, 0.99),
         "latency_max_seconds": max(latencies, default=0.0),
-        **(_client_metrics(result) if result.measured else {}),
+        **_client_metrics(result.measured),
         **{f"failed_{cause}": count for cause, count in causes.items()},
     }
     if rewards:
@@ -92,19 +91,19 @@ def metrics(result: RunResult) -> dict[str, float]:
     return {name: round(value, 6) for name, value in numbers.items()}
 
 
-def _client_metrics(result: RunResult) -> dict[str, float]:
-    waits = [call.pool_wait for call in result.http_calls]
-    connects = [call.connect for call in result.http_calls if call.connect]
+def _client_metrics(seen: Measured) -> dict[str, float]:
+    waits = [call.pool_wait for call in seen.http_calls]
+    connects = [call.connect for call in seen.http_calls if call.connect]
     return {
-        "loop_lag_p50_seconds": percentile(result.lags, 0.50),
-        "loop_lag_p99_seconds": percentile(result.lags, 0.99),
-        "loop_lag_max_seconds": max(result.lags, default=0.0),
-        "http_requests": len(result.http_calls),
-        "http_failed": sum(not call.status for call in result.http_calls),
+        "loop_lag_p50_seconds": percentile(seen.lags, 0.50),
+        "loop_lag_p99_seconds": percentile(seen.lags, 0.99),
+        "loop_lag_max_seconds": max(seen.lags, default=0.0),
+        "http_requests": len(seen.http_calls),
+        "http_failed": sum(not call.status for call in seen.http_calls),
         "pool_wait_p99_seconds": percentile(waits, 0.99),
         "pool_wait_max_seconds": max(waits, default=0.0),
         "connect_p99_seconds": percentile(connects, 0.99),
-        "tls_contexts": result.tls_contexts,
+        "tls_contexts": seen.tls_contexts,
     }
 
 
@@ -128,8 +127,10 @@ def _statistics(rewards: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _only_connection(result: RunResult) -> bool:
-    return all(episode.cause in ("connection", "connect_timeout") for episode in result.episodes)
+def _never_reached(result: RunResult) -> bool:
+    """Whether no episode came to the server; the recording proxy says so by these statuses."""
+    causes, statuses = ("connection", "connect_timeout"), (502, 504)
+    return all(each.cause in causes or each.status in statuses for each in result.episodes)
 
 
 def _cause_finding(
@@ -203,12 +204,13 @@ def _transport_remedy(cause: str, result: RunResult, server: ServerProbe) -> tup
             f"the server does not answer ({server.error}): start it, or fix the URL",
         )
     healthy = f"the server itself is healthy (it answered in {server.seconds:.2f} s)"
-    answered = any(call.status for call in result.http_calls)
-    if cause == "connection" and result.measured and not answered:
+    seen = result.measured
+    answered = any(call.status for call in seen.http_calls)
+    if cause == "connection" and not answered:
         return "code", f"{healthy}, so the agent asks another address than base_url"
-    lag = max(result.lags, default=0.0)
+    lag = max(seen.lags, default=0.0)
     if lag > _LAG_WARN:
-        where = max(result.blocked_at, key=result.blocked_at.__getitem__, default="")
+        where = max(seen.blocked_at, key=lambda place: seen.blocked_at[place], default="")
         at = f" at {where}" if where else ""
         return "code", f"{healthy}; the event loop stood still for {lag:.1f} s{at}; {CLIENT_LIMITS}"
     return "code", f"{healthy}; {CLIENT_LIMITS}"
@@ -225,13 +227,11 @@ def _status_remedy(episodes: Sequence[Episode]) -> tuple[Blame, str]:
     return "code", "the server refused the request: its message says why"
 
 
-def _client_findings(result: RunResult) -> list[Finding]:
-    if not result.measured:
-        return []
-    lag = max(result.lags, default=0.0)
-    blocked = sorted(result.blocked_at.items(), key=lambda item: -item[1])[:3]
+def _client_findings(seen: Measured) -> list[Finding]:
+    lag = max(seen.lags, default=0.0)
+    blocked = sorted(seen.blocked_at.items(), key=lambda item: -item[1])[:3]
     where = "; ".join(f"{seconds:.1f} s at {place}" for place, seconds in blocked)
-    wait = max((call.pool_wait for call in result.http_calls), default=0.0)
+    wait = max((call.pool_wait for call in seen.http_calls), default=0.0)
     findings = [
         _health(
             "event_loop_lag",
@@ -242,8 +242,8 @@ def _client_findings(result: RunResult) -> list[Finding]:
         ),
         _health("pool_wait", wait, _POOL_WARN, remedy=CLIENT_LIMITS),
     ]
-    if result.tls_contexts > 1:
-        findings.append(_tls_finding(result))
+    if seen.tls_contexts > seen.workers:  # one a worker is what a shared client needs
+        findings.append(_tls_finding(seen))
     return findings
 
 
@@ -261,16 +261,16 @@ def _health(check: str, value: float, limit: float, *, remedy: str, evidence: st
     )
 
 
-def _tls_finding(result: RunResult) -> Finding:
-    cost = result.tls_contexts * result.tls_seconds_each
+def _tls_finding(seen: Measured) -> Finding:
+    cost = seen.tls_contexts * seen.tls_seconds_each
     return Finding(
         check="tls_contexts",
         status="pass",
         scope="role",
         subject="client",
-        measured=f"{result.tls_contexts} clients asked for a TLS context; one was shared",
-        expected="one client for all episodes",
-        remedy=f"without the sharing they block the event loop for {cost:.1f} s in all: "
+        measured=f"{seen.tls_contexts} clients asked for a TLS context; each worker shared one",
+        expected="one client for all episodes of a worker",
+        remedy=f"without the sharing they block the event loops for {cost:.1f} s in all: "
         "pass http_client=extra_kwargs['http_client'] to the client",
     )
 
@@ -313,4 +313,4 @@ def summary(result: RunResult, server: ServerProbe) -> str:
 def to_extra(result: RunResult) -> dict[str, Any]:
     """What a reader may want beside the metrics: failures by cause, blocks of the loop."""
     causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
-    return {"failures": dict(causes), "blocked_at": dict(result.blocked_at)}
+    return {"failures": dict(causes), "blocked_at": dict(result.measured.blocked_at)}

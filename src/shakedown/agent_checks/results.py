@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shakedown.agent_checks.checks import CheckResult, check_metrics
+from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agent_checks.judge import ServerProbe, judge_run, metrics, summary, to_extra
-from shakedown.agents.runner import Episode, RunResult
 from shakedown.core.files import write_text
 from shakedown.core.verdict import Stopwatch, Verdict, counted, installed_versions, status_of
 

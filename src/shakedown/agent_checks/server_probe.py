@@ -1,12 +1,13 @@
 """Ask an OpenAI-compatible server which models it serves: once before a run, once after faults."""
 
+import asyncio
 import os
 import time
 
 import httpx
 
 from shakedown.agent_checks.judge import ServerProbe
-from shakedown.agents.runner import AgentEndpoint, drive
+from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.core.errors import UsageError
 
 _NO_KEY = "None"  # a local server wants some key; the guides give this one
@@ -53,5 +54,5 @@ def find_endpoint(base_url: str | None, model: str) -> AgentEndpoint:
     url = with_version(url)
     key = os.environ.get("OPENAI_API_KEY") or (_NO_KEY if url else "")
     if url and not model:
-        model = next(iter(drive(ask_server(url, key)).models), "")
+        model = next(iter(asyncio.run(ask_server(url, key)).models), "")
     return AgentEndpoint(url, key, model)

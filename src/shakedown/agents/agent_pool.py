@@ -1,7 +1,8 @@
 """Agents in worker processes: code that blocks, loops or exits cannot starve who waits for it.
 
-    async with AgentPool(AgentSetup("my/agent.py:MyAgent", "127.0.0.1", 8000, "policy")) as pool:
-        result = await pool.run("key-1", "http://127.0.0.1:8000/e/key-1/v1", '{"messages": []}')
+    endpoint = AgentEndpoint("http://127.0.0.1:8000/v1", "None", "policy")
+    async with AgentPool(AgentSetup("my/agent.py:MyAgent", endpoint)) as pool:
+        result = await pool.run_episode('{"messages": []}')
 
 Episodes are spread over the workers; all of one worker share its event loop. A worker that ends,
 or that is silent because something blocks it outside of Python, costs the episodes it has.
@@ -9,45 +10,57 @@ or that is silent because something blocks it outside of Python, costs the episo
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import time
+from collections.abc import Awaitable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from shakedown.agents.agent_worker import ALIVE_SECONDS, LONGEST_LINE
 from shakedown.agents.contract import Reward
+from shakedown.agents.endpoint import AgentEndpoint
+from shakedown.agents.measured import Measured, merged
 from shakedown.agents.worker_pool import UNREADABLE, Worker, WorkerPool, ending
 
+T = TypeVar("T")
+
 _START_SECONDS = 120.0  # of Python and the agent's imports, on a busy machine
-_SILENCE_SECONDS = 10.0 + ALIVE_SECONDS  # beyond what an episode may take
+# Beyond what an episode may take: an agent that blocks is first ended by a signal, once a second.
+_SILENCE_SECONDS = 10.0 + ALIVE_SECONDS
 
 
 @dataclass(frozen=True)
 class AgentSetup:
     """What every worker is told.
 
-    `target`: as `shakedown agent run` takes it. `host`, `port`: of the server that agents are to
-    ask, `model`: its model's name. `seconds`: that an episode may take.
+    `target`: as `shakedown agent run` takes it. `seconds`: that an episode may take. `recorded`:
+    the endpoint is the recording proxy, to which requests name their episode. `measure`: keep what
+    is measured until `take_measured`. `share_tls`: let a worker's clients that ask for the default
+    TLS context share one.
     """
 
     target: str
-    host: str
-    port: int
-    model: str
+    endpoint: AgentEndpoint
     seconds: float = 120.0
+    recorded: bool = False
+    measure: bool = False
+    share_tls: bool = True
 
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What became of one call of `run`.
+    """What became of one episode.
 
-    `cause` is empty when it went well, else a key of `causes.CAUSES`; `trace` is the traceback of
-    an exception in the agent. `seconds`: wall time.
+    `cause` is empty when it went well, else a key of `causes.CAUSES`; `status` is the HTTP status
+    that failed it, else 0; `trace` is the traceback of an exception in the agent. `seconds`: wall
+    time.
     """
 
     reward: Reward | None = None
     cause: str = ""
     detail: str = ""
+    status: int = 0
     trace: str = ""
     seconds: float = 0.0
 
@@ -58,6 +71,7 @@ class _AgentWorker(Worker):
     def __init__(self, *streams: Any) -> None:
         super().__init__(*streams)
         self._waiting: dict[str, asyncio.Future[AgentResult]] = {}
+        self._measuring: asyncio.Future[Measured] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._failure: AgentResult | None = None
 
@@ -65,20 +79,28 @@ class _AgentWorker(Worker):
         """From now on hand results out; the process may be silent for `patience` seconds."""
         self._reading = asyncio.create_task(self._read(patience))
 
-    async def run(self, key: str, base_url: str, data: str) -> AgentResult:
+    async def run(self, data: str, key: str, base_url: str, api_key: str) -> AgentResult:
         """Hand an episode over and wait for what becomes of it."""
         if self._failure is not None:  # it ended between its start and this call
             return self._failure
         future: asyncio.Future[AgentResult] = asyncio.get_running_loop().create_future()
         self._waiting[key], began = future, time.monotonic()
         # `data` is JSON already: a row with its images is not parsed and written again here.
-        head = json.dumps({"key": key, "base_url": base_url})
+        head = json.dumps({"key": key, "base_url": base_url, "api_key": api_key})
         try:
             await self.send(f'{head[:-1]}, "data": {data}}}')
             result = await future
         finally:
             self._waiting.pop(key, None)
         return dataclasses.replace(result, seconds=time.monotonic() - began)
+
+    async def take_measured(self) -> Measured:
+        """What was measured since the last call, which has ended; nothing of a lost process."""
+        if self._failure is not None:
+            return Measured()
+        self._measuring = asyncio.get_running_loop().create_future()
+        await self.send("{}")
+        return await self._measuring
 
     async def end(self) -> None:
         """Also stop reading."""
@@ -95,15 +117,20 @@ class _AgentWorker(Worker):
                 if reply is None:
                     self._fail("exit", ending(await self.code()))
                     return
-                future = self._waiting.get(str(reply.pop("key", "")))
-                if future is not None and not future.done():
-                    future.set_result(AgentResult(**reply))
+                self._hand_out(reply)
         except TimeoutError:
             self._fail(
                 "blocked_loop", f"something blocks the worker for more than {patience:.0f} s"
             )
-        except (TypeError, ValueError):
+        except (AttributeError, TypeError, ValueError):
             self._fail("exit", UNREADABLE)
+
+    def _hand_out(self, reply: dict[str, Any]) -> None:
+        future = self._waiting.get(str(reply.pop("key", "")))
+        if future is not None and not future.done():
+            future.set_result(AgentResult(**reply))
+        elif "measured" in reply and self._measuring is not None and not self._measuring.done():
+            self._measuring.set_result(Measured.read(reply["measured"]))
 
     def _fail(self, cause: str, detail: str) -> None:
         """The process is of no use any more: all its episodes have failed."""
@@ -112,6 +139,8 @@ class _AgentWorker(Worker):
         for future in self._waiting.values():
             if not future.done():
                 future.set_result(self._failure)
+        if self._measuring is not None and not self._measuring.done():
+            self._measuring.set_result(Measured())
 
 
 class AgentPool(WorkerPool[_AgentWorker]):
@@ -124,21 +153,33 @@ class AgentPool(WorkerPool[_AgentWorker]):
 
     def __init__(self, setup: AgentSetup, *, workers: int | None = None) -> None:
         super().__init__(self._start_worker, workers)
-        self._setup = setup
+        self._setup, self._numbers = setup, itertools.count()
 
-    async def run(self, key: str, base_url: str, data: str) -> AgentResult:
+    async def run_episode(self, data: str, *, key: str = "", base_url: str = "") -> AgentResult:
         """Run one episode; every outcome, a failure too, is a result.
 
         Args:
-            key: names the episode; given to the agent as `api_key`.
-            base_url: given to the agent.
             data: one row as JSON.
+            key: names the episode to the recording proxy, and is given to the agent as `api_key`.
+            base_url: given to the agent. Left out, both are the setup's endpoint's.
 
         Raises:
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
+        endpoint = self._setup.endpoint
         async with self.worker() as worker:
-            return await worker.run(key, base_url, data)
+            return await worker.run(
+                data,
+                key or str(next(self._numbers)),
+                base_url or endpoint.base_url,
+                key or endpoint.api_key,
+            )
+
+    async def take_measured(self) -> Measured:
+        """What all workers measured since the last call; one caller at a time."""
+        return merged(
+            await asyncio.gather(*(worker.take_measured() for worker in self.workers_alive))
+        )
 
     async def _start_worker(self) -> _AgentWorker:
         worker = await _AgentWorker.start(
@@ -150,3 +191,17 @@ class AgentPool(WorkerPool[_AgentWorker]):
         )
         worker.read_replies(self._setup.seconds + _SILENCE_SECONDS)
         return worker
+
+
+async def all_ended(calls: Iterable[Awaitable[T]]) -> list[T]:
+    """The results of all; an error is raised only when every call has ended.
+
+    `asyncio.gather` alone raises the first one at once, and leaves episodes that nobody awaits.
+    """
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    found: list[T] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found

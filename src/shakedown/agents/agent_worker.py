@@ -1,15 +1,17 @@
 """A process that runs episodes of one agent class: `python -m shakedown.agents.agent_worker`.
 
-Reads JSON lines from standard input, the first one its setup, then episodes:
+Reads JSON lines from standard input, the first one its setup (the fields of `AgentSetup`), then
+requests:
 
-    {"target": T, "seconds": S, "host": H, "port": P, "model": M}  -> {} or {"fault": TEXT}
-    {"key": K, "base_url": U, "data": {...}}     -> later, in any order: {"key": K, "reward": R} or
-                                                    {"key": K, "cause": C, "detail": D, "trace": T}
+    {...}                                        -> {} or {"fault": TEXT}
+    {"key": K, "base_url": U, "api_key": A, "data": {...}}
+                                                 -> later, in any order: {"key": K, "reward": R} or
+                   {"key": K, "cause": C, "detail": D, "status": HTTP STATUS, "trace": T}
+    {}                                           -> {"measured": {...}}, the fields of `Measured`
 
-`{"alive": true}` says every second that the event loop turns. All episodes share the loop, as in
-`shakedown agent run`: clients and locks that a module makes once work. An episode's clock is the
-loop's: while another one blocks the loop it stands still, and the one that blocks is ended by a
-signal.
+`{"alive": true}` says every second that the event loop turns. All episodes share the loop: clients
+and locks that a module makes once work. An episode's clock is the loop's: while another one blocks
+the loop it stands still, and the one that blocks is ended by a signal.
 """
 
 import asyncio
@@ -19,24 +21,24 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from shakedown.agents.causes import classify
+from shakedown.agents.causes import classify, status_code
 from shakedown.agents.contract import AgentExitError, accepts_model, judge_return, load_agent
-from shakedown.agents.episode_tag import EPISODE_KEY, tagged
+from shakedown.agents.endpoint import AgentEndpoint, set_environment, shared_client
+from shakedown.agents.episode_tag import EPISODE_KEY, tag_requests
 from shakedown.agents.event_loop_lag import LoopMonitor
-from shakedown.agents.http_calls import CURRENT_EPISODE, HttpRecorder
-from shakedown.agents.runner import AgentEndpoint, environment, shared_client
+from shakedown.agents.http_calls import HttpRecorder
+from shakedown.agents.measured import Measured
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 
 ALIVE_SECONDS = 1.0  # between signs of life
 LONGEST_LINE = 1 << 26  # bytes: a row of data with its images
-_TICK = 0.1  # seconds between looks at the clocks
+_TICK = 0.1  # seconds between looks at the clocks: how much too long an episode may take
 _MOST_COUNTED = 1.0  # seconds of one turn of the loop; the rest is another episode's fault
 _LONGEST_TRACE = 4000  # characters from the end, where the agent's own frames are
-_CONNECTIONS = 1024  # episodes of one worker that may wait for the engine at once
 
 
 @dataclass
@@ -46,54 +48,60 @@ class _Running:
 
 
 class Host:
-    """Runs episodes until standard input ends."""
+    """Runs episodes until standard input ends, in a process that it has to itself.
 
-    def __init__(self, agent: type, setup: dict[str, Any], streams: WorkerStreams) -> None:
-        self._agent, self._setup, self._streams = agent, setup, streams
-        module = sys.modules.get(agent.__module__)
-        self._file = getattr(module, "__file__", None) or ""
-        self._running: dict[str, _Running] = {}
-        self._client: Any = None
+    Raises:
+        UsageError: the class cannot be imported or is no agent.
+    """
+
+    def __init__(self, setup: dict[str, Any], streams: WorkerStreams) -> None:
+        self._setup, self._streams = setup, streams
+        self._endpoint = AgentEndpoint(**setup["endpoint"])
         self._http, self._monitor = HttpRecorder(), LoopMonitor(limit=float(setup["seconds"]))
-        self._count = 0
+        self._running: dict[str, _Running] = {}
+        # All of it before the agent's module is imported, which may make clients.
+        set_environment(self._endpoint)
+        if setup["recorded"]:
+            tag_requests(self._endpoint.base_url)
+        self._http.install(share_tls=setup["share_tls"])
+        self._client = shared_client()
+        self._http.tls_contexts = 0  # that client's is not the agent's
+        self._agent = load_agent(setup["target"])
+        module = sys.modules.get(self._agent.__module__)
+        self._file = getattr(module, "__file__", None) or ""
 
     async def serve(self) -> None:
         """Start every episode that is read."""
-        setup = self._setup
-        root = f"http://{setup['host']}:{setup['port']}/v1"
         lines = asyncio.StreamReader(limit=LONGEST_LINE)
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(lines),
             os.fdopen(self._streams.requests, "rb", buffering=0),
         )
-        with (
-            environment(AgentEndpoint(root, "None", setup["model"])),
-            tagged(setup["host"], int(setup["port"])),
-            self._http.open(),
-        ):
-            self._client = shared_client(_CONNECTIONS)
-            async with self._monitor:
-                clock = asyncio.create_task(self._clock())
-                async for line in lines:
-                    self._start(json.loads(line))
-                clock.cancel()
+        self._monitor.start()
+        clock = asyncio.create_task(self._clock())
+        async for line in lines:
+            request = json.loads(line)
+            if request:
+                self._start(request)
+            else:
+                self._streams.say(measured=self._take_measured())
+        clock.cancel()
 
     def _start(self, episode: dict[str, Any]) -> None:
-        key, self._count = episode["key"], self._count + 1
-        task = asyncio.create_task(self._run(episode, self._count))
+        key = episode["key"]
+        task = asyncio.create_task(self._run(episode))
         self._running[key] = _Running(task)
         task.add_done_callback(lambda done: self._ended(key, done))
 
-    async def _run(self, episode: dict[str, Any], number: int) -> Any:
-        CURRENT_EPISODE.set(number)
+    async def _run(self, episode: dict[str, Any]) -> Any:
         EPISODE_KEY.set(episode["key"])
         kwargs = {
-            "base_url": episode["base_url"],
-            "api_key": episode["key"],
+            "base_url": episode["base_url"] or None,
+            "api_key": episode["api_key"] or None,
             "http_client": self._client,
         }
-        if accepts_model(self._agent):
-            kwargs["model"] = self._setup["model"]
+        if self._endpoint.model and accepts_model(self._agent):
+            kwargs["model"] = self._endpoint.model
         try:
             return judge_return(await self._agent().run(episode["data"], **kwargs))
         except (SystemExit, KeyboardInterrupt) as error:
@@ -109,7 +117,9 @@ class Host:
             return
         cause, detail = classify(error, self._file)
         trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:]
-        self._streams.say(key=key, cause=cause, detail=detail, trace=trace)
+        self._streams.say(
+            key=key, cause=cause, detail=detail, status=status_code(error), trace=trace
+        )
 
     async def _clock(self) -> None:
         """Count each episode's time, end those whose time is over, and say that all is alive."""
@@ -125,16 +135,36 @@ class Host:
             if now - said >= ALIVE_SECONDS:
                 said = now
                 self._streams.say(alive=True)
-                # Measurements for `agent run`; a stage may run for days.
-                self._monitor.lags.clear()
-                self._http.calls.clear()
+                if not self._setup["measure"]:
+                    self._forget_measured()  # nobody asks for it, and a stage may run for days
 
     def _expire(self, key: str) -> None:
         """Tell it at once; a task that ignores its cancellation is left behind, unheard."""
         running = self._running.pop(key)
         running.task.cancel()
         detail = f"no result after {self._monitor.limit:g} s"
-        self._streams.say(key=key, cause="episode_timeout", detail=detail, trace="")
+        self._streams.say(key=key, cause="episode_timeout", detail=detail)
+
+    def _take_measured(self) -> dict[str, Any]:
+        """What was measured since the last time."""
+        measured = Measured(
+            http_calls=self._http.calls,
+            lags=self._monitor.lags,
+            # A copy in one step: the monitor's thread writes to it.
+            blocked_at=dict(self._monitor.blocked_at),
+            tls_contexts=self._http.tls_contexts,
+            tls_seconds_each=self._http.tls_seconds_each,
+            workers=1,
+        )
+        told = asdict(measured)
+        self._forget_measured()
+        return told
+
+    def _forget_measured(self) -> None:
+        self._http.calls.clear()
+        self._http.tls_contexts = 0
+        self._monitor.lags.clear()
+        self._monitor.blocked_at.clear()
 
 
 def main() -> int:
@@ -145,12 +175,12 @@ def main() -> int:
     if setup is None:
         return 0
     try:
-        agent = load_agent(setup["target"])
+        host = Host(setup, streams)
     except ShakedownError as error:
         streams.say(fault=str(error))
         return int(error.exit_code)
     streams.say()
-    asyncio.run(_until_the_end(Host(agent, setup, streams)))
+    asyncio.run(_until_the_end(host))
     return 0
 
 

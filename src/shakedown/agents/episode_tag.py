@@ -5,11 +5,11 @@ The tag is a header, set in the public transports of httpx and httpx2 while a ta
 runs; tasks and threads that an agent starts through asyncio inherit it.
 """
 
-import contextlib
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
+from urllib.parse import urlsplit
 
 HEADER = "x-shakedown-episode"
 # The key of the episode that the running code belongs to; empty outside of one.
@@ -21,22 +21,19 @@ _TRANSPORTS = (
 )
 
 
-@contextlib.contextmanager
-def tagged(host: str, port: int) -> Iterator[None]:
-    """Tag requests of this process to `host:port`; no other server sees the header."""
-    with contextlib.ExitStack() as stack:
-        for library in ("httpx", "httpx2"):
-            try:
-                module = importlib.import_module(library)
-            except ImportError:
-                continue
-            for name, method in _TRANSPORTS:
-                stack.enter_context(_tagging(getattr(module, name), method, (host, port)))
-        yield
+def tag_requests(base_url: str) -> None:
+    """Tag this process's requests to the server of `base_url`; no other one sees the header."""
+    server = urlsplit(base_url)
+    for library in ("httpx", "httpx2"):
+        try:
+            module = importlib.import_module(library)
+        except ImportError:
+            continue
+        for name, method in _TRANSPORTS:
+            _tag(getattr(module, name), method, (server.hostname, server.port))
 
 
-@contextlib.contextmanager
-def _tagging(transport: Any, method: str, place: tuple[str, int]) -> Iterator[None]:
+def _tag(transport: Any, method: str, place: tuple[str | None, int | None]) -> None:
     original: Callable[..., Any] = getattr(transport, method)
 
     def handle(self: Any, request: Any) -> Any:
@@ -46,7 +43,3 @@ def _tagging(transport: Any, method: str, place: tuple[str, int]) -> Iterator[No
         return original(self, request)  # a coroutine where the original is async
 
     setattr(transport, method, handle)
-    try:
-        yield
-    finally:
-        setattr(transport, method, original)

@@ -6,21 +6,20 @@ can end it: a signal can, as it raises inside the blocking code.
 """
 
 import asyncio
-import contextlib
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from shakedown.agents.http_calls import CURRENT_EPISODE
+from shakedown.agents.episode_tag import EPISODE_KEY
 
-TICK = 0.02  # seconds between ticks: the resolution of the measured lag
-_LOOK = 0.1  # seconds between looks of the thread
+# Seconds between ticks: the resolution of the measured lag, for 50 wake-ups a second.
+TICK = 0.02
+_LOOK = 0.1  # seconds between looks of the thread: half of the shortest block that is named
 
 
 class LoopBlockedError(BaseException):
@@ -34,44 +33,28 @@ class LoopBlockedError(BaseException):
 class LoopMonitor:
     """Lags of the event loop in seconds, and where it was blocked.
 
-    Use as `async with LoopMonitor(limit=60) as monitor`. `blocked_at` maps `file:line in function`
-    of the longest blocks to their seconds; `interrupted` counts blocks ended by a signal.
+    `limit`: seconds after which a block is ended. `blocked_at` maps `file:line in function` of the
+    longest blocks to their seconds.
     """
 
-    limit: float = 0.0
+    limit: float
     lags: list[float] = field(default_factory=list)
     blocked_at: dict[str, float] = field(default_factory=dict)
-    interrupted: int = 0
 
-    async def __aenter__(self) -> "LoopMonitor":
+    def start(self) -> None:
+        """Watch the running loop for as long as the process lives.
+
+        In the main thread: no other one can take signals.
+        """
         self._last = time.monotonic()
-        self._stop = threading.Event()
-        self._main = threading.get_ident()
         self._ticker = asyncio.create_task(self._tick())
-        self._restore = self._install()
-        self._thread = threading.Thread(target=self._watch, name="loop-monitor", daemon=True)
-        self._thread.start()
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        self._stop.set()
-        self._ticker.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._ticker
-        self._thread.join()
-        if self._restore is not None:
-            signal.signal(signal.SIGALRM, self._restore)
-
-    def _install(self) -> Any:
-        """Only the main thread can take signals; elsewhere a block is named but not ended."""
-        if self.limit <= 0 or threading.current_thread() is not threading.main_thread():
-            return None
-        return signal.signal(signal.SIGALRM, self._on_signal) or signal.SIG_DFL
+        signal.signal(signal.SIGALRM, self._on_signal)
+        watched = threading.get_ident()
+        threading.Thread(target=self._watch, args=(watched,), daemon=True).start()
 
     def _on_signal(self, _number: int, frame: FrameType | None) -> None:
-        if CURRENT_EPISODE.get() is None:
+        if not EPISODE_KEY.get():
             return  # the loop itself is at work: nothing of an agent to interrupt
-        self.interrupted += 1
         raise LoopBlockedError(
             f"blocked the event loop for more than {self.limit:g} s at {_where(frame)}"
         )
@@ -82,10 +65,11 @@ class LoopMonitor:
             await asyncio.sleep(TICK)
             self.lags.append(max(0.0, time.monotonic() - self._last - TICK))
 
-    def _watch(self) -> None:
+    def _watch(self, watched: int) -> None:
         blocks_from = 0.0
         next_signal = self.limit
-        while not self._stop.wait(_LOOK):
+        while True:
+            time.sleep(_LOOK)
             last = self._last
             late = time.monotonic() - last - TICK
             if last != blocks_from:
@@ -93,15 +77,14 @@ class LoopMonitor:
             # Shorter blocks may have ended before the frame below is read: it would name another.
             if late < 2 * _LOOK:
                 continue
-            frame = sys._current_frames().get(self._main)
-            where = _where(frame)
+            where = _where(sys._current_frames().get(watched))
             self.blocked_at[where] = max(late, self.blocked_at.get(where, 0.0))
-            if self._restore is not None and late > next_signal:
+            if late > next_signal:
                 next_signal += 1.0  # again: an agent may catch the first one in a bare `except`
-                signal.pthread_kill(self._main, signal.SIGALRM)
+                signal.pthread_kill(watched, signal.SIGALRM)
 
 
-def percentile(values: list[float], share: float) -> float:
+def percentile(values: Sequence[float], share: float) -> float:
     """The nearest-rank percentile of `values`; 0 when there are none."""
     if not values:
         return 0.0

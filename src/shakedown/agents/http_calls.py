@@ -1,21 +1,16 @@
 """Watch an unchanged agent's HTTP traffic: waits, connects, statuses, and the cost of TLS contexts.
 
-Most clients (openai, anthropic, litellm ...) send through httpx or its successor httpx2. While an
-`HttpRecorder` is open, the transport's public `handle_async_request` notes times on every request.
-Agents that talk through something else are simply not seen.
+Most clients (openai, anthropic, litellm ...) send through httpx or its successor httpx2. From
+`HttpRecorder.install` on, the transport's public `handle_async_request` notes times on every
+request. Agents that talk through something else are simply not seen.
 """
 
-import contextlib
 import importlib
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-# The episode that the running code belongs to; tasks that an agent starts inherit it.
-CURRENT_EPISODE: ContextVar[int | None] = ContextVar("CURRENT_EPISODE", default=None)
 
 _LIBRARIES = ("httpx", "httpx2")
 _Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -26,72 +21,50 @@ class HttpCall:
     """One HTTP request; times in seconds.
 
     `pool_wait` is the time until a connection of the client's pool was free, `connect` the time
-    of the TCP handshake (0 on a kept connection), `status` is 0 when no answer came, and `error`
-    is then the transport's exception name, such as ConnectTimeout or PoolTimeout.
+    of the TCP handshake (0 on a kept connection), `status` is 0 when no answer came.
     """
 
-    episode: int | None
     pool_wait: float = 0.0
     connect: float = 0.0
-    seconds: float = 0.0
     status: int = 0
-    error: str = ""
 
 
 @dataclass
 class HttpRecorder:
-    """What was seen while open: one `HttpCall` a request, and what TLS contexts cost."""
+    """What was seen: one `HttpCall` a request, and what TLS contexts cost."""
 
     calls: list[HttpCall] = field(default_factory=list)
     tls_contexts: int = 0
     tls_seconds_each: float = 0.0
-    libraries: list[str] = field(default_factory=list)
 
-    @contextlib.contextmanager
-    def open(self, *, share_tls: bool = True) -> Iterator["HttpRecorder"]:
-        """Watch every httpx and httpx2 transport of this process until closed.
+    def install(self, *, share_tls: bool) -> None:
+        """Watch every httpx and httpx2 transport for as long as this process lives.
 
         Args:
             share_tls: let clients that ask for the default TLS context share one. An agent that
                 opens a client an episode spends 20 ms or more of the event loop on each.
         """
-        with contextlib.ExitStack() as stack:
-            for library in _LIBRARIES:
-                module = _import(library)
-                if module is None:
-                    continue
-                self.libraries.append(library)
-                transport = module.AsyncHTTPTransport
-                original = transport.handle_async_request
-                stack.enter_context(
-                    _replaced(transport, "handle_async_request", self._watching(original))
-                )
-                # Private, as there is no public place where every client's context is made; where
-                # a version has moved it, contexts are merely not shared.
-                inner = _import(f"{library}._transports.default")
-                if share_tls and inner is not None and hasattr(inner, "create_ssl_context"):
-                    shared = self._sharing(inner.create_ssl_context)
-                    stack.enter_context(_replaced(inner, "create_ssl_context", shared))
-            yield self
+        for library in _LIBRARIES:
+            module = _import(library)
+            if module is None:
+                continue
+            transport = module.AsyncHTTPTransport
+            transport.handle_async_request = self._watching(transport.handle_async_request)
+            # Private, as there is no public place where every client's context is made; where
+            # a version has moved it, contexts are merely not shared.
+            inner = _import(f"{library}._transports.default")
+            if share_tls and hasattr(inner, "create_ssl_context"):
+                inner.create_ssl_context = self._sharing(inner.create_ssl_context)
 
     def _watching(self, original: _Handler) -> _Handler:
         async def handle_async_request(transport: Any, request: Any) -> Any:
-            seen = HttpCall(episode=CURRENT_EPISODE.get())
+            seen = HttpCall()
             self.calls.append(seen)
-            begin = time.perf_counter()
-            request.extensions = {
-                **request.extensions,
-                "trace": _tracer(seen, begin, request.extensions.get("trace")),
-            }
-            try:
-                response = await original(transport, request)
-                seen.status = response.status_code
-                return response
-            except BaseException as error:
-                seen.error = type(error).__name__
-                raise
-            finally:
-                seen.seconds = time.perf_counter() - begin
+            trace = _tracer(seen, time.perf_counter(), request.extensions.get("trace"))
+            request.extensions = {**request.extensions, "trace": trace}
+            response = await original(transport, request)
+            seen.status = response.status_code
+            return response
 
         return handle_async_request
 
@@ -137,13 +110,3 @@ def _import(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError:
         return None
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    original = getattr(owner, name)
-    setattr(owner, name, replacement)
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

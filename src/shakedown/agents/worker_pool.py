@@ -189,6 +189,7 @@ class WorkerPool(Generic[W]):
 
     def __init__(self, start: Callable[[], Awaitable[W]], workers: int | None) -> None:
         self._start = start
+        # Few: trainer ranks and the server want the cores. Two: one that is blocked is not all.
         self.most = workers or min(16, max(2, len(os.sched_getaffinity(0)) // 4))
         self._slots: list[_Slot[W]] = []
 
@@ -210,10 +211,15 @@ class WorkerPool(Generic[W]):
         await self._end_all()
 
     @property
+    def workers_alive(self) -> list[W]:
+        """Those that can take requests now."""
+        workers = [slot.worker for slot in self._slots]
+        return [worker for worker in workers if worker is not None and worker.alive]
+
+    @property
     def pids(self) -> list[int]:
         """Process ids of the workers that are there now."""
-        workers = [slot.worker for slot in self._slots]
-        return sorted(worker.pid for worker in workers if worker is not None and worker.alive)
+        return sorted(worker.pid for worker in self.workers_alive)
 
     @contextlib.asynccontextmanager
     async def worker(self) -> AsyncIterator[W]:

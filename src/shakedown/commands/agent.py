@@ -1,9 +1,11 @@
 """`shakedown agent run` and `shakedown agent checks`: does an agent class stand real load?"""
 
 import argparse
+import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shakedown.commands.arguments import (
     Actions,
@@ -16,7 +18,9 @@ from shakedown.commands.arguments import (
 )
 from shakedown.core.paths import AgentsPaths
 from shakedown.core.verdict import Stopwatch, finish
-from shakedown.data_sources import read_rows
+
+if TYPE_CHECKING:
+    from shakedown.agent_checks.episodes import RunResult
 
 EXAMPLES = (
     "shakedown agent run my_agent.py:Agent --data prompts.jsonl"
@@ -83,30 +87,36 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--separate-tls",
         action="store_true",
-        help="let each client build its own TLS context, as it will in training",
+        help="let each client build its own TLS context, as it does without shakedown",
     )
     add_strict(parser)
 
 
 def _run(args: argparse.Namespace) -> int:
+    from shakedown.agent_checks.episode_source import episode_source
     from shakedown.agent_checks.results import run_verdict, write_episodes
+    from shakedown.agent_checks.runner import RunSettings, run_episodes
     from shakedown.agent_checks.server_probe import ask_server, find_endpoint
-    from shakedown.agents.contract import load_agent
-    from shakedown.agents.runner import RunSettings, drive, run_episodes
+    from shakedown.rollout.agent_sampler import agent_rows
 
     watch = Stopwatch()
-    agent = load_agent(args.target)
-    rows = read_rows(args.data, limit=args.limit)
+    rows = agent_rows(args.data, limit=args.limit)
     endpoint = find_endpoint(args.base_url, args.model)
-    settings = RunSettings(
-        args.concurrency, args.group_size, args.episode_timeout, not args.separate_tls
+    opened = episode_source(
+        args.target, endpoint, seconds=args.episode_timeout, share_tls=not args.separate_tls
     )
+
+    async def run_rows() -> "RunResult":
+        async with opened as source:
+            settings = RunSettings(args.concurrency, args.group_size)
+            return await run_episodes(source, rows, settings)
+
     total = len(rows) * args.group_size
     print(f"{total} episodes of {args.target}, {args.concurrency} at once", file=sys.stderr)
-    result = drive(run_episodes(agent, rows, endpoint, settings))
+    result = asyncio.run(run_rows())
     failed = any(not episode.ok for episode in result.episodes)
     # Asked only after failures, which its state may explain; with an empty URL nothing is asked.
-    server = drive(ask_server(endpoint.base_url if failed else "", endpoint.api_key))
+    server = asyncio.run(ask_server(endpoint.base_url if failed else "", endpoint.api_key))
     paths = AgentsPaths(args.out)
     write_episodes(paths.episodes, result.episodes)
     verdict = run_verdict(result, server, watch, min_success_rate=args.min_success_rate)
@@ -118,13 +128,12 @@ def _run(args: argparse.Namespace) -> int:
 
 def _checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.checks import CheckPlan, CheckSettings, run_checks
+    from shakedown.agent_checks.episode_source import training_settings
     from shakedown.agent_checks.results import checks_verdict, write_check_episodes
     from shakedown.agent_checks.server_probe import find_endpoint
-    from shakedown.agent_checks.training_path import training_settings
-    from shakedown.agents.contract import load_agent
-    from shakedown.agents.runner import drive
     from shakedown.config import load_config
     from shakedown.inference.server import in_use
+    from shakedown.rollout.agent_sampler import agent_rows
     from shakedown.training.assets import heldout_source
 
     watch = Stopwatch()
@@ -137,12 +146,11 @@ def _checks(args: argparse.Namespace) -> int:
         share_tls=not args.separate_tls,
     )
     with in_use(args.endpoint) as served:
-        agent = load_agent(config.agents.target)
-        rows = read_rows(args.data or heldout_source(config), limit=settings.prompts)
+        rows = agent_rows(args.data or heldout_source(config), limit=settings.prompts)
         endpoint = find_endpoint(served.base_url, served.served_name)
         training = training_settings(config, served.engine)
-        plan = CheckPlan(agent, rows, endpoint, settings, training)
-        checks = drive(run_checks(plan, progress=lambda line: print(f"  {line}", flush=True)))
+        plan = CheckPlan(config.agents.target, rows, endpoint, settings, training)
+        checks = asyncio.run(run_checks(plan, progress=lambda line: print(f"  {line}", flush=True)))
     paths = AgentsPaths(args.out)
     write_check_episodes(paths.episodes, checks)
     about = {"target": config.agents.target, "base_url": endpoint.base_url}

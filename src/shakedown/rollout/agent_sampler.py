@@ -9,11 +9,13 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup
+from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup, all_ended
+from shakedown.agents.endpoint import AgentEndpoint
+from shakedown.agents.measured import Measured
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.data_sources import load_rows, read_rows
@@ -86,27 +88,39 @@ def agent_prompts(source: str, tokenizer: Any) -> list[Prompt]:
         UsageError: as `load_rows`; a row that JSON has no form for.
     """
     prompts = encode_prompts(load_rows(source), tokenizer)
-    made: list[Prompt] = []
-    for number, (prompt, row) in enumerate(zip(prompts, read_rows(source), strict=True), start=1):
-        data = row_json(row, f"row {number} of {source}")
-        made.append(AgentPrompt(prompt.tokens, prompt.answer, data))
-    return made
+    return [
+        AgentPrompt(prompt.tokens, prompt.answer, data)
+        for prompt, data in zip(prompts, agent_rows(source), strict=True)
+    ]
 
 
-def row_json(row: Mapping[str, Any], name: str) -> str:
-    """A row as workers take it.
+def agent_rows(source: str, *, limit: int | None = None) -> list[str]:
+    """The first `limit` rows of a data set, or all, as JSON: so workers take them.
 
     Raises:
-        UsageError: JSON has no form for it; `name` names it.
+        UsageError, BlockedError: as `read_rows`.
+        UsageError: JSON has no form for a row.
     """
-    try:
-        return json.dumps(row, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{name} cannot be given to an agent: {error}") from None
+    rows: list[str] = []
+    for number, row in enumerate(read_rows(source, limit=limit), start=1):
+        try:
+            rows.append(json.dumps(row, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise UsageError(
+                f"row {number} of {source} cannot be given to an agent: {error}"
+            ) from None
+    return rows
 
 
 class AgentGroupSampler:
     """Runs one group at a time; many may run at once. Use it in an `async with` block.
+
+    Args:
+        server: of the policy.
+        settings: the stage's.
+        version: of the weights that the server has.
+        measure: have the workers keep what they measure, for `take_measured`.
+        share_tls: as in `AgentSetup`.
 
     `failures` counts episodes that are left out by their cause.
     """
@@ -115,9 +129,16 @@ class AgentGroupSampler:
     _HOPELESS_GROUPS = 2
 
     def __init__(
-        self, server: ModelServer, settings: GrpoConfig, version: Callable[[], int]
+        self,
+        server: ModelServer,
+        settings: GrpoConfig,
+        version: Callable[[], int],
+        *,
+        measure: bool = False,
+        share_tls: bool = True,
     ) -> None:
         self._server, self._settings = server, settings
+        self._measure, self._share_tls = measure, share_tls
         sampling = Sampling(settings.temperature, settings.max_tokens)
         self._proxy = AgentProxy(server.url, sampling, version, timeout=settings.batch_timeout)
         self._pool: AgentPool | None = None
@@ -136,10 +157,12 @@ class AgentGroupSampler:
             proxy = await stack.enter_async_context(self._proxy)
             setup = AgentSetup(
                 self._settings.agent,
-                proxy.host,
-                proxy.port,
-                self._server.model,
+                # A client that is built without a key refuses to start; the proxy needs none here.
+                AgentEndpoint(f"http://{proxy.host}:{proxy.port}/v1", "None", self._server.model),
                 self._settings.agent_timeout,
+                recorded=True,
+                measure=self._measure,
+                share_tls=self._share_tls,
             )
             self._pool = await stack.enter_async_context(AgentPool(setup))
             ticking = asyncio.create_task(self._tick())
@@ -198,7 +221,8 @@ class AgentGroupSampler:
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
         began = time.monotonic()
-        episodes = await self.run_episodes(prompt.data if isinstance(prompt, AgentPrompt) else "{}")
+        data = prompt.data if isinstance(prompt, AgentPrompt) else "{}"
+        episodes = await all_ended(self.run_episode(data) for _ in range(self._settings.group_size))
         good = [episode for episode in episodes if not episode.cause]
         failed = [episode for episode in episodes if episode.cause]
         if len(good) < 2:
@@ -217,8 +241,8 @@ class AgentGroupSampler:
             agent_episodes=[joined(episode.calls) for episode in good],
         )
 
-    async def run_episodes(self, data: str) -> list[RecordedEpisode]:
-        """`group_size` episodes of one row at once; every outcome, a failure too, is in the list.
+    async def run_episode(self, data: str) -> RecordedEpisode:
+        """One episode; every outcome, a failure too, is a result.
 
         Args:
             data: the row as JSON.
@@ -226,25 +250,10 @@ class AgentGroupSampler:
         Raises:
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
-        # Together: the first error must not leave episodes behind that nobody awaits.
-        results = await asyncio.gather(
-            *(self._episode(data) for _ in range(self._settings.group_size)),
-            return_exceptions=True,
-        )
-        episodes: list[RecordedEpisode] = []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            episodes.append(result)
-        return episodes
-
-    async def _episode(self, data: str) -> RecordedEpisode:
-        if self._pool is None:
-            raise ValueError("AgentGroupSampler used outside its `async with` block")
         key, url = self._proxy.open()
         self._running += 1
         try:
-            result = await self._pool.run(key, url, data)
+            result = await self._workers.run_episode(data, key=key, base_url=url)
         finally:
             calls = self._proxy.close(key)
             self._running -= 1
@@ -257,6 +266,16 @@ class AgentGroupSampler:
         else:
             self._failed_in_row = 0
         return RecordedEpisode(**vars(result), calls=calls)
+
+    async def take_measured(self) -> Measured:
+        """What the workers measured since the last call; one caller at a time."""
+        return await self._workers.take_measured()
+
+    @property
+    def _workers(self) -> AgentPool:
+        if self._pool is None:
+            raise ValueError("AgentGroupSampler used outside its `async with` block")
+        return self._pool
 
     def _note(self, result: AgentResult, data: str) -> None:
         """Say each cause once: the row shows what the agent could not bear."""

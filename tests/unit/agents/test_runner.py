@@ -3,43 +3,43 @@
 import asyncio
 import contextlib
 import json
-import os
 import socket
 import threading
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import AsyncOpenAI
 
 from shakedown.agent_checks.checks import CheckPlan, CheckSettings, run_checks
+from shakedown.agent_checks.episode_source import episode_source
+from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agent_checks.judge import ServerProbe, judge_run, metrics, summary
+from shakedown.agent_checks.runner import RunSettings, run_episodes
 from shakedown.agent_checks.server_probe import ask_server, with_version
-from shakedown.agents.runner import (
-    AgentEndpoint,
-    RunResult,
-    RunSettings,
-    drive,
-    environment,
-    run_episodes,
-)
+from shakedown.agents.contract import Reward
+from shakedown.agents.endpoint import AgentEndpoint
+from shakedown.agents.http_calls import HttpCall
+from shakedown.agents.measured import Measured, merged
 from shakedown.cli import main
 from shakedown.core.verdict import Finding, read_verdict, status_of
 
 Row = dict[str, Any]
 REPOSITORY = Path(__file__).parents[3]
+AGENTS = Path(__file__).parent / "agent_classes.py"
 
 
 @dataclass
 class ChatServer:
-    """Answers `ok`; a message `status:N`, `hang`, `reset` or `slow` makes it answer so."""
+    """Answers `ok`; a message `status:N`, `hang`, `reset` or `slow` makes it answer so.
+
+    `most`: requests that were there at once.
+    """
 
     port: int = 0
-    requests: int = 0
-    authorizations: set[str] = field(default_factory=set)
+    here: int = 0
+    most: int = 0
 
     @property
     def url(self) -> str:
@@ -53,7 +53,6 @@ class ChatServer:
                 lines = head.split("\r\n")
                 headers = dict(line.lower().split(": ", 1) for line in lines[1:] if ": " in line)
                 body = await reader.readexactly(int(headers.get("content-length", "0")))
-                self.authorizations.add(headers.get("authorization", ""))
                 status, answer = await self.answer(lines[0].split()[1], body)
                 if status < 0:
                     await reader.read()  # never answers; ends when the client goes away
@@ -70,7 +69,6 @@ class ChatServer:
     async def answer(self, path: str, body: bytes) -> tuple[int, object]:
         if path == "/v1/models":
             return 200, {"data": [{"id": "policy"}]}
-        self.requests += 1
         asked = json.loads(body)
         if asked["model"] != "policy":
             message = f"The model `{asked['model']}` does not exist."
@@ -80,7 +78,10 @@ class ChatServer:
             return int(detail), {"error": {"message": "as asked"}}
         if wish in ("reset", "hang"):
             return -(wish == "hang"), None
+        self.here += 1
+        self.most = max(self.most, self.here)
         await asyncio.sleep(0.3 if wish == "slow" else 0.0)
+        self.here -= 1
         said = {"role": "assistant", "content": "ok"}
         choice = {"index": 0, "message": said, "finish_reason": "stop"}
         base = {"id": "c-1", "object": "chat.completion", "created": 0, "model": "policy"}
@@ -109,67 +110,57 @@ def server() -> Iterator[ChatServer]:
     thread.join(30)
 
 
-class Chat:
-    """Sends the row's text; no retries, so that each fault is seen once."""
-
-    limits: dict[str, Any] = {"max_retries": 0}  # noqa: RUF012 - read only
-
-    async def run(self, data: Row, **extra: Any) -> Any:
-        async with AsyncOpenAI(
-            base_url=extra["base_url"], api_key=extra["api_key"], **self.limits
-        ) as client:
-            answer = await client.chat.completions.create(
-                model=data.get("model") or extra["model"],
-                messages=[{"role": "user", "content": data.get("text", "hello")}],
-            )
-        return data.get("reward", float(answer.choices[0].message.content == "ok"))
-
-
-class Faulty:
-    """Does what the row says, without a server."""
-
-    async def run(self, data: Row, **_: Any) -> Any:
-        act = data["act"]
-        if act == "raise":
-            raise KeyError("lost")
-        if act == "exit":
-            raise SystemExit(3)
-        if act == "sleep":
-            await asyncio.sleep(3600)
-        if act == "block":
-            time.sleep(3600)  # noqa: ASYNC251 - the fault that is tested
-        if act == "spin":
-            while True:
-                with contextlib.suppress(Exception):
-                    json.dumps(data)
-        if act == "stubborn":
-            while True:
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(3600)
-        return data.get("reward", 1.0)
+def endpoint_of(server: ChatServer) -> AgentEndpoint:
+    return AgentEndpoint(server.url, "key", "policy")
 
 
 def run(
-    agent: type, rows: list[Row], server: ChatServer | None = None, **settings: Any
+    agent: str,
+    rows: Sequence[Row],
+    endpoint: AgentEndpoint | ChatServer | None = None,
+    *,
+    seconds: float = 60.0,
+    share_tls: bool = True,
+    file: Path = AGENTS,
+    **settings: Any,
 ) -> RunResult:
-    endpoint = AgentEndpoint(server.url, "key", "policy") if server else AgentEndpoint()
-    return drive(run_episodes(agent, rows, endpoint, RunSettings(**settings)))
+    """Run an agent of `agent_classes`."""
+    found = endpoint_of(endpoint) if isinstance(endpoint, ChatServer) else endpoint
+    opened = episode_source(
+        f"{file}:{agent}", found or AgentEndpoint(), seconds=seconds, share_tls=share_tls
+    )
+
+    async def run_rows() -> RunResult:
+        async with opened as source:
+            lines = [json.dumps(row) for row in rows]
+            return await run_episodes(source, lines, RunSettings(**settings))
+
+    return asyncio.run(run_rows())
 
 
 def causes(result: RunResult) -> list[str]:
     return [episode.cause for episode in result.episodes]
 
 
-def by_check(findings: "list[Finding]") -> dict[str, Finding]:
+def by_check(findings: "Sequence[Finding]") -> dict[str, Finding]:
     return {finding.check: finding for finding in findings}
 
 
-def test_every_row_runs_group_size_times_and_is_rewarded(server: ChatServer) -> None:
-    result = run(Chat, [{}, {"text": "slow"}], server, group_size=3)
-    assert [episode.reward for episode in result.episodes] == [1.0] * 6
-    assert {group: len(found) for group, found in result.groups().items()} == {0: 3, 1: 3}
-    assert sorted(e.member for e in result.groups()[1]) == [0, 1, 2]
-    assert metrics(result)["http_requests"] == 6
+def ask(server_url: str) -> ServerProbe:
+    return asyncio.run(ask_server(server_url))
+
+
+@pytest.fixture(scope="module")
+def chats(server: ChatServer) -> RunResult:
+    return run("Chat", [{}, {"text": "slow"}], server, group_size=3)
+
+
+def test_every_row_runs_group_size_times_and_is_rewarded(chats: RunResult) -> None:
+    assert [episode.reward for episode in chats.episodes] == [1.0] * 6
+    assert [episode.index for episode in chats.episodes] == list(range(6))
+    assert {group: len(found) for group, found in chats.groups().items()} == {0: 3, 1: 3}
+    assert sorted(e.member for e in chats.groups()[1]) == [0, 1, 2]
+    assert metrics(chats)["http_requests"] == 6
 
 
 def test_each_failure_has_its_cause_and_loses_no_other_episode(server: ChatServer) -> None:
@@ -183,7 +174,7 @@ def test_each_failure_has_its_cause_and_loses_no_other_episode(server: ChatServe
         {"reward": True},
         {},
     ]
-    result = run(Chat, rows, server, episode_timeout=2.0)
+    result = run("Chat", rows, server, seconds=2.0)
     assert causes(result) == [
         "",
         "api_status",
@@ -198,123 +189,66 @@ def test_each_failure_has_its_cause_and_loses_no_other_episode(server: ChatServe
 
 
 def test_a_client_timeout_is_told_from_a_connection_fault(server: ChatServer) -> None:
-    class Impatient(Chat):
-        limits = {"max_retries": 0, "timeout": 0.2}  # noqa: RUF012
-
-    assert causes(run(Impatient, [{"text": "hang"}], server)) == ["read_timeout"]
+    assert causes(run("Impatient", [{"text": "hang"}], server)) == ["read_timeout"]
 
 
-def test_faults_of_the_agent_itself_name_the_line() -> None:
-    result = run(Faulty, [{"act": "raise"}, {"act": "exit"}, {"act": "return"}])
-    assert causes(result) == ["exception", "exit", ""]
+def test_faults_of_the_agent_itself_end_its_episode_alone_and_name_the_line() -> None:
+    acts = ["raise", "exit", "sleep", "stubborn", "return"]
+    result = run("Faulty", [{"act": act} for act in acts], seconds=1.0)
+    assert causes(result) == ["exception", "exit", "episode_timeout", "episode_timeout", ""]
     assert "KeyError: 'lost'" in result.episodes[0].detail
     assert 'raise KeyError("lost")' in result.episodes[0].detail
-    assert f"{__file__}:" in result.episodes[0].detail
+    assert f"{AGENTS}:" in result.episodes[0].detail
 
 
-def test_an_episode_that_waits_for_ever_ends_alone() -> None:
-    result = run(Faulty, [{"act": "sleep"}, {"act": "return"}], episode_timeout=0.3)
-    assert causes(result) == ["episode_timeout", ""]
+def test_a_process_that_ends_costs_the_episodes_it_had_and_is_replaced() -> None:
+    result = run("Faulty", [{"act": "die"}, {"act": "return"}], concurrency=1)
+    assert causes(result) == ["exit", ""]
+    assert "exit code 3" in result.episodes[0].detail
 
 
-@pytest.mark.parametrize("act", ["block", "spin"])
-def test_code_that_blocks_the_loop_for_ever_is_interrupted_and_named(act: str) -> None:
-    result = run(Faulty, [{"act": "return"}, {"act": act}, {"act": "return"}], episode_timeout=0.5)
-    assert causes(result) == ["", "blocked_loop", ""]
-    assert result.interrupted >= 1
-    assert any(__file__ in place for place in result.blocked_at)
+def test_code_that_blocks_the_loop_for_ever_is_interrupted_and_named() -> None:
+    acts = ["return", "block", "return", "spin", "return"]
+    result = run("Faulty", [{"act": act} for act in acts], seconds=0.5)
+    assert causes(result) == ["", "blocked_loop", "", "blocked_loop", ""]
+    assert any(str(AGENTS) in place for place in result.measured.blocked_at)
     lag = by_check(judge_run(result, ServerProbe()))["event_loop_lag"]
-    assert __file__ in str(lag.measured)
+    assert str(AGENTS) in str(lag.measured)
 
 
-def test_an_episode_that_ignores_its_cancellation_does_not_hold_the_end_back() -> None:
-    result = run(Faulty, [{"act": "stubborn"}, {"act": "return"}], episode_timeout=0.2)
-    assert causes(result) == ["episode_timeout", ""]
+def test_concurrency_is_never_exceeded(server: ChatServer) -> None:
+    server.most = 0
+    run("Chat", [{"text": "slow"}] * 16, server, concurrency=4)
+    assert 1 < server.most <= 4  # a worker that still starts holds its share back
 
 
-def test_concurrency_is_never_exceeded() -> None:
-    seen: list[int] = [0, 0]
-
-    class Counting:
-        async def run(self, _data: Row, **_: Any) -> float:
-            seen[0] += 1
-            seen[1] = max(seen)
-            await asyncio.sleep(0.01)
-            seen[0] -= 1
-            return 1.0
-
-    run(Counting, [{}] * 20, concurrency=4)
-    assert seen[1] == 4
-
-
-def test_agents_find_the_server_in_the_environment_which_is_restored(
+def test_agents_find_the_server_in_the_environment_also_when_they_are_imported(
     server: ChatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://before")
-    monkeypatch.delenv("ANTHROPIC_BASE_URL", raising=False)
-    with environment(AgentEndpoint(server.url, "key", "policy")):
-        assert os.environ["OPENAI_BASE_URL"] == server.url
-        assert os.environ["ANTHROPIC_BASE_URL"] == server.url.removesuffix("/v1")
-        assert os.environ["OPENAI_MODEL"] == "policy"
-    assert os.environ["OPENAI_BASE_URL"] == "http://before"
-    assert "ANTHROPIC_BASE_URL" not in os.environ
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    result = run("Surroundings", [{}], server, file=AGENTS.with_name("agent_with_client.py"))
+    assert causes(result) == [""], result.episodes
 
 
 def test_the_shared_client_is_given_and_can_be_used(server: ChatServer) -> None:
-    class Sharing:
-        async def run(self, _data: Row, **extra: Any) -> float:
-            client = AsyncOpenAI(
-                base_url=extra["base_url"],
-                api_key=extra["api_key"],
-                http_client=extra["http_client"],
-            )
-            await client.chat.completions.create(
-                model="policy", messages=[{"role": "user", "content": "hello"}]
-            )
-            return 1.0
-
-    result = run(Sharing, [{}] * 8, server)
+    result = run("Sharing", [{}] * 8, server)
     assert causes(result) == [""] * 8
-    assert result.tls_contexts == 1
+    assert result.measured.tls_contexts == 0
 
 
-def test_tls_contexts_are_shared_only_when_asked(server: ChatServer) -> None:
-    shared = run(Chat, [{}] * 4, server)
-    assert shared.tls_contexts == 5  # one an episode and the shared client's
+def test_tls_contexts_are_shared_only_when_asked(server: ChatServer, chats: RunResult) -> None:
+    shared = replace(chats, measured=replace(chats.measured, workers=2))
+    assert shared.measured.tls_contexts == len(chats.episodes)
     assert "tls_contexts" in by_check(judge_run(shared, ServerProbe()))
-    assert run(Chat, [{}] * 4, server, share_tls=False).tls_contexts == 0
+    assert run("Chat", [{}], server, share_tls=False).measured.tls_contexts == 0
 
 
 def test_waits_for_the_clients_own_pool_are_measured_and_blamed(server: ChatServer) -> None:
-    class OnePool:
-        client: Any = None
-        left = 4
-
-        async def run(self, _data: Row, **extra: Any) -> float:
-            import httpx2
-
-            if OnePool.client is None:
-                limits = httpx2.Limits(max_connections=1)
-                timeout = httpx2.Timeout(60, pool=0.45)
-                OnePool.client = httpx2.AsyncClient(limits=limits, timeout=timeout)
-            client = AsyncOpenAI(
-                base_url=extra["base_url"], api_key="k", http_client=OnePool.client, max_retries=0
-            )
-            try:
-                await client.chat.completions.create(
-                    model="policy", messages=[{"role": "user", "content": "slow"}]
-                )
-            finally:
-                OnePool.left -= 1
-                if not OnePool.left:
-                    await OnePool.client.aclose()
-            return 1.0
-
-    result = run(OnePool, [{}] * 4, server)
+    result = run("OnePool", [{}], server, group_size=48)  # some for each of many workers
     assert "pool_timeout" in causes(result)
-    assert max(e.pool_wait for e in result.http_calls) > 0.2
-    view = drive(ask_server(server.url))
-    finding = by_check(judge_run(result, view))["failed_pool_timeout"]
+    assert max(call.pool_wait for call in result.measured.http_calls) > 0.2
+    finding = by_check(judge_run(result, ask(server.url)))["failed_pool_timeout"]
     assert "healthy" in finding.remedy
     assert "max_connections=4096" in finding.remedy
 
@@ -323,8 +257,8 @@ def test_a_dead_server_is_blocked_and_not_the_agents_fault() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         endpoint = AgentEndpoint(f"http://127.0.0.1:{taken.getsockname()[1]}/v1", "key", "policy")
-        result = drive(run_episodes(Chat, [{}], endpoint, RunSettings()))
-        view = drive(ask_server(endpoint.base_url))
+        result = run("Chat", [{}], endpoint)
+        view = ask(endpoint.base_url)
     findings = judge_run(result, view)
     assert causes(result) == ["connection"]
     assert status_of(findings) == "BLOCKED"
@@ -332,9 +266,8 @@ def test_a_dead_server_is_blocked_and_not_the_agents_fault() -> None:
 
 
 def test_an_unknown_model_names_the_served_one(server: ChatServer) -> None:
-    result = run(Chat, [{"model": "qwen/qwen2.5-0.5b-instruct"}], server)
-    view = drive(ask_server(server.url))
-    finding = by_check(judge_run(result, view))["failed_unknown_model"]
+    result = run("Chat", [{"model": "qwen/qwen2.5-0.5b-instruct"}], server)
+    finding = by_check(judge_run(result, ask(server.url)))["failed_unknown_model"]
     assert "the server serves policy" in finding.remedy
     assert "qwen/qwen2.5-0.5b-instruct" in str(finding.measured)
 
@@ -353,16 +286,14 @@ def test_a_url_without_a_path_gets_the_version(given: str, url: str) -> None:
     assert with_version(given) == url
 
 
-def check_agent(server: ChatServer, agent: type, **settings: Any) -> Any:
+def check_agent(server: ChatServer, agent: str, **settings: Any) -> Any:
     sizes = CheckSettings(**{"prompts": 6, "group_size": 4, "episode_timeout": 20.0, **settings})
-    plan = CheckPlan(
-        agent, [{}, {"text": "slow"}], AgentEndpoint(server.url, "key", "policy"), sizes
-    )
-    return drive(run_checks(plan))
+    rows = [json.dumps(row) for row in ({}, {"text": "slow"})]
+    return asyncio.run(run_checks(CheckPlan(f"{AGENTS}:{agent}", rows, endpoint_of(server), sizes)))
 
 
 def test_all_checks_pass_for_a_sound_agent(server: ChatServer) -> None:
-    checks = check_agent(server, Chat)
+    checks = check_agent(server, "Chat")
     assert [check.name for check in checks] == ["single", "concurrent", "grouped", "controller"]
     assert all(check.passed for check in checks)
     assert [len(check.result.episodes) for check in checks] == [1, 24, 15, 48]
@@ -370,18 +301,7 @@ def test_all_checks_pass_for_a_sound_agent(server: ChatServer) -> None:
 
 
 def test_the_first_check_that_fails_names_the_cause_and_ends_the_run(server: ChatServer) -> None:
-    class OnlyAlone:
-        busy = 0
-
-        async def run(self, _data: Row, **_: Any) -> float:
-            if OnlyAlone.busy:
-                raise RuntimeError("this framework runs one episode at a time")
-            OnlyAlone.busy += 1
-            await asyncio.sleep(0.01)
-            OnlyAlone.busy -= 1
-            return 1.0
-
-    single, concurrent, grouped, controller = check_agent(server, OnlyAlone)
+    single, concurrent, grouped, controller = check_agent(server, "OnlyAlone")
     assert single.passed
     assert not concurrent.passed
     assert "one episode at a time" in str(by_check(concurrent.findings)["failed_exception"])
@@ -419,10 +339,19 @@ def test_the_command_reports_failures_by_cause(server: ChatServer, tmp_path: Pat
     target = f"{REPOSITORY}/config/examples/my_agent.py:MyAgent"
     out = tmp_path / "out"
     argv = ["agent", "run", target, "--data", data, "--base-url", server.url, "--out", str(out)]
+    argv += ["--concurrency", "1"]
     assert main(argv) == 1
     assert read_verdict(out / "verdict.json").extra["failures"] == {"api_status": 1}
     assert main([*argv, "--min-success-rate", "0.5"]) == 0
     assert main([*argv, "--min-success-rate", "0.5", "--strict"]) == 1
+
+
+def test_a_class_that_is_not_there_is_a_usage_error_with_a_guess(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows(tmp_path, [{}])
+    assert main(["agent", "run", f"{AGENTS}:Chatt", "--data", data]) == 2
+    assert "did you mean 'Chat'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -453,21 +382,41 @@ def test_a_verdict_that_cannot_be_written_is_said(server: ChatServer, tmp_path: 
     assert main([*argv, "--out", str(blocker / "out")]) == 3
 
 
+def rewarded(*rewards: Reward, group_size: int = 1) -> list[Episode]:
+    return [
+        Episode(index, *divmod(index, group_size), reward=reward)
+        for index, reward in enumerate(rewards)
+    ]
+
+
 def test_metrics_are_of_good_episodes_only() -> None:
-    result = run(Faulty, [{"act": "return", "reward": r} for r in (0.0, 1.0)] + [{"act": "raise"}])
-    numbers = metrics(result)
+    failed = Episode(2, 2, 0, cause="exception", seconds=9.0)
+    numbers = metrics(RunResult([*rewarded(0.0, 1.0), failed]))
     assert (numbers["reward_mean"], numbers["reward_std"]) == (0.5, 0.5)
     assert numbers["failed_exception"] == 1
+    assert numbers["latency_max_seconds"] == 0
 
 
 def test_equal_rewards_in_every_group_are_told() -> None:
-    rows: list[Row] = [{"act": "return", "reward": {"c-1": 1.0, "c-2": 0.0}}] * 2
-    findings = by_check(judge_run(run(Faulty, rows, group_size=2), ServerProbe()))
+    rewards: list[Reward] = [{"c-1": 1.0, "c-2": 0.0}] * 4
+    result = RunResult(rewarded(*rewards, group_size=2))
+    findings = by_check(judge_run(result, ServerProbe()))
     assert findings["groups_with_equal_rewards"].measured == "2 of 2 groups"
 
 
 def test_a_slow_loop_warns_of_lag() -> None:
-    result = run(Faulty, [{"act": "return"}])
-    late = replace(result, lags=[3.0])
+    late = RunResult(rewarded(1.0), Measured(lags=[3.0]))
     finding = by_check(judge_run(late, ServerProbe()))["event_loop_lag"]
     assert (finding.status, finding.blame) == ("warn", "code")
+
+
+def test_what_workers_measured_is_added_up() -> None:
+    parts = [
+        Measured([HttpCall(status=200)], [0.1], {"a.py:1": 2.0, "a.py:2": 1.0}, 3, 0.02, workers=1),
+        Measured([HttpCall()], [0.3], {"a.py:1": 1.0}, 1, 0.03, workers=1),
+    ]
+    both = merged([Measured.read(asdict(part)) for part in parts])
+    assert [call.status for call in both.http_calls] == [200, 0]
+    assert both.blocked_at == {"a.py:1": 2.0, "a.py:2": 1.0}
+    assert (both.lags, both.tls_contexts, both.tls_seconds_each) == ([0.1, 0.3], 4, 0.03)
+    assert both.workers == 2

@@ -1,16 +1,25 @@
-"""The last check runs an agent as training will: what only works elsewhere is found before."""
+"""Checks run an agent as training will, all of them: what only works elsewhere is found at once."""
 
+import asyncio
+import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shakedown.agent_checks.checks import CheckPlan, CheckResult, CheckSettings, run_checks
-from shakedown.agent_checks.training_path import training_settings
-from shakedown.agents.contract import load_agent
-from shakedown.agents.runner import AgentEndpoint, drive
+from shakedown.agent_checks.checks import (
+    CheckPlan,
+    CheckResult,
+    CheckSettings,
+    check_metrics,
+    run_checks,
+)
+from shakedown.agent_checks.episode_source import training_settings
+from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.config import Config, GrpoConfig, load_config
+from shakedown.core.verdict import status_of
 from tests.unit.rollout.chat_engine import ChatEngine, chatting
 
 REPOSITORY = Path(__file__).parents[3]
@@ -23,26 +32,32 @@ def engine() -> Iterator[ChatEngine]:
         yield engine
 
 
-def check(engine: ChatEngine, kind: str) -> list[CheckResult]:
+def check(url: str, kind: str) -> list[CheckResult]:
     plan = CheckPlan(
-        load_agent(TARGET),
-        [{"kind": kind}],
-        AgentEndpoint(f"{engine.url}/v1", "key", "policy"),
+        TARGET,
+        [json.dumps({"kind": kind})],
+        AgentEndpoint(f"{url}/v1", "key", "policy"),
         CheckSettings(prompts=2, group_size=2, episode_timeout=20.0),
-        GrpoConfig(agent=TARGET, max_tokens=16),
+        GrpoConfig(max_tokens=16),
     )
-    return drive(run_checks(plan))
+    return asyncio.run(run_checks(plan))
 
 
 def test_an_agent_that_can_be_trained_with_passes_every_check(engine: ChatEngine) -> None:
     before = len(engine.seen)
 
-    checks = check(engine, "two_turns")
+    checks = check(engine.url, "two_turns")
 
     assert all(check.passed for check in checks), checks[-1].sentence
-    assert [len(check.result.episodes) for check in checks if check.result] == [1, 4, 3, 8]
-    recorded = [body for _, body in engine.seen[before:] if body.get("return_token_ids")]
-    assert len(recorded) == 2 * 8
+    sizes = [len(check.result.episodes) for check in checks if check.result]
+    assert sizes == [1, 4, 3, 8]
+    bodies = [body for _, body in engine.seen[before:]]
+    assert len(bodies) == 2 * sum(sizes)
+    assert all(body["return_token_ids"] and body["max_tokens"] == 16 for body in bodies)
+    numbers = check_metrics(checks)
+    requests = [numbers[f"{check.name}_http_requests"] for check in checks]
+    assert requests == [2 * size for size in sizes]
+    assert all(numbers[f"{check.name}_loop_lag_max_seconds"] >= 0 for check in checks)
     rewards = [e.reward for e in checks[-1].result.episodes] if checks[-1].result else []
     assert rewards == [{"a": 4.0, "b": 0.0}] * 8
 
@@ -54,16 +69,25 @@ def test_an_agent_that_can_be_trained_with_passes_every_check(engine: ChatEngine
         ("elsewhere", "api_status", "an agent can only POST /v1/chat/completions"),
     ],
 )
-def test_an_agent_that_training_cannot_record_fails_the_last_check_alone(
+def test_an_agent_that_training_cannot_record_fails_the_first_check(
     engine: ChatEngine, kind: str, cause: str, words: str
 ) -> None:
-    *first, last = check(engine, kind)
+    first, *others = check(engine.url, kind)
 
-    assert all(check.passed for check in first)
-    assert not last.passed
-    (finding,) = [each for each in last.findings if each.check == f"failed_{cause}"]
+    assert not first.passed
+    assert all(other.result is None for other in others)
+    (finding,) = [each for each in first.findings if each.check == f"failed_{cause}"]
     assert words in str(finding.measured)
     assert finding.remedy
+
+
+def test_an_engine_that_is_gone_blocks_the_check_and_is_not_the_agents_fault() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        first, *_ = check(f"http://127.0.0.1:{taken.getsockname()[1]}", "single")
+
+    assert status_of(first.findings) == "BLOCKED"
+    assert "no server answers" in first.sentence
 
 
 def config(**stage: Any) -> Config:

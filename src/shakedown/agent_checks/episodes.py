@@ -1,0 +1,49 @@
+"""Episodes and what was measured around them: the data that checks are judged by."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from shakedown.agents.contract import Reward
+from shakedown.agents.measured import Measured
+
+
+@dataclass(frozen=True)
+class Episode:
+    """One call of `run`. `cause` is empty when it went well, else a key of `causes.CAUSES`.
+
+    `group` is the data row, `member` the sample of that row; `seconds` is the time of the call
+    alone, without the wait for a place among the concurrent ones.
+    """
+
+    index: int
+    group: int
+    member: int
+    reward: Reward | None = None
+    cause: str = ""
+    detail: str = ""
+    status: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not self.cause
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Every episode in order, and what was measured around them (times in seconds)."""
+
+    episodes: Sequence[Episode] = ()
+    measured: Measured = field(default_factory=Measured)
+    seconds: float = 0.0
+
+    def groups(self) -> dict[int, list[Episode]]:
+        """Episodes by data row."""
+        table: dict[int, list[Episode]] = {}
+        for episode in self.episodes:
+            table.setdefault(episode.group, []).append(episode)
+        return table

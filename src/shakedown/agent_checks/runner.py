@@ -1,0 +1,90 @@
+"""Run rows of data as groups of episodes, at most so many at once, and gather what came of them."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from shakedown.agent_checks.episode_source import EpisodeSource
+from shakedown.agent_checks.episodes import Episode, RunResult
+from shakedown.agents.agent_pool import AgentResult, all_ended
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """How to run: episodes at once, and samples a row.
+
+    `fail_on_purpose`: numbers of episodes that fail, to show that others do not suffer.
+    """
+
+    concurrency: int = 64
+    group_size: int = 1
+    fail_on_purpose: frozenset[int] = frozenset()
+
+
+class EpisodeRunner:
+    """Episodes that are counted and measured together, from now on.
+
+    Args:
+        source: entered already. Others may follow with it: its workers stay.
+        settings: how to run.
+    """
+
+    def __init__(self, source: EpisodeSource, settings: RunSettings) -> None:
+        self._source, self._settings = source, settings
+        self._gate = asyncio.Semaphore(settings.concurrency)
+        self._began = time.perf_counter()
+
+    async def run_group(self, row: str, group: int) -> list[Episode]:
+        """Run `group_size` episodes of one row at once; a failed one stays in the list.
+
+        Args:
+            row: as JSON.
+            group: its number.
+
+        Raises:
+            UsageError, LaunchError: a worker had to be replaced and could not be.
+        """
+        size = self._settings.group_size
+        return await all_ended(self._episode(row, group, member) for member in range(size))
+
+    async def result(self, episodes: Iterable[Episode]) -> RunResult:
+        """These episodes with what was measured so far."""
+        seconds = time.perf_counter() - self._began
+        ordered = sorted(episodes, key=lambda episode: episode.index)
+        return RunResult(ordered, await self._source.take_measured(), seconds)
+
+    async def _episode(self, row: str, group: int, member: int) -> Episode:
+        index = group * self._settings.group_size + member
+        if index in self._settings.fail_on_purpose:
+            result = AgentResult(cause="exception", detail="made to fail on purpose")
+        else:
+            async with self._gate:
+                result = await self._source.run_episode(row)
+        return Episode(
+            index=index,
+            group=group,
+            member=member,
+            reward=result.reward,
+            cause=result.cause,
+            detail=result.detail,
+            status=result.status,
+            seconds=result.seconds,
+        )
+
+
+async def run_episodes(
+    source: EpisodeSource, rows: Sequence[str], settings: RunSettings
+) -> RunResult:
+    """Run every row `group_size` times, at most `concurrency` episodes at once.
+
+    Args:
+        source: entered already.
+        rows: as JSON.
+
+    Raises:
+        UsageError, LaunchError: a worker had to be replaced and could not be.
+    """
+    runner = EpisodeRunner(source, settings)
+    groups = await all_ended(runner.run_group(row, number) for number, row in enumerate(rows))
+    return await runner.result(episode for group in groups for episode in group)

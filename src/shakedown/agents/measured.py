@@ -1,0 +1,51 @@
+"""What worker processes measure around their episodes, and how it comes to their parent."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from shakedown.agents.http_calls import HttpCall
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Measurements of `workers` processes; times in seconds.
+
+    `lags`: of their event loops, `blocked_at`: the longest blocks by `file:line in function`.
+    `tls_contexts`: how often agents' clients asked for a context that a worker lets them share,
+    `tls_seconds_each`: what one costs.
+    """
+
+    http_calls: Sequence[HttpCall] = ()
+    lags: Sequence[float] = ()
+    blocked_at: Mapping[str, float] = field(default_factory=dict)
+    tls_contexts: int = 0
+    tls_seconds_each: float = 0.0
+    workers: int = 0
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            TypeError: it has other fields.
+        """
+        calls = [HttpCall(**call) for call in told.get("http_calls", ())]
+        return cls(**{**told, "http_calls": calls})
+
+
+def merged(parts: Iterable[Measured]) -> Measured:
+    """The measurements of several workers as one."""
+    found = list(parts)
+    blocked_at: dict[str, float] = {}
+    for part in found:
+        for place, seconds in part.blocked_at.items():
+            blocked_at[place] = max(seconds, blocked_at.get(place, 0.0))
+    return Measured(
+        http_calls=[call for part in found for call in part.http_calls],
+        lags=[lag for part in found for lag in part.lags],
+        blocked_at=blocked_at,
+        tls_contexts=sum(part.tls_contexts for part in found),
+        tls_seconds_each=max((part.tls_seconds_each for part in found), default=0.0),
+        workers=sum(part.workers for part in found),
+    )

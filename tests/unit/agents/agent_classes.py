@@ -1,0 +1,112 @@
+"""Agents that are good or bad as their row says; worker processes import them from this file."""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+from typing import Any
+
+from openai import AsyncOpenAI
+
+Row = dict[str, Any]
+
+
+class Chat:
+    """Sends the row's text; no retries, so that each fault is seen once."""
+
+    limits: dict[str, Any] = {"max_retries": 0}  # noqa: RUF012 - read only
+
+    async def run(self, data: Row, **extra: Any) -> Any:
+        async with AsyncOpenAI(
+            base_url=extra["base_url"], api_key=extra["api_key"], **self.limits
+        ) as client:
+            answer = await client.chat.completions.create(
+                model=data.get("model") or extra["model"],
+                messages=[{"role": "user", "content": data.get("text", "hello")}],
+            )
+        return data.get("reward", float(answer.choices[0].message.content == "ok"))
+
+
+class Impatient(Chat):
+    """Gives up before a server that hangs does."""
+
+    limits = {"max_retries": 0, "timeout": 0.2}  # noqa: RUF012
+
+
+class Faulty:
+    """Does what the row says, without a server."""
+
+    async def run(self, data: Row, **_: Any) -> Any:
+        act = data["act"]
+        if act == "raise":
+            raise KeyError("lost")
+        if act == "exit":
+            raise SystemExit(3)
+        if act == "die":
+            os._exit(3)
+        if act == "sleep":
+            await asyncio.sleep(3600)
+        if act == "block":
+            time.sleep(3600)  # noqa: ASYNC251 - the fault that is tested
+        if act == "spin":
+            while True:
+                with contextlib.suppress(Exception):
+                    json.dumps(data)
+        if act == "stubborn":
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(3600)
+        return data.get("reward", 1.0)
+
+
+async def _ask(client: AsyncOpenAI, text: str = "hello") -> None:
+    messages: Any = [{"role": "user", "content": text}]
+    await client.chat.completions.create(model="policy", messages=messages)
+
+
+class Sharing:
+    """Takes the shared client."""
+
+    async def run(self, _data: Row, **extra: Any) -> float:
+        await _ask(
+            AsyncOpenAI(
+                base_url=extra["base_url"],
+                api_key=extra["api_key"],
+                http_client=extra["http_client"],
+            )
+        )
+        return 1.0
+
+
+class OnePool:
+    """All episodes of a worker wait for one connection, and not for long."""
+
+    client: Any = None
+
+    async def run(self, _data: Row, **extra: Any) -> float:
+        if OnePool.client is None:
+            import httpx2
+
+            limits = httpx2.Limits(max_connections=1)
+            timeout = httpx2.Timeout(60, pool=0.45)
+            OnePool.client = httpx2.AsyncClient(limits=limits, timeout=timeout)
+        client = AsyncOpenAI(
+            base_url=extra["base_url"], api_key="k", http_client=OnePool.client, max_retries=0
+        )
+        await _ask(client, "slow")
+        return 1.0
+
+
+class OnlyAlone:
+    """A framework that runs one episode at a time."""
+
+    busy = 0
+
+    async def run(self, _data: Row, **_: Any) -> float:
+        if OnlyAlone.busy:
+            raise RuntimeError("this framework runs one episode at a time")
+        OnlyAlone.busy += 1
+        await asyncio.sleep(0.1)
+        OnlyAlone.busy -= 1
+        return 1.0
