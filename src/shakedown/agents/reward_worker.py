@@ -25,7 +25,7 @@ from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 
 _ALARM_GRACE = 1.0  # seconds that the parent has to be first: it knows more
-_LONGEST_DETAIL = 500
+_LONGEST_DETAIL = 500  # characters: an exception may quote the whole completion
 
 
 def main() -> int:
