@@ -168,6 +168,7 @@ def test_nothing_of_the_command_is_in_a_list_of_processes(tmp_path: Path) -> Non
         "A='hunter2'; {list}",
         "python -m snakemake hunter2 --version >/dev/null; {list}",
     ],
+    ids=["exported", "assigned", "argument"],  # a worker of pytest-xdist has them in its own title
 )
 def test_a_shell_command_is_in_no_list_of_processes(tmp_path: Path, command: str) -> None:
     list_all = f"cat /proc/[0-9]*/cmdline > {tmp_path}/seen 2>/dev/null; true"
