@@ -17,8 +17,7 @@ import torch.distributed as dist
 
 from shakedown.training.batch import TokenBatch, rank_share
 from shakedown.training.engines import dtensor_engine, engine_class
-from shakedown.training.engines.base import EngineOptions, LossPart, Scores
-from tests import exactness
+from shakedown.training.engines.base import LossPart, Scores
 from tests.forked import fork_ranks
 from tests.megatron_ranks import batch, build, continued, two_steps
 
@@ -77,12 +76,6 @@ def _policy(engine: Any, _folder: Path, job: dict[str, Any]) -> dict[str, float]
     return policy_step(engine, job.get("rows", 2))
 
 
-def _fifty(folder: Path, job: dict[str, Any]) -> list[float]:
-    options = EngineOptions(**job.get("options", {}))
-    where = folder / job["model"]
-    return exactness.rank_losses(where, job["allocation"], steps=exactness.STEPS, options=options)
-
-
 JOBS: dict[str, Callable[[Any, Path, dict[str, Any]], Any]] = {
     "steps": _steps,
     "continue": _continue,
@@ -93,9 +86,6 @@ JOBS: dict[str, Callable[[Any, Path, dict[str, Any]], Any]] = {
 def _one_rank(folder: Path, number: int, jobs: list[Any]) -> None:
     results = {}
     for job in jobs:
-        if job["do"] == "fifty":
-            results[job["name"]] = _fifty(folder, job)
-            continue
         dtensor_engine.ONE_UNIT_PARAMETERS = 0 if job.get("by_layer") else WHOLE
         dtype = job.get("dtype", "float32")
         engine = build(folder / job["model"], job["allocation"], dtype=dtype)

@@ -23,7 +23,6 @@ from shakedown.models import huggingface
 from shakedown.training.batch import pad_rows
 from shakedown.training.engines.archon_model import check_model, stack_tokens
 from shakedown.training.engines.base import EngineOptions, LossPart
-from tests import exactness
 from tests.megatron_ranks import batch, build, continued, sft_step, two_steps
 from tests.tiny_models import SMALL, group_of_one, write_tiny
 
@@ -54,16 +53,12 @@ POLICIES: list[dict[str, Any]] = [
     {"name": "policy p2", "allocation": "archon:p2"},
     {"name": "policy p2, one micro batch", "allocation": "archon:p2", "rows": None},
 ]
-EXACT: list[dict[str, Any]] = [
-    {"name": "fifty p2", "allocation": "archon:p2", "options": {"activation_checkpointing": True}},
-]
 LOADS = {"p2 from p2": "of p2", "p2 from d2p2": "of d2p2", "t2 from p2": "of p2"}
 
 
 def _do(what: str, jobs: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
     """Jobs of that many ranks for the plan."""
-    model = {"fifty": "exact", "policy": "qwen3"}.get(what, "qwen3")
-    own = [{"do": what, "model": model, **job} for job in jobs]
+    own = [{"do": what, "model": "qwen3", **job} for job in jobs]
     return [job for job in own if _ranks(job["allocation"]) == ranks]
 
 
@@ -88,9 +83,8 @@ def _plan() -> list[list[Any]]:
         {"name": "policy p2 in bfloat16", "allocation": "archon:p2", **BFLOAT16},
     ]
     one = _do("steps", references, 1) + _do("policy", policies, 1)
-    four = _do("steps", LAYOUTS, 4) + _do("fifty", EXACT, 4)
-    two = _do("steps", LAYOUTS, 2) + _do("policy", policies, 2) + _do("fifty", EXACT, 2)
-    return [[1, one], [4, four], [2, two + _do("continue", loads, 2)]]
+    two = _do("steps", LAYOUTS, 2) + _do("policy", policies, 2) + _do("continue", loads, 2)
+    return [[1, one], [4, _do("steps", LAYOUTS, 4)], [2, two]]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +92,6 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     for name, config in CONFIGS.items():
         write_tiny(root / name, config)
-    exactness.write_model(root / "exact")
     return root
 
 
@@ -183,18 +176,6 @@ def test_ranks_that_split_one_model_take_the_same_rows_and_tell_of_each_micro_ba
 
     assert [rank for rank, _, _ in told] == [0, 1, 0, 1]
     assert [seen for _, seen, _ in told] == [[(0, 2), (1, 2)]] * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [job["name"] for job in EXACT])
-def test_fifty_steps_are_those_of_plain_torch(root: Path, ranks: dict[str, Any], name: str) -> None:
-    exactness.assert_exact(ranks[name], _plain(root))
-
-
-def _plain(root: Path, found: list[list[float]] = []) -> list[float]:  # noqa: B006 - once
-    if not found:
-        found.append(exactness.plain_losses(root / "exact"))
-    return found[0]
 
 
 @pytest.mark.slow

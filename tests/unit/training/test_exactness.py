@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from shakedown.training.engines.base import EngineOptions
 from tests.exactness import assert_exact, engine_losses, plain_losses, write_model
 
 # Each way to spread a model once; `python -m tests.exactness ALLOCATION...` measures others.
 ALLOCATIONS = ["fsdp:d2", "fsdp:d2t2", "megatron:t2"]
+RECOMPUTED = "archon:p2"
 
 
 @pytest.fixture(scope="module")
@@ -22,11 +24,15 @@ def expected(model: Path) -> list[float]:
 
 @pytest.fixture(scope="module")
 def found(model: Path) -> dict[str, list[float]]:
-    return engine_losses(model, ALLOCATIONS)
+    recomputed = EngineOptions(activation_checkpointing=True)
+    return {
+        **engine_losses(model, ALLOCATIONS),
+        **engine_losses(model, [RECOMPUTED], options=recomputed),
+    }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@pytest.mark.parametrize("allocation", [*ALLOCATIONS, RECOMPUTED])
 def test_losses_are_those_of_plain_torch(
     found: dict[str, list[float]], expected: list[float], allocation: str
 ) -> None:
