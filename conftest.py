@@ -1,5 +1,6 @@
 """What holds for all tests: Ctrl-C, and which of them share a worker of pytest-xdist."""
 
+import os
 import signal
 from typing import Any
 
@@ -9,6 +10,10 @@ from xdist.scheduler import LoadScopeScheduling
 # A CI job that was started in the background ignores Ctrl-C, and so would all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Several streams of tests share the cores: torch's threads that wait for each other in a loop take
+# most of the time then. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Folders whose tests run one after the other on one worker, the longest first: what starts last
 # ends last. Everywhere else a file is a group, so that its module's fixtures are made once.
