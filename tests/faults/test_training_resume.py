@@ -27,11 +27,13 @@ from shakedown.rollout.store import RolloutStore
 from shakedown.training.stage.job import StageJob
 from tests.demo_assets import write_assets
 from tests.event_files import points
+from tests.forked import ForkedWorker
 from tests.measured import without_measured
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 INTERRUPTED = 75
+FRESH = ("env",)  # each rank an interpreter of its own, as a stage starts them
 SFT: dict[str, Any] = {
     "algorithm": "sft",
     "allocation": "fsdp:d2",
@@ -63,12 +65,15 @@ class Stage:
     def __init__(self, assets: Path, root: Path) -> None:
         self.paths = StagePaths(root)
         self._assets = assets
-        self._running: list[subprocess.Popen[str]] = []
+        self._running: list[subprocess.Popen[str] | ForkedWorker] = []
 
     def start(
         self, config: dict[str, Any], *, wrapper: tuple[str, ...] = (), **changes: Any
     ) -> StageJob:
-        """Start a new attempt's ranks, each behind the command `wrapper`."""
+        """Start a new attempt's ranks: forked, or each an interpreter behind the command `wrapper`.
+
+        Forked ranks share what an interpreter draws at its start, such as the seed of hashes.
+        """
         stage_config = StageConfig.model_validate_json(json.dumps(config | changes))
         world_size = trainer_world(stage_config)
         attempt = self.paths.new_attempt()
@@ -127,9 +132,9 @@ class Stage:
 
     def _rank(
         self, job: StageJob, rank: int, port: int, wrapper: tuple[str, ...]
-    ) -> subprocess.Popen[str]:
-        job_file = str(job.attempt.root / "job.json")
-        environment = os.environ | {
+    ) -> subprocess.Popen[str] | ForkedWorker:
+        job_file = job.attempt.root / "job.json"
+        environment = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(job.world_size),
@@ -137,17 +142,14 @@ class Stage:
             "MASTER_PORT": str(port),
             "OMP_NUM_THREADS": "1",
         }
-        with job.attempt.log(f"trainer-rank{rank}").open("w", encoding="utf-8") as log:
+        path = job.attempt.log(f"trainer-rank{rank}")
+        if not wrapper:
+            return ForkedWorker(job_file, path, environment)
+        worker = [sys.executable, "-m", "shakedown.training.stage.worker", "--job", str(job_file)]
+        with path.open("w", encoding="utf-8") as log:
             return subprocess.Popen(
-                [
-                    *wrapper,
-                    sys.executable,
-                    "-m",
-                    "shakedown.training.stage.worker",
-                    "--job",
-                    job_file,
-                ],
-                env=environment,
+                [*wrapper, *worker],
+                env=os.environ | environment,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -261,12 +263,11 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     # The checkpoint of step 3 is whole before that of step 6 is begun; the latter may be or not.
     step = random.Random(seed).choice([8, 9])
     print(f"killed at step {step}, seed {seed}")
-    first = stage.run(
-        SFT, fault={"kind": "kill_rank", "rank": 1, "step": step}, sinks=["tensorboard"]
-    )
+    fault = {"kind": "kill_rank", "rank": 1, "step": step}
+    first = stage.run(SFT, wrapper=FRESH, fault=fault, sinks=["tensorboard"])
     lost = [row["step"] for row in stage.rows()]
 
-    assert stage.run(SFT, sinks=["tensorboard"]) == [0, 0], stage.log(0)
+    assert stage.run(SFT, wrapper=FRESH, sinks=["tensorboard"]) == [0, 0], stage.log(0)
 
     assert first[1] == -signal.SIGKILL
     assert first[0] not in (0, INTERRUPTED)
