@@ -242,7 +242,7 @@ def test_what_stays_after_success_does_not_grow_with_the_jobs(workflow: Make) ->
 
     assert flow.run().returncode == 0
     few = [path for path in folder.rglob("*") if not path.is_dir()]
-    (flow.folder / "Snakefile").write_text(every.format(30) + rule("part{i}"))
+    (flow.folder / "Snakefile").write_text(every.format(12) + rule("part{i}"))
     assert flow.run().returncode == 0
     many = [path for path in folder.rglob("*") if not path.is_dir()]
 
