@@ -29,6 +29,8 @@ from shakedown.core.verdict import Stopwatch, read_verdict
 from shakedown.report.comparison_page import render_report
 from shakedown.training.demo import write_model
 
+pytestmark = pytest.mark.slow  # each comparison has a server and loads a model
+
 ROWS = [
     {"messages": [{"role": "user", "content": f"{n:02d}+{n + 1:02d}="}], "answer": "1"}
     for n in range(10)

@@ -9,6 +9,8 @@ import pytest
 from shakedown.cli import main
 from shakedown.core.verdict import read_verdict
 
+pytestmark = pytest.mark.slow  # each measures this machine for seconds
+
 HERE = socket.gethostname()
 
 
