@@ -10,8 +10,6 @@ By hand, for the table of docs/training.md: python -m tests.exactness fsdp:d2t2 
 
 import json
 import math
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -29,7 +27,7 @@ from shakedown.training.algorithms.sft import negative_log_likelihood
 from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import NO_OPTIONS, EngineOptions, LossPart, Scores
-from tests.forked import fork_ranks
+from tests.forked import fork_ranks, run_ranks
 
 STEPS = 50
 ROWS = 8
@@ -137,16 +135,7 @@ def engine_losses(
             "options": vars(options),
         }
         (Path(root) / "plan.json").write_text(json.dumps(plan))
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.exactness", "--plan", root],
-            cwd=Path(__file__).parents[1],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
+        run_ranks("tests.exactness", "--plan", root, timeout=300)
         losses: dict[str, list[float]] = json.loads((Path(root) / "losses.json").read_text())
     return losses
 

@@ -35,6 +35,28 @@ def _rank(
     dist.destroy_process_group()
 
 
+def run_ranks(module: str, *arguments: str, timeout: float) -> None:
+    """Run a script of tests/ that forks its ranks, as a process of its own.
+
+    Args:
+        module: such as `tests.fsdp_ranks`.
+        timeout: in seconds.
+
+    Raises:
+        AssertionError: with its standard error, when it fails.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
 class ForkedWorker:
     """A training worker with a `subprocess.Popen`'s methods.
 

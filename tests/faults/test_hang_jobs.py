@@ -95,7 +95,11 @@ def diagnose(job: Job) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("fault", "world", "line"), [("conditional", 4, "log_extra"), ("extra_call", 2, "same_call")]
+    ("fault", "world", "line"),
+    [
+        pytest.param("conditional", 4, "log_extra", marks=pytest.mark.exhaustive),
+        ("extra_call", 2, "same_call"),
+    ],
 )
 def test_rank_that_calls_an_extra_collective_is_named_with_its_line(
     fault: str, world: int, line: str, tmp_path: Path
@@ -114,6 +118,7 @@ def test_rank_that_calls_an_extra_collective_is_named_with_its_line(
     assert f"hang_job.py:{called}" in summary
 
 
+@pytest.mark.exhaustive
 def test_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     with running("asleep", 3, tmp_path / "001") as job:
         job.wait_until_stalled()

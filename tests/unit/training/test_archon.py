@@ -1,10 +1,7 @@
 """The Archon engine against transformers and FSDP: one rank here, up to four forked ones beside."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,10 +20,10 @@ from shakedown.models import huggingface
 from shakedown.training.batch import pad_rows
 from shakedown.training.engines.archon_model import check_model, stack_tokens
 from shakedown.training.engines.base import EngineOptions, LossPart
+from tests.forked import run_ranks
 from tests.megatron_ranks import batch, build, continued, sft_step, two_steps
 from tests.tiny_models import SMALL, group_of_one, write_tiny
 
-ROOT = Path(__file__).parents[3]
 CONFIGS = {
     "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=True),
@@ -106,16 +103,7 @@ def ranks(root: Path) -> dict[str, Any]:
     """What the plan's ranks found, by job."""
     plan = _plan()
     (root / "plan.json").write_text(json.dumps(plan))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.archon_ranks", str(root)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks("tests.archon_ranks", str(root), timeout=280)
     found: dict[str, Any] = {}
     for number in range(len(plan)):
         found |= torch.load(root / f"results-{number}.pt")

@@ -8,7 +8,8 @@ from shakedown.training.engines.base import EngineOptions
 from tests.exactness import assert_exact, engine_losses, plain_losses, write_model
 
 # Each way to spread a model once; `python -m tests.exactness ALLOCATION...` measures others.
-ALLOCATIONS = ["fsdp:d2", "fsdp:d2t2", "megatron:t2"]
+ALLOCATIONS = ["fsdp:d2", "megatron:t2"]
+FOUR_RANKS = "fsdp:d2t2"  # two of its steps are in test_fsdp_ranks.py
 RECOMPUTED = "archon:p2"
 
 
@@ -37,6 +38,11 @@ def test_losses_are_those_of_plain_torch(
     found: dict[str, list[float]], expected: list[float], allocation: str
 ) -> None:
     assert_exact(found[allocation], expected)
+
+
+@pytest.mark.exhaustive
+def test_losses_of_four_ranks_are_those_of_plain_torch(model: Path, expected: list[float]) -> None:
+    assert_exact(engine_losses(model, [FOUR_RANKS])[FOUR_RANKS], expected)
 
 
 @pytest.mark.slow

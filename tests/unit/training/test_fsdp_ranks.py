@@ -1,9 +1,6 @@
 """FSDP and tensor parallelism on four gloo ranks against one rank."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +12,10 @@ from transformers import LlamaConfig, Qwen2Config, Qwen3Config
 
 from shakedown.models import huggingface
 from shakedown.training.engines.sharded_load import holds
+from tests.forked import run_ranks
 from tests.megatron_ranks import build, continued, two_steps
 from tests.tiny_models import SMALL, assert_same_update, group_of_one, write_tiny
 
-ROOT = Path(__file__).parents[3]
 # Odd columns of the MLP: two ranks have unequal shares.
 CUT = {**SMALL, "intermediate_size": 50, "num_hidden_layers": 2}
 CONFIGS = {
@@ -69,16 +66,7 @@ def one_rank(root: Path) -> dict[str, Any]:
 def four_ranks(root: Path) -> dict[str, Any]:
     """What four processes found, by job, and `counts`."""
     (root / "plan.json").write_text(json.dumps([*STEPS, HALF, *LOADS]))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.fsdp_ranks", str(root)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks("tests.fsdp_ranks", str(root), timeout=300)
     found: dict[str, Any] = torch.load(root / "results.pt")
     return found
 

@@ -1,9 +1,6 @@
 """The Megatron engine against transformers and FSDP: one rank here, two by real gloo processes."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +20,7 @@ from shakedown.training.engines.base import EngineOptions, LossPart
 from shakedown.training.engines.megatron_cpu import calls
 from shakedown.training.engines.megatron_model import Forward, build_model, join_groups
 from shakedown.training.engines.scoring import score_vocabulary_parallel
+from tests.forked import run_ranks
 from tests.megatron_ranks import (
     CPU,
     batch,
@@ -34,7 +32,6 @@ from tests.megatron_ranks import (
 )
 from tests.tiny_models import SMALL, assert_same_update, group_of_one, write_tiny
 
-ROOT = Path(__file__).parents[3]
 CONFIGS = {
     "qwen3": Qwen3Config(**SMALL, head_dim=16, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SMALL, tie_word_embeddings=False),
@@ -95,16 +92,7 @@ def two_ranks(folders: dict[str, Path]) -> dict[str, Any]:
     """What two processes found, by job; `saved` is where the first one wrote its checkpoint."""
     root = folders["qwen3"].parent
     (root / "plan.json").write_text(json.dumps([*STEPS, *LOADS, *REFERENCES]))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron_ranks", str(root)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    run_ranks("tests.megatron_ranks", str(root), timeout=240)
     return {**torch.load(root / "results.pt"), "saved": root / "saved"}
 
 
