@@ -182,7 +182,10 @@ def test_after_ctrl_c_the_outputs_are_those_of_what_is_there_now(workflow: Make)
     assert started(flow) == dict.fromkeys(RULES, 2)
 
 
-@pytest.mark.parametrize("age", ["old", "new"])
+@pytest.mark.parametrize(
+    "age",
+    [pytest.param("old", marks=pytest.mark.exhaustive), "new"],  # what did not change: above
+)
 def test_after_a_kill_and_lost_nodes_the_outputs_are_those_of_what_is_there_now(
     workflow: Make, slurm_cluster: private_slurm.Cluster, age: str
 ) -> None:
