@@ -20,6 +20,8 @@ from typing import IO, Self
 
 from shakedown.cluster.guard import members, send
 from shakedown.core.errors import LaunchError, StorageError
+from shakedown.core.folders import storage_errors
+from shakedown.core.leftovers import private_folder
 
 _POLL_SECONDS = 0.02
 _KILL_SECONDS = 10.0  # a killed process may finish an I/O wait first
@@ -28,7 +30,10 @@ _GUARD = Path(__file__).with_name("guard.py")
 
 @dataclass(frozen=True)
 class Component:
-    """One process to supervise. `env` is laid over the supervisor's own environment."""
+    """One process to supervise. `env` is laid over the supervisor's own environment.
+
+    `own_temporary`: TMPDIR is a folder that nobody else can enter and that goes with it.
+    """
 
     name: str
     role: str
@@ -36,6 +41,7 @@ class Component:
     log: Path
     env: Mapping[str, str] = field(default_factory=dict)
     rank: int | None = None
+    own_temporary: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +93,7 @@ class Supervisor:
         self._children: dict[str, _Child] = {}
         self._sessions: set[int] = set()  # that may still have members
         self._guard: subprocess.Popen[bytes] | None = None
+        self._folders = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._guard = subprocess.Popen(
@@ -103,6 +110,7 @@ class Supervisor:
             self.stop_all(self._grace)
         finally:
             self._dismiss_guard()
+            self._folders.close()
 
     def start(self, component: Component) -> int:
         """Start a component and return its pid, which is also its group's and session's id.
@@ -111,19 +119,28 @@ class Supervisor:
 
         Raises:
             LaunchError: the program is missing or cannot be executed.
-            StorageError: the log cannot be opened.
+            StorageError: the log cannot be opened, or no temporary folder be made.
             ValueError: a component of that name is running, or the `with` block was not entered.
         """
         if self._guard is None:
             raise ValueError("Supervisor.start() outside its `with` block")
         if component.name in self.running():
             raise ValueError(f"component {component.name!r} is already running")
+        environment = {**component.env, **self._temporary(component)}
         with _open_log(component.log) as log:
-            process = _spawn(component, log)
+            process = _spawn(component, environment, log)
         self._sessions.add(process.pid)
         self._tell_guard("+", process.pid)
         self._children[component.name] = _Child(component, process, time.monotonic())
         return process.pid
+
+    def _temporary(self, component: Component) -> dict[str, str]:
+        """Removed when the block is left: until then a process of its session may use it."""
+        if not component.own_temporary:
+            return {}
+        with storage_errors("make a temporary folder for", Path(component.name)):
+            folder = self._folders.enter_context(private_folder("engine"))
+        return {"TMPDIR": os.fspath(folder)}
 
     def poll(self) -> list[Exit]:
         """Components that ended since the last call, in the order they were started."""
@@ -225,9 +242,9 @@ def _open_log(path: Path) -> IO[bytes]:
         raise StorageError(f"cannot open log {path}: {error.strerror}") from error
 
 
-def _spawn(component: Component, log: IO[bytes]) -> subprocess.Popen[bytes]:
+def _spawn(component: Component, env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
     # Unbuffered: the last lines before a kill or a hang are the ones that are needed.
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **component.env}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
     try:
         return subprocess.Popen(
             component.argv,

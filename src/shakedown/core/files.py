@@ -4,12 +4,12 @@ import contextlib
 import functools
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from shakedown.core.errors import ShakedownError, StorageError, UsageError
+from shakedown.core.leftovers import temporary_file
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -28,9 +28,8 @@ def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     temporary = ""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Beside `path`, as a rename is atomic within one file system only. The leading dot keeps
-        # unfinished files out of `*.json` and the like.
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        # Beside `path`, as a rename is atomic within one file system only.
+        handle, temporary = temporary_file(path)
         encoding = None if "b" in mode else "utf-8"
         with os.fdopen(handle, mode, encoding=encoding) as stream:
             yield stream

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shakedown.core.errors import StorageError
+from shakedown.core.leftovers import temporary_prefix
 
 
 @contextlib.contextmanager
@@ -47,7 +48,8 @@ def staged_folder(target: Path) -> Iterator[Path]:
     with storage_errors("write", target):
         target.parent.mkdir(parents=True, exist_ok=True)
         # Beside the target, as a rename works within one file system only.
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as temporary:
+        prefix = temporary_prefix(target)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as temporary:
             staged = Path(temporary) / target.name
             staged.mkdir()
             yield staged
@@ -68,6 +70,7 @@ def publish_folder(staged: Path, target: Path) -> None:
             staged.rename(target)
         else:
             # A rename cannot replace a folder that holds files, so the old one has to leave first.
+            # No name that is swept: after a kill right here this is the only whole copy.
             aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.old."))
             target.rename(aside / "old")
             staged.rename(target)

@@ -117,7 +117,10 @@ def _placed(order: ServerOrder) -> ServerOrder:
 
 
 def _component(order: ServerOrder, launch: Launch, folder: ServerPaths) -> Component:
-    return Component(order.name, "inference", launch.argv, folder.log, launch.env)
+    # Its sockets (vLLM's between its own processes) take commands from whoever can open them.
+    return Component(
+        order.name, "inference", launch.argv, folder.log, launch.env, own_temporary=True
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from shakedown.cluster.ranks import rank_components, srun_argv
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
+from shakedown.core.leftovers import temporary_prefix
 from shakedown.preflight import wire
 
 Message = dict[str, Any]
@@ -37,7 +38,8 @@ class Launcher:
         """`slurm`: over srun in the current job, else as processes of this machine."""
         self.slurm = slurm
         self._srun_args = srun_args
-        self._folder = tempfile.TemporaryDirectory(prefix="shakedown-preflight-")
+        prefix = temporary_prefix(Path(tempfile.gettempdir(), "preflight"))
+        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
         self._round = 0
 
     def __enter__(self) -> Self:

@@ -1,13 +1,13 @@
 """Files of a collection: each whole or not there; what cannot be written is noted."""
 
 import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shakedown.core.errors import StorageError
 from shakedown.core.files import write_json
+from shakedown.core.leftovers import temporary_file
 from shakedown.core.paths import EvidencePaths
 
 # Relative, as the writer takes its files and `collected-<host>.json` names them.
@@ -46,8 +46,7 @@ class Writer:
         path = self.out / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            # Cut: a file's name has at most 255 bytes.
-            handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name[:200]}.")
+            handle, temporary = temporary_file(path)
             try:
                 with os.fdopen(handle, "wb") as stream:
                     stream.write(body)

@@ -100,6 +100,7 @@ def server_plan(
         argv=command.argv,
         log=attempt.log("inference"),
         env={**command.env, **(gpus or {})},
+        own_temporary=True,
     )
     return ServerPlan(component, f"http://127.0.0.1:{port}", spec.served_name)
 

@@ -1,0 +1,116 @@
+"""Temporary names that tell whose they are, and an end to those of processes that were killed.
+
+No handler runs at SIGKILL: what a process was writing stays. Its name carries the machine, the
+process id and the process's start time, so that the next writer can tell that nobody needs it.
+"""
+
+import contextlib
+import functools
+import os
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+_TAGGED = re.compile(r"\..*\.tmp-([0-9a-f]{8})-([0-9a-f]+)-([0-9a-f]+)\.[a-z0-9_]+", re.DOTALL)
+# A Unix socket's path has at most 107 bytes (unix(7)). The folder's own name takes some 45 of them,
+# and vLLM's sockets in it 37.
+_LONGEST_PLACE = 24
+_swept: set[Path] = set()
+
+
+def temporary_file(path: Path) -> tuple[int, str]:
+    """A new file beside `path`, open for writing; first the folder's leftovers are removed.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    prefix = temporary_prefix(path)
+    return tempfile.mkstemp(dir=path.parent, prefix=prefix)
+
+
+@contextlib.contextmanager
+def private_folder(name: str) -> Iterator[Path]:
+    """A folder for sockets and the like that only this user can enter, and its end.
+
+    It lies where the system wants temporary files, or in /tmp where that path is too long.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    place = tempfile.gettempdir()
+    if len(os.fsencode(place)) > _LONGEST_PLACE:
+        place = "/tmp"  # noqa: S108 - mkdtemp takes a new name and gives it to this user alone
+    prefix = temporary_prefix(Path(place, name))
+    with tempfile.TemporaryDirectory(dir=place, prefix=prefix, ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+def temporary_prefix(path: Path) -> str:
+    """How the name of a temporary file or folder beside `path` begins; sweeps as above.
+
+    The leading dot keeps unfinished files out of `*.json` and the like.
+    """
+    folder = path.parent.absolute()
+    # Once a process and folder: a folder of many files is slow to list on a shared file system.
+    if folder not in _swept:
+        _swept.add(folder)
+        sweep(path.parent)
+    # Cut, as a name has at most 255 bytes and a character up to four.
+    return f".{path.name[:50]}.{_tag(os.getpid())}."
+
+
+def sweep(folder: Path) -> None:
+    """Remove temporary files and folders of this user whose process on this machine is gone.
+
+    Those of another machine, another container or before the last boot stay: from here nobody can
+    tell whether their processes live.
+    """
+    # What cannot be listed or removed stays: the write that comes next says what is wrong.
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            tagged = _TAGGED.fullmatch(entry.name)
+            if tagged is None or not _orphaned(*tagged.groups()):
+                continue
+            with contextlib.suppress(OSError):
+                if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+
+
+def _orphaned(machine: str, pid: str, start: str) -> bool:
+    return machine == _machine() and _start(int(pid, 16)) != int(start, 16)
+
+
+@functools.cache
+def _tag(pid: int) -> str:
+    """By process id: a forked child is a process of its own."""
+    return f"tmp-{_machine()}-{pid:x}-{_start(pid):x}"
+
+
+@functools.cache
+def _machine() -> str:
+    """This boot of this machine, and the space of its process ids (a container has its own)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        space = Path("/proc/self/ns/pid").stat().st_ino
+    except OSError:  # a sandbox that hides them: like no other machine, so that nothing is swept
+        return os.urandom(4).hex()
+    return f"{zlib.crc32(f'{boot}{space}'.encode()):08x}"
+
+
+def _start(pid: int) -> int:
+    """When a living process started, in clock ticks since the boot; 0 where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    # A program's name, in brackets, may hold blanks and brackets; behind it, from the third field
+    # on, stand the state and as the 22nd the start (proc(5)).
+    fields = text.rpartition(")")[2].split()
+    return 0 if fields[0] in "ZX" else int(fields[19])
