@@ -13,6 +13,7 @@ from shakedown.commands.arguments import (
     add_config,
     add_strict,
     number,
+    place,
     positive,
     run_action,
 )
@@ -42,8 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "shakedown agent run my_package.agents:Agent --data hub:openai/gsm8k --concurrency 256"
         " --group-size 8",
     )
-    run_parser.add_argument("target", help="package.module:Class or path/to/file.py:Class")
-    run_parser.add_argument("--data", required=True, help="JSON lines, or hub:NAME[:SPLIT]")
+    run_parser.add_argument(
+        "target", type=place, help="package.module:Class or path/to/file.py:Class"
+    )
+    run_parser.add_argument(
+        "--data", type=place, required=True, help="JSON lines, or hub:NAME[:SPLIT]"
+    )
     run_parser.add_argument("--base-url", help="the server's URL (default: OPENAI_BASE_URL)")
     run_parser.add_argument("--concurrency", type=positive, default=64, help="episodes at once")
     run_parser.add_argument("--group-size", type=positive, default=1, help="samples a row")
@@ -73,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="endpoint.json of `shakedown serve`",
     )
-    checks.add_argument("--data", help="rows to use (default: the config's held-out rows)")
+    checks.add_argument(
+        "--data", type=place, help="rows to use (default: the config's held-out rows)"
+    )
     _common_arguments(checks)
     checks.add_argument(
         "--episode-timeout",

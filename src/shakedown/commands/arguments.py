@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shakedown.core.home import expand_home
+
 _EXIT_CODES = "exit codes: 0 PASS or WARN, 1 FAIL, 2 usage or config error, 3 BLOCKED"
 _MOST = 10**9
 _LONGEST = 1e7  # seconds: 116 days
@@ -42,6 +44,7 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=_HelpFormatter,
             **options,
         )
+        self.register("type", Path, lambda text: Path(place(text)))
 
 
 class Actions:
@@ -135,6 +138,14 @@ def _float(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def place(text: str) -> str:
+    """A path, or the name of something; shells leave the `~` of `--option=~/folder` alone."""
+    try:
+        return expand_home(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 positive = whole(1)

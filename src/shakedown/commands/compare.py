@@ -13,6 +13,7 @@ from shakedown.commands.arguments import (
     add_strict,
     given,
     number,
+    place,
     positive,
 )
 from shakedown.core.errors import BlockedError, UsageError, did_you_mean
@@ -34,9 +35,13 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Two forms: --reference and --engine by hand, or --config with --endpoint of a run."""
-    parser.add_argument("--reference", help="transformers:MODEL, a folder or a hub name")
-    parser.add_argument("--engine", help="URL, vllm:MODEL or sglang:MODEL (started and ended)")
-    parser.add_argument("--data", help="JSON lines, or hub:NAME[:SPLIT]")
+    parser.add_argument(
+        "--reference", type=place, help="transformers:MODEL, a folder or a hub name"
+    )
+    parser.add_argument(
+        "--engine", type=place, help="URL, vllm:MODEL or sglang:MODEL (started and ended)"
+    )
+    parser.add_argument("--data", type=place, help="JSON lines, or hub:NAME[:SPLIT]")
     add_config(parser, required=False)
     parser.add_argument(
         "--endpoint", type=Path, metavar="FILE", help="endpoint.json of `shakedown serve`"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import get_args
 
 from shakedown.cluster.nodes import allocation_nodes
-from shakedown.commands.arguments import above_zero, add_strict, whole
+from shakedown.commands.arguments import above_zero, add_strict, place, whole
 from shakedown.config import Config, load_config
 from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.paths import PreflightPaths
@@ -30,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expect-gpus", type=whole(0, 1024), metavar="N", help="GPUs on each node")
     parser.add_argument("--out", type=Path, metavar="DIR", help="results folder, shared by all")
     parser.add_argument(
-        "--path", action="append", default=[], help="a file or folder all nodes must read"
+        "--path",
+        action="append",
+        type=place,
+        default=[],
+        help="a file or folder all nodes must read",
     )
     parser.add_argument(
         "--port", action="append", default=[], type=whole(1, 65535), help="a port that must be free"
@@ -123,4 +127,4 @@ def _local_paths(config: Config) -> Sequence[str]:
 
 
 def _is_path(entry: str) -> bool:
-    return entry.startswith((".", "/", "~")) or Path(entry).exists()
+    return entry.startswith((".", "/")) or Path(entry).exists()

@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shakedown.cluster.nodes import read_bad_nodes
-from shakedown.commands.arguments import Actions, add_config, add_strict, given, run_action, whole
+from shakedown.commands.arguments import (
+    Actions,
+    add_config,
+    add_strict,
+    given,
+    place,
+    run_action,
+    whole,
+)
 from shakedown.core.errors import ExitCode, ShakedownError, UsageError
 from shakedown.core.paths import ServerPaths
 from shakedown.core.verdict import Stopwatch, finish
@@ -54,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _server_arguments(parser: argparse.ArgumentParser) -> None:
     """None stands for the config's value, or for the engine's own."""
     parser.add_argument("--engine", help="vllm, sglang or transformers")
-    parser.add_argument("--model", help="a Hugging Face folder or a hub name")
+    parser.add_argument("--model", type=place, help="a Hugging Face folder or a hub name")
     parser.add_argument("--served-name", default="policy", help="the name that clients ask for")
     parser.add_argument(
         "--host",

@@ -65,7 +65,7 @@ def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
         return [*findings, _fail("data", "data.format", form, expected, remedy)]
     for key, value in (("train", config.data.train), ("heldout", config.data.heldout)):
         source = parse_source(value, form=form)
-        if value != "demo" and not source.hub and not Path(source.place).expanduser().is_file():
+        if value != "demo" and not source.hub and not Path(source.place).is_file():
             expected = (
                 f"`demo`, an existing JSON-lines or parquet file, hub:NAME[:SPLIT], "
                 f"or one of {', '.join(FORMATS)}"
@@ -74,9 +74,9 @@ def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
             findings.append(_fail("data", f"data.{key}", value, expected, remedy))
     model = config.model.source
     # A name on the hub has at most one slash: `owner/name`.
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
+    looks_local = model.startswith((".", "/")) or model.count("/") > 1
     looks_local = looks_local or (model != "demo" and Path(model).is_dir())
-    if looks_local and not (Path(model).expanduser() / "config.json").is_file():
+    if looks_local and not (Path(model) / "config.json").is_file():
         expected = "`demo`, a Hugging Face folder with config.json, or a hub name"
         findings.append(_fail("model", "model.source", model, expected))
     return findings
@@ -146,7 +146,7 @@ def _lint_engine(
 def _lint_agent(key: str, target: str) -> list[Finding]:
     """An own agent class is where it is said to be; it is imported where it runs."""
     place, colon, name = target.rpartition(":")
-    found = not place.endswith(".py") or Path(place).expanduser().is_file()
+    found = not place.endswith(".py") or Path(place).is_file()
     if not target or (colon and name.isidentifier() and place and found):
         return []
     expected = "`path/to/file.py:Class` of an existing file, or `package.module:Class`"

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from shakedown.core.home import expand_home
 from shakedown.core.paths import RunPaths
 
 Positive = Annotated[int, Field(gt=0)]
@@ -13,6 +14,8 @@ Coefficient = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 # A folder's name: file systems end at 255 bytes, and names are put together.
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
+# A path, or the name of something; no shell expands a `~` in YAML.
+Place = Annotated[str, AfterValidator(expand_home)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Sink = Literal["tensorboard", "wandb"]
 
@@ -27,17 +30,17 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """`source`: `demo` (a tiny Qwen3 written once), a local folder, or a hub name."""
 
-    source: str
+    source: Place
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class DataConfig(Section):
     """`train` and `heldout`: `demo`, a file, `hub:NAME[:SPLIT]`, or a known data set's name."""
 
-    train: str
-    heldout: str
+    train: Place
+    heldout: Place
     format: str = ""
-    reward: str = "exact_match"
+    reward: Place = "exact_match"
     reward_timeout: Seconds = 10.0
     reward_memory_gb: Annotated[float, Field(gt=0)] = 4.0
     train_size: Positive = 8000
@@ -83,7 +86,7 @@ class ServeConfig(Section):
 class AgentsConfig(Section):
     """The agent checks: one episode, then `prompts` x `group_size` at once, then the controller."""
 
-    target: str
+    target: Place
     # 64 x 8 = 512 episodes at once: the share of each of 4 replicas in a batch of 256 prompts x 8.
     prompts: Positive = 64
     group_size: Positive = 8
@@ -140,7 +143,7 @@ class GrpoConfig(Section):
     entropy_coef: Coefficient = 0.0
     async_level: NonNegative = 1
     max_concurrent: Positive = 512
-    agent: str = ""
+    agent: Place = ""
     agent_timeout: Seconds = 120.0
     batch_timeout: Seconds = 600.0
     weight_update_timeout: Seconds = 120.0
@@ -200,7 +203,7 @@ class Config(Section):
     """A whole run: `results/<run>/` is written from it."""
 
     run: Name
-    results: str = "results"
+    results: Place = "results"
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     model: ModelConfig
     data: DataConfig

@@ -119,8 +119,8 @@ def _length(item: Scored) -> int:
 
 
 def _load(kind: Any, model: str, **options: Any) -> Any:
-    looks_local = model.startswith((".", "/", "~")) or model.count("/") > 1
-    path = Path(model).expanduser()
+    looks_local = model.startswith((".", "/")) or model.count("/") > 1
+    path = Path(model)
     if looks_local and not (path / "config.json").is_file():
         raise UsageError(
             f"reference model {model}: no such folder, or no config.json in it",

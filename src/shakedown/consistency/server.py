@@ -65,7 +65,7 @@ def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
 def _spec(model: str, own: OwnServer) -> LaunchSpec:
     """As the checkpoint is, so that number formats do not differ; a hub name is the engine's."""
     dtype, longest = own.dtype or "auto", own.max_model_len
-    path = Path(model).expanduser() / "config.json"
+    path = Path(model) / "config.json"
     if path.is_file():
         body = read_object(path, "model config")
         try:

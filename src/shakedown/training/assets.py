@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shakedown.config import Config
 from shakedown.core.errors import UsageError
-from shakedown.core.files import read_object, write_json
+from shakedown.core.files import read_json_as, write_json
 from shakedown.core.paths import AssetsPaths
 from shakedown.core.verdict import (
     Finding,
@@ -63,11 +63,7 @@ def read_assets(path: Path) -> Assets:
         UsageError: missing, not JSON, or not of this schema.
     """
     hint = f"shakedown assets --config CONFIG --out {path.parent}"
-    body = read_object(path, "assets", schema=SCHEMA, hint=hint)
-    try:
-        return Assets(**body)
-    except TypeError as error:
-        raise UsageError(f"{path} is not complete: {error}", hint=hint) from error
+    return read_json_as(Assets, path, "assets", schema=SCHEMA, hint=hint)
 
 
 def model_source(config: Config, assets: Path | None) -> str:
@@ -102,7 +98,7 @@ def _model(config: Config, paths: AssetsPaths) -> str:
     if source == DEMO:
         write_model(paths.model, seed=config.seed)
         return str(paths.model)
-    folder = Path(source).expanduser()
+    folder = Path(source)
     if folder.is_dir() or not _is_hub_name(source):
         return str(folder.absolute())
     return _fetched(source)
@@ -110,7 +106,7 @@ def _model(config: Config, paths: AssetsPaths) -> str:
 
 def _is_hub_name(source: str) -> bool:
     """`owner/name`; anything that starts like a path is one."""
-    return source.count("/") == 1 and not source.startswith((".", "/", "~"))
+    return source.count("/") == 1 and not source.startswith((".", "/"))
 
 
 def _fetched(name: str) -> str:
@@ -160,7 +156,7 @@ def _resolved_source(config: Config, source: str, *, heldout: bool) -> str:
     parsed = parse_source(source, form=config.data.format, heldout=heldout)
     if parsed.hub:
         return str(parsed)
-    return str(replace(parsed, place=str(Path(parsed.place).expanduser().absolute())))
+    return str(replace(parsed, place=str(Path(parsed.place).absolute())))
 
 
 def _check(assets: Assets) -> tuple[list[Finding], dict[str, float]]:
