@@ -1,14 +1,22 @@
 """How one attempt of a training stage ended: the file that diagnosis, gate and report read."""
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shakedown.core.errors import ExitCode
-from shakedown.core.files import read_json_as, read_object, write_json, write_text
+from shakedown.core.errors import ExitCode, UsageError
+from shakedown.core.files import atomic_open, read_json_as, read_object, write_json
 from shakedown.core.paths import StagePaths
-from shakedown.core.verdict import Finding, Stopwatch, Verdict, read_verdict
+from shakedown.core.verdict import (
+    Finding,
+    Stopwatch,
+    Verdict,
+    counted,
+    read_verdict,
+    status_of,
+)
 
 SCHEMA = "shakedown/outcome/1"
 
@@ -99,15 +107,29 @@ def judge_file(file: Path, diagnosis: Path | None) -> Verdict:
     """The verdict on a finished stage, from its outcome or from the verdict that it wrote itself.
 
     Raises:
-        UsageError: a file is missing, or is neither of the two.
+        UsageError: a file is missing, is neither of the two, or contradicts itself.
     """
     # Preflight, agents and consistency judge themselves; a training stage only says how it ended.
     if read_object(file, "verdict").get("schema") != SCHEMA:
         verdict = read_verdict(file)
+        _check_status(verdict, file)
         advice = f"fix the cause (see {file}), then run the same command again"
         return verdict if verdict.status in ("PASS", "WARN") else replace(verdict, next=advice)
     outcome = read_outcome(file)
     return judge_outcome(outcome, read_verdict(diagnosis) if diagnosis else None, file.parent)
+
+
+def _check_status(verdict: Verdict, file: Path) -> None:
+    """Refuse a good status over findings that are not: somebody changed the file, or half of it."""
+    worst = status_of(verdict.findings)
+    # A collection that missed a part is a WARN with an `error`; a PASS never holds one.
+    contradicts = {"PASS": ("FAIL", "BLOCKED"), "WARN": ("FAIL",)}.get(verdict.status, ())
+    if worst in contradicts:
+        raise UsageError(
+            f"{file} contradicts itself: its status is {verdict.status}, but its findings make it "
+            f"{worst}: {counted(verdict.findings)}",
+            hint=f"rm {shlex.quote(str(file))}, then run the check that wrote it again",
+        )
 
 
 def archive_diagnosis(diagnosis: Path) -> None:
@@ -116,4 +138,5 @@ def archive_diagnosis(diagnosis: Path) -> None:
     for path in (diagnosis, diagnosis.with_suffix(".html")):
         # `latest` still points at the attempt that the diagnosis is about.
         if paths.latest.is_dir() and path.exists():
-            write_text(paths.latest / path.name, path.read_text(encoding="utf-8"))
+            with atomic_open(paths.latest / path.name, "wb") as stream:
+                stream.write(path.read_bytes())

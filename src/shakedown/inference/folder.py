@@ -67,6 +67,11 @@ class State:
     returncode: int | None = None
     command: list[str] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # A signal to a number below 1 goes to a group of processes, to -1 to all of this user's.
+        if self.daemon_pid < 1 or self.pid < 0:
+            raise ValueError(f"no process has the id {min(self.daemon_pid, self.pid)}")
+
     def write(self, path: Path) -> None:
         """Write atomically as JSON."""
         write_json(path, asdict(self))

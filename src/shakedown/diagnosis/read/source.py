@@ -19,6 +19,7 @@ MAX_PICKLE, MAX_JSON = 32 * 2**20, 64 * 2**20
 LOG_HEAD, LOG_TAIL = 2 * 2**20, 8 * 2**20  # of a long log: its start and its end
 MAX_LINE = 4000  # bounds every line-wise regular expression
 MAX_FILES = 200_000
+_PACKER_HEAD = 512  # a tar's first block
 
 _ROLES = {
     "trainer": "trainer",
@@ -202,7 +203,10 @@ def _content(stream: IO[bytes], size: int) -> tuple[bytes, int]:
     if packer := compressed.packed_with(head):
         raise ValueError(f"{packer}: unpack it first")
     if head.startswith(compressed.MAGIC):
-        return _bounded(compressed.expand(head, stream))
+        data, left_out = _bounded(compressed.expand(head, stream))
+        if packer := compressed.packed_with(data[:_PACKER_HEAD]):  # .tar.gz, .tgz
+            raise ValueError(f"{packer}, packed by gz: unpack it first")
+        return data, left_out
     if len(head) < first:
         return head, 0
     if size <= LOG_HEAD + LOG_TAIL or size <= _limit(head):

@@ -51,6 +51,6 @@ class MetricsLog:
 def _parse(line: str) -> Mapping[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None

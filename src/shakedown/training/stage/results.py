@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from shakedown.core.files import is_count
 from shakedown.core.paths import StagePaths
 
 
@@ -28,7 +29,8 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
             for name, row in (("start", evaluations[0]), ("end", evaluations[-1])):
                 if _is_finite_number(row.get(key)):
                     metrics[f"{key}_{name}"] = float(row[key])
-    return int(last.get("step", 0)), metrics
+    step = last.get("step")
+    return step if is_count(step) else 0, metrics
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -39,7 +41,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(row, dict):
             rows.append(row)
