@@ -12,7 +12,15 @@ from types import ModuleType
 
 from shakedown import __version__
 from shakedown.commands.arguments import CommandParser
-from shakedown.core.errors import BlockedError, ExitCode, ShakedownError, UsageError, did_you_mean
+from shakedown.core.errors import (
+    BlockedError,
+    ExitCode,
+    ShakedownError,
+    StorageError,
+    UsageError,
+    did_you_mean,
+)
+from shakedown.core.visible import visible_output
 
 # name -> what it does. The module `shakedown.commands.<name>` has EXAMPLES, add_arguments(parser)
 # and run(args) -> exit code. Only the chosen one is imported: help answers without torch.
@@ -44,11 +52,17 @@ EXTRAS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 # What a path that cannot be one answers, wherever it is first used.
 _NO_PATHS = frozenset({errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP})
+# What a file system says that is full, read-only, closed to this user or broken.
+_STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO})
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    with visible_output():
+        return _main(list(sys.argv[1:] if argv is None else argv))
+
+
+def _main(arguments: list[str]) -> int:
     try:
         return _dispatch(arguments)
     except ShakedownError as error:
@@ -70,6 +84,11 @@ def _unforeseen(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno in _NO_PATHS and error.filename:
         print(f"shakedown: {error.filename!s:.200}: {error.strerror}", file=sys.stderr)
         return int(ExitCode.USAGE)
+    if isinstance(error, OSError) and error.errno in _STORAGE:
+        where = f"cannot use {error.filename}: " if error.filename else ""
+        hint = "free space on that file system or choose another folder"
+        print(f"shakedown: {StorageError(f'{where}{error.strerror}', hint=hint)}", file=sys.stderr)
+        return int(StorageError.exit_code)
     traceback.print_exc()
     print("shakedown: internal error, please report the lines above", file=sys.stderr)
     return int(ExitCode.BLOCKED)

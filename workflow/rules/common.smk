@@ -11,6 +11,7 @@ from shakedown.training.lint import require_sound
 from shakedown.config import dump_config, parse_config, write_resolved
 from shakedown.config.places import ranks_a_node
 from shakedown.core.errors import ShakedownError
+from shakedown.core.visible import visible
 
 # A prefix replaces Snakemake's own strict mode, so it has to ask for it again: without pipefail
 # a command that fails in front of `| tee` would count as done.
@@ -26,7 +27,7 @@ def checked_config():
     try:
         return require_sound(parse_config(config), "config")
     except ShakedownError as error:
-        raise WorkflowError(str(error)) from None
+        raise WorkflowError(visible(str(error))) from None
 
 
 CONFIG = checked_config()

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from shakedown.commands.arguments import Actions, run_action
+from shakedown.commands.arguments import Actions, place, run_action
 from shakedown.core.errors import ExitCode, UsageError
 from shakedown.core.paths import AttemptPaths
+from shakedown.core.visible import unguarded
 
 if TYPE_CHECKING:
     from shakedown.core.verdict import Stopwatch, Verdict
@@ -60,7 +61,9 @@ def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="PATH", help="files and folders, read recursively"
     )
-    parser.add_argument("--json", metavar="FILE", help="write diagnosis.json here; - prints it")
+    parser.add_argument(
+        "--json", type=place, metavar="FILE", help="write diagnosis.json here; - prints it"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page here")
     parser.add_argument("--strict", action="store_true", help="slow counts as a failure")
     parser.add_argument("--full", action="store_true", help="print all of it, not some 60 lines")
@@ -126,7 +129,9 @@ def _print(verdict: "Verdict", stream: TextIO, *, full: bool) -> None:
     width = shutil.get_terminal_size((WIDTH, 40)).columns
     text = render(verdict, width, full=full, colour=colour)
     encoding = stream.encoding or "utf-8"  # a terminal of another encoding gets ? for what it lacks
-    print(text.encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+    # `render` lets nothing but its own colours through.
+    shown = text.encode(encoding, "replace").decode(encoding)
+    print(shown, file=unguarded(stream), flush=True)
 
 
 def _collect(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shakedown.core.errors import ExitCode, UsageError
+from shakedown.core.visible import unguarded
 from shakedown.report import status
 from shakedown.report.terminal import painted
 
@@ -50,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
                 continue
             shown = status.as_text(found)
             if redraw:
-                print(painted(shown, *shutil.get_terminal_size(), clear=first), end="", flush=True)
+                frame = painted(shown, *shutil.get_terminal_size(), clear=first)
+                # `as_text` is visible already; what moves the cursor is our own.
+                print(frame, end="", file=unguarded(sys.stdout), flush=True)
             else:
                 print(shown if first else f"\n{shown}", flush=True)
     except KeyboardInterrupt:  # ends a watch, but interrupts a single look

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from shakedown.commands.arguments import add_strict
 from shakedown.core.verdict import read_verdict, render_text
-from shakedown.report.text import printable
 
 EXAMPLES = (
     "shakedown verdict results/demo/preflight/verdict.json",
@@ -22,5 +21,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     verdict = read_verdict(args.file)
     limit = len(verdict.findings) if args.all else 40
-    print(printable(render_text(verdict, limit=limit)), flush=True)
+    print(render_text(verdict, limit=limit), flush=True)
     return int(verdict.exit_code(strict=args.strict))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from shakedown import __version__
 from shakedown.core.errors import BlockedError, ExitCode, UsageError
 from shakedown.core.files import json_as, read_object, write_json
+from shakedown.core.visible import masked
 
 SCHEMA = "shakedown/verdict/1"
 
@@ -178,7 +179,7 @@ def render_text(verdict: Verdict, *, limit: int = 40) -> str:
     lines.append(f"  {counted(verdict.findings)}, {verdict.seconds:.1f} s")
     if verdict.next:
         lines.append(f"  next: {verdict.next}")
-    return "\n".join(lines)
+    return masked("\n".join(lines))
 
 
 def _finding_line(finding: Finding) -> str:

@@ -1,17 +1,13 @@
 """What parsers hand to the facts table: plain values with their source, no judgement."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from shakedown.core.visible import masked
 from shakedown.monitor.heartbeat import Beat
 
-# Control characters of hostile inputs would reach a terminal; long lines would fill a report.
-# Also surrogates, which UTF-8 cannot encode, and the Unicode marks that reverse the direction of
-# text: with them a line can look like another one.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
-MAX_TEXT = 400
+MAX_TEXT = 400  # characters: long lines would fill a report
 
 
 def clean(value: object, limit: int = MAX_TEXT) -> str:
@@ -25,7 +21,7 @@ def clean(value: object, limit: int = MAX_TEXT) -> str:
     if not isinstance(value, str | int | float | Exception):
         return type(value).__name__
     # One character more than is kept tells below whether the text was cut.
-    text = _CONTROL.sub("?", str(value)[: limit + 1])
+    text = masked(str(value)[: limit + 1])
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 

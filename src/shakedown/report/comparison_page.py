@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from shakedown import __version__
 from shakedown.consistency.grade import get_limits, status_by
@@ -13,7 +12,9 @@ from shakedown.consistency.run import Comparison
 from shakedown.core.files import write_text
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Verdict
+from shakedown.core.visible import masked
 from shakedown.report import comparison_charts, text
+from shakedown.report.environment import page_environment
 
 _WORST = 20  # tokens shown
 _CONTEXT = 12  # tokens before, and after half as many
@@ -58,25 +59,22 @@ def write_report(result: Comparison, verdict: Verdict, out: Path) -> None:
 
 def render_report(result: Comparison, verdict: Verdict) -> str:
     """The page as text: no network, no scripts; every text from the run is escaped."""
-    environment = Environment(
-        loader=PackageLoader("shakedown.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("comparison.html").render(
-        verdict=verdict,
-        result=result,
-        layers=result.layers,
-        metrics=metric_rows(result),
-        worst=worst_tokens(result),
-        flips=[d for d in result.divergences if d is not None][:_WORST],
-        drawings=comparison_charts.drawings(result.aligned, seed=result.plan.seed),
-        plot=comparison_charts,
-        duration=text.duration,
-        token_text=lambda token: text.shorten(text.printable(result.decode(token)), 60),
-        shakedown_version=__version__,
+    return (
+        page_environment()
+        .get_template("comparison.html")
+        .render(
+            verdict=verdict,
+            result=result,
+            layers=result.layers,
+            metrics=metric_rows(result),
+            worst=worst_tokens(result),
+            flips=[d for d in result.divergences if d is not None][:_WORST],
+            drawings=comparison_charts.drawings(result.aligned, seed=result.plan.seed),
+            plot=comparison_charts,
+            duration=text.duration,
+            token_text=lambda token: text.shorten(masked(result.decode(token)), 60),
+            shakedown_version=__version__,
+        )
     )
 
 
@@ -126,7 +124,7 @@ def worst_tokens(result: Comparison) -> list[WorstToken]:
 
 def _text(result: Comparison, ids: Sequence[int]) -> str:
     """Tokens as one line: a new line shows as a sign of its own."""
-    joined = "".join(text.printable(result.decode(int(token))) for token in ids)
+    joined = "".join(masked(result.decode(int(token))) for token in ids)
     joined = joined.replace("\n", "\N{RETURN SYMBOL}")
     if len(joined) <= _LONGEST:
         return joined

@@ -2,44 +2,39 @@
 
 from pathlib import Path
 
-import jinja2
-
 from shakedown.core.files import write_text
 from shakedown.core.ranges import ranges
 from shakedown.core.verdict import Verdict
 from shakedown.report import diagnosis_graph, diagnosis_grid
 from shakedown.report.diagnosis_view import View
+from shakedown.report.environment import page_environment
 
 _TEMPLATE = "diagnosis.html.j2"
 
 
 def render(verdict: Verdict) -> str:
     """The page of a diagnosis verdict: below 2 MB whatever the number of ranks."""
-    folder = jinja2.PackageLoader("shakedown.report", "templates")
-    environment = jinja2.Environment(
-        loader=folder,
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     view = View(verdict)
     rows = [row["ranks"] for row in view.rows]
     culprit = [view.culprit_ranks.issuperset(ranks) for ranks in rows]
     cells = diagnosis_grid.cells_of(rows, view.culprit_ranks)
     small = len(cells) <= diagnosis_grid.MAX_CELLS
-    return environment.get_template(_TEMPLATE).render(
-        view=view,
-        verdict=verdict,
-        diagnosis=view.diagnosis,
-        colour=lambda n: colour(n, culprit=culprit[n]),
-        ranges=ranges,
-        labels=view.labels,
-        cells=cells,
-        small=small,
-        map=None if small else diagnosis_grid.rank_map(cells),
-        hosts=diagnosis_grid.host_rows(cells, view.hosts, view.labels),
-        drawing=diagnosis_graph.draw(view.graph),
+    return (
+        page_environment()
+        .get_template(_TEMPLATE)
+        .render(
+            view=view,
+            verdict=verdict,
+            diagnosis=view.diagnosis,
+            colour=lambda n: colour(n, culprit=culprit[n]),
+            ranges=ranges,
+            labels=view.labels,
+            cells=cells,
+            small=small,
+            map=None if small else diagnosis_grid.rank_map(cells),
+            hosts=diagnosis_grid.host_rows(cells, view.hosts, view.labels),
+            drawing=diagnosis_graph.draw(view.graph),
+        )
     )
 
 

@@ -45,7 +45,7 @@ def render(
     diagnosis = view.diagnosis
     pattern = f", pattern {diagnosis['pattern']}" if diagnosis["pattern"] else ""
     cause = f"{diagnosis['state']}: {diagnosis['cause']}{pattern}"
-    lines.append(f"  {cause}, confidence {diagnosis['confidence']:.2f}")
+    lines.append(clean(f"  {cause}, confidence {diagnosis['confidence']:.2f}"))
     limit = FULL_WIDTH if full else width
     sections = {title: [_fit(row, limit) for row in rows] for title, rows in _sections(view)}
     shares = _shares({t: len(r) for t, r in sections.items()}, MAX_LINES - len(lines) - 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.paths import AttemptPaths, RunPaths, StagePaths
-from shakedown.report.text import printable
+from shakedown.core.visible import masked
 
 MAX_CHARS = 2000  # of a line that are shown
 _BLOCK = 1 << 20  # of a log and look
@@ -142,7 +142,7 @@ def clean(raw: bytes) -> str:
     """
     states = raw.decode("utf-8", "replace").split("\r")
     text = _ESCAPES.sub("", next((s for s in reversed(states) if s.strip()), ""))
-    text = printable(text.replace("\t", "    ").replace("\n", " "))
+    text = masked(text.replace("\t", "    ").replace("\n", " "))
     left = len(text) - MAX_CHARS
     return f"{text[:MAX_CHARS]} ... {left} more" if left > 0 else text.rstrip()
 

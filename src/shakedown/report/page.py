@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment
 
 from shakedown import __version__
 from shakedown.core import files
@@ -25,6 +25,7 @@ from shakedown.core.paths import (
 )
 from shakedown.report import charts, facts, text
 from shakedown.report.charts import Chart
+from shakedown.report.environment import page_environment
 from shakedown.report.facts import DiagnosisFacts, Figure
 from shakedown.report.summary import WorkflowStep, headline, workflow_steps, worst
 from shakedown.report.view import AttemptView, RunView, ServerView, StageView, State
@@ -96,13 +97,7 @@ def render_page(view: RunView, folder: Path) -> str:
 
 
 def _environment(root: Path, folder: Path) -> Environment:
-    environment = Environment(
-        loader=PackageLoader("shakedown.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    environment = page_environment()
     for function in (text.number, text.duration, text.clock, text.size, text.shorten, text.plural):
         environment.filters[function.__name__] = function
     environment.globals |= {

@@ -9,9 +9,10 @@ import httpx
 
 from shakedown.core.errors import ShakedownError
 from shakedown.core.paths import StagePaths
+from shakedown.core.visible import masked
 from shakedown.inference.engines import get_engine
 from shakedown.inference.ready import health_fault
-from shakedown.report import live, terminal, text
+from shakedown.report import live, terminal
 from shakedown.report.collect import collect
 from shakedown.report.live import Live
 from shakedown.report.summary import headline, workflow_steps
@@ -51,7 +52,7 @@ def as_text(status: RunStatus) -> str:
     """For a person at a terminal."""
     beats = {one.name: one.beats for one in status.lives}
     blocks = [terminal.render(status.view, beats, status.servers)]
-    blocks += [text.printable("\n".join(live.lines(one))) for one in status.lives]
+    blocks += [masked("\n".join(live.lines(one))) for one in status.lives]
     return "\n\n".join(blocks)
 
 

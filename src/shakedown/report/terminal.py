@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
+from shakedown.core.visible import masked
 from shakedown.monitor.heartbeat import Beat
 from shakedown.report import text
 from shakedown.report.series import as_number
@@ -39,7 +40,7 @@ def render(view: RunView, beats: Mapping[str, Sequence[Beat]], servers: Mapping[
             if _is_server(group[0], name)
         ]
     lines += [f"  unreadable: {item.path}: {item.reason}" for item in view.unreadable]
-    return text.printable("\n".join(lines))
+    return masked("\n".join(lines))
 
 
 def painted(shown: str, columns: int, rows: int, *, clear: bool) -> str:

@@ -68,8 +68,3 @@ def shorten(value: object, limit: int = 300) -> str:
         return number(value)
     text = "" if value is None else str(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def printable(value: str) -> str:
-    """Text for a terminal: control characters (escape sequences!) become `?`, lines stay."""
-    return "".join(c if c == "\n" or c.isprintable() else "?" for c in value)

@@ -57,10 +57,6 @@ def test_times_are_shown_in_utc_and_odd_ones_as_they_are() -> None:
     assert text.clock("2026-02-03T04:12:09") == "2026-02-03T04:12:09"
 
 
-def test_escape_sequences_do_not_reach_a_terminal() -> None:
-    assert text.printable("a\x1b[2Jb\nc\ud800é") == "a?[2Jb\nc?é"
-
-
 def test_long_values_are_cut() -> None:
     assert text.shorten("x" * 500, 10) == "xxxxxxxxx…"
     assert text.shorten(None) == ""
