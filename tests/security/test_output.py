@@ -21,11 +21,14 @@ from shakedown.cluster.nodes import node_name
 from shakedown.config import load_config
 from shakedown.core.errors import ConfigError
 from shakedown.core.files import write_json, write_text
+from shakedown.core.outcome import Outcome
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.core.visible import masked
 from shakedown.inference.folder import State
 from shakedown.report.environment import page_environment
+from shakedown.training.metrics.log import MetricsLog
+from shakedown.training.stage.results import stage_metrics
 
 ROOT = Path(__file__).parents[2]
 CASE = ROOT / "tests" / "data" / "hang_dumps" / "b_cond"
@@ -227,6 +230,30 @@ def test_a_pass_over_a_check_that_could_not_run_is_not_accepted_and_a_warning_is
     assert main(["accept", str(path)]) == 0
     replace(body, status="PASS").write(path)
     assert main(["accept", str(path)]) == 2
+
+
+@pytest.mark.parametrize("name", ["verdict.json", "outcome.json"])
+def test_seconds_given_as_text_are_named_and_not_counted_with(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    Verdict("preflight", "PASS", "all well").write(tmp_path / "verdict.json")
+    Outcome("sft", 1, "completed", "30 steps").write(tmp_path / "outcome.json")
+    write_json(path, {**json.loads(path.read_text(encoding="utf-8")), "seconds": "12"})
+
+    assert main(["accept", str(path)]) == 2
+
+    assert "seconds: Input should be a valid number, got '12'" in capsys.readouterr().err
+
+
+def test_damaged_metrics_rows_cost_a_stage_neither_its_outcome_nor_its_next_start(
+    tmp_path: Path,
+) -> None:
+    paths = RunPaths(tmp_path).stage("sft")
+    write_text(paths.metrics, "[" * 100_000 + '\n{"step": "x", "seconds": "12", "loss": 0.5}\n')
+
+    assert stage_metrics(paths) == (0, {"loss": 0.5})
+    assert MetricsLog(paths.metrics).keep_until(3) == 2
 
 
 @pytest.mark.parametrize(("key", "pid"), [("daemon_pid", -1), ("daemon_pid", 0), ("pid", -1)])
