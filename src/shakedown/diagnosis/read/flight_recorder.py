@@ -330,7 +330,9 @@ def _sizes(sizes: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _shape(shape: Any) -> tuple[int, ...]:
-    if type(shape) is list and len(shape) <= 16 and _ONLY_INT.issuperset(map(type, shape)):
+    plain = type(shape) is list and len(shape) <= 16 and _ONLY_INT.issuperset(map(type, shape))
+    # A cache is a dict: of large numbers a file could choose many tuples that share one hash.
+    if plain and (not shape or (min(shape) >= 0 and max(shape) < 2**31)):
         return _bounded(tuple(shape))
     return _bounded.__wrapped__(tuple(_list(shape)[:16]))
 

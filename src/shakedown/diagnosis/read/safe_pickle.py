@@ -3,7 +3,9 @@
 A pickle is a program. Its opcodes are checked before it runs: only those that build plain
 values are let through, so no name is ever resolved and nothing is called. What would take memory
 or time out of proportion is refused as well: memo indexes and strings beyond the data, numbers
-of more than 72 bits, and tuples in tuples, which cost exponential time as keys of a dict.
+of more than 72 bits, tuples in tuples, which cost exponential time as keys of a dict, and keys
+whose hashes a file can choose. Python draws the hashes of text anew in each process; those of
+numbers, and of tuples of numbers, are known: a million keys of one hash take hours.
 
 The usual dump is checked by one regular expression, as opcodes are a regular language up to
 strings of 255 bytes. Whatever it does not match goes through `pickletools`, 30 times as slow.
@@ -13,6 +15,7 @@ import io
 import pickle
 import pickletools
 import re
+from enum import Enum, auto
 from functools import cache
 from typing import IO, Any
 
@@ -25,6 +28,8 @@ _PLAIN = frozenset(
     EMPTY_DICT DICT SETITEM SETITEMS""".split()
 )
 _MAX_BITS = 72  # an unsigned 64-bit number takes nine bytes
+# Numbers hash modulo 2**61 - 1: below these bounds no more than a few share a hash.
+_MAX_KEY, _MIN_KEY = 2.0**63, 2.0**-31
 
 
 class UnsafePickleError(ValueError):
@@ -97,26 +102,38 @@ def _matches(grammar: re.Pattern[bytes], data: bytes) -> bool:
 # fetch it again.
 _PUT = rb"(?:q.|r..\0\0|\x94)"
 _GET = rb"h.|j...."
-# EMPTY_LIST, MARK, EMPTY_DICT, SETITEMS, APPENDS, APPEND, SETITEM, LIST, DICT.
-_BUILD = rb"[\](}ueasld]"
+# EMPTY_LIST and EMPTY_DICT, perhaps with a batch of nothing: MARK and APPENDS or SETITEMS. Below
+# another value such a batch would do nothing, and a PUT after it would store that value.
+_EMPTY = rb"[\]}](?:\([eu])?+"
+_MARK = rb"\((?![eu])"
+# SETITEMS, APPENDS, APPEND, SETITEM, LIST, DICT: all leave a list or a dict.
+_BUILT = rb"[ueasld]"
 _BUILD_OR_MEMOIZE = rb"[\](}ueasld\x94]++"
 # What usually follows a dict's key: BINGET or BININT1, NONE, true and false, BININT2, an 8-byte
 # LONG1, BININT. All repetitions are possessive (`*+`): a failed match never goes back, so it stays
 # linear.
 _AFTER_KEY = rb"[hK].|[N\x88\x89]|M..|\x8a\x08.{8}|J...."
+# The same with LONG1 of up to 8 bytes, and BINFLOAT of 0 and of 2**-31 to 2**49. None of them is
+# stored or taken into a tuple: as keys these numbers spread well, in tuples they need not.
+_NUMBER = (
+    rb"K.|M..|J....|\x8a(?:"
+    + b"|".join(b"%s.{%d}" % (re.escape(bytes([n])), n) for n in range(9))
+    + rb")|G(?:[\x3e-\x42].{7}|\0{8})"
+)
 
 
 @cache
 def _fetched() -> re.Pattern[bytes]:
-    """Protocols 2 and 3, torch's C++: elements of tuples may come from the memo, no tuple is in it.
+    """Protocols 2 and 3, torch's C++: elements of tuples may come from the memo.
 
-    A PUT is matched only right after what it names: else it could name a tuple.
+    A PUT is matched only right after text, a list or a dict, so nothing else is in the memo.
     """
     near, far = (
         b"(?:" + _GET + b"|" + _literal(b"X", rb"\0\0\0", longest) + _PUT + b"?+)"
         for longest in (63, 255)
     )
-    return _elements(near, far, _BUILD + _PUT + b"?+", after=rb"(?![\x94qr])")
+    built, empty = _BUILT + _PUT + b"?+", _EMPTY + _PUT + b"?+"
+    return _elements(near, far, built, empty, _MARK, after=rb"(?![\x94qr])")
 
 
 @cache
@@ -136,17 +153,15 @@ def _elements(near: bytes, far: bytes, *others: bytes, after: bytes) -> re.Patte
     many = b"(?:%s)++(?:[\\x85-\\x87]%s)?+" % (far, after)
     two = b"(?:%s)(?:[\\x85\\x86]%s|%s)?+" % (near, after, many)
     one = b"(?:%s)(?:\\x85%s|%s)?+" % (near, after, two)
-    return re.compile(b"(?:" + b"|".join([*others, one, far]) + b")*+", re.DOTALL)
+    return re.compile(b"(?:" + b"|".join([*others, _NUMBER, one, far]) + b")*+", re.DOTALL)
 
 
 def _literal(opcode: bytes, padding: bytes, longest: int) -> bytes:
-    """One scalar or a string of at most `longest` bytes: `opcode`, its length padded, its bytes."""
+    """A constant or a string of at most `longest` bytes: `opcode`, its length padded, its bytes."""
     # One alternative for each length: a pattern cannot read a length out of the data.
     counted = [(re.escape(bytes([n])), n) for n in range(longest + 1)]
     strings = b"|".join(b"%s%s.{%d}" % (byte, padding, n) for byte, n in counted)
-    numbers = b"|".join(b"%s.{%d}" % row for row in counted[: _MAX_BITS // 8 + 1])
-    rest = rb"[N\x88\x89)]|K.|M..|J....|G.{8}"
-    return b"(?:%s(?:%s)|%s|\\x8a(?:%s))" % (opcode, strings, rest, numbers)
+    return b"(?:%s(?:%s)|[N\x88\x89)])" % (opcode, strings)
 
 
 def _check(data: bytes) -> None:
@@ -163,44 +178,95 @@ def _check(data: bytes) -> None:
                 raise UnsafePickleError(f"pickle memo index at byte {position} is absurd")
             if isinstance(argument, int) and argument.bit_length() > _MAX_BITS:
                 raise UnsafePickleError(f"pickle number at byte {position} is absurd")
-            if not machine.step(opcode, argument):
-                raise UnsafePickleError(f"pickle tuple in a tuple at byte {position}: refused")
+            if refused := machine.step(opcode, argument):
+                raise UnsafePickleError(f"pickle {refused} at byte {position}: refused")
     except UnsafePickleError:
         raise
     except Exception as error:  # genops raises whatever the bytes provoke
         raise UnsafePickleError(f"damaged pickle: {error}") from error
 
 
-class _Machine:
-    """The unpickler's stack and memo, of which only this is kept: what is a filled tuple."""
+class _Kind(Enum):
+    """What the checks ask of a value."""
 
-    _MARK = object()
+    TEXT = auto()  # also bytes, None, true and false: nobody can choose their hashes
+    NUMBER = auto()  # spreads as a key; in a tuple it need not
+    WIDE = auto()  # a number of which many share a hash
+    TUPLE = auto()  # of text alone
+    MIXED = auto()  # a tuple of anything else
+    BOX = auto()  # a list or a dict
+
+
+_TEXT = frozenset({_Kind.TEXT})
+_TUPLES = frozenset({_Kind.TUPLE, _Kind.MIXED})
+# A list as a key is an error at once, in the unpickler.
+_KEYS = frozenset({_Kind.TEXT, _Kind.NUMBER, _Kind.TUPLE, _Kind.BOX})
+
+
+class _Machine:
+    """The unpickler's stack and memo, of which only the kinds are kept."""
 
     def __init__(self) -> None:
-        self._stack: list[object] = []
-        self._memo: dict[int, object] = {}
+        self._stack: list[_Kind] = []
+        self._marks = [0]  # how much of the stack lies below each mark
+        self._memo: dict[int, _Kind] = {}
 
-    def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> bool:
-        """Run one opcode; False when it puts a tuple into a tuple."""
-        name, stack = opcode.name, self._stack
+    def step(self, opcode: pickletools.OpcodeInfo, argument: Any) -> str:
+        """Run one opcode; what is wrong with it, or an empty string."""
+        name = opcode.name
         if name == "MEMOIZE" or "PUT" in name:
-            self._memo[len(self._memo) if argument is None else int(argument)] = stack[-1]
-            return True
-        if name.endswith("GET"):
-            stack.append(self._memo[int(argument)])
-            return True
-        taken = self._take(opcode)
-        if name == "MARK":
-            stack.append(self._MARK)
+            self._memo[len(self._memo) if argument is None else int(argument)] = self._top()
+        elif name.endswith("GET"):
+            self._stack.append(self._memo[int(argument)])
+        elif name == "MARK":
+            self._marks.append(len(self._stack))
+        elif name in ("LIST", "DICT", "APPEND", "APPENDS", "SETITEM", "SETITEMS"):
+            return self._fill(name)
+        elif name.startswith("TUPLE"):
+            items = self._take(int(name[5:])) if name[5:] else self._above_mark()
+            self._stack.append(_Kind.TUPLE if _TEXT.issuperset(items) else _Kind.MIXED)
+            return "" if _TUPLES.isdisjoint(items) else "tuple in a tuple"
         elif opcode.stack_after:
-            stack.append(name.startswith("TUPLE"))
-        return not (name.startswith("TUPLE") and True in taken)
+            self._stack.append(_kind_of(name, argument))
+        return ""
 
-    def _take(self, opcode: pickletools.OpcodeInfo) -> list[object]:
-        """What the opcode pops: all above the last mark, then what it names below it."""
-        before, taken = list(opcode.stack_before), []
-        if pickletools.markobject in before:
-            while (top := self._stack.pop()) is not self._MARK:
-                taken.append(top)
-            before = before[: before.index(pickletools.markobject)]
-        return [*taken, *(self._stack.pop() for _ in before)]
+    def _fill(self, name: str) -> str:
+        """A new list or dict of what stands above the mark, or items into the one below them."""
+        pairs = name in ("DICT", "SETITEM", "SETITEMS")
+        items = self._take(1 + pairs) if name in ("APPEND", "SETITEM") else self._above_mark()
+        if name in ("LIST", "DICT"):
+            self._stack.append(_Kind.BOX)
+        # Checked although the unpickler does: a batch of nothing leaves it any value untouched.
+        elif self._top() is not _Kind.BOX:
+            return "item of what is no list or dict"
+        return "" if not pairs or _KEYS.issuperset(items[::2]) else "key whose hash can be chosen"
+
+    def _top(self) -> _Kind:
+        (top,) = self._take(1)
+        self._stack.append(top)
+        return top
+
+    def _take(self, count: int) -> list[_Kind]:
+        first = len(self._stack) - count
+        if first < self._marks[-1]:
+            raise ValueError("too few values above the mark")
+        taken = self._stack[first:]
+        del self._stack[first:]
+        return taken
+
+    def _above_mark(self) -> list[_Kind]:
+        if len(self._marks) == 1:
+            raise ValueError("no mark")
+        taken = self._take(len(self._stack) - self._marks[-1])
+        self._marks.pop()
+        return taken
+
+
+def _kind_of(name: str, argument: Any) -> _Kind:
+    if name in ("EMPTY_LIST", "EMPTY_DICT"):
+        return _Kind.BOX
+    if isinstance(argument, bool) or not isinstance(argument, int | float):
+        return _Kind.TEXT
+    if isinstance(argument, float) and argument and not abs(argument) >= _MIN_KEY:
+        return _Kind.WIDE
+    return _Kind.NUMBER if abs(argument) <= _MAX_KEY else _Kind.WIDE
