@@ -229,6 +229,11 @@ class _Page(HTMLParser):
         self.names |= {tag, *(name for name, _ in attrs)}
 
 
+def tags_of(page: str) -> set[str]:
+    """Names of all tags and attributes of a page."""
+    return _Page(page).names
+
+
 def check_verdict(paths: list[Path]) -> int:
     """Diagnose and hold the answer against the contract; its exit code."""
     named, guessed = set(), 0
@@ -260,6 +265,6 @@ def check_verdict(paths: list[Path]) -> int:
     assert 0 <= diagnosis["confidence"] <= 1
     assert set(diagnosis["culprits"]["ranks"]) <= named
     assert "\x1b" not in json.dumps(body, ensure_ascii=False)
-    names = _Page(render(verdict)).names
+    names = tags_of(render(verdict))
     assert not [n for n in names if "zz" in n or n == "script" or n.startswith("on")]
     return int(verdict.exit_code())

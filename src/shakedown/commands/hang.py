@@ -5,10 +5,11 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from shakedown.commands.arguments import Actions, place, run_action
+from shakedown.commands.arguments import Actions, place, run_action, whole
 from shakedown.core.errors import ExitCode, UsageError
 from shakedown.core.paths import AttemptPaths
 from shakedown.core.visible import unguarded
@@ -67,6 +68,13 @@ def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page here")
     parser.add_argument("--strict", action="store_true", help="slow counts as a failure")
     parser.add_argument("--full", action="store_true", help="print all of it, not some 60 lines")
+    parser.add_argument(
+        "--budget",
+        type=whole(1, 1000),
+        default=1,
+        metavar="N",
+        help="N times the usual 2 GiB, 60 s of CPU time and 900 MB of memory for all inputs",
+    )
 
 
 def _collect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,9 +106,15 @@ def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _analyze(args: argparse.Namespace) -> int:
+    from shakedown.core.isolated import run_isolated
     from shakedown.diagnosis.diagnose import diagnose_paths
+    from shakedown.diagnosis.read.budget import limits
 
-    verdict = diagnose_paths(args.paths)
+    verdict = run_isolated(
+        partial(diagnose_paths, args.paths, args.budget),
+        limits(args.budget),
+        hint=f"give fewer inputs at a time, or --budget {2 * args.budget}",
+    )
     if args.html is not None:
         from shakedown.report.diagnosis_page import write_page
 
@@ -200,14 +214,20 @@ def _targets(args: argparse.Namespace) -> "list[Target]":
 
 
 def _diagnose(args: argparse.Namespace) -> int:
+    from shakedown.core.isolated import run_isolated
     from shakedown.core.paths import StagePaths
     from shakedown.core.verdict import finish
     from shakedown.diagnosis.diagnose import diagnose_stage, newest_attempt, outcome_of
+    from shakedown.diagnosis.read.budget import limits
     from shakedown.report.diagnosis_page import write_page
 
     stage = StagePaths(args.stage)
     attempt = newest_attempt(stage)
-    verdict = diagnose_stage(attempt.root, outcome_of(attempt))
+    verdict = run_isolated(
+        partial(diagnose_stage, attempt.root, outcome_of(attempt)),
+        limits(),
+        hint=f"shakedown hang analyze --budget 2 {attempt.evidence}",
+    )
     write_page(verdict, stage.diagnosis_html)
     code = finish(verdict, stage.diagnosis, strict=args.strict)
     print(f"  page: {stage.diagnosis_html}", flush=True)

@@ -1,8 +1,10 @@
 """From files to a verdict: read, judge, and say it in one sentence with its evidence."""
 
 import gc
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from shakedown.core.errors import UsageError
@@ -15,6 +17,7 @@ from shakedown.diagnosis.analyze.own import measured_of, places_of
 from shakedown.diagnosis.facts import Facts, build_facts
 from shakedown.diagnosis.outline import outline
 from shakedown.diagnosis.read import Evidence, read_paths
+from shakedown.diagnosis.read.budget import Budget
 from shakedown.diagnosis.read.evidence import exit_of
 from shakedown.diagnosis.read.newest import newest_of, with_newest_told
 from shakedown.diagnosis.records import SourceRef
@@ -22,22 +25,25 @@ from shakedown.diagnosis.records import SourceRef
 STAGE = "hang"
 
 
-def diagnose_paths(paths: Sequence[Path]) -> Verdict:
+def diagnose_paths(paths: Sequence[Path], factor: int = 1) -> Verdict:
     """Diagnose any mix of files and folders; of a stage's own folder its newest attempt.
+
+    `factor`: how many times the usual bytes, CPU time and memory may be used, see read/budget.py.
 
     Raises:
         UsageError: a path does not exist, or nothing under the paths could be read.
     """
-    return with_newest_told(_diagnose(paths), paths)
+    return with_newest_told(_diagnose(paths, factor), paths)
 
 
-def _diagnose(paths: Sequence[Path]) -> Verdict:
-    watch = Stopwatch()
+def _diagnose(paths: Sequence[Path], factor: int) -> Verdict:
+    watch, budget = Stopwatch(), Budget(factor)
     for path in paths:
         if not path.exists():
             raise UsageError(f"{path} does not exist", hint="shakedown hang analyze --help")
     with _without_collector():
-        evidence = read_paths([inner for path in paths for inner in _expand(path)])
+        inputs = [inner for path in paths for inner in _expand(path)]
+        evidence = read_paths(inputs, _within(paths), budget)
         if not evidence.records:
             raise UsageError(_nothing(paths, evidence), hint="shakedown hang collect --help")
         return _verdict(evidence, watch)
@@ -62,12 +68,19 @@ def diagnose_stage(attempt_root: Path, outcome: Outcome | None) -> Verdict:
     """
     watch = Stopwatch()
     attempt = AttemptPaths(attempt_root)
-    evidence = read_paths(_attempt_inputs(attempt, outcome))
+    evidence = read_paths(_attempt_inputs(attempt, outcome), [attempt.root])
     if outcome is not None:
         place = SourceRef(attempt.outcome.name)
         rows = [*evidence.records, exit_of(outcome, place)]
-        evidence = Evidence(rows, evidence.formats, evidence.skipped)
+        evidence = replace(evidence, records=rows)
     return _verdict(evidence, watch)
+
+
+def _within(paths: Sequence[Path]) -> list[Path]:
+    """What was given, and the metrics beside an attempt, see `_expand`."""
+    real = [Path(os.path.realpath(path)) for path in paths]
+    beside = [StagePaths(path.parent.parent).metrics for path in real]
+    return [*paths, *(path for path in beside if not path.is_symlink())]
 
 
 def _expand(path: Path) -> list[Path]:
@@ -115,12 +128,14 @@ def _verdict(evidence: Evidence, watch: Stopwatch) -> Verdict:
     facts = build_facts(evidence.records)
     diagnosis = analyze(facts)
     chosen = diagnosis.chosen
+    notes = [*evidence.notes, *diagnosis.notes]
     beats = sum(len(c.beats) for c in facts.ranks.values())
     return Verdict(
         stage=STAGE,
         status=_status(chosen),
-        summary=chosen.sentence,
-        findings=[*_findings(diagnosis, facts), *_skipped(evidence), *_notes(diagnosis)],
+        # Left out inputs stand in the sentence: they may be those that would say something else.
+        summary="; ".join([chosen.sentence, *evidence.notes]),
+        findings=[*_findings(diagnosis, facts), *_skipped(evidence), *map(_note, notes)],
         metrics={
             "files_read": float(len(evidence.formats)),
             "files_skipped": float(len(evidence.skipped)),
@@ -189,8 +204,8 @@ def _skipped(evidence: Evidence) -> list[Finding]:
     ]
 
 
-def _notes(diagnosis: Diagnosis) -> list[Finding]:
-    return [Finding("note", "skip", "config", measured=note) for note in diagnosis.notes]
+def _note(text: str) -> Finding:
+    return Finding("note", "skip", "config", measured=text)
 
 
 # Causes that lie in the machines: these are looked at before the next run.

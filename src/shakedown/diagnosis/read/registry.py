@@ -25,8 +25,16 @@ from shakedown.diagnosis.read import (
     ras,
     slurm,
 )
+from shakedown.diagnosis.read.budget import Budget, OutOfTime
+from shakedown.diagnosis.read.fence import Fence
 from shakedown.diagnosis.read.moments import order_moments
-from shakedown.diagnosis.read.source import MAX_FILES, EvidenceFile, find_files, read_source
+from shakedown.diagnosis.read.source import (
+    MAX_FILES,
+    EvidenceFile,
+    Found,
+    find_files,
+    read_source,
+)
 from shakedown.diagnosis.read.unread import of_members, rank_of_unread, why_unread
 from shakedown.diagnosis.records import Identity, Record, Unattachable, clean
 
@@ -46,6 +54,7 @@ class Evidence:
     records: Sequence[Record]
     formats: dict[str, str] = field(default_factory=dict)  # file name -> formats read from it
     skipped: Sequence[Skipped] = ()
+    notes: Sequence[str] = ()  # what the budget left out
 
 
 Parser = Callable[[EvidenceFile], list[Record]]
@@ -74,58 +83,108 @@ TEXT_FORMATS: dict[str, Parser] = {
 # Those that are read process by process where each line says whose it is.
 _OF_PROCESSES = ("py-spy text", "pystack text", "faulthandler")
 
+MAX_LISTED = 1000  # inputs by name that a used up budget left out
+
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how PowerShell redirects
 _COLOUR = re.compile(rb"\x1b\[[0-9;]{0,20}[mKGHJ]")
 _JSON_LINES = re.compile(r"^\s*[{\[]")
 
 
-def read_paths(paths: Iterable[Path]) -> Evidence:
-    """Read every file under `paths`; what cannot be read is listed in `skipped`."""
-    records: list[Record] = []
-    formats: dict[str, str] = {}
-    skipped: list[Skipped] = []
-    # One file more than is read: it shows that there are more.
-    files = list(islice(find_files(paths), MAX_FILES + 1))
-    if len(files) > MAX_FILES:
-        reason = f"not read, and nothing after it: more than {MAX_FILES} files"
-        skipped.append(Skipped(files.pop()[1], reason))
-    named = names.identities([name for _, name in files])
-    local: list[str] = []
-    unread: list[Unattachable] = []
-    for path, name in files:
-        result = _read(path, name, *named[name])
+def read_paths(
+    paths: Iterable[Path], within: Iterable[Path] | None = None, budget: Budget | None = None
+) -> Evidence:
+    """Read every file under `paths`; what cannot be read is listed in `skipped`.
+
+    Args:
+        within: files and folders that no link leads out of; the paths themselves unless given.
+        budget: what may be used; the usual one unless given.
+    """
+    paths = list(paths)
+    reading = _Reading(Fence(paths if within is None else within), budget or Budget())
+    return reading.evidence(paths)
+
+
+class _Reading:
+    """One pass over all input files."""
+
+    def __init__(self, fence: Fence, budget: Budget) -> None:
+        self._fence, self._budget = fence, budget
+        self._records: list[Record] = []
+        self._formats: dict[str, str] = {}
+        self._skipped: list[Skipped] = []
+        self._local: list[str] = []
+        self._unread: list[Unattachable] = []
+        self._left_out: dict[str, int] = {}  # by reason
+
+    def evidence(self, paths: Sequence[Path]) -> Evidence:
+        # One file more than is read: it shows that there are more.
+        files = list(islice(find_files(paths, self._fence), MAX_FILES + 1))
+        if len(files) > MAX_FILES:
+            reason = f"not read, and nothing after it: more than {MAX_FILES} files"
+            self._skipped.append(Skipped(files.pop().name, reason))
+        named = names.identities([found.name for found in files])
+        with self._budget.handling():
+            for found in files:
+                self._take(found, *named[found.name])
+        # After all files, as other ranks' dumps tell which ranks there are.
+        self._records += of_members(self._unread, self._records)
+        records = order_moments(local_ranks.resolve(self._records, self._local))
+        return Evidence(records, self._formats, self._skipped, self._notes(len(files)))
+
+    def _take(self, found: Found, identity: Identity, trailing: int | None) -> None:
+        name = found.name
+        cut = "" if found.refused else self._budget.spent()
+        try:
+            result = found.refused or cut or self._read(found, identity, trailing)
+        except OutOfTime:
+            result = cut = self._budget.why_cut()
+        except MemoryError:
+            result = cut = "needs more memory than is left for all inputs"
         if isinstance(result, str):
-            skipped.append(Skipped(name, result))
-            unread += rank_of_unread(name, *named[name], result)
-            continue
-        found, counts_locally = result
+            self._skip(name, result, cut=bool(cut))
+            self._unread += rank_of_unread(name, identity, trailing, result)
+            return
+        rows_of, counts_locally = result
         if counts_locally:
-            local.append(name)
-        for label, rows in found.items():
-            records += rows
-            formats[name] = f"{formats[name]}, {label}" if name in formats else label
-    # After all files, as other ranks' dumps tell which ranks there are.
-    records += of_members(unread, records)
-    return Evidence(order_moments(local_ranks.resolve(records, local)), formats, skipped)
+            self._local.append(name)
+        for label, rows in rows_of.items():
+            self._records += rows
+            known = self._formats.get(name)
+            self._formats[name] = f"{known}, {label}" if known else label
 
+    def _skip(self, name: str, reason: str, *, cut: bool) -> None:
+        """Of those that the budget cut the first are listed; a note counts them all."""
+        if cut:
+            self._left_out[reason] = self._left_out.get(reason, 0) + 1
+        if self._left_out.get(reason, 0) <= MAX_LISTED:
+            self._skipped.append(Skipped(name, reason))
 
-def _read(
-    path: Path, name: str, identity: Identity, trailing: int | None
-) -> tuple[dict[str, list[Record]], bool] | str:
-    """A file's records by format and whether its log counts locally; or why it was left out."""
-    try:
-        source = replace(read_source(path, name), identity=identity, trailing=trailing)
-        found = read_one(source)
-        if not found:
-            return why_unread(source.data)
-        return found, "log" in found and local_ranks.counts_locally(source)
-    except OSError as error:
-        return error.strerror or type(error).__name__
-    except RecursionError:
-        return "nested too deeply"
-    # What a damaged or crafted file can raise. It is listed, and the other files are still judged.
-    except (ValueError, ArithmeticError, MemoryError) as error:
-        return clean(error) or type(error).__name__
+    def _read(
+        self, found: Found, identity: Identity, trailing: int | None
+    ) -> tuple[dict[str, list[Record]], bool] | str:
+        """Records by format and whether the log counts locally; or why the file was left out."""
+        try:
+            with self._budget.alarm():
+                source = read_source(found.path, found.name, self._fence)
+                self._budget.take(source.taken)
+                source = replace(source, identity=identity, trailing=trailing)
+                rows = read_one(source)
+                if not rows:
+                    return why_unread(source.data)
+                return rows, "log" in rows and local_ranks.counts_locally(source)
+        except OSError as error:
+            return error.strerror or type(error).__name__
+        except RecursionError:
+            return "nested too deeply"
+        # What a damaged or crafted file can raise. It is listed, and the others are still judged.
+        except (ValueError, ArithmeticError) as error:
+            return clean(error) or type(error).__name__
+
+    def _notes(self, files: int) -> list[str]:
+        return [
+            f"{count} of {files} inputs were not read: {reason}"
+            for reason, count in self._left_out.items()
+        ]
 
 
 def read_one(source: EvidenceFile) -> dict[str, list[Record]]:

@@ -7,10 +7,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, NamedTuple
 
 from shakedown.diagnosis.read import compressed
+from shakedown.diagnosis.read.fence import Fence
 from shakedown.diagnosis.records import Identity, SourceRef, clean
 
 # One dump; 2,000 entries with frames are about 2 MB. A pickle's plain values take up to 64 times
@@ -20,6 +22,7 @@ LOG_HEAD, LOG_TAIL = 2 * 2**20, 8 * 2**20  # of a long log: its start and its en
 MAX_LINE = 4000  # bounds every line-wise regular expression
 MAX_FILES = 200_000
 _PACKER_HEAD = 512  # a tar's first block
+MAX_ENTRIES = 2 * MAX_FILES  # of all folders, folders themselves included
 
 _ROLES = {
     "trainer": "trainer",
@@ -54,6 +57,7 @@ class EvidenceFile:
     sample: int = 0
     identity: Identity = field(default_factory=Identity)
     trailing: int | None = None  # the number that ends the name: a rank, or a process id
+    taken: int = 0  # bytes that were read; of a gz file, of its content
 
     @cached_property
     def whole(self) -> str:
@@ -117,46 +121,76 @@ def sample_of_name(name: str) -> int:
     return found[-1] if found else 0
 
 
-def find_files(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """Every file under `paths` with its report name, each real file once, in a stable order.
+class Found(NamedTuple):
+    """A file, its name in reports, and why it is not to be read; empty where it is."""
+
+    path: Path
+    name: str
+    refused: str = ""
+
+
+def find_files(paths: Iterable[Path], fence: Fence) -> Iterator[Found]:
+    """Every file under `paths`, each real file once, in a stable order.
 
     A folder that cannot be listed is given like a file: reading it says why.
     """
     seen: set[tuple[int, int]] = set()
     for given in paths:
-        for path, name in _walk(given):
+        for found in _walk(given, fence):
+            if found.refused:
+                yield found
+                continue
             try:
-                status = path.stat()
+                status = found.path.stat()
             except OSError:
-                yield path, name
+                yield found
                 continue
             # By inode: a file that is linked, or given twice, would count as two samples.
             key = (status.st_dev, status.st_ino)
             if key not in seen:
                 seen.add(key)
-                yield path, name
+                yield found
 
 
-def _walk(given: Path) -> Iterator[tuple[Path, str]]:
+def _walk(given: Path, fence: Fence) -> Iterator[Found]:
     """Files before folders, by name. Not os.walk: it recurses, and hides what it cannot list."""
-    if not given.is_dir():
-        yield given, clean(os.fspath(given))
+    own = clean(os.fspath(given))
+    if refused := fence.link_out(given):
+        yield Found(given, own, clean(refused))
         return
-    folders = [(given, given.name)]
+    if not given.is_dir():
+        yield Found(given, own)
+        return
+    folders, left = [(given, given.name)], MAX_ENTRIES
     while folders:
         folder, shown = folders.pop()
         try:
             with os.scandir(folder) as entries:
-                rows = sorted((e.name, _kind(e)) for e in entries)
+                rows = sorted((e.name, _kind(e)) for e in islice(entries, left))
         except OSError:
-            yield folder, clean(shown if folder != given else os.fspath(given))
+            yield Found(folder, clean(shown) if folder != given else own)
             continue
+        left -= len(rows)
         prefix = f"{shown}/" if shown else ""
         for name, kind in rows:
-            if kind == "file" or (kind == "link" and not (folder / name).is_dir()):
-                yield folder / name, clean(prefix + name)
+            yield from _file(folder / name, clean(prefix + name), kind, fence)
         below = [(folder / name, prefix + name) for name, kind in reversed(rows) if kind == "dir"]
         folders += below
+        if left <= 0:
+            reason = f"not all of it was listed: more than {MAX_ENTRIES} files and folders"
+            yield Found(given, own, reason)
+            return
+
+
+def _file(path: Path, name: str, kind: str, fence: Fence) -> Iterator[Found]:
+    """A folder's entry, unless it is a folder, or a link to one: that is met by its own name."""
+    if kind == "file":
+        yield Found(path, name)
+    elif kind == "link":
+        if refused := fence.link_out(path):
+            yield Found(path, name, clean(refused))
+        elif not path.is_dir():
+            yield Found(path, name)
 
 
 def _kind(entry: os.DirEntry[str]) -> str:
@@ -165,17 +199,20 @@ def _kind(entry: os.DirEntry[str]) -> str:
     return "dir" if entry.is_dir(follow_symlinks=False) else "file"
 
 
-def read_source(path: Path, name: str) -> EvidenceFile:
+def read_source(path: Path, name: str, fence: Fence) -> EvidenceFile:
     """Read one file; gz is expanded.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not a regular file, larger than is sensible, or packed otherwise.
+        ValueError: it is not a regular file, larger than is sensible, packed otherwise, or outside
+            of what was given.
     """
     with _open(path) as stream:
-        data, truncated = _content(stream, os.fstat(stream.fileno()).st_size)
+        fence.check(stream.fileno(), path)
+        data, truncated, taken = _content(stream, os.fstat(stream.fileno()).st_size)
     identity, trailing = identity_of_name(name)
-    return EvidenceFile(path, name, data, truncated, sample_of_name(name), identity, trailing)
+    sample = sample_of_name(name)
+    return EvidenceFile(path, name, data, truncated, sample, identity, trailing, taken)
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -194,8 +231,8 @@ def _open(path: Path) -> IO[bytes]:
     return stream
 
 
-def _content(stream: IO[bytes], size: int) -> tuple[bytes, int]:
-    """A file's bytes, and how many were left out of the middle."""
+def _content(stream: IO[bytes], size: int) -> tuple[bytes, int, int]:
+    """A file's bytes, how many were left out of the middle, and how many were read or expanded."""
     # One byte more than the file has: fewer bytes back mean that it was read whole. Files of /proc
     # have size 0.
     first = min(LOG_HEAD, size + 1) if size else LOG_HEAD  # a read allocates what it asks for
@@ -206,15 +243,17 @@ def _content(stream: IO[bytes], size: int) -> tuple[bytes, int]:
         data, left_out = _bounded(compressed.expand(head, stream))
         if packer := compressed.packed_with(data[:_PACKER_HEAD]):  # .tar.gz, .tgz
             raise ValueError(f"{packer}, packed by gz: unpack it first")
-        return data, left_out
+        return data, left_out, len(data) + left_out
     if len(head) < first:
-        return head, 0
+        return head, 0, len(head)
     if size <= LOG_HEAD + LOG_TAIL or size <= _limit(head):
         # Bounded all the same: a log may grow while it is read.
-        return head + (stream.read(max(LOG_HEAD + LOG_TAIL, _limit(head))) or b""), 0
+        data = head + (stream.read(max(LOG_HEAD + LOG_TAIL, _limit(head))) or b"")
+        return data, 0, len(data)
     _refuse_long_pickle(head, size)
     stream.seek(size - LOG_TAIL)
-    return head + b"\n" + (stream.read(LOG_TAIL) or b""), size - LOG_HEAD - LOG_TAIL
+    data = head + b"\n" + (stream.read(LOG_TAIL) or b"")
+    return data, size - LOG_HEAD - LOG_TAIL, len(data)
 
 
 def _bounded(pieces: Iterator[bytes]) -> tuple[bytes, int]:
