@@ -6,7 +6,9 @@ goes to those processes of the command that handle it; one without a handler wou
 
 import math
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from snakemake_executor_plugin_submitit import slurm
@@ -40,16 +42,45 @@ def descendants(root: int) -> set[Process]:
 def _processes() -> Iterator[tuple[Process, int]]:
     """Every living process and its parent's pid. A zombie's children belong to another parent."""
     for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stream:
-                # After the program's name, which may hold anything: state, parent, ... start.
-                fields = stream.read().rpartition(")")[2].split()
-        except OSError:  # ended between the listing and the read
-            continue
-        if fields[0] not in "ZX":
+        fields = _stat(int(name)) if name.isdigit() else None
+        if fields is not None and fields[0] not in "ZX":
             yield Process(int(name), int(fields[19])), int(fields[1])
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent, ... and, as the 20th, the start; None when there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
+            # After the program's name, which may hold anything.
+            return stream.read().rpartition(")")[2].split()
+    except OSError:  # ended between the listing and the read
+        return None
+
+
+def send(process: Process, signum: int) -> None:
+    """Signal this process and no later one of its number.
+
+    One that has ended is left out, and one that runs as another user, such as sudo's.
+    """
+    try:
+        handle = os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return
+    except (AttributeError, OSError):  # before Linux 5.3, or no descriptor is left
+        handle = -1
+    try:
+        # Looked at while the handle is held: what it stands for is this process or none.
+        fields = _stat(process.pid)
+        if fields is None or int(fields[19]) != process.started:
+            return
+        with suppress(ProcessLookupError, PermissionError):
+            if handle < 0:
+                os.kill(process.pid, signum)
+            else:
+                signal.pidfd_send_signal(handle, signum)
+    finally:
+        if handle >= 0:
+            os.close(handle)
 
 
 def catches(pid: int, signum: int) -> bool:

@@ -28,6 +28,8 @@ from typing import IO, Any
 from snakemake_executor_plugin_submitit.identity import Identity, Place
 
 _FILE = "journal.jsonl"
+_MARK = re.compile(r"[0-9a-f]{8}")
+_JOB_ID = re.compile(r"[1-9][0-9]*(_[0-9]+)?")  # of a job or an array task
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,11 @@ def name_ending(run: str, batch: int) -> str:
 
 
 def is_name_of(run: str, name: str) -> bool:
-    """Whether a Slurm job's name was given by this run."""
-    return re.search(rf"-{re.escape(_mark(run))}\.\d+$", name) is not None
+    """Whether a Slurm job's name was given by this run; a folder without a mark has given none."""
+    mark = _mark(run)
+    if _MARK.fullmatch(mark) is None:
+        return False
+    return re.fullmatch(rf"[A-Za-z0-9_.+-]*-{mark}\.[0-9]+", name) is not None
 
 
 def _mark(run: str) -> str:
@@ -191,7 +196,7 @@ def _replay(path: Path, place: Place) -> OldRun | None:
             if event["event"] == "run" and not Place(**event["place"]).is_same(place):
                 return None
             _apply(run, event)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise JournalError(
                 f"{path} has an entry of another form ({error}); when none of its jobs runs any"
                 f" more (squeue --me), remove the folder {path.parent}"
@@ -204,16 +209,30 @@ def _is_closed(events: Iterable[Mapping[str, Any]]) -> bool:
 
 
 def _apply(run: OldRun, event: dict[str, Any]) -> None:
+    """
+    Raises:
+        KeyError, TypeError, ValueError: an event that no run notes. Jobs are cancelled by what
+            stands here: a name or id that is not this run's must not reach scancel.
+    """
     match event.pop("event", None):
         case "batch":
+            _check_name(run, event["name"])
             run.lost[event["name"]] = event["cluster"]
         case "job":
             made = event.pop("identity")
             entry = Entry(Identity(tuple(made["makes"]), made["how"]), **event)
+            _check_name(run, entry.name)
+            if _JOB_ID.fullmatch(entry.job_id) is None or entry.run != run.name:
+                raise ValueError(f"job id {entry.job_id!r} of run {entry.run!r}")
             run.jobs[entry.token] = entry
             run.lost.pop(entry.name, None)
         case "end":
             run.jobs.pop(event["token"], None)
+
+
+def _check_name(run: OldRun, name: str) -> None:
+    if not is_name_of(run.name, name):
+        raise ValueError(f"job name {name!r}")
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:

@@ -261,7 +261,7 @@ class _Watch:
         if self.told and not self._ended:
             self._ended = True
             for process in checkpoint.descendants(os.getpid()):
-                _send(process.pid, signal.SIGTERM)
+                checkpoint.send(process, signal.SIGTERM)
         elif self._warning is not None and self.warned and not self.told:
             self._warn(self._warning)
 
@@ -275,7 +275,7 @@ class _Watch:
             pids = " ".join(str(process.pid) for process in fresh)
             print(f"Slurm's warning before the end goes to process {pids}", flush=True)
         for process in fresh:
-            _send(process.pid, number)
+            checkpoint.send(process, number)
         self._reached.update(fresh)
 
     @staticmethod
@@ -288,11 +288,6 @@ class _Watch:
                 if ended is None or ended.si_pid == own:
                     return
                 os.waitpid(ended.si_pid, 0)
-
-
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def _shell_code(returncode: int) -> int:

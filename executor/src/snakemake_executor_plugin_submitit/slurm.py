@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 # Slurm's clients give up by themselves after MessageTimeout, 10 s by default; this ends one that
@@ -18,6 +18,10 @@ _SQUEUE_COLUMNS = 6
 _SACCT_FORMAT = "JobID,State,ExitCode,NodeList,JobName"
 _ATTEMPTS_FORMAT = "JobID,State,End,NodeList,JobName"
 _SACCT_COLUMNS = 5
+# What a job or an array task is called; scancel takes much more for one.
+_JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
+# Slurm's words for no name.
+_NO_NAME = ("", "(null)")
 # Slurm's words for "on no node".
 _NO_NODES = ("(null)", "none assigned")
 # Arguments of one call: far below the kernel's limit.
@@ -250,24 +254,33 @@ def largest_array() -> int:
     return max(1, int(match[1]) - 1)
 
 
-def cancel(job_ids: Sequence[str], *, name: str = "", cluster: str = "") -> None:
+def cancel(job_ids: Sequence[str], *, name: str | None = None, cluster: str = "") -> None:
     """scancel; jobs that have ended meanwhile are no error.
 
     Args:
-        name: cancel only those that have it: an id alone may be another cluster's job.
+        job_ids: of single jobs, arrays or array tasks.
+        name: cancel only those that have it: an id alone may be another cluster's job. None: Slurm
+            was asked just now, and the ids are those of our names.
 
     Raises:
         SlurmError: the controller does not answer.
+        ValueError: an id that is none, or an empty name; nothing was cancelled.
     """
+    for job_id in job_ids:
+        # To scancel `--user=x` or an empty list of names means many jobs.
+        if _JOB_ID.fullmatch(job_id) is None:
+            raise ValueError(f"{job_id!r} is no id of one Slurm job")
     command = ["scancel", "--quiet", *_at(cluster)]
-    if name:
+    if name is not None:
+        if name in _NO_NAME:
+            raise ValueError(f"{name!r} is no name of a Slurm job")
         command += ["--user", str(os.getuid()), "--name", name]
     for first in range(0, len(job_ids), _IDS_AT_ONCE):
         try:
             run([*command, *job_ids[first : first + _IDS_AT_ONCE]])
         except SlurmError as error:
             # With a name, scancel fails without a word where no such job is left.
-            if not name or str(error) != "scancel: ":
+            if name is None or str(error) != "scancel: ":
                 raise
 
 
@@ -297,7 +310,7 @@ def run(command: Sequence[str]) -> str:
             out, words = process.communicate(timeout=_TIMEOUT)
         except BaseException as error:
             # A site's wrapper may have children that hold the pipes open.
-            os.killpg(process.pid, signal.SIGKILL)
+            _kill_group(process.pid)
             if isinstance(error, subprocess.TimeoutExpired):
                 raise SlurmError(
                     f"{command[0]} does not answer after {_TIMEOUT:g} s{_so_far(error)}"
@@ -306,6 +319,14 @@ def run(command: Sequence[str]) -> str:
     if process.returncode:
         raise SlurmError(f"{command[0]}: {(words or out).strip()}")
     return out
+
+
+def _kill_group(child: int) -> None:
+    """Kill our child's process group; nothing once the child was reaped: whose the number is then
+    nobody knows."""
+    with suppress(ChildProcessError):
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # a look, it reaps nothing
+        os.killpg(child, signal.SIGKILL)
 
 
 def _so_far(error: subprocess.TimeoutExpired) -> str:

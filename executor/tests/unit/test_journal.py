@@ -16,6 +16,7 @@ from snakemake_executor_plugin_submitit.journal import (
     Entry,
     Journal,
     JournalError,
+    name_ending,
     open_runs,
     prune,
 )
@@ -25,14 +26,21 @@ DEAD_RUN = """
 import sys
 from pathlib import Path
 from entries import entry
-from snakemake_executor_plugin_submitit.journal import Journal
+from snakemake_executor_plugin_submitit.journal import Journal, name_ending
 journal = Journal(Path(sys.argv[1]))
 for name, ids in (("a", ["7_0", "7_1"]), ("b", ["8"]), ("lost", [])):
-    journal.batch(name, "")
-    journal.jobs(entry(i, name=name, run=journal.run) for i in ids)
-journal.end(entry("8", name="b", run=journal.run), "succeeded")
+    full = f"{name}{name_ending(journal.run, 1)}"
+    journal.batch(full, "")
+    journal.jobs(entry(i, name=full, run=journal.run) for i in ids)
+    if name == "b":
+        journal.end(entry("8", name=full, run=journal.run), "succeeded")
 print(journal.run)
 """
+
+
+def of(run: str, name: str) -> str:
+    """A name that `run` has given to a job."""
+    return f"{name}{name_ending(run, 1)}"
 
 
 @pytest.fixture
@@ -60,11 +68,11 @@ def test_a_dead_runs_open_ends_are_found(tmp_path: Path, dead_run: str) -> None:
 
     assert run.name == dead_run
     assert [entry.job_id for entry in run.jobs.values()] == ["7_0", "7_1"]
-    assert run.lost == {"lost": ""}
+    assert run.lost == {of(dead_run, "lost"): ""}
 
 
 def test_a_living_runs_jobs_are_not_for_the_taking(tmp_path: Path, journal: Journal) -> None:
-    journal.batch("train", "")
+    journal.batch(of(journal.run, "train"), "")
 
     while_it_lives = open_runs(tmp_path, Place.here())
     journal.close()
@@ -136,9 +144,11 @@ def test_the_runs_of_another_working_directory_are_left_alone(
 class FakeSlurm:
     """Slurm's answers, and what it was told to cancel."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, states: dict[str, JobState]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, run: str, states: dict[str, JobState]
+    ) -> None:
         self.cancelled: list[str] = []
-        known = {**states, "9_0": JobState("PENDING", name="lost")}
+        known = {**states, "9_0": JobState("PENDING", name=of(run, "lost"))}
         monkeypatch.setattr(
             slurm, "states", lambda ids, _cluster: {i: known[i] for i in ids if i in known}
         )
@@ -163,7 +173,7 @@ def live_by_id(found: list[reattach.Candidate]) -> dict[str, bool]:
 def test_live_and_succeeded_jobs_are_candidates_and_lost_batches_are_cancelled(
     tmp_path: Path, dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fake = FakeSlurm(monkeypatch, {"7_0": JobState("RUNNING", name="a")})
+    fake = FakeSlurm(monkeypatch, dead_run, {"7_0": JobState("RUNNING", name=of(dead_run, "a"))})
     write_success(tmp_path / dead_run / "results" / "token 7_1.json")
 
     found = reattach.find(journal)
@@ -175,8 +185,9 @@ def test_live_and_succeeded_jobs_are_candidates_and_lost_batches_are_cancelled(
 def test_a_run_of_which_nothing_is_left_is_closed(
     tmp_path: Path, dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = {"7_0": JobState("FAILED", name="a"), "7_1": JobState("CANCELLED", name="a")}
-    FakeSlurm(monkeypatch, ended)
+    ours = of(dead_run, "a")
+    ended = {"7_0": JobState("FAILED", name=ours), "7_1": JobState("CANCELLED", name=ours)}
+    FakeSlurm(monkeypatch, dead_run, ended)
 
     found = reattach.find(journal)
 
@@ -190,19 +201,20 @@ def test_a_running_job_of_the_same_id_but_another_name_is_not_taken_over(
     dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     stranger = JobState("RUNNING", name=name)
-    fake = FakeSlurm(monkeypatch, {"7_0": stranger, "7_1": stranger})
+    fake = FakeSlurm(monkeypatch, dead_run, {"7_0": stranger, "7_1": stranger})
 
     found = reattach.find(journal)
 
     assert found == []
     # Our own jobs of these ids, should they be alive after all, and nobody else's.
-    assert fake.cancelled == ["9", "7_0 a", "7_1 a"]
+    ours = of(dead_run, "a")
+    assert fake.cancelled == ["9", f"7_0 {ours}", f"7_1 {ours}"]
 
 
 def test_an_interrupted_job_may_be_taken_over(
     dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    FakeSlurm(monkeypatch, {"7_0": JobState("PREEMPTED", name="a")})
+    FakeSlurm(monkeypatch, dead_run, {"7_0": JobState("PREEMPTED", name=of(dead_run, "a"))})
 
     assert live_by_id(reattach.find(journal)) == {"7_0": True}
 
