@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
+from shakedown.cluster.guard import group, look, send
 from shakedown.core.errors import LaunchError, UsageError
 
 UNREADABLE = "the worker's replies are not readable: the code wrote to them"
@@ -31,6 +32,8 @@ class Worker:
     ) -> None:
         self._process, self._requests, self._replies = process, requests, replies
         self._killed = False
+        leader = look(process.pid)
+        self._leader = leader.started if leader is not None else None
 
     @classmethod
     async def start(
@@ -122,9 +125,12 @@ class Worker:
         if self._killed:
             return
         self._killed = True
-        # Also when it has ended by itself: its children may be left.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        # Also when it has ended by itself: its children may be left. asyncio has reaped it then, so
+        # that killpg might meet another group. Until none is new: one may fork while it is killed.
+        known: set[tuple[int, int]] = set()
+        while found := [p for p in group(self.pid, self._leader) if p[:2] not in known]:
+            send(found, signal.SIGKILL)
+            known |= {process[:2] for process in found}
 
     async def end(self) -> None:
         """Kill it and its children, and wait for it."""

@@ -1,72 +1,165 @@
 """Find and signal sessions of processes; as a program, end them when their supervisor dies.
 
 supervise.py runs `python -I -S guard.py GRACE`: this file imports nothing of the package.
-Standard input carries `+PID` and `-PID` lines (sessions to watch, sessions that are gone); its
-end means that the supervisor is gone: SIGTERM, GRACE seconds, SIGKILL to what is left.
+Standard input carries `+PID STARTED` and `-PID` lines (sessions to watch, sessions that are gone);
+its end means that the supervisor is gone: SIGTERM, GRACE seconds, SIGKILL to what is left.
+
+A number alone names no process: the system gives it to another one later. A process is therefore
+known by its number and its start, a session by its leader's.
 """
 
+import contextlib
+import errno
 import os
 import signal
 import sys
 import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 
-def members(sessions: set[int]) -> list[int]:
-    """Living pids whose session is one of `sessions`; a zombie has ended and is left out."""
-    found = []
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                # A program's name, in brackets, may itself hold blanks and brackets; behind the
-                # last one stand state, parent, process group and session (proc(5)).
-                with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as stream:
-                    fields = stream.read().rpartition(")")[2].split()
-            except OSError:  # ended between the listing and the read
-                continue
-            if int(fields[3]) in sessions and fields[0] not in "ZX":
-                found.append(int(name))
-    return found
+class Process(NamedTuple):
+    """A process at one moment; `started`, in clock ticks since boot, tells it from a later one."""
+
+    pid: int
+    started: int
+    group: int
+    session: int
+    state: str
+
+    @property
+    def ended(self) -> bool:
+        """A zombie runs no more; until its parent takes note its number is nobody else's."""
+        return self.state in "ZX"
 
 
-def send(sessions: set[int], signum: int) -> None:
-    """Signal every living member, also one that moved to a process group of its own."""
-    for pid in members(sessions):
-        try:
+def look(pid: int) -> Process | None:
+    """The process that has this number now; None when there is none."""
+    try:
+        # A program's name, in brackets, may itself hold blanks and brackets; behind the last one
+        # stand state, parent, process group, session and, as the 20th, the start (proc(5)).
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
+            fields = stream.read().rpartition(")")[2].split()
+    except OSError:  # ended between a listing and this look
+        return None
+    return Process(pid, int(fields[19]), int(fields[2]), int(fields[3]), fields[0])
+
+
+def processes() -> list[Process]:
+    """All living processes that this one may see."""
+    found = [look(int(name)) for name in os.listdir("/proc") if name.isdigit()]
+    return [process for process in found if process is not None and not process.ended]
+
+
+def members(sessions: Collection[int]) -> list[int]:
+    """Living pids whose session has one of these numbers, whoever leads it."""
+    return [process.pid for process in processes() if process.session in sessions]
+
+
+def group(number: int, leader: int | None) -> list[Process]:
+    """Living members of a process group of this process's own session.
+
+    Args:
+        leader: the start of the process that led it. A group whose number another process has by
+            now has no members.
+    """
+    session = os.getsid(0)
+    found = [p for p in processes() if p.group == number and p.session == session]
+    now = look(number)
+    return found if now is None or now.started == leader else []
+
+
+def living(leaders: Mapping[int, int]) -> list[Process]:
+    """Living members of sessions that are known by their leaders' number and start.
+
+    A session whose number another process has by now has none. One whose leader is gone still
+    counts: whoever asks has seen to it that the number was not free in between. It is not while
+    the leader is unreaped, nor while the session has a member (alloc_pid in the kernel).
+    """
+    found = [process for process in processes() if process.session in leaders]
+    # After the listing: a number that was taken while it was made is noticed.
+    now = {number: look(number) for number in {process.session for process in found}}
+    return [p for p in found if _is_led(now[p.session], leaders[p.session])]
+
+
+def _is_led(leader: Process | None, started: int) -> bool:
+    return leader is None or leader.started == started
+
+
+def send(found: Iterable[Process], signum: int) -> None:
+    """Signal these processes and no later ones of their numbers.
+
+    One that has ended is left out, and one that may not be signalled, as it runs as another user.
+    """
+    for process in found:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send_one(process.pid, process.started, signum)
+
+
+def send_one(pid: int, started: int, signum: int) -> None:
+    """Signal the process that has this number and start.
+
+    Raises:
+        ProcessLookupError: it has ended; the number may be another one's by now.
+        PermissionError: it runs as another user.
+    """
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except (AttributeError, OSError):  # before Linux 5.3, or no descriptor is left
+        handle = -1
+    try:
+        # Looked at while the handle is held: what it stands for is this process or none.
+        now = look(pid)
+        if now is None or now.started != started:
+            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+        if handle < 0:
             os.kill(pid, signum)
-        except ProcessLookupError:
-            continue
-
-
-def watch() -> set[int]:
-    """Read the supervisor's lines until it is gone; return the sessions that it left."""
-    sessions: set[int] = set()
-    for line in sys.stdin:
-        pid = int(line[1:])
-        if line[0] == "+":
-            sessions.add(pid)
         else:
-            sessions.discard(pid)
-    return sessions
+            signal.pidfd_send_signal(handle, signum)
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+def watch() -> dict[int, int]:
+    """Read the supervisor's lines until it is gone; return the sessions that it left."""
+    leaders: dict[int, int] = {}
+    for line in sys.stdin:
+        pid, _, started = line[1:].partition(" ")
+        if line[0] == "+":
+            leaders[int(pid)] = int(started)
+        else:
+            leaders.pop(int(pid), None)
+    return leaders
+
+
+def end(leaders: Mapping[int, int], grace: float) -> None:
+    """SIGTERM, `grace` seconds, SIGKILL to what is left of the sessions."""
+    found = living(leaders)
+    send(found, signal.SIGTERM)
+    # A stopped process takes SIGTERM only when it goes on.
+    send(found, signal.SIGCONT)
+    deadline = time.monotonic() + grace
+    # A process that forks while it is killed needs more than one round.
+    kills = 100
+    while kills and (found := living(leaders)):
+        # A session that was seen empty is over: its number may be given to another one.
+        leaders = {p.session: leaders[p.session] for p in found}
+        if time.monotonic() >= deadline:
+            send(found, signal.SIGKILL)
+            kills -= 1
+        time.sleep(0.05)
 
 
 def main() -> None:
     """Watch, then end what is left."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # Slurm sends them to everyone; work is still to do
-    sessions = watch()
-    if not sessions:
-        return
-    send(sessions, signal.SIGTERM)
-    # A stopped process takes SIGTERM only when it goes on.
-    send(sessions, signal.SIGCONT)
-    deadline = time.monotonic() + float(sys.argv[1])
-    while members(sessions) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for _ in range(100):  # a process that forks while it is killed needs more than one round
-        send(sessions, signal.SIGKILL)
-        if not members(sessions):
-            return
-        time.sleep(0.05)
+    leaders = watch()
+    if leaders:
+        end(leaders, float(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,9 @@ its descendants. A guard process (guard.py) holds a pipe to the supervisor: when
 dies, even by SIGKILL, the guard ends every group. A pipe is used rather than
 prctl(PR_SET_PDEATHSIG): that signal fires when the starting *thread* ends and reaches the
 component alone, never its children (vLLM's engine core, data-loader workers, srun's tasks).
+
+A component that has ended stays a zombie until its session is empty: so long the system gives its
+number to nobody else, and no signal for the session can reach a stranger.
 """
 
 import contextlib
@@ -13,12 +16,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
 
-from shakedown.cluster.guard import members, send
+from shakedown.cluster.guard import Process, living, look, send
 from shakedown.core.errors import LaunchError, StorageError
 from shakedown.core.folders import storage_errors
 from shakedown.core.leftovers import private_folder
@@ -77,8 +80,22 @@ def _signal_text(number: int) -> str:
 class _Child:
     component: Component
     process: subprocess.Popen[bytes]
+    leader: int  # its start in clock ticks since boot
     started: float
     ended: bool = False
+
+    @property
+    def returncode(self) -> int | None:
+        """As Popen's, None while it runs; the process is not reaped."""
+        if self.process.returncode is not None:
+            return self.process.returncode
+        try:
+            found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # SIGCHLD is ignored here: the kernel reaps by itself
+            return self.process.poll()
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
 
 class Supervisor:
@@ -91,7 +108,7 @@ class Supervisor:
         """`grace`: seconds between SIGTERM and SIGKILL when the block is left, and in the guard."""
         self._grace = grace
         self._children: dict[str, _Child] = {}
-        self._sessions: set[int] = set()  # that may still have members
+        self._sessions: dict[int, _Child] = {}  # that may still have members, by their leaders
         self._guard: subprocess.Popen[bytes] | None = None
         self._folders = contextlib.ExitStack()
 
@@ -129,9 +146,11 @@ class Supervisor:
         environment = {**component.env, **self._temporary(component)}
         with _open_log(component.log) as log:
             process = _spawn(component, environment, log)
-        self._sessions.add(process.pid)
-        self._tell_guard("+", process.pid)
-        self._children[component.name] = _Child(component, process, time.monotonic())
+        leader = look(process.pid)  # there at least as a zombie
+        started = leader.started if leader is not None else 0
+        child = _Child(component, process, started, time.monotonic())
+        self._children[component.name] = self._sessions[process.pid] = child
+        self._tell_guard(f"+{process.pid} {started}")
         return process.pid
 
     def _temporary(self, component: Component) -> dict[str, str]:
@@ -145,9 +164,9 @@ class Supervisor:
     def poll(self) -> list[Exit]:
         """Components that ended since the last call, in the order they were started."""
         return [
-            self._note_end(child)
+            self._note_end(child, returncode)
             for child in self._children.values()
-            if not child.ended and child.process.poll() is not None
+            if not child.ended and (returncode := child.returncode) is not None
         ]
 
     def running(self) -> dict[str, int]:
@@ -155,7 +174,7 @@ class Supervisor:
         return {
             name: child.process.pid
             for name, child in self._children.items()
-            if child.process.poll() is None
+            if child.returncode is None
         }
 
     def signal(self, name: str, signum: int) -> None:
@@ -164,7 +183,7 @@ class Supervisor:
         Raises:
             KeyError: no component of that name was started.
         """
-        send({self._children[name].process.pid}, signum)
+        send(self._living(self._children[name].process.pid), signum)
 
     def stop_all(self, grace: float) -> list[Exit]:
         """End every component and its descendants: SIGTERM, `grace` seconds, SIGKILL.
@@ -177,53 +196,60 @@ class Supervisor:
         Raises:
             LaunchError: a process survived SIGKILL (stuck in the kernel, e.g. on a dead disk).
         """
-        sessions = set(self._sessions)
-        send(sessions, signal.SIGTERM)
-        send(sessions, signal.SIGCONT)  # a stopped process takes SIGTERM only then
+        sessions = list(self._sessions)
+        found = self._living(*sessions)
+        send(found, signal.SIGTERM)
+        send(found, signal.SIGCONT)  # a stopped process takes SIGTERM only then
         if not self._gone(sessions, grace):
-            send(sessions, signal.SIGKILL)
+            send(self._living(*sessions), signal.SIGKILL)
             if not self._gone(sessions, _KILL_SECONDS):
-                left = sorted(members(sessions))
+                left = sorted(process.pid for process in self._living(*sessions))
                 raise LaunchError(
                     f"processes {left} did not end on SIGKILL",
                     hint="look at `cat /proc/PID/wchan`: a dead file system or driver holds them",
                 )
         ended = self.poll()
         # `poll` may have forgotten some of them just now.
-        for session in sessions & self._sessions:
-            self._forget(session)
+        for session in self._sessions.keys() & sessions:
+            self._forget(self._sessions[session])
         return ended
 
-    def _gone(self, sessions: set[int], seconds: float) -> bool:
+    def _living(self, *sessions: int) -> list[Process]:
+        """Living members of those of the sessions that are not forgotten."""
+        return living({s: self._sessions[s].leader for s in sessions if s in self._sessions})
+
+    def _gone(self, sessions: Sequence[int], seconds: float) -> bool:
         """Wait until no session has a living member; new ones get no time beyond `seconds`."""
         deadline = time.monotonic() + seconds
         while True:
-            self.running()  # reaps
-            if not members(sessions):
+            if not self._living(*sessions):
                 return True
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_SECONDS)
 
-    def _note_end(self, child: _Child) -> Exit:
+    def _note_end(self, child: _Child, returncode: int) -> Exit:
         child.ended = True
         pid = child.process.pid
         # Descendants may outlive it; then the session is kept, for `stop_all` to end.
-        if not members({pid}):
-            self._forget(pid)
+        if not self._living(pid):
+            self._forget(child)
         seconds = round(time.monotonic() - child.started, 3)
-        return Exit(child.component, child.process.returncode, seconds)
+        return Exit(child.component, returncode, seconds)
 
-    def _forget(self, session: int) -> None:
-        """A session without members: its number may be used again by a stranger."""
-        self._sessions.discard(session)
-        self._tell_guard("-", session)
+    def _forget(self, child: _Child) -> None:
+        """A session without members: from now on a stranger may have its number."""
+        # The guard first: once reaped, the number is free.
+        self._tell_guard(f"-{child.process.pid}")
+        self._sessions.pop(child.process.pid, None)
+        # No wait: a thread that the kernel holds keeps its process from being reaped.
+        child.process.poll()
 
-    def _tell_guard(self, sign: str, pid: int) -> None:
+    def _tell_guard(self, line: str) -> None:
         if self._guard is None or self._guard.stdin is None:
             return
         with contextlib.suppress(BrokenPipeError):  # a killed guard never stops a run
-            self._guard.stdin.write(f"{sign}{pid}\n".encode())
+            self._guard.stdin.write(f"{line}\n".encode())
             self._guard.stdin.flush()
 
     def _dismiss_guard(self) -> None:

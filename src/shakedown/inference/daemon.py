@@ -14,9 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-import psutil
-
 from shakedown.cluster.nodes import node_name
+from shakedown.cluster.recorded import Recorded
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.errors import ServerError, ShakedownError
 from shakedown.core.paths import ServerPaths
@@ -47,8 +46,8 @@ def keep(folder: ServerPaths) -> int:
     signals = _Signals()
     # The state is written before anything can fail: whoever started this process waits for that
     # file and does not see its exit code.
-    me = psutil.Process()
-    state = State("starting", node_name(), me.pid, me.create_time())
+    me = Recorded.of(os.getpid())
+    state = State("starting", node_name(), me.pid, me.started, me.boot)
     state.write(folder.state)
     try:
         # Only here, on the node where the server runs, is it known which addresses and ports there
@@ -65,8 +64,9 @@ def _run(folder: ServerPaths, order: ServerOrder, state: State, signals: _Signal
     launch = get_engine(order.engine).launch(order.spec)
     lease = LeaseWatch(folder.lease, order.lease)
     with Supervisor(grace=order.grace) as supervisor:
-        pid = supervisor.start(_component(order, launch, folder))
-        state = replace(state, phase="running", pid=pid, command=list(launch.argv))
+        server = Recorded.of(supervisor.start(_component(order, launch, folder)))
+        state = replace(state, phase="running", pid=server.pid, ticks=server.started)
+        state = replace(state, command=list(launch.argv))
         state.write(folder.state)
         reason, returncode = _watch(folder, supervisor, lease, signals, order.lease)
         supervisor.stop_all(order.grace)

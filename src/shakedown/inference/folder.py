@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from shakedown.cluster.recorded import Recorded
 from shakedown.core.files import read_json_as, write_json
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.engines import LaunchSpec
@@ -54,13 +55,19 @@ class ServerOrder:
 
 @dataclass(frozen=True)
 class State:
-    """What the daemon reports. `daemon_started` (Unix seconds): process ids are used again."""
+    """What the daemon reports.
+
+    `daemon_ticks` and `ticks`: when its process and the server's started, in clock ticks since the
+    start of the machine, which `boot` names: process ids are used again.
+    """
 
     phase: Literal["starting", "running", "ended"]
     node: str
     daemon_pid: int
-    daemon_started: float
+    daemon_ticks: int = 0
+    boot: str = ""
     pid: int = 0
+    ticks: int = 0
     host: str = ""
     port: int = 0
     reason: str = ""
@@ -71,6 +78,15 @@ class State:
         # A signal to a number below 1 goes to a group of processes, to -1 to all of this user's.
         if self.daemon_pid < 1 or self.pid < 0:
             raise ValueError(f"no process has the id {min(self.daemon_pid, self.pid)}")
+
+    @property
+    def daemon(self) -> Recorded:
+        return Recorded(self.daemon_pid, self.daemon_ticks, self.boot)
+
+    @property
+    def server(self) -> Recorded:
+        """The daemon's child, which leads a session of its own."""
+        return Recorded(self.pid, self.ticks, self.boot)
 
     def write(self, path: Path) -> None:
         """Write atomically as JSON."""
@@ -115,7 +131,8 @@ def read_state(path: Path) -> State | None:
     """What the daemon reports; None before its first report."""
     if not path.exists():
         return None
-    return read_json_as(State, path, "server state", hint=_START)
+    # An older version's record has no start times: it is read, and its numbers match no process.
+    return read_json_as(State, path, "server state", unknown="ignore", hint=_START)
 
 
 def read_endpoint(path: Path) -> Endpoint:

@@ -1,13 +1,13 @@
 """Which processes of a server are there: its daemon, its Slurm job, its session."""
 
-import contextlib
+import os
 import signal
 import time
+from pathlib import Path
 
-import psutil
-
-from shakedown.cluster.guard import members, send
+from shakedown.cluster.guard import Process, living, send
 from shakedown.cluster.nodes import node_name
+from shakedown.cluster.recorded import boot_id
 from shakedown.core.errors import ServerError
 from shakedown.core.paths import ServerPaths
 from shakedown.inference import slurm
@@ -36,14 +36,7 @@ def daemon_lives(state: State) -> bool:
     # Processes of another node cannot be looked at from here.
     if state.node != node_name():
         return True
-    try:
-        daemon = psutil.Process(state.daemon_pid)
-        # The start time tells the process from a later one with the same number. In a container
-        # whose first process reaps nobody, a dead daemon stays as a zombie.
-        ours = abs(daemon.create_time() - state.daemon_started) < 1.0
-        return ours and daemon.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    return state.daemon.lives
 
 
 def gone(folder: ServerPaths, seconds: float) -> bool:
@@ -59,35 +52,48 @@ def end_orphans(state: State | None) -> None:
     """See that no process of the server's session is left on this node.
 
     Raises:
-        ServerError: some survived SIGKILL.
+        ServerError: some survived SIGKILL, or may be the server's and are not proven to be.
     """
-    if state is None or not state.pid or state.node != node_name():
+    # An ended server's numbers may be anybody's.
+    if state is None or state.phase == "ended" or state.node != node_name():
         return
+    # Once its leader was seen, a session keeps its number while it has a member. Without a leader
+    # it may be a later one: it is waited for, as the guard may be ending it, and never signalled.
+    proven = state.server.found is not None
     # First the guard of the killed daemon gets its time to end the session with SIGTERM and
     # SIGKILL. What it leaves is killed here and gets some seconds to be gone.
-    for seconds in (_GUARD_SECONDS, _KILL_SECONDS):
+    for seconds in (_GUARD_SECONDS, _KILL_SECONDS) if proven else (_GUARD_SECONDS,):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if not _session(state):
+            if not _session(state, proven=proven):
                 return
             time.sleep(POLL_SECONDS)
-        # Looked at again: the number may belong to somebody else's session by now.
-        send({state.pid} if _session(state) else set(), signal.SIGKILL)
+        if proven:
+            send(_session(state, proven=proven), signal.SIGKILL)
+    left = [process.pid for process in _session(state, proven=proven)]
+    if not left:
+        return
     raise ServerError(
-        f"processes {_session(state)} of the server survived SIGKILL",
-        hint="ps -o pid,stat,wchan -p",
+        f"processes {left} of the server survived SIGKILL"
+        if proven
+        else f"processes {left} may be the server's, whose first process is gone: none was ended",
+        hint=f"ps -o pid,user,lstart,stat,wchan,args -p {','.join(map(str, left))}",
     )
 
 
-def _session(state: State) -> list[int]:
-    """Living members of the server's session; none when its number belongs to someone else."""
-    found = members({state.pid})
-    for pid in found:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            # The server is the daemon's child: a member that is older is none of its processes.
-            if psutil.Process(pid).create_time() < state.daemon_started - 1.0:
-                return []
-    return found
+def _session(state: State, *, proven: bool) -> list[Process]:
+    """Living members of the session with the server's number; unproven ones of this user alone."""
+    if not state.pid or state.boot != boot_id():
+        return []
+    found = living({state.pid: state.ticks})
+    return [process for process in found if proven or _owner(process.pid) == os.geteuid()]
+
+
+def _owner(pid: int) -> int | None:
+    try:
+        return Path(f"/proc/{pid}").stat().st_uid
+    except OSError:  # ended meanwhile
+        return None
 
 
 def job_id(folder: ServerPaths) -> str:

@@ -365,7 +365,7 @@ def _stop(folder: ServerPaths, say: Say) -> str:
         if job:
             slurm.cancel(job)
         elif state is not None and state.node == node_name():
-            os.kill(state.daemon_pid, signal.SIGKILL)  # its guard ends the server
+            state.daemon.send(signal.SIGKILL)  # its guard ends the server
         gone(folder, _STOP_SECONDS)
     end_orphans(read_state(folder.state) or state)
     return "stopped"

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from shakedown.cluster.guard import send
+from shakedown.cluster.guard import living, look, send
 from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import StorageError
 from shakedown.core.files import write_json
@@ -38,21 +38,24 @@ def run_checks(
     A check stuck in the kernel (a dead NFS server) cannot be killed: it is left behind.
     """
     begin = time.monotonic()
-    waiting: dict[Connection, tuple[str, int]] = {}
+    waiting: dict[Connection, str] = {}
+    leaders: dict[str, dict[int, int]] = {}
     for name, check in checks.items():
         receiver, sender = _FORK.Pipe(duplex=False)
         process = _FORK.Process(target=_run_one, args=(check, request, node, sender), daemon=True)
         process.start()
         # The child has the only open end now: when it dies, `recv` meets the end of the pipe.
         sender.close()
-        waiting[receiver] = (name, process.pid or 0)
+        waiting[receiver] = name
+        leader = look(process.pid or 0)
+        leaders[name] = {leader.pid: leader.started} if leader is not None else {}
     reports: dict[str, CheckReport] = {}
     while waiting and (left := begin + request.limit - time.monotonic()) > 0:
         answered = set(wait(list(waiting), left))
         for ready in [connection for connection in waiting if connection in answered]:
-            reports[waiting.pop(ready)[0]] = _receive(ready)
-    for name, pid in waiting.values():
-        send({pid}, signal.SIGKILL)
+            reports[waiting.pop(ready)] = _receive(ready)
+    for name in waiting.values():
+        send(living(leaders[name]), signal.SIGKILL)
         reports[name] = CheckReport(
             error=f"no answer within {request.limit:g} s", seconds=request.limit
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shakedown.cluster.guard import look, send_one
 from shakedown.core.errors import StorageError
 from shakedown.core.paths import EvidencePaths
 from shakedown.monitor.collect import proc
@@ -31,9 +32,13 @@ _CUT = re.compile(rb"^ *\.\.\.$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Hook:
-    """A process's hook: its component's name, role and rank, and where it writes."""
+    """A process's hook: its component's name, role and rank, and where it writes.
+
+    `started` (clock ticks since boot) tells the process from a later one of its number.
+    """
 
     pid: int
+    started: int
     name: str
     role: str
     rank: int
@@ -45,9 +50,12 @@ class Hook:
 def find(pid: int) -> Hook | None:
     """The hook of a process, or None. A forked child holds its parent's file: it has no own."""
     folder = f"/proc/{pid}/fd"
+    process = look(pid)  # before its files: they are this process's or, later, nobody's
     try:
         numbers = os.listdir(folder)
     except OSError:
+        return None
+    if process is None:
         return None
     for number in numbers:
         target = proc.link(f"{folder}/{number}")
@@ -59,7 +67,8 @@ def find(pid: int) -> Hook | None:
         recorder = _has_recorder(pid)
         stream = Path(folder) / number
         name, role, rank = match.groups()
-        return Hook(pid, name, role, int(rank), Path(target).parent, stream, recorder)
+        evidence = Path(target).parent
+        return Hook(pid, process.started, name, role, int(rank), evidence, stream, recorder)
     return None
 
 
@@ -67,14 +76,19 @@ def find_by_file(pid: int, name: str, evidence: Path) -> Hook | None:
     """The same for a process whose open files we may not see: by the file that its hook made.
 
     The process may still have got its id from the system after the hook's own process ended, so
-    its handler of SIGUSR1 is looked at before it is signalled.
+    its handler of SIGUSR1 is looked at before it is signalled. A file that another user made says
+    nothing about it: anybody who may write into the folder could have it signalled so.
     """
+    process = look(pid)
     path = EvidencePaths(evidence).stacks(name)
     match = _FILE.fullmatch(path.name)
-    if match is None or proc.visible(pid) or not path.is_file():
+    if process is None or match is None or proc.visible(pid) or not path.is_file():
+        return None
+    if path.stat().st_uid != proc.owner(pid):
         return None
     recorder = _has_recorder(pid)
-    return Hook(pid, name, match[2], int(match[3]), evidence, path, recorder)
+    role, rank = match[2], int(match[3])
+    return Hook(pid, process.started, name, role, rank, evidence, path, recorder)
 
 
 def _has_recorder(pid: int) -> bool:
@@ -119,7 +133,7 @@ def _ask(found: Hook) -> int:
     if not proc.catches(found.pid, signal.SIGUSR1):
         raise OSError("SIGUSR1 is not caught, it would end the process")
     offset = found.stream.stat().st_size
-    os.kill(found.pid, signal.SIGUSR1)
+    send_one(found.pid, found.started, signal.SIGUSR1)
     return offset
 
 
