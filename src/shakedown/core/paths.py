@@ -139,6 +139,11 @@ class ServerPaths(StepPaths):
         return self.root / "job"
 
     @property
+    def job_mark(self) -> Path:
+        """What that job's name and comment bear and no other job's."""
+        return self.root / "job_mark"
+
+    @property
     def stop(self) -> Path:
         """Its presence asks the daemon to end the server."""
         return self.root / "stop"

@@ -1,6 +1,7 @@
 """Which processes of a server are there: its daemon, its Slurm job, its session."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from shakedown.cluster.guard import Process, living, send
 from shakedown.cluster.nodes import node_name
 from shakedown.cluster.recorded import boot_id
-from shakedown.core.errors import ServerError
+from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.paths import ServerPaths
 from shakedown.inference import slurm
 from shakedown.inference.folder import State, read_state
@@ -16,16 +17,17 @@ from shakedown.inference.folder import State, read_state
 POLL_SECONDS = 0.25
 _GUARD_SECONDS = 25.0  # the guard of a killed daemon needs the grace time, then kills
 _KILL_SECONDS = 10.0
+_JOB_ID = re.compile(r"[1-9][0-9]{0,9}")
 
 
 def alive(folder: ServerPaths) -> bool:
     """Whether its daemon or its job is there."""
-    state, job = read_state(folder.state), job_id(folder)
+    state = read_state(folder.state)
     # The daemon's own report counts first: Slurm may list the job as completing after that.
     if state is not None and state.phase == "ended":
         return False
-    if job:
-        found = slurm.job_state(job)
+    if job_id(folder):
+        found = job_state(folder)
         # A controller that does not answer (None) is no sign that the job has ended.
         return found is None or not found.gone
     return state is not None and daemon_lives(state)
@@ -97,4 +99,36 @@ def _owner(pid: int) -> int | None:
 
 
 def job_id(folder: ServerPaths) -> str:
-    return folder.job.read_text(encoding="utf-8").strip() if folder.job.exists() else ""
+    """The server's Slurm job; empty where it is none.
+
+    Raises:
+        UsageError: what is written there is no job's id.
+    """
+    text = _word(folder.job)
+    # It becomes an argument of Slurm's programs, to which `1,2` and `--user=x` are many jobs.
+    if text and _JOB_ID.fullmatch(text) is None:
+        raise UsageError(
+            f"{folder.job} holds {text[:40]!r}: expected the number of one Slurm job",
+            hint="squeue --me",
+        )
+    return text
+
+
+def job_mark(folder: ServerPaths) -> str:
+    return _word(folder.job_mark)
+
+
+def _word(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
+
+
+def job_state(folder: ServerPaths) -> slurm.JobState | None:
+    """What the server's job does: gone, too, when the number is another job's.
+
+    None when it has none, or when Slurm could not be asked just now.
+    """
+    job = job_id(folder)
+    found = slurm.job_state(job) if job else None
+    if found is None or found.gone or found.bears(job_mark(folder)):
+        return found
+    return slurm.JobState("", "the job with its number has not its mark")

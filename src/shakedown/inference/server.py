@@ -35,6 +35,8 @@ from shakedown.inference.processes import (
     end_orphans,
     gone,
     job_id,
+    job_mark,
+    job_state,
 )
 from shakedown.inference.ready import (
     ReadyOptions,
@@ -127,7 +129,7 @@ def status(root: Path) -> Status:
         reason = state.reason if state is not None and state.reason else "its daemon is gone"
         return Status(False, False, f"not running: {reason}")
     if state is None or state.phase != "running":
-        queued = slurm.job_state(job) if job else None
+        queued = job_state(folder)
         detail = f"job {job} {queued.state} ({queued.reason})" if queued else "daemon starting"
         return Status(True, False, detail)
     if not folder.endpoint.is_file():
@@ -236,7 +238,7 @@ def _prepare(folder: ServerPaths) -> None:
     """A folder for a new life of the server; the log of the one before is kept beside it."""
     # Before the new daemon starts: it would obey an old `stop` at once, and an old state would be
     # taken for its own.
-    for path in (folder.stop, folder.state, folder.job):
+    for path in (folder.stop, folder.state, folder.job, folder.job_mark):
         path.unlink(missing_ok=True)
     if folder.log.exists():
         folder.log.replace(folder.previous_log)
@@ -279,7 +281,7 @@ def _daemon_says(order: ServerOrder, folder: ServerPaths, say: Say) -> State:
         if state is not None and state.phase == "ended":
             raise failure(f"{order.name}: {state.reason}", folder.log)
         job = job_id(folder)
-        found = slurm.job_state(job) if job and state is None else None
+        found = job_state(folder) if state is None else None
         if found is not None and found.gone:
             raise failure(
                 f"Slurm job {job} ended before the server started: {found.reason or 'unknown job'}",
@@ -356,14 +358,14 @@ def _stop(folder: ServerPaths, say: Say) -> str:
         end_orphans(state)
         return "was not running"
     write_text(folder.stop, "stop\n")
-    waiting = slurm.job_state(job) if job else None
+    waiting = job_state(folder)
     # A job in the queue has no daemon yet that could see the stop file.
     if waiting is not None and waiting.waiting:
-        slurm.cancel(job)
+        slurm.cancel(job, job_mark(folder))
     if not gone(folder, _STOP_SECONDS):
         say("serve: the daemon does not answer, ending it")
         if job:
-            slurm.cancel(job)
+            slurm.cancel(job, job_mark(folder))
         elif state is not None and state.node == node_name():
             state.daemon.send(signal.SIGKILL)  # its guard ends the server
         gone(folder, _STOP_SECONDS)

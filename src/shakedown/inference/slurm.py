@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import shlex
 import subprocess
 import sys
@@ -9,10 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shakedown.core.errors import LaunchError
+from shakedown.core.files import write_text
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.folder import SlurmOptions
 
 _SECONDS = 60.0  # a busy controller answers late, a dead one never
+_MARK = re.compile(r"[0-9a-f]{16}")
+# State, reason, owner's number, comment, name: the last one alone may hold the separator.
+_FORMAT = "%T|%r|%U|%k|%j"
 _WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 
 
@@ -22,6 +27,9 @@ class JobState:
 
     state: str
     reason: str = ""
+    owner: str = ""
+    comment: str = ""
+    name: str = ""
 
     @property
     def waiting(self) -> bool:
@@ -31,6 +39,14 @@ class JobState:
     @property
     def gone(self) -> bool:
         return self.state == ""
+
+    def bears(self, mark: str) -> bool:
+        """Whether it is this user's job with this mark; what is no mark is borne by none.
+
+        Either is enough: --sbatch-args may give the job another name or comment.
+        """
+        own = self.owner == str(os.getuid()) and _MARK.fullmatch(mark) is not None
+        return own and (self.comment == _comment(mark) or self.name.endswith(f"-{mark}"))
 
 
 def submit(folder: ServerPaths, name: str, options: SlurmOptions) -> str:
@@ -42,8 +58,11 @@ def submit(folder: ServerPaths, name: str, options: SlurmOptions) -> str:
     script = shlex.join(
         [sys.executable, "-P", "-m", "shakedown.inference.daemon", str(folder.root)]
     )
+    mark = secrets.token_hex(8)
+    write_text(folder.job_mark, f"{mark}\n")
     # exec: the daemon takes the place of the shell, which would not pass a SIGTERM on to it.
-    done = _run(sbatch_command(folder, name, options), stdin=f"#!/bin/bash\nexec {script}\n")
+    command = sbatch_command(folder, name, options, mark)
+    done = _run(command, stdin=f"#!/bin/bash\nexec {script}\n")
     # `--parsable` prints `12`, or `12;cluster` where there are several clusters.
     match = re.match(r"(\d+)", done.stdout.strip())
     if done.returncode or match is None:
@@ -54,9 +73,10 @@ def submit(folder: ServerPaths, name: str, options: SlurmOptions) -> str:
     return match[1]
 
 
-def sbatch_command(folder: ServerPaths, name: str, options: SlurmOptions) -> list[str]:
-    """The sbatch command; the script comes on standard input."""
-    command = ["sbatch", "--parsable", f"--job-name=serve-{name}", "--nodes=1", "--ntasks=1"]
+def sbatch_command(folder: ServerPaths, name: str, options: SlurmOptions, mark: str) -> list[str]:
+    """The sbatch command; the script comes on standard input. `mark` tells the job from others."""
+    command = ["sbatch", "--parsable", "--nodes=1", "--ntasks=1"]
+    command += [f"--job-name=serve-{name}-{mark}", f"--comment={_comment(mark)}"]
     # Not requeued: Slurm would start the server again at an address that endpoint.json does not
     # name.
     command += [f"--cpus-per-task={options.cpus}", "--no-requeue", "--open-mode=append"]
@@ -72,6 +92,10 @@ def sbatch_command(folder: ServerPaths, name: str, options: SlurmOptions) -> lis
     return [*command, *options.extra]
 
 
+def _comment(mark: str) -> str:
+    return f"shakedown-{mark}"
+
+
 def _gres(options: SlurmOptions) -> str:
     if not options.gpus:
         return ""
@@ -82,20 +106,26 @@ def job_state(job: str) -> JobState | None:
     """The job's state, or None when Slurm could not be asked just now."""
     # Without --states=all squeue hides jobs that have ended. It knows them for MinJobAge (300 s by
     # default); after that the id is invalid.
-    done = _run(["squeue", "--noheader", f"--jobs={job}", "--states=all", "--format=%T|%r"])
+    done = _run(["squeue", "--noheader", f"--jobs={job}", "--states=all", f"--format={_FORMAT}"])
     if done.returncode:
         return JobState("") if "Invalid job id" in done.stderr else None
-    state, _, reason = done.stdout.strip().partition("|")
+    state, reason, owner, comment, name = [*done.stdout.strip().split("|", 4), "", "", "", ""][:5]
     ended = state in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
-    return JobState("", state) if ended else JobState(state, reason)
+    return JobState("", state) if ended else JobState(state, reason, owner, comment, name)
 
 
-def cancel(job: str) -> None:
-    """Cancel this job and no other.
+def cancel(job: str, mark: str) -> None:
+    """Cancel this job and no other: Slurm is asked before whether it bears the mark.
 
     Raises:
-        LaunchError: Slurm could not be asked.
+        LaunchError: Slurm could not be asked, or the number is another job's.
     """
+    found = job_state(job)
+    if found is not None and found.gone:
+        return
+    if found is None or not found.bears(mark):
+        why = "squeue does not answer" if found is None else "it has not this server's mark"
+        raise LaunchError(f"job {job} was not cancelled: {why}", hint=f"squeue -j {job}")
     done = _run(["scancel", job])
     if done.returncode and "Invalid job id" not in done.stderr:
         raise LaunchError(f"scancel {job}: {done.stderr.strip()[:300]}", hint=f"squeue -j {job}")

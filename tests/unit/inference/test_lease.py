@@ -94,12 +94,14 @@ def test_sbatch_command_asks_for_what_was_given(tmp_path: Path) -> None:
         extra=("--mem=64G",),
     )
 
-    command = slurm.sbatch_command(ServerPaths(tmp_path), "policy", options)
+    command = slurm.sbatch_command(ServerPaths(tmp_path), "policy", options, "0123456789abcdef")
 
     assert {"--partition=gpu", "--account=team", "--gres=gpu:h200:2"} <= set(command)
     assert {"--cpus-per-task=8", "--time=4:00:00", "--mem=64G", "--nodes=1"} <= set(command)
     assert "--exclude=n7,n9" in command
-    plain = slurm.sbatch_command(ServerPaths(tmp_path), "policy", SlurmOptions())
+    assert "--job-name=serve-policy-0123456789abcdef" in command
+    assert "--comment=shakedown-0123456789abcdef" in command
+    plain = slurm.sbatch_command(ServerPaths(tmp_path), "policy", SlurmOptions(), "")
     assert not [word for word in plain if word.startswith(("--partition", "--gres", "--time"))]
 
 
