@@ -83,7 +83,8 @@ def _sizes() -> dict[str, bytes]:
 
 def colliding_tuples(count: int) -> list[tuple[int, int]]:
     """Pairs of numbers that all have one hash."""
-    inverse, found = pow(_PRIME_2, -1, _BITS), []
+    inverse = pow(_PRIME_2, -1, _BITS)
+    found: list[tuple[int, int]] = []
     first = 0
     while len(found) < count:
         first += 1

@@ -303,7 +303,7 @@ def test_hard_link_to_a_private_file_in_a_folder_of_all_is_not_read(
 def test_members_of_an_archive_are_not_unpacked(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(bombs()[name]())
     (skipped,) = read_paths([tmp_path]).skipped
-    assert "archive: unpack it first" in skipped.reason or skipped.reason == "unknown format"
+    assert "unpack it first" in skipped.reason or skipped.reason == "unknown format"
     assert sorted(tmp_path.iterdir()) == [tmp_path / name]
 
 
@@ -312,3 +312,16 @@ def test_reason_that_names_a_hostile_path_is_fit_for_a_terminal(tmp_path: Path) 
     (skipped,) = read_paths([tmp_path]).skipped
     assert "not followed" in skipped.reason
     assert "\x1b" not in skipped.reason
+
+
+def test_of_thousands_of_named_ranks_the_first_get_a_finding_and_all_are_culprits(
+    tmp_path: Path,
+) -> None:
+    text = "#0-0 (aa) INCOMPLETE\nThe missing ranks: 1-5000\n"
+    (tmp_path / "trainer-rank0.log").write_text(text, encoding="utf-8")
+
+    verdict = diagnose_paths([tmp_path])
+
+    assert len(verdict.extra["diagnosis"]["culprits"]["ranks"]) == 5000
+    assert sum(f.check == "missing_rank" for f in verdict.findings) == 1000
+    assert "4000 more ranks" in verdict.findings[1000].measured

@@ -261,7 +261,7 @@ def test_damaged_metrics_rows_cost_a_stage_neither_its_outcome_nor_its_next_star
 def test_a_state_of_an_impossible_process_is_refused_and_nobody_is_signalled(
     action: str, key: str, pid: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = State("running", node_name(), os.getpid(), 1.0, os.getpid())
+    own = State("running", node_name(), os.getpid(), pid=os.getpid())
     write_json(tmp_path / "state.json", {**asdict(own), key: pid})
 
     assert main(["serve", action, str(tmp_path)]) == 2

@@ -20,6 +20,7 @@ from shakedown.diagnosis.read import Evidence, read_paths
 from shakedown.diagnosis.read.budget import Budget
 from shakedown.diagnosis.read.evidence import exit_of
 from shakedown.diagnosis.read.newest import newest_of, with_newest_told
+from shakedown.diagnosis.read.registry import MAX_LISTED
 from shakedown.diagnosis.records import SourceRef
 
 STAGE = "hang"
@@ -171,13 +172,17 @@ def _findings(diagnosis: Diagnosis, facts: Facts) -> list[Finding]:
     evidence = [_cited(place) for place in chosen.evidence]
     if chosen.cause == "healthy":
         return [Finding("progress", "pass", "cluster", measured=chosen.state, evidence=evidence)]
-    rows: list[tuple[Scope, str]] = [("rank", str(rank)) for rank in sorted(chosen.ranks)]
+    ranks = sorted(chosen.ranks)
+    rows: list[tuple[Scope, str]] = [("rank", str(rank)) for rank in ranks[:MAX_LISTED]]
     rows += [("node", node) for node in sorted(chosen.nodes)]
     rows += [("role", role) for role in sorted(chosen.roles)]
     failed = "warn" if chosen.state == "slow" else "fail"
     if _status(chosen) == "BLOCKED":
         failed = "error"
-    return [
+    # A line of a log may name any number of ranks, and each finding repeats that line.
+    more = len(ranks) - MAX_LISTED
+    rest = [_note(f"{more} more ranks stand in diagnosis.culprits")] if more > 0 else []
+    found = [
         Finding(
             check=chosen.cause,
             status=failed,  # type: ignore[arg-type]
@@ -190,6 +195,7 @@ def _findings(diagnosis: Diagnosis, facts: Facts) -> list[Finding]:
         )
         for scope, subject in rows or [("cluster", "")]
     ]
+    return found + rest
 
 
 def _cited(place: SourceRef) -> str:

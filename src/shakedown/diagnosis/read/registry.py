@@ -83,7 +83,7 @@ TEXT_FORMATS: dict[str, Parser] = {
 # Those that are read process by process where each line says whose it is.
 _OF_PROCESSES = ("py-spy text", "pystack text", "faulthandler")
 
-MAX_LISTED = 1000  # inputs by name that a used up budget left out
+MAX_LISTED = 1000  # findings of one kind; a note counts the rest
 
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")  # how PowerShell redirects
 _COLOUR = re.compile(rb"\x1b\[[0-9;]{0,20}[mKGHJ]")
