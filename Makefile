@@ -7,12 +7,12 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadsco
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system demo test test-all check lint format bench snakemake-tests scoreboard slurm-demo clean
+.PHONY: help install system demo test test-all check lint format bench snakemake-tests scoreboard slurm-demo lock licences clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
 
-install: ## .venv with the pinned packages (EXTRA=cpu|cuda|sglang)
+install: ## .venv with the packages of locks/*.txt (EXTRA=cpu|cuda|sglang)
 	@scripts/install_python.sh $(EXTRA)
 
 system: ## Slurm, munge, MariaDB and Chromium, where it may install them
@@ -58,6 +58,12 @@ slurm-demo: install system ## the demo on a private Slurm cluster that starts an
 	@folder=$$(mktemp -d -t shakedown-slurm.XXXX) && $(BIN)/python scripts/slurm_cluster.py \
 		run $$folder -- $(BIN)/snakemake --profile profiles/slurm && rm -rf $$folder
 	@echo "report: $(CURDIR)/results/demo/report/index.html"
+
+lock: install ## locks/*.txt anew, after a change of constraints.txt (needs uv)
+	@$(BIN)/python scripts/lock.py
+
+licences: install ## what .venv holds, and under which licence
+	@$(BIN)/python scripts/licences.py
 
 clean: ## results and caches, never .venv
 	@rm -rf results .snakemake report.zip .mypy_cache .ruff_cache .pytest_cache
