@@ -18,13 +18,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
 from shakedown.core.errors import StorageError
 from shakedown.core.folders import storage_errors, sync_file
 from shakedown.models.load_progress import loaded
 from shakedown.training.engines.base import UNREADABLE_HINT
+from shakedown.training.engines.dcp_pickle import read_records
 
 _FULL_HINT = "free space on that file system; the checkpoint before it is kept"
 
@@ -66,11 +67,35 @@ class DcpStore:
 
 
 class LoadPlanner(DefaultLoadPlanner):  # type: ignore[misc]
-    """torch's own, that beats for every tensor it has read."""
+    """torch's own, that beats for every tensor it has read and runs no code out of a file."""
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
         super().commit_tensor(read_item, tensor)
         loaded()
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # torch unpickles what is no tensor: it gets a pickle of our own, of plain values.
+        plain = io.BytesIO()
+        try:
+            torch.save(torch.load(value, weights_only=True), plain)
+        except pickle.UnpicklingError as error:
+            raise StorageError(f"{read_item.dest_index.fqn} is more than a plain value") from error
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+class _Reader(dcp.FileSystemReader):  # type: ignore[misc]
+    """torch's own, for a folder that somebody else may have written."""
+
+    def read_metadata(self) -> Metadata:
+        found = read_records(Path(self.path, ".metadata"))
+        if not isinstance(found, Metadata):
+            raise StorageError(f"{self.path}/.metadata is no metadata but {type(found).__name__}")
+        for each in found.storage_data.values():
+            if Path(each.relative_path).name != each.relative_path:
+                raise StorageError(f"{each.relative_path!r} is not in {self.path}")
+        found.storage_meta = StorageMeta(load_id=self.load_id)
+        return found
 
 
 def read_state(state: dict[str, Any], folder: Path) -> None:
@@ -80,7 +105,7 @@ def read_state(state: dict[str, Any], folder: Path) -> None:
         StorageError: it cannot be read or is not complete.
     """
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(folder), planner=LoadPlanner())
+        dcp.load(state, storage_reader=_Reader(folder), planner=LoadPlanner())
     except (dcp.api.CheckpointException, OSError) as error:
         raise StorageError(
             f"cannot read checkpoint {folder}: {first_reason(error)}",
@@ -116,8 +141,7 @@ class DcpSnapshot:
             raise ValueError("only rank 0 can complete a checkpoint: it has the plan of all")
         names = [folder / _results_name(rank) for rank in range(self.world_size)]
         with storage_errors("write checkpoint", folder):
-            # This attempt's ranks wrote them, a moment ago; torch keeps them as a pickle too.
-            results = [pickle.loads(name.read_bytes()) for name in names]  # noqa: S301
+            results = [read_records(name) for name in names]
             # A copy, as `finish` writes into it where each tensor lies, and the plan is used again.
             _writer(folder).finish(replace(self.metadata), results)
             for name in names:
