@@ -1,4 +1,4 @@
-"""Checkpoints that a stranger wrote or named: no code of theirs runs."""
+"""Checkpoints that a stranger wrote or named: no code of theirs runs, no other folder is read."""
 
 import os
 import pickle
@@ -15,6 +15,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from shakedown.config import OptimizerConfig
 from shakedown.core.errors import StorageError
+from shakedown.training.checkpoint.checkpoints import Checkpoints, find
+from shakedown.training.coordination import Ranks
 from shakedown.training.demo import write_model
 from shakedown.training.engines.dcp_pickle import read_records
 from shakedown.training.engines.dcp_store import read_state
@@ -170,3 +172,86 @@ def test_what_a_rank_says_of_its_files_runs_no_code(tmp_path: Path, alone: None)
         snapshot.complete(tmp_path / "staged")
 
     assert not (tmp_path / "mark").exists()
+
+
+# --- the name of the checkpoint to go on from
+
+
+class Follower(Ranks):
+    """A rank that is told `chosen` by rank 0."""
+
+    def __init__(self, chosen: str) -> None:
+        self.rank, self.world_size, self._chosen = 1, 2, chosen
+
+    def broadcast_from_rank0(self, *_args: Any, **_options: Any) -> str:
+        return self._chosen
+
+
+class Engine:
+    """Tells what it was given to load."""
+
+    def __init__(self) -> None:
+        self.loaded: list[tuple[Path, int]] = []
+
+    def load(self, folder: Path, *, updates: int) -> None:
+        self.loaded.append((folder, updates))
+
+
+def resume(root: Path, chosen: str, engine: Engine) -> int:
+    stage: Any = engine
+    return Checkpoints(root, engine=stage, ranks=Follower(chosen), fingerprint={}, keep=2).resume()
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Path:
+    """A stage's checkpoints, and beside them a whole one that is not the stage's."""
+    root = tmp_path / "stage" / "checkpoints"
+    for folder in (root / "step_000004", tmp_path / "evil" / "step_000009"):
+        (folder / "engine").mkdir(parents=True)
+        body = '{"step": %d, "updates": 1, "world_size": 3, "fingerprint": {}, "files": {}}'
+        (folder / "meta.json").write_text(body % int(folder.name[-1]))
+    return root
+
+
+def test_a_rank_goes_on_from_a_checkpoint_of_its_stage(stage: Path) -> None:
+    engine = Engine()
+
+    assert resume(stage, "step_000004", engine) == 4
+    assert engine.loaded == [(stage / "step_000004" / "engine", 1)]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        "../../evil/step_000009",
+        "{evil}",
+        "step_000004/../../../evil/step_000009",
+        "..",
+        ".",
+        "step_000009",
+        "step_000004\n",
+        "step_٤",
+        "latest",
+        "linked-step_000009",
+        "step_000008",
+    ],
+)
+def test_a_rank_goes_on_from_nothing_else(stage: Path, chosen: str) -> None:
+    evil = stage.parents[1] / "evil" / "step_000009"
+    (stage / "linked-step_000009").symlink_to(evil)
+    (stage / "step_000008").symlink_to(evil)
+    engine = Engine()
+
+    with pytest.raises(StorageError, match=r"^(cannot resume from|checkpoint .* rank 1 sees it)"):
+        resume(stage, chosen.format(evil=evil), engine)
+
+    assert not engine.loaded
+
+
+def test_a_link_in_place_of_a_checkpoint_is_not_chosen_and_told(stage: Path) -> None:
+    (stage / "step_000009").symlink_to(stage.parents[1] / "evil" / "step_000009")
+
+    found = find(stage, {})
+
+    assert found.folder == stage / "step_000004"
+    assert "step_000009 ignored: a link" in found.messages[0]

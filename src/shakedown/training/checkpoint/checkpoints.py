@@ -106,6 +106,8 @@ def find(
 
 def read_meta(folder: Path) -> Meta | str:
     """A checkpoint's own account of itself, or what is wrong with the folder."""
+    if folder.is_symlink():
+        return "a link, and a checkpoint has to lie in the stage's own folder"
     if not (folder / _META).exists():
         return f"cut off, no {_META}"
     try:
@@ -171,6 +173,10 @@ class Checkpoints:
         chosen = self._ranks.broadcast_from_rank0("resume", self._choose, waiting=self._beat)
         if not chosen:
             return 0
+        if not _NAME.fullmatch(chosen):
+            raise StorageError(
+                f"cannot resume from {chosen!r}: expected a name such as step_000050"
+            )
         folder = self._root / chosen
         meta = read_meta(folder)
         if isinstance(meta, str):
