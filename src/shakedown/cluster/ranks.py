@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shakedown.cluster.gpus import visible_gpus
+from shakedown.cluster.nodes import node_address
 from shakedown.cluster.supervise import Component
 from shakedown.core.errors import UsageError
 
@@ -22,7 +23,6 @@ def rank_components(
     log_dir: Path,
     env: Mapping[str, str],
     role: str = "trainer",
-    master_addr: str = "127.0.0.1",
     master_port: int,
     srun_args: Sequence[str] = (),
     elsewhere: bool = False,
@@ -31,12 +31,11 @@ def rank_components(
 
     On one node: a component a rank, `{role}-rank{N}`. On several nodes of a Slurm job, or with
     `srun_args` or `elsewhere` on one: `{role}-srun`, whose tasks write the same
-    `{role}-rank{N}.log` files.
+    `{role}-rank{N}.log` files. MASTER_ADDR, where rank 0 listens, is loopback on one node and on
+    several an address of `nodes[0]` that all of them reach.
 
     Args:
         world_size: ranks in all; ranks fill the nodes in order, equally many a node.
-        master_addr: where rank 0 listens: an address of `nodes[0]` that all nodes reach
-            (`nodes.node_address`).
         env: laid over this process's; SHAKEDOWN_GPUS in it says which GPUs of a node are theirs.
         srun_args: more options of srun, such as those of its container plugin.
         elsewhere: the one node of `nodes` is not this one.
@@ -50,10 +49,11 @@ def rank_components(
             hint="make the allocation's world size a multiple of cluster.nodes",
         )
     shared = {
-        "MASTER_ADDR": master_addr,
+        "MASTER_ADDR": node_address(nodes[0]) if len(nodes) > 1 else "127.0.0.1",
         "MASTER_PORT": str(master_port),
         # As torchrun does. Two threads a rank on two busy cores were ten times slower (torch 2.13).
         "OMP_NUM_THREADS": "1",
+        **loopback_of(nodes),
         **env,
     }
     if len(nodes) > 1 or elsewhere or (srun_args and "SLURM_JOB_ID" in os.environ):
@@ -68,7 +68,7 @@ def rank_components(
                 srun_args=srun_args,
             )
         ]
-    shared = {**_loopback(), **shared, **visible_gpus(shared, os.environ)}
+    shared |= visible_gpus(shared, os.environ)
     return _local(argv=argv, world_size=world_size, log_dir=log_dir, env=shared, role=role)
 
 
@@ -97,11 +97,14 @@ def _local_rank(rank: int, world_size: int) -> dict[str, str]:
     }
 
 
-def _loopback() -> dict[str, str]:
-    """On one node gloo need not depend on what the host's name resolves to."""
-    if "GLOO_SOCKET_IFNAME" in os.environ or not Path("/sys/class/net/lo").exists():
+def loopback_of(nodes: Sequence[str]) -> dict[str, str]:
+    """Where the ranks are on one node, gloo's connections are on its loopback.
+
+    No other machine reaches them, and what the host's name resolves to does not matter.
+    """
+    if len(nodes) > 1 or "GLOO_SOCKET_IFNAME" in os.environ:
         return {}
-    return {"GLOO_SOCKET_IFNAME": "lo"}
+    return {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
 
 
 def _srun(

@@ -94,7 +94,7 @@ class Launcher:
             log = folder / f"{self._round}-{nodes[0]}.log"
             return [Component(nodes[0], "preflight", tuple(argv), log, env)]
         if not self.slurm:
-            # the loopback setting and rank numbers of local ranks; nobody asks for the port
+            # the rank numbers of local ranks; nobody asks for the port
             local = rank_components(
                 argv=argv,
                 world_size=tasks,

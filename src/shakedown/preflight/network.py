@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from shakedown.cluster.nodes import node_name
+from shakedown.cluster.store import open_store
+from shakedown.core.errors import LaunchError
 from shakedown.preflight import wire
 from shakedown.preflight.model import Member, NetworkRequest, has_fault
 
@@ -26,15 +28,14 @@ _CLOCK_EXCHANGES = 5
 def open_group(
     leader: Member, port: int, rank: int, size: int, seconds: float
 ) -> tuple[dist.TCPStore, dist.ProcessGroupGloo]:
-    """A gloo group whose store listens on `leader`.
+    """A gloo group whose store listens on `leader`'s address alone.
 
     Raises:
+        LaunchError: the leader cannot listen there.
         RuntimeError: not all members arrived within `seconds`, or gloo could not connect.
     """
     limit = timedelta(seconds=seconds)
-    store = dist.TCPStore(
-        leader.address, port, size, is_master=rank == 0, timeout=limit, wait_for_workers=True
-    )
+    store = open_store(leader.address, port, rank=rank, size=size, timeout=limit)
     return store, dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, limit)
 
 
@@ -56,7 +57,7 @@ def all_reduce(request: NetworkRequest, me: int) -> None:
         if offsets:
             message["clock"] = offsets
         del group, store
-    except RuntimeError as error:
+    except (RuntimeError, LaunchError) as error:
         message["error"] = _short(error)
     wire.emit({**_whose(request, me), **message, "seconds": round(time.monotonic() - begin, 3)})
 
@@ -106,7 +107,7 @@ def exchange(request: NetworkRequest, me: int, number: int) -> None:
         group.barrier().wait()
         # Its sockets and threads end here, before the next round begins.
         del group, store
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, LaunchError) as error:
         message["error"] = _short(error)
     wire.emit({**_whose(request, me), **message, "seconds": round(time.monotonic() - begin, 3)})
 

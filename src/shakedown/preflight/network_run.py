@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+from shakedown.cluster.ranks import loopback_of
 from shakedown.preflight.judge_network import culprits, suspects
 from shakedown.preflight.launch import Launcher, Message
 from shakedown.preflight.model import (
@@ -123,7 +124,7 @@ def _run(launcher: Launcher, request: NetworkRequest, first_round: int = 1) -> N
         ["--request", request.to_text()],
         [nodes],
         tasks=len(members) // len(nodes),
-        env={"OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1", **loopback_of(nodes)},
         seconds=_IMPORT_SECONDS + busy,
         enough=lambda messages: sum(m.get("kind") == "end" for m in messages) >= len(members),
     )

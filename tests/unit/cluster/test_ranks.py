@@ -57,10 +57,10 @@ def test_several_nodes_give_one_srun(tmp_path: Path) -> None:
         nodes=["n1", "n2"],
         log_dir=tmp_path,
         env={},
-        master_addr="n1",
         master_port=7,
     )
 
+    assert (part.env["MASTER_ADDR"], "GLOO_SOCKET_IFNAME" in part.env) == ("n1", False)
     assert part.name == "trainer-srun"
     assert part.rank is None
     command = list(part.argv)
@@ -89,6 +89,7 @@ def test_options_of_srun_send_one_node_through_it_too_in_a_job(
 
     assert part.name == "trainer-srun"
     assert part.argv.index(image) < part.argv.index("prog")
+    assert (part.env["MASTER_ADDR"], part.env["GLOO_SOCKET_IFNAME"]) == ("127.0.0.1", "lo")
 
 
 @pytest.mark.parametrize(

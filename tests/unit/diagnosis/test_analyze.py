@@ -186,8 +186,16 @@ def test_processes_without_ranks_are_numbered_by_process_id_and_that_is_a_confli
     assert "41 = rank 1" in diagnosis.conflicts[0]
 
 
-def test_init_with_a_rank_of_which_nothing_is_known(tmp_path: Path) -> None:
-    init = (f"_new_process_group_helper ({C10D})", f"init_process_group ({C10D})", *LOOP[1:])
+@pytest.mark.parametrize(
+    "join",
+    [
+        (f"_new_process_group_helper ({C10D})", f"init_process_group ({C10D})"),
+        ("open_store (/src/shakedown/cluster/store.py:37)", "_join (/src/shakedown/x.py:9)"),
+    ],
+    ids=["torch's", "our own trainer's"],
+)
+def test_init_with_a_rank_of_which_nothing_is_known(tmp_path: Path, join: tuple[str, ...]) -> None:
+    init = (*join, *LOOP[1:])
     log = "DistStoreError: Timed out after 61 seconds waiting for clients. 2/3 clients joined.\n"
     write(tmp_path, dump__txt=stack(0, *init) + stack(2, *init), trainer__log=log)
     chosen = diagnose(tmp_path).chosen

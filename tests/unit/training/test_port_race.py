@@ -1,13 +1,15 @@
 """A port that another process took between its choice and the ranks' start."""
 
 import socket
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
+from shakedown.cluster.store import open_store
+from shakedown.core.errors import LaunchError
 from shakedown.core.outcome import Outcome, State
 from shakedown.core.paths import StagePaths
 from shakedown.training.stage import run
@@ -20,12 +22,12 @@ def outcome(state: State = "failed", attempt: int = 1) -> Outcome:
 
 @pytest.fixture(scope="module")
 def refusal() -> str:
-    """What torch says on rank 0 when its port is taken."""
+    """What rank 0 says when its port is taken."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(dist.DistNetworkError) as raised:
-            dist.TCPStore("127.0.0.1", port, 1, is_master=True)
-    return f"torch.distributed.DistNetworkError: {raised.value}\n"
+        with pytest.raises(LaunchError) as raised:
+            open_store("127.0.0.1", port, rank=0, size=1, timeout=timedelta(seconds=9))
+    return f"shakedown: {raised.value}\n"
 
 
 def test_attempt_that_failed_on_a_taken_port_is_known_by_rank_0s_log(

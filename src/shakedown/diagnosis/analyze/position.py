@@ -71,6 +71,7 @@ _CLEANUP = frozenset(
 # outer one; among rows of one frame the first wins.
 _ROWS: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = (
     ("init", re.compile(r"torch/distributed/rendezvous\.py$"), re.compile("")),
+    ("init", re.compile(r"shakedown/cluster/store\.py$"), re.compile("")),
     ("dataloader", re.compile(r"torch/utils/data/(?:dataloader|_utils/\w+)\.py$"), re.compile("")),
     ("compile", re.compile(r"(?:^|/)(?:torch/_(?:dynamo|inductor)|triton)/"), re.compile("")),
     (

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shakedown.cluster.nodes import free_port, node_address, node_name
+from shakedown.cluster.nodes import free_port, node_name
 from shakedown.cluster.ranks import rank_components
 from shakedown.cluster.supervise import Component
 from shakedown.config import ServeConfig
@@ -55,19 +55,16 @@ def trainer_components(
 
     `gpus`: the variables of `cluster.gpus.wanted_gpus`.
     """
-    # The trainer is on other nodes where the server fills this one (docs/allocation.md).
-    elsewhere = nodes[0] != node_name()
-    remote = len(nodes) > 1 or elsewhere
     return rank_components(
         argv=[sys.executable, "-m", "shakedown.training.stage.worker", "--job", str(job_file)],
         world_size=job.world_size,
         nodes=nodes,
         log_dir=job.attempt.logs,
         env={**trainer_environment(job.config.debug), **(gpus or {})},
-        master_addr=node_address(nodes[0]) if remote else "127.0.0.1",
         master_port=free_port(),
         srun_args=srun_args,
-        elsewhere=elsewhere,
+        # The trainer is on other nodes where the server fills this one (docs/allocation.md).
+        elsewhere=nodes[0] != node_name(),
     )
 
 

@@ -2,13 +2,9 @@
 
 from pathlib import Path
 
+from shakedown.cluster.store import PORT_TAKEN
 from shakedown.core.outcome import Outcome
 
-# Of torch's TCPStore on rank 0: the only server that a rank opens on a port chosen beforehand. In
-# one line: "The server socket has failed to listen on any local network address. port: 29500,
-# useIpv6: false, code: -98, name: EADDRINUSE, message: address already in use" (torch 2.13).
-_REFUSED = b"server socket has failed to listen"
-_TAKEN = b"EADDRINUSE"
 _LOG_BYTES = 2**20  # the rendezvous stands at the beginning of a log
 
 
@@ -22,8 +18,6 @@ def port_was_taken(outcome: Outcome, log: Path) -> bool:
         return False
     try:
         with log.open("rb") as stream:
-            lines = stream.read(_LOG_BYTES).splitlines()
+            return PORT_TAKEN.encode() in stream.read(_LOG_BYTES)
     except OSError:
         return False
-    # Both in one line: a user's own code may meet a taken port as well.
-    return any(_REFUSED in line and _TAKEN in line for line in lines)

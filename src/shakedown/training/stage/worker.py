@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from shakedown.cluster.store import open_store
 from shakedown.core.errors import INTERRUPTED, ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.models.load_progress import beating
 from shakedown.monitor.heartbeat import Heartbeat
@@ -65,7 +66,7 @@ def run(job: StageJob) -> int:
     Raises:
         ShakedownError: bad environment, model or data; a full disk; a loss that is NaN or infinite.
     """
-    rank, _ = _environment(job)
+    rank = _rank(job)
     # First: SIGUSR1 asks a hanging rank for its stacks, and kills a rank that has no handler yet.
     install(rank, job.attempt.evidence)
     heartbeat = Heartbeat(job.attempt.heartbeats, rank)
@@ -80,7 +81,7 @@ def run(job: StageJob) -> int:
     build = engine_class(job.config.allocation).build
     sizes = engine_sizes(job.config.allocation)
     faults.at("join")
-    _join(device, job)
+    store = _join(device, job, rank)
     heartbeat.beat(phase="init")
     faults.at("load")
     with beating(lambda: heartbeat.beat(phase="init")):
@@ -92,7 +93,6 @@ def run(job: StageJob) -> int:
             sizes=sizes,
             options=EngineOptions(job.config.activation_checkpointing, job.config.compile),
         )
-    store = dist.distributed_c10d._get_default_store()  # torch has no public way to it
     context = Context(job, engine, Ranks(store, device=device), heartbeat, faults, stop)
     heartbeat.beat(phase="init")
     try:
@@ -114,17 +114,17 @@ def _outlast(stop: StopFlag) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _environment(job: StageJob) -> tuple[int, int]:
+def _rank(job: StageJob) -> int:
     missing = [name for name in _ENVIRONMENT if name not in os.environ]
     if missing:
         raise UsageError(
             f"{', '.join(missing)} not set: a rank is started by a launcher",
             hint="shakedown train STAGE --config FILE",
         )
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    world = int(os.environ["WORLD_SIZE"])
     if world != job.world_size:
         raise ConfigError(f"WORLD_SIZE is {world}, but the job has {job.world_size} ranks")
-    return rank, world
+    return int(os.environ["RANK"])
 
 
 def _stop_on_signals(stop: StopFlag) -> None:
@@ -145,12 +145,16 @@ def _device() -> torch.device:
     return device
 
 
-def _join(device: torch.device, job: StageJob) -> None:
+def _join(device: torch.device, job: StageJob, rank: int) -> dist.Store:
     """Meet the other ranks: gloo on CPUs; on GPUs NCCL, and gloo for checkpoints."""
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     # With a long stall_timeout, too, the watcher has to give up before the collective does.
     patience = timedelta(seconds=4 * job.config.stall_timeout)
-    dist.init_process_group(backend, timeout=max(COLLECTIVE_TIMEOUT, patience))
+    timeout = max(COLLECTIVE_TIMEOUT, patience)
+    address, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), job.world_size
+    store = open_store(address, port, rank=rank, size=size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    return store
 
 
 def exit_without_teardown(code: int) -> NoReturn:
