@@ -118,7 +118,7 @@ def held_to_reference(folder: Path, allocation: str) -> dict[str, Any]:
     engine = build(folder, allocation)
     job = StageJob("grpo", stage, str(folder), "float32", "", "", "", 0, 1, "", "")
     reference = ReferenceModel(job, CPU)
-    ranks = Ranks(dist.HashStore(), device=CPU)  # nothing is decided by rank 0 here
+    ranks = Ranks(dist.HashStore(), device=CPU, key=b"")  # rank 0 decides nothing here
     update = PolicyUpdate(engine, ranks, settings, micro_batch_size=2, reference=reference)
 
     def silent(_index: int, _run: object) -> None:

@@ -25,6 +25,7 @@ from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.rollout.store import RolloutStore
 from shakedown.training.stage.job import StageJob
+from shakedown.training.stage.key import write_key
 from tests.demo_assets import write_assets
 from tests.event_files import points
 from tests.forked import ForkedWorker
@@ -91,6 +92,7 @@ class Stage:
             attempt_root=str(attempt.root),
         )
         job.write(attempt.root / "job.json")
+        write_key(attempt.key)
         port = _free_port()
         self._running = [self._rank(job, rank, port, wrapper) for rank in range(world_size)]
         return job

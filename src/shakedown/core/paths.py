@@ -251,6 +251,11 @@ class AttemptPaths:
         return self.root / "job.json"
 
     @property
+    def key(self) -> Path:
+        """Signs what rank 0 tells the others; see `training.stage.key`."""
+        return self.root / "key"
+
+    @property
     def stop(self) -> Path:
         """Empty until somebody asks the ranks to save and stop."""
         return self.root / "stop"

@@ -3,8 +3,13 @@
 A decision that can take long (a rollout batch, an evaluation) must not be waited for inside a
 collective: it could not beat, and a hang diagnosis could not tell waiting from hanging. So rank 0
 writes its decision into the process group's store and the others poll it.
+
+torch's store asks nobody who they are: any process that reaches its port can write into it. So what
+the ranks tell each other there is signed.
 """
 
+import hashlib
+import hmac
 import time
 from collections.abc import Callable, Mapping
 
@@ -19,6 +24,7 @@ _FAILED = "failed:"
 _FAILURES = "_failures"  # a name in the ranks' sum: how many of them failed
 # Rank 0 holds the store: were it gone before the others looked, they would see a broken connection.
 _HEARD_SECONDS = 5.0
+_SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
 class PeerFailedError(BlockedError):
@@ -26,14 +32,21 @@ class PeerFailedError(BlockedError):
 
 
 class Ranks:
-    """This rank among all. `store` is shared by the ranks of one process group."""
+    """This rank among all.
 
-    def __init__(self, store: dist.Store, *, device: torch.device) -> None:
+    Args:
+        store: shared by the ranks of one process group.
+        key: known to these ranks alone, and to no other group of them; what was signed with it
+            there would be taken here (training/stage/key.py).
+    """
+
+    def __init__(self, store: dist.Store, *, device: torch.device, key: bytes) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         # torch keeps keys of its own in this store: a prefix keeps ours apart.
         self._store = dist.PrefixStore("shakedown", store)
         self._device = device
+        self._key = key
         self._decisions = 0
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -58,16 +71,17 @@ class Ranks:
 
         Raises:
             PeerFailedError: another rank failed; on that rank `failure` itself is raised.
+            BlockedError: what it said is not signed.
         """
         self._decisions += 1
         key = f"{self._decisions}-failure"
         if failure is not None:  # the text is there before anyone knows that there is one
-            self._store.set(key, f"rank {self.rank} failed: {type(failure).__name__}: {failure}")
+            self._write(key, f"rank {self.rank} failed: {type(failure).__name__}: {failure}")
         sums = self.sum({**values, _FAILURES: float(failure is not None)})
         failed = int(sums.pop(_FAILURES))
         if not failed:
             return sums
-        text = self._store.get(key).decode()
+        text = self._read(key)
         if failure is None:
             self._store.add(f"{key}-heard", 1)
         # Ranks that failed raise their own error and need no text: they are not waited for.
@@ -96,7 +110,7 @@ class Ranks:
 
         Raises:
             PeerFailedError: rank 0 failed; there the error itself is raised.
-            BlockedError: rank 0 is gone.
+            BlockedError: rank 0 is gone, or the decision is not signed.
         """
         # Numbered, as a name may come again in a later step and a key of the store stays for good.
         # Ranks that make the same calls in the same order count alike.
@@ -113,7 +127,7 @@ class Ranks:
         while not self._store.check([key]):
             waiting()
             time.sleep(_POLL_SECONDS)
-        decision: str = self._store.get(key).decode()
+        decision = self._read(key)
         if decision.startswith(_FAILED):
             self._store.add(f"{key}-heard", 1)
             raise PeerFailedError(f"rank 0 failed: {decision.removeprefix(_FAILED)}")
@@ -124,11 +138,30 @@ class Ranks:
             decision = decide()
         # Also for KeyboardInterrupt and SystemExit: the others would poll for ever.
         except BaseException as error:
-            self._store.set(key, f"{_FAILED}{type(error).__name__}: {error}")
+            self._write(key, f"{_FAILED}{type(error).__name__}: {error}")
             self._wait_until_heard(key, by=self.world_size - 1)
             raise
-        self._store.set(key, decision)
+        self._write(key, decision)
         return decision
+
+    def _write(self, name: str, text: str) -> None:
+        self._store.set(name, self._signature(name, text.encode()) + text.encode())
+
+    def _read(self, name: str) -> str:
+        found: bytes = self._store.get(name)
+        signature, text = found[:_SIGNATURE_BYTES], found[_SIGNATURE_BYTES:]
+        if not hmac.compare_digest(signature, self._signature(name, text)):
+            raise BlockedError(
+                f"{name} in the ranks' store is not signed with this attempt's key: "
+                "a process that is none of its ranks wrote it",
+                hint="see who else uses the nodes, and run the stage where nobody does "
+                "(sbatch --exclusive)",
+            )
+        return text.decode()
+
+    def _signature(self, name: str, text: bytes) -> bytes:
+        """Of a text under one name: it is worth nothing under that of another decision."""
+        return hmac.digest(self._key, name.encode() + b"\0" + text, hashlib.sha256)
 
     def _wait_until_heard(self, key: str, *, by: int) -> None:
         """Let the others read who failed; one that hangs elsewhere is not waited for."""

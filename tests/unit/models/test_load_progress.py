@@ -71,7 +71,7 @@ def test_beats_end_with_the_load(tmp_path: Path) -> None:
 
 def ranks_of_one() -> tuple[Ranks, torch.distributed.Store]:
     store = torch.distributed.distributed_c10d._get_default_store()
-    return Ranks(store, device=CPU), torch.distributed.PrefixStore("shakedown", store)
+    return Ranks(store, device=CPU, key=b"key"), torch.distributed.PrefixStore("shakedown", store)
 
 
 def test_a_failure_is_raised_on_its_own_rank_after_the_sum(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_rank_that_hears_of_a_failure_repeats_its_sentence(
         ranks, store = ranks_of_one()
         monkeypatch.setattr(ranks, "sum", lambda values: dict.fromkeys(values, 1.0))
         monkeypatch.setattr(ranks, "rank", 1)
-        store.set("1-failure", "rank 0 failed: StorageError: no space")
+        ranks._write("1-failure", "rank 0 failed: StorageError: no space")
 
         with pytest.raises(PeerFailedError, match=r"^rank 0 failed: StorageError: no space$"):
             ranks.all_reduce_or_raise({"loss": 2.0}, None)

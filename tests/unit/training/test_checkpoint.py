@@ -313,7 +313,7 @@ def alone() -> Iterator[Ranks]:
     """A process group of one rank."""
     store = dist.HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield Ranks(store, device=torch.device("cpu"))
+    yield Ranks(store, device=torch.device("cpu"), key=b"key")
     dist.destroy_process_group()
 
 

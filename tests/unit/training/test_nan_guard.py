@@ -103,7 +103,7 @@ class Rank:
             )
             beats, faults = Heartbeat(job.attempt.heartbeats, 0), Injector(None, 0)
             context = Context(
-                job, engine, Ranks(store, device=CPU), beats, faults, stop or StopFlag()
+                job, engine, Ranks(store, device=CPU, key=b"key"), beats, faults, stop or StopFlag()
             )
             return Trainer(context).run()
         finally:

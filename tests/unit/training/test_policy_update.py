@@ -265,7 +265,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield Ranks(store, device=CPU)
+    yield Ranks(store, device=CPU, key=b"key")
     dist.destroy_process_group()
 
 

@@ -97,6 +97,7 @@ class _Rank(Ranks):
     def __init__(self, rank: int, store: dist.Store) -> None:
         self.rank, self.world_size = rank, 2
         self._store, self._device, self._decisions = store, torch.device("cpu"), 0
+        self._key = b"key"
 
 
 def _both(decide_first: str | Exception) -> tuple[list[object], list[int]]:

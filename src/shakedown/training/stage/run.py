@@ -27,6 +27,7 @@ from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending
 from shakedown.training.stage.evidence import collect_evidence
 from shakedown.training.stage.job import StageJob
+from shakedown.training.stage.key import write_key
 from shakedown.training.stage.port_race import port_was_taken
 from shakedown.training.stage.results import resume_hint, stage_metrics
 from shakedown.training.stage.supervision import Monitor, stop_signals
@@ -159,6 +160,7 @@ def _components(
         )
         components += [server.component, orchestrator_component(job, job_file)]
     job.write(job_file)
+    write_key(attempt.key)
     trainers = trainer_components(
         job, job_file.absolute(), devices.trainer_nodes, plan.srun_args, devices.trainer
     )

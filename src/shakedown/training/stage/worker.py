@@ -30,6 +30,7 @@ from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import EngineOptions
 from shakedown.training.faults import Injector
 from shakedown.training.stage.job import StageJob, read_job
+from shakedown.training.stage.key import read_key
 from shakedown.training.stage.stopping import StopFlag
 from shakedown.training.trainer import Trainer
 
@@ -81,7 +82,7 @@ def run(job: StageJob) -> int:
     build = engine_class(job.config.allocation).build
     sizes = engine_sizes(job.config.allocation)
     faults.at("join")
-    store = _join(device, job, rank)
+    ranks = _join(device, job, rank)
     heartbeat.beat(phase="init")
     faults.at("load")
     with beating(lambda: heartbeat.beat(phase="init")):
@@ -93,7 +94,7 @@ def run(job: StageJob) -> int:
             sizes=sizes,
             options=EngineOptions(job.config.activation_checkpointing, job.config.compile),
         )
-    context = Context(job, engine, Ranks(store, device=device), heartbeat, faults, stop)
+    context = Context(job, engine, ranks, heartbeat, faults, stop)
     heartbeat.beat(phase="init")
     try:
         completed = Trainer(context).run()
@@ -145,8 +146,9 @@ def _device() -> torch.device:
     return device
 
 
-def _join(device: torch.device, job: StageJob, rank: int) -> dist.Store:
+def _join(device: torch.device, job: StageJob, rank: int) -> Ranks:
     """Meet the other ranks: gloo on CPUs; on GPUs NCCL, and gloo for checkpoints."""
+    key = read_key(job.attempt.key)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     # With a long stall_timeout, too, the watcher has to give up before the collective does.
     patience = timedelta(seconds=4 * job.config.stall_timeout)
@@ -154,7 +156,7 @@ def _join(device: torch.device, job: StageJob, rank: int) -> dist.Store:
     address, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), job.world_size
     store = open_store(address, port, rank=rank, size=size, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
-    return store
+    return Ranks(store, device=device, key=key)
 
 
 def exit_without_teardown(code: int) -> NoReturn:
