@@ -33,8 +33,8 @@ def licence_of(metadata: PackageMetadata) -> str:
 
     Metadata before 2.4 has no expressions (PEP 639). The free text may be a whole licence.
     """
-    if expression := metadata.get("License-Expression"):
-        return str(expression)
+    if expressions := metadata.get_all("License-Expression"):
+        return str(expressions[0])
     classifiers = [
         row.removeprefix(_CLASSIFIER).removeprefix("OSI Approved :: ")
         for row in metadata.get_all("Classifier") or []
@@ -43,8 +43,8 @@ def licence_of(metadata: PackageMetadata) -> str:
     ]
     if classifiers:
         return " AND ".join(sorted(classifiers))
-    text = str(metadata.get("License") or "").strip()
-    return text.splitlines()[0] if text else _UNKNOWN
+    lines = "".join(metadata.get_all("License") or []).strip().splitlines()
+    return lines[0] if lines else _UNKNOWN
 
 
 if __name__ == "__main__":
