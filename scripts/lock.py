@@ -120,7 +120,9 @@ def write_lock(flavour: str, packages: list[Locked], others: list[str]) -> None:
     """locks/FLAVOUR.txt; `others` are the versions that constraints.txt does not have."""
     head = [f"# All that `make install EXTRA={flavour}` installs. Written by scripts/lock.py."]
     if others:
-        head.append("# Other versions than in constraints.txt, as the engine or a newer Python takes them:")
+        head.append(
+            "# Other versions than in constraints.txt, as the engine or a newer Python takes them:"
+        )
         head += [f"#   {other}" for other in others]
     rows = [package.row() for package in packages]
     LOCKS.joinpath(f"{flavour}.txt").write_text("\n".join(head + rows) + "\n", encoding="utf-8")
