@@ -207,7 +207,9 @@ def write(rows: Iterable[Row], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8", newline="") as stream:
+        temporary.unlink(missing_ok=True)
+        # "x": it is new, and no link that somebody has put there.
+        with temporary.open("x", encoding="utf-8", newline="") as stream:
             writer = csv.writer(stream)
             writer.writerow(_HEADER)
             writer.writerows(_cells(row) for row in rows)

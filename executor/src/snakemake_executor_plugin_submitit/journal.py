@@ -19,14 +19,17 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+from snakemake_executor_plugin_submitit import private
 from snakemake_executor_plugin_submitit.identity import Identity, Place
 
+Used = TypeVar("Used")
 _FILE = "journal.jsonl"
 _MARK = re.compile(r"[0-9a-f]{8}")
 _JOB_ID = re.compile(r"[1-9][0-9]*(_[0-9]+)?")  # of a job or an array task
@@ -114,7 +117,7 @@ class Journal:
         for name in ("jobs", "logs", "results"):
             (self.folder / name).mkdir(mode=0o700)
         # Held open and locked for as long as this process lives: others see that we are here.
-        self._stream = (self.folder / _FILE).open("a", encoding="utf-8")
+        self._stream = private.create(self.folder / _FILE)
         with suppress(OSError):  # a file system without locks
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The outbox's thread notes jobs; Snakemake's own and the polling one note ends.
@@ -150,7 +153,7 @@ class Journal:
             if run == self.run:
                 _append(self._stream, *events)
                 return
-            with (self.base / run / _FILE).open("a", encoding="utf-8") as stream:
+            with _trusted(private.append, self.base / run / _FILE) as stream:
                 _append(stream, *events)
 
 
@@ -165,17 +168,22 @@ def open_runs(base: Path, place: Place) -> list[OldRun]:
     """Runs of this working directory that are not closed and whose snakemake is dead, oldest first.
 
     Raises:
-        JournalError: a journal of another form.
+        JournalError: a journal of another form, or that another user could have written.
     """
-    dead = (path for path in sorted(base.glob(f"*/{_FILE}")) if not _in_use(path))
+    dead = (path for path in _journals(base) if not _in_use(path))
     runs = (_replay(path, place) for path in dead)
     return [run for run in runs if run is not None]
+
+
+def _journals(base: Path) -> list[Path]:
+    """Of this user's runs: those of others, in a folder that is shared, are their business."""
+    return [path for path in sorted(base.glob(f"*/{_FILE}")) if private.is_own(path.parent)]
 
 
 def _in_use(path: Path) -> bool:
     """True while the snakemake that writes this journal lives."""
     # Open for writing, without which NFS gives no exclusive lock (flock(2)).
-    with path.open("a", encoding="utf-8") as stream:
+    with _trusted(private.append, path) as stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -237,7 +245,8 @@ def _check_name(run: OldRun, name: str) -> None:
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
     """The whole lines; one that a crash cut short is skipped."""
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    text = _trusted(partial(private.read, errors="replace"), path)
+    for line in text.splitlines():
         try:
             event = json.loads(line)
         except ValueError:
@@ -246,9 +255,16 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
             yield event
 
 
+def _trusted(use: Callable[[Path], Used], path: Path) -> Used:
+    try:
+        return use(path)
+    except private.UntrustedError as error:
+        raise JournalError(f"{error}; or remove the folder {path.parent}") from error
+
+
 def prune(base: Path, *, keep: int) -> None:
     """Remove the oldest closed runs' folders beyond the newest `keep`."""
-    paths = [path for path in sorted(base.glob(f"*/{_FILE}")) if not _in_use(path)]
+    paths = [path for path in _journals(base) if not _in_use(path)]
     closed = [path.parent for path in paths if _is_closed(_events(path))]
     for folder in closed[: max(0, len(closed) - keep)]:
         shutil.rmtree(folder, ignore_errors=True)

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 
-from snakemake_executor_plugin_submitit import checkpoint
+from snakemake_executor_plugin_submitit import checkpoint, private
 
 # Slurm signals a job's processes one after the other: ours may come after the child's death.
 _SIGNAL_LAG = 1.0
@@ -64,10 +64,10 @@ class Result:
 
 
 def read_result(path: Path) -> Result | None:
-    """The result, or None where there is none or it cannot be read (yet)."""
+    """The result, or None where there is none, it cannot be read (yet) or is not to be believed."""
     try:
-        return Result(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        return Result(**json.loads(private.read(path)))
+    except (OSError, ValueError, TypeError, private.UntrustedError):
         return None
 
 
@@ -86,8 +86,7 @@ class JobFile:
 
     def write(self, path: Path) -> None:
         """For the user alone: a command may hold what others must not see."""
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        with private.create(path) as stream:
             json.dump(asdict(self), stream)
 
     @classmethod
@@ -95,8 +94,9 @@ class JobFile:
         """
         Raises:
             OSError, ValueError, TypeError: it is not there, or of another form.
+            UntrustedError: another user could have written it.
         """
-        return cls(**json.loads(path.read_text(encoding="utf-8")))
+        return cls(**json.loads(private.read(path)))
 
 
 def main(folder: Path, batch: str) -> None:
@@ -112,7 +112,11 @@ def main(folder: Path, batch: str) -> None:
         if time.monotonic() > deadline:
             sys.exit(f"no {path}: its job has succeeded before, or its submission was taken back")
         time.sleep(0.5)
-    run_job(JobFile.read(path), folder / "results" / f"{token}.json")
+    try:
+        job = JobFile.read(path)
+    except private.UntrustedError as error:
+        sys.exit(f"nothing was run: {error}")
+    run_job(job, folder / "results" / f"{token}.json")
 
 
 def run_job(job: JobFile, path: Path) -> None:
@@ -301,9 +305,7 @@ def _write(path: Path, code: int, started: float, note: str) -> None:
     result = Result(code, socket.gethostname(), job, restart, started, time.time(), note)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    # For the user alone, whatever the umask, which is the command's business.
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+    with private.create(temporary) as stream:
         json.dump(asdict(result), stream)
         stream.flush()
         os.fsync(stream.fileno())

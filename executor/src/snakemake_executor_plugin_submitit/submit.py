@@ -13,6 +13,7 @@ from submitit import Job, SlurmExecutor
 
 from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.node import JobFile
+from snakemake_executor_plugin_submitit.private import create
 from snakemake_executor_plugin_submitit.resources import Parameters
 from snakemake_executor_plugin_submitit.slurm import SlurmError
 
@@ -86,7 +87,8 @@ class _Sbatch(SlurmExecutor):  # type: ignore[misc]  # untyped base
             SlurmError: sbatch failed or did not answer; the message is its standard error.
         """
         path = self._batch.folder / f"{self._batch.number}.sh"
-        path.write_text(self._make_submission_file_text(self._submitit_command_str, ""))
+        with create(path) as stream:
+            stream.write(self._make_submission_file_text(self._submitit_command_str, ""))
         try:
             with slurm.outside_of_any_job():
                 text = slurm.run(self._make_submission_command(path))
