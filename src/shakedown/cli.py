@@ -20,6 +20,7 @@ from shakedown.core.errors import (
     UsageError,
     did_you_mean,
 )
+from shakedown.core.private import close_to_others
 from shakedown.core.visible import visible_output
 
 # name -> what it does. The module `shakedown.commands.<name>` has EXAMPLES, add_arguments(parser)
@@ -58,8 +59,12 @@ _STORAGE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, err
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    with visible_output():
-        return _main(list(sys.argv[1:] if argv is None else argv))
+    umask = close_to_others()
+    try:
+        with visible_output():
+            return _main(list(sys.argv[1:] if argv is None else argv))
+    finally:
+        os.umask(umask)
 
 
 def _main(arguments: list[str]) -> int:

@@ -196,7 +196,7 @@ def test_killed_server_is_seen_and_started_again_where_it_was(folder: Path) -> N
     os.kill(first.pid, signal.SIGKILL)
     assert until(lambda: not status(folder).alive)
 
-    second = ensure(folder / "endpoint.json")
+    second = ensure(folder / "endpoint.json", order)
 
     assert second.base_url == first.base_url
     assert second.pid != first.pid
@@ -208,7 +208,7 @@ def test_ensure_changes_nothing_while_the_server_answers(folder: Path) -> None:
     start(order(), folder)
     before = (folder / "endpoint.json").stat()
 
-    ensure(folder)
+    ensure(folder, order)
 
     after = (folder / "endpoint.json").stat()
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
@@ -219,7 +219,7 @@ def test_restart_takes_another_port_when_a_stranger_has_the_old_one(folder: Path
     stop(folder)
 
     with socket.create_server((first.host, first.port)):
-        second = ensure(folder)
+        second = ensure(folder, order)
 
     assert second.port != first.port
     assert read_endpoint(folder).base_url == second.base_url
@@ -259,7 +259,7 @@ def test_damaged_endpoint_is_bad_input(folder: Path) -> None:
     path.write_text(path.read_text()[:40])
 
     with pytest.raises(UsageError, match="is not JSON"):
-        ensure(folder)
+        ensure(folder, order)
 
 
 def test_read_only_place_is_a_clear_error(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from entries import entry
 from slurm_programs import Programs
 
-from shakedown.core.errors import LaunchError, UsageError
+from shakedown.core.errors import LaunchError, UntrustedError, UsageError
 from shakedown.core.paths import ServerPaths
 from shakedown.inference import slurm as serving
 from shakedown.inference.server import stop
@@ -124,27 +124,37 @@ def plant(path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", NO_IDS)
-def test_a_planted_job_file_that_holds_no_number_is_refused(
-    programs: Programs, shared: Path, text: str
+def test_a_job_file_that_holds_no_number_is_refused(
+    programs: Programs, tmp_path: Path, text: str
 ) -> None:
-    plant(ServerPaths(shared).job, text)
+    ServerPaths(tmp_path).job.write_text(text)
 
     with pytest.raises(UsageError, match="number of one Slurm job"):
-        stop(shared)
+        stop(tmp_path)
 
     assert programs.calls == []
 
 
 @pytest.mark.parametrize("mark", ["", "(null)", MARK])
-def test_a_planted_number_of_another_job_of_mine_cancels_nothing(
-    programs: Programs, shared: Path, mark: str
+def test_the_number_of_another_job_of_mine_cancels_nothing(
+    programs: Programs, tmp_path: Path, mark: str
 ) -> None:
     programs.answer("squeue", row(name="my-other-work"))
-    plant(ServerPaths(shared).job, "7")
-    plant(ServerPaths(shared).job_mark, mark)
+    ServerPaths(tmp_path).job.write_text("7")
+    ServerPaths(tmp_path).job_mark.write_text(mark)
 
-    assert stop(shared) == "was not running"
+    assert stop(tmp_path) == "was not running"
     assert programs.called("scancel") == 0
+
+
+def test_a_planted_number_of_a_job_cancels_nothing(programs: Programs, shared: Path) -> None:
+    plant(ServerPaths(shared).job, "7")
+    shared.chmod(0o755)
+
+    with pytest.raises(UntrustedError, match=r"job belongs to nobody|job can be written"):
+        stop(shared)
+
+    assert programs.calls == []
 
 
 # --- the executor's jobs

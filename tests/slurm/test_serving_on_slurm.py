@@ -39,9 +39,13 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     return shakedown(
         env,
-        *("serve", "start", "--launcher", "slurm", "--engine", "vllm", "--model", "hub/model"),
-        *("--out", folder, "--prefix", f"{sys.executable} {ENGINE} {mode}", *more),
+        *("serve", "start", "--launcher", "slurm", "--out", folder, *served(mode), *more),
     )
+
+
+def served(mode: str = "good") -> list[str]:
+    engine = ["--engine", "vllm", "--model", "hub/model"]
+    return [*engine, "--prefix", f"{sys.executable} {ENGINE} {mode}"]
 
 
 def queue(env: dict[str, str], job: str) -> str:
@@ -99,7 +103,7 @@ def test_cancelled_server_is_seen_and_submitted_again(
     subprocess.run(["scancel", first], check=True, env=slurm_env)
     assert until(lambda: shakedown(slurm_env, "serve", "status", folder).returncode == 1)
 
-    ensured = shakedown(slurm_env, "serve", "ensure", folder)
+    ensured = shakedown(slurm_env, "serve", "ensure", folder, *served())
 
     assert ensured.returncode == 0, ensured.stderr
     second = endpoint(folder)["launcher"]["job_id"]

@@ -11,6 +11,7 @@ from shakedown.training.lint import require_sound
 from shakedown.config import dump_config, parse_config, write_resolved
 from shakedown.config.places import ranks_a_node
 from shakedown.core.errors import ShakedownError
+from shakedown.core.private import close_to_others, let_group_read, own_folder
 from shakedown.core.visible import visible
 
 # A prefix replaces Snakemake's own strict mode, so it has to ask for it again: without pipefail
@@ -31,10 +32,23 @@ def checked_config():
 
 
 CONFIG = checked_config()
+if CONFIG.group_reads:
+    let_group_read()
+# Before Snakemake makes a folder for an output: nobody else can use what a run makes.
+close_to_others()
 RUN = CONFIG.paths
 SERVER = "policy"
 STAGES = list(CONFIG.stages)
 LOGS = RUN.root / "logs"
+
+
+def own_results():
+    """Make the folders of the results, or refuse those that other users can change."""
+    try:
+        for folder in (RUN.root.parent, RUN.root, LOGS):
+            own_folder(folder)
+    except ShakedownError as error:
+        raise WorkflowError(visible(str(error))) from None
 
 
 def write_config():

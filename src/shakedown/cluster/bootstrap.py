@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from shakedown.cluster.gpus import visible_gpus
 from shakedown.core.errors import LaunchError, UsageError
+from shakedown.core.private import close_to_others
 
 
 def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -58,6 +59,7 @@ def main(argv: Sequence[str]) -> None:
     command = list(argv[1:] if argv[:1] == ["--"] else argv)
     if not command:
         raise UsageError("no command after `--`")
+    close_to_others()  # Slurm gives a step the umask of whoever submitted the job
     environment = {**os.environ, **rank_environment(os.environ)}
     environment |= visible_gpus(os.environ, os.environ)
     # Not a child: srun's signals reach the rank itself, and the exit code that srun sees is

@@ -25,6 +25,7 @@ from shakedown.cluster.guard import Process, living, look, send
 from shakedown.core.errors import LaunchError, StorageError
 from shakedown.core.folders import storage_errors
 from shakedown.core.leftovers import private_folder
+from shakedown.core.private import make_folders, open_own
 
 _POLL_SECONDS = 0.02
 _KILL_SECONDS = 10.0  # a killed process may finish an I/O wait first
@@ -262,8 +263,8 @@ class Supervisor:
 
 def _open_log(path: Path) -> IO[bytes]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("ab")
+        make_folders(path.parent)
+        return os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "ab")
     except OSError as error:
         raise StorageError(f"cannot open log {path}: {error.strerror}") from error
 

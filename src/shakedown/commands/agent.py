@@ -16,6 +16,7 @@ from shakedown.commands.arguments import (
     place,
     positive,
     run_action,
+    run_config,
 )
 from shakedown.core.paths import AgentsPaths
 from shakedown.core.verdict import Stopwatch, finish
@@ -138,13 +139,13 @@ def _checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.episode_source import training_settings
     from shakedown.agent_checks.results import checks_verdict, write_check_episodes
     from shakedown.agent_checks.server_probe import find_endpoint
-    from shakedown.config import load_config
     from shakedown.inference.server import in_use
     from shakedown.rollout.agent_sampler import agent_rows
     from shakedown.training.assets import heldout_source
+    from shakedown.training.serving import order_of_run
 
     watch = Stopwatch()
-    config = load_config(*args.config)
+    config = run_config(args.config)
     settings = CheckSettings(
         prompts=config.agents.prompts,
         group_size=config.agents.group_size,
@@ -152,7 +153,7 @@ def _checks(args: argparse.Namespace) -> int:
         min_success_rate=config.agents.min_success_rate,
         share_tls=not args.separate_tls,
     )
-    with in_use(args.endpoint) as served:
+    with in_use(args.endpoint, lambda: order_of_run(config)) as served:
         rows = agent_rows(args.data or heldout_source(config), limit=settings.prompts)
         endpoint = find_endpoint(served.base_url, served.served_name)
         training = training_settings(config, served.engine)

@@ -4,9 +4,13 @@ import argparse
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shakedown.core.home import expand_home
+from shakedown.core.private import let_group_read
+
+if TYPE_CHECKING:
+    from shakedown.config import Config
 
 _EXIT_CODES = "exit codes: 0 PASS or WARN, 1 FAIL, 2 usage or config error, 3 BLOCKED"
 _MOST = 10**9
@@ -80,6 +84,20 @@ def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> Non
         metavar="FILE",
         help="the run's YAML files, each merged over the ones before it",
     )
+
+
+def run_config(files: Sequence[Path]) -> "Config":
+    """The config of `--config`; from here on its `group_reads` holds for what is written.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    from shakedown.config import load_config
+
+    config = load_config(*files)
+    if config.group_reads:
+        let_group_read()
+    return config
 
 
 def add_strict(parser: argparse.ArgumentParser) -> None:

@@ -3,8 +3,7 @@
 import argparse
 from pathlib import Path
 
-from shakedown.commands.arguments import add_config, add_strict
-from shakedown.config import load_config
+from shakedown.commands.arguments import add_config, add_strict, run_config
 from shakedown.core.paths import AssetsPaths
 from shakedown.core.verdict import finish
 from shakedown.training.assets import prepare_assets
@@ -24,5 +23,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    verdict = prepare_assets(load_config(*args.config), args.out)
+    verdict = prepare_assets(run_config(args.config), args.out)
     return finish(verdict, AssetsPaths(args.out).verdict, strict=args.strict)

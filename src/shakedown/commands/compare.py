@@ -15,6 +15,7 @@ from shakedown.commands.arguments import (
     number,
     place,
     positive,
+    run_config,
 )
 from shakedown.core.errors import BlockedError, UsageError, did_you_mean
 from shakedown.core.paths import ComparisonPaths
@@ -136,20 +137,20 @@ def _planned_by_hand(args: argparse.Namespace) -> "Iterator[Plan]":
 @contextlib.contextmanager
 def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     """A run's own settings; options on the command line win."""
-    from shakedown.config import load_config
     from shakedown.consistency.server import ComparedServer
     from shakedown.inference.server import in_use
     from shakedown.training.assets import heldout_source
+    from shakedown.training.serving import order_of_run
 
     if args.config is None or args.endpoint is None:
         raise UsageError("--config and --endpoint belong together: one of them is missing")
-    config = load_config(*args.config)
+    config = run_config(args.config)
     settings = {
         **config.consistency.model_dump(include={"max_tokens", "temperature", "grade"}),
         "dtype": config.model.dtype,
         "seed": config.seed,
     }
-    with in_use(args.endpoint) as served:
+    with in_use(args.endpoint, lambda: order_of_run(config)) as served:
         yield _plan(
             args,
             ComparedServer(served.base_url, served.served_name),

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import get_args
 
 from shakedown.cluster.nodes import allocation_nodes
-from shakedown.commands.arguments import above_zero, add_strict, place, whole
-from shakedown.config import Config, load_config
+from shakedown.commands.arguments import above_zero, add_strict, place, run_config, whole
+from shakedown.config import Config
 from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.paths import PreflightPaths
 from shakedown.core.verdict import finish, render_text
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from shakedown.preflight.run import run_preflight
     from shakedown.preflight.settings import Settings
 
-    config = load_config(args.config) if args.config else None
+    config = run_config([args.config]) if args.config else None
     out = args.out or (config.paths.preflight.root if config else None)
     if out is None:
         raise UsageError("where should the results go? give --out DIR or --config FILE")

@@ -15,9 +15,10 @@ from shakedown.commands.arguments import (
     given,
     place,
     run_action,
+    run_config,
     whole,
 )
-from shakedown.core.errors import ExitCode, ShakedownError, UsageError
+from shakedown.core.errors import ExitCode, ShakedownError, UntrustedError, UsageError
 from shakedown.core.paths import ServerPaths
 from shakedown.core.verdict import Stopwatch, finish
 
@@ -42,21 +43,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "shakedown serve start --engine vllm --model ./my-model --out serve/mine",
     )
     start.add_argument("--out", type=Path, required=True, metavar="DIR", help="the server's folder")
-    add_config(start, required=False)
-    start.add_argument(
-        "--assets", type=Path, metavar="FILE", help="assets.json of `shakedown assets`"
-    )
-    _server_arguments(start)
-    _slurm_arguments(start)
+    _order_arguments(start)
     add_strict(start)
-    for name, act, sentence in (
-        ("status", _status, "Say whether the server runs and answers; exit with 1 if not."),
-        ("ensure", _ensure, "Start the recorded server again when it is gone."),
-        ("stop", _stop, "End the server and see that every process of it is gone."),
+    for name, act, sentence, more in (
+        ("status", _status, "Say whether the server runs and answers; exit with 1 if not.", ""),
+        ("ensure", _ensure, "Start the server again when it is gone.", " --config my.yaml"),
+        ("stop", _stop, "End the server and see that every process of it is gone.", ""),
     ):
-        examples = [f"shakedown serve {name} {folder}" for folder in ("serve/mine", "/nfs/policy")]
+        folders = ("serve/mine", "/nfs/policy")
+        examples = [f"shakedown serve {name} {folder}{more}" for folder in folders]
         each = actions.add(name, act, sentence, *examples)
         each.add_argument("folder", type=Path, help="the server's folder")
+        if act is _ensure:  # what to start then: no command is read from the server's folder
+            _order_arguments(each)
+
+
+def _order_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config(parser, required=False)
+    parser.add_argument(
+        "--assets", type=Path, metavar="FILE", help="assets.json of `shakedown assets`"
+    )
+    _server_arguments(parser)
+    _slurm_arguments(parser)
 
 
 def _server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +109,7 @@ def _start(args: argparse.Namespace) -> int:
     order = _order(args)
     try:
         found = verdict.started(start(order, args.out, say=_say), clock)
-    except UsageError:  # says nothing of a server: no verdict on one is written
+    except (UsageError, UntrustedError):  # says nothing of a server: no verdict is written
         raise
     except ShakedownError as error:
         # The verdict tells the first line; the rest, the end of the log, is for who looks on.
@@ -123,7 +131,8 @@ def _status(args: argparse.Namespace) -> int:
 def _ensure(args: argparse.Namespace) -> int:
     from shakedown.inference.server import ensure
 
-    endpoint = ensure(args.folder, say=_say)
+    told = args.config or args.engine or args.model
+    endpoint = ensure(args.folder, (lambda: _order(args)) if told else None, say=_say)
     print(f"serve: {endpoint.name} answers at {endpoint.base_url}", flush=True)
     return int(ExitCode.OK)
 
@@ -141,14 +150,13 @@ def _order(args: argparse.Namespace) -> "ServerOrder":
     Raises:
         UsageError: neither a config nor --engine and --model were given.
     """
-    from shakedown.config import load_config
     from shakedown.inference.engines import LaunchSpec
     from shakedown.inference.folder import ServerOrder
     from shakedown.training.assets import model_source
     from shakedown.training.serving import server_order
 
     if args.config:
-        config = load_config(*args.config)
+        config = run_config(args.config)
         order = server_order(config, model_source(config, args.assets), engine=args.engine)
     elif args.engine and args.model:
         order = ServerOrder(args.served_name, args.engine, LaunchSpec(args.model))

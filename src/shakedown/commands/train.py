@@ -10,10 +10,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from shakedown.commands.arguments import add_config
-from shakedown.config import layers, load_config
+from shakedown.commands.arguments import add_config, run_config
+from shakedown.config import layers
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.paths import AttemptPaths, RunPaths
+from shakedown.core.private import check_own
 from shakedown.training.lint import require_sound
 from shakedown.training.metrics.sinks import require_sinks
 
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     where = " + ".join(map(str, layers(*args.config)))
-    config = require_sound(load_config(*args.config), where)
+    config = require_sound(run_config(args.config), where)
     if args.stage not in config.stages:
         known = ", ".join(config.stages)
         guess = did_you_mean(args.stage, config.stages)
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from shakedown.training.stage.run import run_stage
 
     paths = RunPaths(args.run_dir) if args.run_dir else config.paths
+    check_own(paths.root)
     assets = read_assets(args.assets or paths.assets.file)
     plan = plan_stage(config, args.stage, paths, assets, model=args.model, replay=args.replay)
     outcome = run_stage(plan)

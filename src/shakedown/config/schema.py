@@ -204,6 +204,7 @@ class Config(Section):
 
     run: Name
     results: Place = "results"
+    group_reads: bool = False
     seed: Annotated[int, Field(ge=0, lt=1 << 31)] = 0
     model: ModelConfig
     data: DataConfig

@@ -10,6 +10,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from shakedown.core.errors import ShakedownError, StorageError, UsageError
 from shakedown.core.leftovers import temporary_file
+from shakedown.core.private import file_mode, make_folders, read_own
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -27,7 +28,7 @@ def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     """
     temporary = ""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(path.parent)
         # Beside `path`, as a rename is atomic within one file system only.
         handle, temporary = temporary_file(path)
         encoding = None if "b" in mode else "utf-8"
@@ -37,7 +38,7 @@ def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
             # Without it a crash of the host can leave the new name with an empty file.
             os.fsync(stream.fileno())
         # mkstemp makes files that only their owner may read.
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, file_mode())
         os.replace(temporary, path)
     except OSError as error:
         raise StorageError(
@@ -69,6 +70,7 @@ def read_object(
     schema: str = "",
     hint: str = "",
     error_class: type[ShakedownError] = UsageError,
+    control: bool = False,
 ) -> dict[str, Any]:
     """Read a file that holds one JSON object; the key `schema` is checked and taken out.
 
@@ -76,12 +78,14 @@ def read_object(
         what: what the file should be, for messages.
         schema: the value of the key; empty: not asked for.
         error_class: StorageError for a file that nobody but a run's own processes writes.
+        control: whether it steers what runs; then nobody else may have written it.
 
     Raises:
         UsageError: or `error_class`: missing, unreadable, not JSON, no object, of another schema.
+        UntrustedError: a control file that others can write.
     """
     try:
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = json.loads(read_own(path) if control else path.read_text(encoding="utf-8"))
     except OSError as error:
         reason = error.strerror or str(error)
         raise error_class(f"cannot read {what} {path}: {reason}", hint=hint) from error
@@ -108,12 +112,13 @@ def read_json_as(
     hint: str = "",
     error_class: type[ShakedownError] = UsageError,
 ) -> Data:
-    """Read a file that holds one dataclass as JSON: `read_object`, then `json_as`.
+    """Read a control file that holds one dataclass as JSON: `read_object`, then `json_as`.
 
     Raises:
         UsageError: or `error_class`: as these two.
+        UntrustedError: others can write the file.
     """
-    body = read_object(path, what, schema=schema, hint=hint, error_class=error_class)
+    body = read_object(path, what, schema=schema, hint=hint, error_class=error_class, control=True)
     try:
         return json_as(kind, body, unknown=unknown)
     except ValueError as error:

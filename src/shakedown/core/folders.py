@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shakedown.core.errors import StorageError
 from shakedown.core.leftovers import temporary_prefix
+from shakedown.core.private import make_folders
 
 
 @contextlib.contextmanager
@@ -46,12 +47,12 @@ def staged_folder(target: Path) -> Iterator[Path]:
         StorageError: it cannot be written.
     """
     with storage_errors("write", target):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folders(target.parent)
         # Beside the target, as a rename works within one file system only.
         prefix = temporary_prefix(target)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=prefix) as temporary:
             staged = Path(temporary) / target.name
-            staged.mkdir()
+            make_folders(staged)
             yield staged
             publish_folder(staged, target)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shakedown.core.errors import ExitCode, UsageError
-from shakedown.core.files import atomic_open, read_json_as, read_object, write_json
+from shakedown.core.files import atomic_open, json_as, read_object, write_json
 from shakedown.core.paths import StagePaths
 from shakedown.core.verdict import (
     Finding,
@@ -66,8 +66,12 @@ def read_outcome(path: Path) -> Outcome:
     Raises:
         UsageError: missing, not JSON, or not an outcome.
     """
-    # `ignore`: a later version may have written keys that this one does not know.
-    return read_json_as(Outcome, path, "outcome", schema=SCHEMA, unknown="ignore")
+    body = read_object(path, "outcome", schema=SCHEMA)
+    try:
+        # `ignore`: a later version may have written keys that this one does not know.
+        return json_as(Outcome, body, unknown="ignore")
+    except ValueError as error:
+        raise UsageError(f"{path} is no outcome: {error}") from error
 
 
 def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path) -> Verdict:
@@ -108,9 +112,10 @@ def judge_file(file: Path, diagnosis: Path | None) -> Verdict:
 
     Raises:
         UsageError: a file is missing, is neither of the two, or contradicts itself.
+        UntrustedError: others could have written it, and so say what runs next.
     """
     # Preflight, agents and consistency judge themselves; a training stage only says how it ended.
-    if read_object(file, "verdict").get("schema") != SCHEMA:
+    if read_object(file, "verdict", control=True).get("schema") != SCHEMA:
         verdict = read_verdict(file)
         _check_status(verdict, file)
         advice = f"fix the cause (see {file}), then run the same command again"

@@ -4,6 +4,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from shakedown.core.private import new_folder
+
 
 @dataclass(frozen=True)
 class StepPaths:
@@ -122,11 +124,6 @@ class ServerPaths(StepPaths):
     def state(self) -> Path:
         """What the daemon says: running where and as which process, or ended and why."""
         return self.root / "state.json"
-
-    @property
-    def order(self) -> Path:
-        """What the daemon was asked to run."""
-        return self.root / "order.json"
 
     @property
     def lease(self) -> Path:
@@ -350,10 +347,10 @@ class StagePaths:
 
     def new_attempt(self) -> AttemptPaths:
         """Create the next attempt's folder and point `latest` at it."""
-        number = max(self.attempt_numbers(), default=0) + 1
-        attempt = self.attempt(number)
+        attempt = self.attempt(max(self.attempt_numbers(), default=0) + 1)
+        new_folder(attempt.root)
         for folder in (attempt.logs, attempt.heartbeats, attempt.evidence, attempt.exchange):
-            folder.mkdir(parents=True)
+            new_folder(folder)
         # A rename replaces `latest` in one step: a reader never finds it missing. The process id
         # keeps two starters apart.
         link = self.root / f".latest.{os.getpid()}"

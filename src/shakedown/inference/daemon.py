@@ -1,4 +1,4 @@
-"""Own one server as its child: `python -m shakedown.inference.daemon FOLDER [--detach]`.
+"""Own one server as its child: `python -m shakedown.inference.daemon FOLDER [--detach] < ORDER`.
 
 The server lives until its lease runs out, `FOLDER/stop` appears, the daemon gets SIGTERM, or it
 exits by itself. Should the daemon be killed, the supervisor's guard process ends the server.
@@ -19,9 +19,10 @@ from shakedown.cluster.recorded import Recorded
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.errors import ServerError, ShakedownError
 from shakedown.core.paths import ServerPaths
+from shakedown.core.private import close_to_others
 from shakedown.inference.address import choose_port, own_address, port_fault
 from shakedown.inference.engines import Launch, get_engine
-from shakedown.inference.folder import ServerOrder, State, read_order
+from shakedown.inference.folder import ServerOrder, State, order_of
 from shakedown.inference.lease import LeaseWatch
 
 POLL_SECONDS = 0.25
@@ -41,7 +42,7 @@ class _Signals:
         self.name = signal.Signals(number).name
 
 
-def keep(folder: ServerPaths) -> int:
+def keep(folder: ServerPaths, order: ServerOrder) -> int:
     """Run the server of `folder` to its end; returns 0 when it was ended on purpose, else 3."""
     signals = _Signals()
     # The state is written before anything can fail: whoever started this process waits for that
@@ -52,7 +53,7 @@ def keep(folder: ServerPaths) -> int:
     try:
         # Only here, on the node where the server runs, is it known which addresses and ports there
         # are.
-        order = _placed(read_order(folder.order))
+        order = _placed(order)
         state = replace(state, host=order.spec.host, port=order.spec.port)
         return _run(folder, order, state, signals)
     except ShakedownError as error:
@@ -129,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--detach", action="store_true", help="return at once, keep in background")
     args = parser.parse_args(argv)
+    close_to_others()
+    # From whoever starts this, not from a file, which another user might have written.
+    order = order_of(sys.stdin.read())
     # Forked after the imports: a broken installation is seen by whoever started this.
     if args.detach and os.fork():
         return 0
@@ -136,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A session of its own: neither the terminal's hangup nor a signal to the starter's process
         # group reaches the daemon, so the server outlives the command that started it.
         os.setsid()
-    return keep(ServerPaths(args.folder))
+    return keep(ServerPaths(args.folder), order)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
-"""The records in a server's folder: what to run, what the daemon says, where clients go."""
+"""The records in a server's folder: what the daemon says, where clients go.
 
+And the order, what to run: it is handed to the daemon, and never read from a file.
+"""
+
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from shakedown.cluster.recorded import Recorded
-from shakedown.core.files import read_json_as, write_json
+from shakedown.core.errors import UsageError
+from shakedown.core.files import json_as, read_json_as, write_json
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.engines import LaunchSpec
 
@@ -48,9 +53,9 @@ class ServerOrder:
     launcher: Literal["local", "slurm"] = "local"
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
 
-    def write(self, path: Path) -> None:
-        """Write atomically as JSON."""
-        write_json(path, asdict(self))
+    def to_text(self) -> str:
+        """JSON on one line."""
+        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,10 @@ class State:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server that answered a real generation. `base_url` is without `/v1`."""
+    """A server that answered a real generation. `base_url` is without `/v1`.
+
+    `order` is kept to be compared; its commands are never run.
+    """
 
     name: str
     engine: str
@@ -118,13 +126,29 @@ class Endpoint:
         return {"schema": ENDPOINT_SCHEMA, **asdict(self)}
 
 
-def read_order(path: Path) -> ServerOrder:
-    """Read what a daemon is to run.
+def check_model(given: str) -> None:
+    """Refuse what is no model before a slow start.
 
     Raises:
-        UsageError: missing or not an order.
+        UsageError: the name looks like a folder and is none, or the folder holds no model.
     """
-    return read_json_as(ServerOrder, path, "server order", hint=_START)
+    model = Path(given)
+    if (model.is_absolute() or given.startswith((".", "~"))) and not model.is_dir():
+        raise UsageError(
+            f"model folder {model} does not exist",
+            hint="write the demo's with `shakedown assets`, or set model.source",
+        )
+    if model.is_dir() and not (model / "config.json").is_file():
+        raise UsageError(f"{model} is no Hugging Face model: it has no config.json")
+
+
+def order_of(text: str) -> ServerOrder:
+    """The order out of its text.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return json_as(ServerOrder, json.loads(text))
 
 
 def read_state(path: Path) -> State | None:
@@ -140,6 +164,7 @@ def read_endpoint(path: Path) -> Endpoint:
 
     Raises:
         UsageError: missing, not JSON, or of another schema.
+        UntrustedError: others could have written it.
     """
     if path.is_dir():
         path = ServerPaths(path).endpoint

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Self
 
 from shakedown.core.errors import StorageError
+from shakedown.core.private import open_own
 
 
 class Lease:
@@ -30,8 +31,11 @@ class Lease:
             StorageError: the file cannot be written.
         """
         try:
-            self.path.touch()
-            os.utime(self.path)
+            handle = open_own(self.path, os.O_WRONLY)
+            try:
+                os.utime(handle)
+            finally:
+                os.close(handle)
         except OSError as error:
             raise StorageError(f"cannot renew lease {self.path}: {error.strerror}") from error
 

@@ -11,6 +11,7 @@ from shakedown.cluster.nodes import node_name
 from shakedown.cluster.recorded import boot_id
 from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.paths import ServerPaths
+from shakedown.core.private import read_own
 from shakedown.inference import slurm
 from shakedown.inference.folder import State, read_state
 
@@ -103,6 +104,7 @@ def job_id(folder: ServerPaths) -> str:
 
     Raises:
         UsageError: what is written there is no job's id.
+        UntrustedError: others could have written it.
     """
     text = _word(folder.job)
     # It becomes an argument of Slurm's programs, to which `1,2` and `--user=x` are many jobs.
@@ -119,7 +121,7 @@ def job_mark(folder: ServerPaths) -> str:
 
 
 def _word(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace").strip() if path.exists() else ""
+    return read_own(path, errors="replace").strip() if path.exists() else ""
 
 
 def job_state(folder: ServerPaths) -> slurm.JobState | None:

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.files import write_json, write_text
 from shakedown.core.paths import ServerPaths
+from shakedown.core.private import open_own, own_folder
 from shakedown.inference import slurm
 from shakedown.inference.address import port_fault
 from shakedown.inference.engines import get_engine
@@ -23,8 +25,8 @@ from shakedown.inference.folder import (
     Endpoint,
     ServerOrder,
     State,
+    check_model,
     read_endpoint,
-    read_order,
     read_state,
 )
 from shakedown.inference.lease import Lease
@@ -69,7 +71,7 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
         ServerError: it exited, was not given a port, or did not answer in time.
         LaunchError: Slurm refused the job.
     """
-    _check_model(order)
+    check_model(order.spec.model)
     get_engine(order.engine).launch(order.spec)  # a wrong allocation is told before anything runs
     folder = ServerPaths(root.absolute())
     with _locked(folder):
@@ -83,11 +85,17 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
         return _start(order, folder, say)
 
 
-def ensure(path: Path, *, say: Say = print) -> Endpoint:
+def ensure(
+    path: Path, order: Callable[[], ServerOrder] | None = None, *, say: Say = print
+) -> Endpoint:
     """The server of `endpoint.json`, started again when it is gone; else nothing is rewritten.
 
+    Args:
+        order: what to start then; who starts it, and where not, is taken from the endpoint.
+
     Raises:
-        UsageError: no endpoint there.
+        UsageError: no endpoint there; the server is gone and no order was given.
+        UntrustedError: others could have written the endpoint.
         ServerError, LaunchError: it could not be started again.
     """
     endpoint = read_endpoint(path)
@@ -96,21 +104,32 @@ def ensure(path: Path, *, say: Say = print) -> Endpoint:
         if alive(folder) and _answers(endpoint):
             Lease(folder.lease).renew()
             return endpoint
+        if order is None:
+            raise UsageError(
+                f"{endpoint.name} is gone, and commands are not read from {folder.endpoint}",
+                hint=f"shakedown serve ensure {shlex.quote(str(folder.root))} --config FILE",
+            )
+        again = _placed_as(endpoint, order())
         say(f"serve: {endpoint.name} is gone, starting it again")
         _stop(folder, say)
-        order = endpoint.order
         # The old address again, where it is free: consumers may have read endpoint.json before. On
         # Slurm the next job may run on another node.
-        if order.launcher == "local" and port_fault(endpoint.host, endpoint.port) is None:
-            spec = replace(order.spec, host=endpoint.host, port=endpoint.port)
-            order = replace(order, spec=spec)
+        spec = again.spec
+        if again.launcher == "local" and port_fault(endpoint.host, endpoint.port) is None:
+            spec = replace(spec, host=endpoint.host, port=endpoint.port)
         before = folder.endpoint.stat()
         # Recorded is the order as it was given, without that port: `start` compares orders, and
         # would replace a server whose recorded order differs from the same command's.
-        started = _start(order, folder, say, recorded=endpoint.order)
+        started = _start(replace(again, spec=spec), folder, say, recorded=again)
         # The answers are the same: what was made with the endpoint is not out of date.
         os.utime(folder.endpoint, ns=(before.st_atime_ns, before.st_mtime_ns))
         return started
+
+
+def _placed_as(endpoint: Endpoint, order: ServerOrder) -> ServerOrder:
+    """Started by the same, and off the same nodes: the workflow said that, not the config."""
+    slurm_options = replace(order.slurm, exclude=endpoint.order.slurm.exclude)
+    return replace(order, launcher=endpoint.order.launcher, slurm=slurm_options)
 
 
 def status(root: Path) -> Status:
@@ -155,13 +174,13 @@ def stop(root: Path, *, say: Say = print) -> str:
 
 
 @contextlib.contextmanager
-def in_use(path: Path, *, say: Say = print) -> Iterator[Endpoint]:
+def in_use(path: Path, order: Callable[[], ServerOrder], *, say: Say = print) -> Iterator[Endpoint]:
     """The server of `endpoint.json`, running, and its lease renewed until the block ends.
 
     Raises:
         UsageError, ServerError, LaunchError: as `ensure`.
     """
-    endpoint = ensure(path, say=say)
+    endpoint = ensure(path, order, say=say)
     with Lease(ServerPaths(path if path.is_dir() else path.parent).lease):
         yield endpoint
 
@@ -186,13 +205,12 @@ def _start(
     order: ServerOrder, folder: ServerPaths, say: Say, *, recorded: ServerOrder | None = None
 ) -> Endpoint:
     _prepare(folder)
-    order.write(folder.order)
     Lease(folder.lease).renew()
     try:
         if order.launcher == "slurm":
             _submit(order, folder, say)
         else:
-            _spawn_daemon(folder)
+            _spawn_daemon(order, folder)
         state = _daemon_says(order, folder, say)
         endpoint = _endpoint(order, folder, state)
         seconds = wait_ready(
@@ -217,23 +235,6 @@ def _start(
     return read_endpoint(folder.root)
 
 
-def _check_model(order: ServerOrder) -> None:
-    """Refuse what is no model before a slow start.
-
-    Raises:
-        UsageError: the name looks like a folder and is none, or the folder holds no model.
-    """
-    model = Path(order.spec.model)
-    looks_local = model.is_absolute() or order.spec.model.startswith((".", "~"))
-    if looks_local and not model.is_dir():
-        raise UsageError(
-            f"model folder {model} does not exist",
-            hint="write the demo's with `shakedown assets`, or set model.source",
-        )
-    if model.is_dir() and not (model / "config.json").is_file():
-        raise UsageError(f"{model} is no Hugging Face model: it has no config.json")
-
-
 def _prepare(folder: ServerPaths) -> None:
     """A folder for a new life of the server; the log of the one before is kept beside it."""
     # Before the new daemon starts: it would obey an old `stop` at once, and an old state would be
@@ -244,7 +245,7 @@ def _prepare(folder: ServerPaths) -> None:
         folder.log.replace(folder.previous_log)
 
 
-def _spawn_daemon(folder: ServerPaths) -> None:
+def _spawn_daemon(order: ServerOrder, folder: ServerPaths) -> None:
     command = [
         sys.executable,
         "-P",
@@ -253,16 +254,20 @@ def _spawn_daemon(folder: ServerPaths) -> None:
         str(folder.root),
         "--detach",
     ]
-    with folder.daemon_log.open("ab") as log:
+    with os.fdopen(open_own(folder.daemon_log, os.O_WRONLY | os.O_APPEND), "ab") as log:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, check=False
+            command,
+            input=order.to_text().encode(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
         )
     if done.returncode:
         raise failure(f"the daemon did not start (exit {done.returncode})", folder.daemon_log)
 
 
 def _submit(order: ServerOrder, folder: ServerPaths, say: Say) -> None:
-    job = slurm.submit(folder, order.name, order.slurm)
+    job = slurm.submit(folder, order)
     write_text(folder.job, f"{job}\n")
     say(f"serve: {order.name} is Slurm job {job}")
 
@@ -375,10 +380,10 @@ def _stop(folder: ServerPaths, say: Say) -> str:
 
 @contextlib.contextmanager
 def _locked(folder: ServerPaths) -> Iterator[None]:
-    """One start, stop or restart of a server at a time."""
+    """One start, stop or restart of a server at a time, in a folder that only this user changes."""
     try:
-        folder.root.mkdir(parents=True, exist_ok=True)
-        lock = folder.lock.open("w")
+        own_folder(folder.root)
+        lock = os.fdopen(open_own(folder.lock, os.O_WRONLY), "w")
     except OSError as error:
         raise StorageError(f"cannot use {folder.root}: {error.strerror}") from error
     with lock:
@@ -387,4 +392,4 @@ def _locked(folder: ServerPaths) -> Iterator[None]:
         yield
 
 
-__all__ = ["Status", "ensure", "read_order", "start", "status", "stop"]
+__all__ = ["Status", "ensure", "start", "status", "stop"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shakedown.core.errors import LaunchError
 from shakedown.core.files import write_text
 from shakedown.core.paths import ServerPaths
-from shakedown.inference.folder import SlurmOptions
+from shakedown.inference.folder import ServerOrder, SlurmOptions
 
 _SECONDS = 60.0  # a busy controller answers late, a dead one never
 _MARK = re.compile(r"[0-9a-f]{16}")
@@ -49,8 +49,8 @@ class JobState:
         return own and (self.comment == _comment(mark) or self.name.endswith(f"-{mark}"))
 
 
-def submit(folder: ServerPaths, name: str, options: SlurmOptions) -> str:
-    """Submit the daemon and return the job id.
+def submit(folder: ServerPaths, order: ServerOrder) -> str:
+    """Submit the daemon with its order and return the job id.
 
     Raises:
         LaunchError: Slurm refused, with its own words.
@@ -61,8 +61,10 @@ def submit(folder: ServerPaths, name: str, options: SlurmOptions) -> str:
     mark = secrets.token_hex(8)
     write_text(folder.job_mark, f"{mark}\n")
     # exec: the daemon takes the place of the shell, which would not pass a SIGTERM on to it.
-    command = sbatch_command(folder, name, options, mark)
-    done = _run(command, stdin=f"#!/bin/bash\nexec {script}\n")
+    command = sbatch_command(folder, order.name, order.slurm, mark)
+    # The order is one line of JSON, which cannot be the line that ends it.
+    order_in = f"<<'END'\n{order.to_text()}\nEND\n"
+    done = _run(command, stdin=f"#!/bin/bash\nexec {script} {order_in}")
     # `--parsable` prints `12`, or `12;cluster` where there are several clusters.
     match = re.match(r"(\d+)", done.stdout.strip())
     if done.returncode or match is None:

@@ -1,6 +1,7 @@
 """Hugging Face folders: read a model, write one with everything that stands beside the weights."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from shakedown.core.errors import UsageError
 from shakedown.core.folders import storage_errors
+from shakedown.core.private import make_folders
 from shakedown.models.load_progress import loaded
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
@@ -105,15 +107,25 @@ def write_folder(
     kind = getattr(torch, dtype)
     cast = {k: v.to(kind) if v.is_floating_point() else v for k, v in weights.items()}
     with storage_errors("write", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        # `.*`: the hub's download cache, git's folder.
-        shutil.copytree(
-            source, folder, ignore=shutil.ignore_patterns(*_WEIGHTS, ".*"), dirs_exist_ok=True
-        )
+        _copy_rest(source, folder)
         model.save_pretrained(folder, state_dict=cast)
         generation = source / _GENERATION
         if generation.is_file():  # a model made of its config alone does not know it
             shutil.copyfile(generation, folder / _GENERATION)
+
+
+def _copy_rest(source: Path, folder: Path) -> None:
+    """Contents alone: by the modes of a shared source others could write to the copy, too."""
+    # `.*`: the hub's download cache, git's folder.
+    left_out = shutil.ignore_patterns(*_WEIGHTS, ".*")
+    for place, folders, files in os.walk(source, followlinks=True):
+        skipped = left_out(place, folders + files)
+        folders[:] = [name for name in folders if name not in skipped]
+        target = folder / os.path.relpath(place, source)
+        make_folders(target)
+        for name in files:
+            if name not in skipped:
+                shutil.copyfile(Path(place, name), target / name)
 
 
 @contextlib.contextmanager

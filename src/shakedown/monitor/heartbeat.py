@@ -19,7 +19,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from shakedown.core.errors import UntrustedError
 from shakedown.core.files import json_as
+from shakedown.core.private import make_folders, open_own
 
 Phase = Literal[
     "init",
@@ -242,18 +244,17 @@ class _Writer:
         back has other handles."""
         try:
             if self._descriptor < 0:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
-                self._descriptor = os.open(self._path, flags, 0o644)
+                make_folders(self._path.parent)
+                self._descriptor = open_own(self._path, os.O_WRONLY)
             # one write below the page size: a reader sees the old record, the new one or, by its
             # checksum, that it is torn
             if os.pwrite(self._descriptor, encode(beat), 0) != RECORD_BYTES:
                 raise OSError("the record was cut off")
-        except OSError as error:
+        except (OSError, UntrustedError) as error:
             self._close_file()
             self.failures += 1
             if self.failures == 1:
-                why = error.strerror or str(error)
+                why = getattr(error, "strerror", None) or str(error)
                 with contextlib.suppress(OSError):  # the log may be on the same full disk
                     print(f"heartbeat: cannot write {self._path}: {why}", file=sys.stderr)
                     sys.stderr.flush()

@@ -25,7 +25,9 @@ from typing import IO
 
 from shakedown.core.errors import StorageError
 from shakedown.core.files import atomic_open
+from shakedown.core.leftovers import temporary_file
 from shakedown.core.paths import EvidencePaths
+from shakedown.core.private import file_mode, make_folders, open_own
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +61,11 @@ def install(rank: int, evidence: Path, role: str = "trainer") -> None:
     """
     name = component(role, rank)
     try:
-        evidence.mkdir(parents=True, exist_ok=True)
-        stream = EvidencePaths(evidence).stacks(name).open("a", encoding="utf-8")
+        make_folders(evidence)
+        stacks = open_own(EvidencePaths(evidence).stacks(name), os.O_WRONLY | os.O_APPEND)
     except OSError as error:
         raise StorageError(f"cannot write {evidence}: {error.strerror}") from error
+    stream = os.fdopen(stacks, "a", encoding="utf-8")
     _open_files.append(stream)
     faulthandler.register(signal.SIGUSR1, file=stream, all_threads=True, chain=False)
     if "torch" in sys.modules:
@@ -187,10 +190,12 @@ def _write(path: Path, body: bytes) -> None:
     Raises:
         StorageError: `path` cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}-{threading.get_ident()}")
     try:
-        partial.write_bytes(body)
-        partial.replace(path)
+        handle, partial = temporary_file(path)
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(body)
+        os.chmod(partial, file_mode())
+        os.replace(partial, path)
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror or error}") from error
 

@@ -12,6 +12,7 @@ from shakedown.cluster.nodes import node_addresses, write_bad_nodes
 from shakedown.core.errors import StorageError
 from shakedown.core.files import json_as, write_json
 from shakedown.core.paths import PreflightPaths
+from shakedown.core.private import make_folders
 from shakedown.core.verdict import (
     Finding,
     Stopwatch,
@@ -95,7 +96,7 @@ def _prepare(settings: Settings) -> None:
         for old in (paths.verdict, paths.pairs, paths.bad_nodes, *paths.nodes.glob("*.json")):
             old.unlink(missing_ok=True)
         shutil.rmtree(paths.logs, ignore_errors=True)
-        paths.nodes.mkdir(parents=True, exist_ok=True)
+        make_folders(paths.nodes)
     except OSError as error:
         raise StorageError(
             f"cannot write the results folder {settings.out}: {error.strerror}",
@@ -179,7 +180,7 @@ def _keep_logs(launcher: Launcher, out: Path, *, needed: bool) -> None:
         return
     with contextlib.suppress(OSError):
         logs = PreflightPaths(out).logs
-        logs.mkdir(exist_ok=True)
+        make_folders(logs)
         for log in launcher.logs:
             shutil.copyfile(log, logs / log.name)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.files import read_json_as, write_json
 from shakedown.core.folders import storage_errors, sync_file
+from shakedown.core.private import make_folders
 from shakedown.rollout.batch import RolloutBatch, read_batch
 from shakedown.rollout.groups import Group, Prompt, draw
 from shakedown.rollout.store import Count, RolloutStore
@@ -149,7 +150,7 @@ def keep_queue(store: RolloutStore, step: int, checkpoint: Path) -> None:
     cursor = _cursor_path(store, step)
     with storage_errors("write", folder):
         while cursor.is_file():
-            folder.mkdir(exist_ok=True)
+            make_folders(folder)
             _link(cursor, folder / cursor.name)
             step += 1
             batch, cursor = store.batch_path(step), _cursor_path(store, step)

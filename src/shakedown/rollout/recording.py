@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.folders import storage_errors
+from shakedown.core.private import make_folders
 from shakedown.rollout.batch import RolloutBatch, read_batch
 
 
@@ -44,7 +45,7 @@ class Recorder:
         target = step_file(self._folder, step)
         staged = target.with_name(f".{target.name}.{os.getpid()}")
         with storage_errors("record", target):
-            self._folder.mkdir(parents=True, exist_ok=True)
+            make_folders(self._folder)
             try:
                 staged.unlink(missing_ok=True)  # left by a killed process that had the same id
                 try:

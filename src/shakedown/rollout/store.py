@@ -25,6 +25,7 @@ from pydantic import Field
 from shakedown.core.errors import BlockedError, StorageError, UsageError
 from shakedown.core.files import read_json_as, write_json
 from shakedown.core.integrity import Manifest, damage, file_sums, files_below, wrong_size
+from shakedown.core.private import new_folder
 from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
 
 # A number of steps or versions; JSON would hold any, and a float what is below 2**53.
@@ -111,7 +112,7 @@ class RolloutStore:
         try:
             # Left by a killed process that had the same id.
             shutil.rmtree(staged, ignore_errors=True)
-            staged.mkdir(parents=True)
+            new_folder(staged)
             write(staged)
             write_json(staged / _MANIFEST, asdict(_manifest(staged)))
             if target.exists():

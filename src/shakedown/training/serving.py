@@ -1,8 +1,11 @@
 """The inference servers of a run, from its config: the persistent one and each stage's own."""
 
+from dataclasses import replace
+
 from shakedown.config import Config, ServeConfig
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import ServerOrder, SlurmOptions
+from shakedown.training.assets import model_source
 
 SERVED_NAME = "policy"
 
@@ -24,6 +27,18 @@ def launch_spec(serve: ServeConfig, *, model: str, dtype: str, seed: int) -> Lau
         extra_args=tuple(serve.extra_args),
         seed=seed,
     )
+
+
+def order_of_run(config: Config) -> ServerOrder:
+    """The run's persistent server as `serve start --config` orders it.
+
+    Raises:
+        UsageError: the demo's model was not written yet.
+    """
+    assets = config.paths.assets.file
+    order = server_order(config, model_source(config, assets if assets.is_file() else None))
+    # Raw log-probabilities: other programs compare them with the model's own.
+    return replace(order, spec=replace(order.spec, logprobs="raw"))
 
 
 def server_order(config: Config, model: str, *, engine: str | None = None) -> ServerOrder:

@@ -16,8 +16,8 @@ from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import (
     ServerOrder,
     SlurmOptions,
+    order_of,
     read_endpoint,
-    read_order,
 )
 from shakedown.inference.lease import Lease, LeaseWatch
 
@@ -42,13 +42,11 @@ def test_lease_that_cannot_be_written_says_where(tmp_path: Path) -> None:
         Lease(tmp_path / "missing" / "lease").renew()
 
 
-def test_order_survives_its_file(tmp_path: Path) -> None:
+def test_order_survives_its_text() -> None:
     spec = LaunchSpec("org/model", extra_args=("--a", "b"), prefix=("nice",))
     order = ServerOrder("p", "vllm", spec, slurm=SlurmOptions("main", extra=("--mem=4G",)))
 
-    order.write(tmp_path / "order.json")
-
-    assert read_order(tmp_path / "order.json") == order
+    assert order_of(order.to_text()) == order
 
 
 @pytest.mark.parametrize(
@@ -151,11 +149,11 @@ def test_refused_job_is_told_in_slurms_words(programs: Path, tmp_path: Path) -> 
     )
 
     with pytest.raises(LaunchError, match="invalid partition specified"):
-        slurm.submit(ServerPaths(tmp_path), "policy", SlurmOptions("gpu"))
+        slurm.submit(ServerPaths(tmp_path), ServerOrder("policy", "vllm", LaunchSpec("m")))
 
 
 def test_machine_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
     with pytest.raises(LaunchError, match="sbatch is not installed here"):
-        slurm.submit(ServerPaths(tmp_path), "policy", SlurmOptions())
+        slurm.submit(ServerPaths(tmp_path), ServerOrder("policy", "vllm", LaunchSpec("m")))

@@ -380,7 +380,7 @@ def test_server_killed_with_its_daemon_is_started_again_by_ensure(
     )
     assert not status(folder).alive
 
-    again = ensure(folder)
+    again = ensure(folder, lambda: server.order)
 
     assert again.base_url == server.base_url
     assert again.pid != server.pid

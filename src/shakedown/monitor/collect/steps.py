@@ -15,6 +15,7 @@ from shakedown.cluster.ranks import srun_argv
 from shakedown.core.errors import UsageError
 from shakedown.core.files import read_object
 from shakedown.core.paths import EvidencePaths
+from shakedown.core.private import open_own
 from shakedown.monitor.collect import slurm
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.writer import COLLECTED, Writer, printable
@@ -113,7 +114,8 @@ def _run(step: Step, nodes: Sequence[str]) -> None:
     }
     log = step.out / f"collect-{nodes[0]}.srun"
     try:
-        with log.open("wb") as stream:
+        with os.fdopen(open_own(log, os.O_WRONLY), "wb") as stream:
+            stream.truncate()
             process = subprocess.Popen(
                 command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream
             )

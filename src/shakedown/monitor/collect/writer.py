@@ -9,6 +9,7 @@ from shakedown.core.errors import StorageError
 from shakedown.core.files import write_json
 from shakedown.core.leftovers import temporary_file
 from shakedown.core.paths import EvidencePaths
+from shakedown.core.private import file_mode, make_folders
 
 # Relative, as the writer takes its files and `collected-<host>.json` names them.
 NAMES = EvidencePaths(Path())
@@ -45,12 +46,12 @@ class Writer:
         """Not forced to the disk, which costs more than all the rest: readers see whole files."""
         path = self.out / name
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folders(path.parent)
             handle, temporary = temporary_file(path)
             try:
                 with os.fdopen(handle, "wb") as stream:
                     stream.write(body)
-                os.chmod(temporary, 0o644)
+                os.chmod(temporary, file_mode())
                 os.replace(temporary, path)
             except BaseException:
                 os.unlink(temporary)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from shakedown.core.private import make_folders
 from shakedown.preflight.model import Facts, ProbeRequest, has_fault
 
 # Random: a file system that compresses has to write all of it.
@@ -28,7 +29,7 @@ def files(request: ProbeRequest, node: str) -> Facts:
     facts = {"folder": request.out, **_space(Path(request.out))}
     steps: dict[str, float] = {}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folders(folder)
         target = folder / f"disk-{node}.tmp"
         if has_fault(request.faults, "no_disk", node):
             target.symlink_to("/dev/full")  # the kernel's own full device
@@ -101,7 +102,7 @@ def visibility(request: ProbeRequest, node: str) -> Facts:
     folder was listed (a cached "no such file", known from NFS).
     """
     folder = marker_folder(request)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     if not has_fault(request.faults, "invisible_file", node):
         temporary = folder / f".seen-{node}"
         temporary.write_text(request.token)

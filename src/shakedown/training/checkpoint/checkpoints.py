@@ -25,6 +25,7 @@ from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.files import read_json_as, write_json, write_text
 from shakedown.core.folders import publish_folder, storage_errors
 from shakedown.core.integrity import FileSum, damage, wrong_size
+from shakedown.core.private import new_folder
 from shakedown.models.load_progress import beating
 from shakedown.rollout.store import Count
 from shakedown.training.checkpoint.fingerprint import differences
@@ -211,7 +212,7 @@ class Checkpoints:
 
         def stage() -> str:
             with storage_errors("write", staged):
-                staged.mkdir(parents=True)
+                new_folder(staged)
                 # Now, not by the thread: used rollouts are removed while the training goes on.
                 if attach is not None:
                     attach(staged)

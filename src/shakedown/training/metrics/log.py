@@ -1,12 +1,14 @@
 """metrics.jsonl: one JSON row a step, without gap or double after a resume."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shakedown.core.files import write_text
 from shakedown.core.folders import storage_errors
+from shakedown.core.private import open_own
 
 
 class MetricsLog:
@@ -38,8 +40,10 @@ class MetricsLog:
             StorageError: the file cannot be written.
         """
         line = json.dumps(row, allow_nan=False) + "\n"
-        with storage_errors("write", self._path), self._path.open("a", encoding="utf-8") as out:
-            out.write(line)
+        with storage_errors("write", self._path):
+            handle = open_own(self._path, os.O_WRONLY | os.O_APPEND)
+            with os.fdopen(handle, "a", encoding="utf-8") as out:
+                out.write(line)
 
     def _lines(self) -> list[str]:
         if not self._path.exists():

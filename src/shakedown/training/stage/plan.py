@@ -7,6 +7,7 @@ from shakedown.config.lint import trainer_world
 from shakedown.core.errors import ConfigError, UsageError
 from shakedown.core.outcome import read_outcome
 from shakedown.core.paths import RunPaths
+from shakedown.core.private import own_tree
 from shakedown.training.assets import Assets
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.run import StagePlan
@@ -30,6 +31,7 @@ def plan_stage(
     Raises:
         UsageError: `model` is no Hugging Face folder.
         ConfigError: the stage before this one has not completed.
+        UntrustedError: others can change the model of that stage.
     """
     settings = config.stages[stage]
     job = StageJob(
@@ -63,6 +65,7 @@ def _input_model(config: Config, stage: str, paths: RunPaths, first: str) -> str
     if position == 0:
         return first
     before = paths.stage(names[position - 1])
+    own_tree(before.export)
     # Under the workflow the gate has accepted it; by hand its own outcome has to do.
     done = before.accepted.exists() or (
         before.outcome.exists() and read_outcome(before.outcome).state == "completed"

@@ -11,8 +11,10 @@ from shakedown.cluster.nodes import allocation_nodes, node_name
 from shakedown.cluster.supervise import Component, Exit, Supervisor
 from shakedown.config import ServeConfig
 from shakedown.core.errors import LaunchError, UsageError
+from shakedown.core.folders import storage_errors
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
+from shakedown.core.private import own_folder, own_tree
 from shakedown.core.verdict import Stopwatch
 from shakedown.monitor.watch import Health, Watch
 from shakedown.rollout.recording import check_recording
@@ -63,6 +65,7 @@ def run_stage(plan: StagePlan) -> Outcome:
         LaunchError: a component could not be started.
         UsageError: the stage wants more nodes or GPUs than there are; the recorded rollouts are
             not all there, or cannot be replayed here.
+        UntrustedError: others can change the stage's folder or a checkpoint.
     """
     for _ in range(_PORT_TRIES - 1):
         outcome = _run_attempt(plan)
@@ -80,6 +83,9 @@ def _run_attempt(plan: StagePlan) -> Outcome:
     clock = Stopwatch()
     nodes = _nodes(job.config.nodes)
     devices = stage_devices(job.config, plan.serve, nodes, plan.gpus_per_node)
+    with storage_errors("write", paths.root):
+        own_folder(paths.root)
+        own_tree(paths.checkpoints)
     # Gone before the attempt begins: if this process is killed, no older outcome speaks for it.
     paths.outcome.unlink(missing_ok=True)
     attempt = paths.new_attempt()

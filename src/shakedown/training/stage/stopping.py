@@ -5,10 +5,12 @@ file empty before it starts them, because a network file system may go on saying
 that a file which was missing is missing; opening one that exists asks the server.
 """
 
+import os
 import time
 from pathlib import Path
 
 from shakedown.core.files import write_text
+from shakedown.core.private import open_own
 
 _LOOK_SECONDS = 0.2  # so that short steps do not wait for a file server
 
@@ -24,7 +26,8 @@ def prepare(path: Path) -> None:
 
 def ask(path: Path, reason: str) -> None:
     """Ask the ranks to stop. Written in place: another file of that name may be seen late."""
-    path.write_text(f"{reason}\n", encoding="utf-8")
+    with os.fdopen(open_own(path, os.O_WRONLY), "w", encoding="utf-8") as stream:
+        stream.write(f"{reason}\n")
 
 
 class StopFlag:

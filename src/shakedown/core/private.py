@@ -1,0 +1,215 @@
+"""What belongs to this user alone: files that steer a run, and all that a run makes.
+
+A control file (an endpoint, a state, a stage's job, a checkpoint) says what runs or where a run
+goes on. It is believed when nobody but this user and root could have written it: it and its folder
+belong to one of them, and neither group nor others may write to them.
+"""
+
+import contextlib
+import os
+import pwd
+import shlex
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from shakedown.core.errors import UntrustedError
+
+# Set by whoever reads the config's `group_reads`, for the processes that it starts, on nodes too.
+_GROUP_READS = "SHAKEDOWN_GROUP_READS"
+
+
+def close_to_others() -> int:
+    """From here on nobody else can use what this process and those it starts make.
+
+    Returns:
+        The umask that was set before.
+    """
+    return os.umask(0o027 if _group_reads() else 0o077)
+
+
+def let_group_read() -> None:
+    """From here on the group can read what this process and those it starts make."""
+    os.environ[_GROUP_READS] = "1"
+    close_to_others()
+
+
+def file_mode() -> int:
+    """Of a new file, whatever the umask and the folder's access list say."""
+    return 0o640 if _group_reads() else 0o600
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder and those above it where they are missing; no other user gets into new ones.
+
+    Raises:
+        OSError: it cannot be made, or is no folder.
+    """
+    if not path.is_dir():
+        try:
+            new_folder(path)
+        except FileExistsError:
+            if not path.is_dir():  # else another process has made it meanwhile
+                raise
+
+
+def new_folder(path: Path) -> None:
+    """As `make_folders`, but it must not be there yet.
+
+    Raises:
+        OSError: FileExistsError, or it cannot be made.
+    """
+    make_folders(path.parent)
+    path.mkdir(0o750 if _group_reads() else 0o700)
+    # Files in it would follow the project folder's default access list, not the umask.
+    with contextlib.suppress(OSError):  # there is none, or the file system knows no such lists
+        os.removexattr(path, "system.posix_acl_default")
+
+
+def own_folder(path: Path) -> None:
+    """A folder that only this user can change: made where it is missing, checked where it is there.
+
+    Raises:
+        UntrustedError: others can write to it, or it is another user's.
+        OSError: it cannot be made.
+    """
+    make_folders(path)
+    check_own(path)
+
+
+def check_own(path: Path) -> None:
+    """Check a folder that may be there: only this user can change it.
+
+    Raises:
+        UntrustedError: others can write to it, or it is another user's.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _believe(path.stat(), path)
+
+
+def own_tree(root: Path) -> None:
+    """Check every file and folder of a tree that may be there: no other user can have changed it.
+
+    Raises:
+        UntrustedError: names the first that others can write to, or that is another user's.
+    """
+    check_own(root)
+    for folder, folders, files in os.walk(root):
+        for name in sorted(folders + files):
+            path = Path(folder, name)
+            _believe(path.lstat(), path)
+
+
+def read_own(path: Path, *, errors: str = "strict") -> str:
+    """The text of a control file; it may lie behind a link to its folder, but be no link itself.
+
+    Args:
+        errors: what is done with bytes that are not UTF-8, as in `open`.
+
+    Raises:
+        UntrustedError: others could have written it.
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with _entered(path.parent) as folder, _looked_at(path, folder) as file:
+        return Path(_again(file)).read_text(encoding="utf-8", errors=errors)
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file to write (a log, a lock, a heartbeat), made where it is missing.
+
+    Somebody who can write to the folder gets no file of this user's changed: no link is followed.
+
+    Args:
+        flags: of os.open.
+
+    Raises:
+        UntrustedError: in its place is a link, a FIFO, another user's file or one with two names.
+        OSError: it cannot be opened.
+    """
+    with contextlib.suppress(FileExistsError):
+        return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode())
+    with _looked_at(path) as file:
+        if os.fstat(file).st_nlink > 1:
+            raise UntrustedError(f"{path} is another file's second name", hint=_remove(path))
+        return os.open(_again(file), flags | os.O_CLOEXEC)
+
+
+@contextlib.contextmanager
+def _entered(folder: Path) -> Iterator[int]:
+    """The folder as it is, whatever is put in its place meanwhile."""
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _believe(os.fstat(descriptor), folder)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _looked_at(path: Path, folder: int | None = None) -> Iterator[int]:
+    """A regular file as it is, not yet opened; `folder`: the open folder that it is in.
+
+    To open a FIFO would wait without end, and what has the name meanwhile may be something else.
+    """
+    name = path if folder is None else path.name
+    flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+    descriptor = os.open(name, flags, dir_fd=folder)
+    try:
+        facts = os.fstat(descriptor)
+        if not stat.S_ISREG(facts.st_mode):
+            raise UntrustedError(f"{path} is a link or a FIFO: no regular file", hint=_remove(path))
+        _believe(facts, path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _again(descriptor: int) -> str:
+    """The name under which the very file that was looked at is opened (proc(5))."""
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _believe(facts: os.stat_result, path: Path) -> None:
+    if not _is_own(facts.st_uid, path.parent):
+        raise UntrustedError(
+            f"{path} belongs to {_user(facts.st_uid)}, not to {_user(os.geteuid())} or root: "
+            "another user could choose what runs",
+            hint=f"run it as {_user(facts.st_uid)}, or choose a results folder of your own",
+        )
+    mode = stat.S_IMODE(facts.st_mode)
+    # In a folder with the sticky bit, such as /tmp, nobody can replace another user's file.
+    sticky = stat.S_ISDIR(facts.st_mode) and mode & stat.S_ISVTX
+    if mode & 0o022 and not sticky and not stat.S_ISLNK(facts.st_mode):
+        whom = "everybody" if mode & 0o002 else "its group"
+        raise UntrustedError(
+            f"{path} can be written by {whom} (mode {mode:04o}): others could choose what runs",
+            hint=f"see that all in it is yours, then: chmod go-w {shlex.quote(str(path))}",
+        )
+
+
+def _is_own(user: int, folder: Path) -> bool:
+    if user in (0, os.geteuid()):
+        return True
+    # A file server may take root, or everybody, for another user (root_squash, all_squash).
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            return os.fstat(probe.fileno()).st_uid == user
+    except OSError:
+        return False
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"user {number}"
+
+
+def _remove(path: Path) -> str:
+    return f"see who made it, then: rm {shlex.quote(str(path))}"
+
+
+def _group_reads() -> bool:
+    return os.environ.get(_GROUP_READS) == "1"
