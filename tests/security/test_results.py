@@ -70,6 +70,7 @@ def test_the_workflow_makes_closed_results_and_refuses_open_ones(tmp_path: Path)
     first = snakemake(config, target)
     assert target.is_file(), first.stdout + first.stderr
     assert open_to_others(tmp_path / "results", 0o077) == []
+    assert open_to_others(tmp_path / ".snakemake", 0o022) == []
     (tmp_path / "results").chmod(0o775)
     target.unlink()
     second = snakemake(config, target)

@@ -1,7 +1,9 @@
 # Configuration, names and helpers that every rule uses. No rules here.
+import contextlib
 import json
 import os
 import shlex
+import stat
 import sys
 from pathlib import Path
 
@@ -49,6 +51,13 @@ def own_results():
             own_folder(folder)
     except ShakedownError as error:
         raise WorkflowError(visible(str(error))) from None
+
+
+def close_snakemake_folder(logs):
+    """Snakemake makes these before it reads this file, by the umask around."""
+    for path in (Path(".snakemake"), Path(".snakemake/log"), *map(Path, logs)):
+        with contextlib.suppress(OSError):  # another user's, or elsewhere
+            path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)
 
 
 def write_config():
