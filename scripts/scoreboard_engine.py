@@ -6,13 +6,17 @@ and log-probabilities are the model's own. `--hang-at-update N`: its Nth weight 
 
 import argparse
 import json
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+
+from shakedown.inference.secret import bearer, read_secret
 
 # Of one generated token: the trainer is not faster than its server.
 TOKEN_SECONDS = 0.01
@@ -24,8 +28,9 @@ class Engine(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 256
 
-    def __init__(self, host: str, port: int, folder: str, hang_at_update: int) -> None:
+    def __init__(self, host: str, port: int, folder: str, hang_at_update: int, secret: str) -> None:
         super().__init__((host, port), Handler)
+        self.header = bearer(secret)["Authorization"]
         self._lock = threading.Lock()
         self._hang_at_update, self._updates = hang_at_update, 0
         self._model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -69,6 +74,14 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: Engine
+
+    def parse_request(self) -> bool:
+        """Only uvicorn's applications are guarded (`shakedown.inference.guarded`)."""
+        known = super().parse_request()
+        if known and self.headers.get("Authorization") != self.server.header:
+            self.send_error(401)
+            return False
+        return known
 
     def do_GET(self) -> None:
         self._answer({"data": [{"max_model_len": 256}]})
@@ -129,8 +142,11 @@ def main() -> None:
     arguments, _others = parser.parse_known_args()
     torch.set_num_threads(1)
     torch.manual_seed(arguments.random_seed)
+    # This process was started as `python -m shakedown.inference.guarded SECRET_FILE MODULE ...`.
+    place = sys.orig_argv.index("shakedown.inference.guarded")
+    secret = read_secret(Path(sys.orig_argv[place + 1]))
     Engine(
-        arguments.host, arguments.port, arguments.model_path, arguments.hang_at_update
+        arguments.host, arguments.port, arguments.model_path, arguments.hang_at_update, secret
     ).serve_forever()
 
 

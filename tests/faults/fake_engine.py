@@ -2,7 +2,8 @@
 
 Speaks the health check and completions of vLLM and SGLang's documented /generate. Modes: `good`,
 `silent` (accepts, never answers), `crash` (prints what an engine prints and exits), `refuse`
-(does not know the model), `stubborn` (ignores SIGTERM). Starts a child as engines do.
+(does not know the model), `stubborn` (ignores SIGTERM), `open` (does not ask for its secret).
+Starts a child as engines do.
 """
 
 import json
@@ -11,7 +12,10 @@ import subprocess
 import sys
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+from shakedown.inference.secret import read_secret
 
 LOGPROB = -0.5
 
@@ -21,6 +25,15 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: "Engine"
+
+    def parse_request(self) -> bool:
+        """As uvicorn's application would be guarded (`shakedown.inference.guarded`)."""
+        secret = self.server.secret
+        known = super().parse_request()
+        if known and secret and self.headers.get("Authorization") != f"Bearer {secret}":
+            self.send_error(401)
+            return False
+        return known
 
     def do_GET(self) -> None:
         if self.server.mode == "silent":
@@ -54,13 +67,14 @@ class Handler(BaseHTTPRequestHandler):
 
 
 class Engine(ThreadingHTTPServer):
-    """`seen`: (path, body) of every POST."""
+    """`seen`: (path, body) of every POST. `secret`: what requests must carry; empty: nothing."""
 
     daemon_threads = True
     request_queue_size = 1024
 
-    def __init__(self, host: str, port: int, mode: str = "good") -> None:
+    def __init__(self, host: str, port: int, mode: str = "good", secret: str = "") -> None:
         super().__init__((host, port), Handler)
+        self.secret = secret
         self.mode, self.seen = mode, list[tuple[str, dict[str, Any]]]()
 
 
@@ -81,6 +95,12 @@ def sglang_reply(body: dict[str, Any]) -> Any:
     return replies if len(replies) > 1 else replies[0]
 
 
+def own_secret() -> str:
+    """What the command that this process was started by says, as `shakedown.inference.guarded`."""
+    place = sys.orig_argv.index("shakedown.inference.guarded")
+    return read_secret(Path(sys.orig_argv[place + 1]))
+
+
 def main() -> None:
     mode, arguments = sys.argv[1], sys.argv[2:]
     port = int(arguments[arguments.index("--port") + 1])
@@ -91,7 +111,8 @@ def main() -> None:
     if mode == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-    Engine("127.0.0.1", port, mode).serve_forever()
+    secret = "" if mode == "open" else own_secret()
+    Engine("127.0.0.1", port, mode, secret).serve_forever()
 
 
 if __name__ == "__main__":

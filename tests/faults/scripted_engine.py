@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from shakedown.inference.secret import read_secret
+
 Change = Callable[[list["Sample"]], Any]
 
 
@@ -63,7 +65,7 @@ def logprob(version: int) -> float:
 class ScriptedEngine(ThreadingHTTPServer):
     """`seconds`: of one token but a probe's; `prompts`: of every generation but a probe's.
 
-    `bad_every`: every so many generations are NaN.
+    `bad_every`: every so many generations are NaN. `secret`: what requests must carry.
     """
 
     daemon_threads = True
@@ -72,6 +74,7 @@ class ScriptedEngine(ThreadingHTTPServer):
     def __init__(self, port: int = 0, *, seconds: float = 0.0, bad_every: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
         self.seconds, self.bad_every, self.version = seconds, bad_every, 0
+        self.secret = ""
         self.prompts: list[list[int]] = []
         self.running = 0
         self._changed = threading.Condition()
@@ -122,6 +125,14 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: ScriptedEngine
+
+    def parse_request(self) -> bool:
+        secret = self.server.secret
+        known = super().parse_request()
+        if known and secret and self.headers.get("Authorization") != f"Bearer {secret}":
+            self.send_error(401)
+            return False
+        return known
 
     def do_GET(self) -> None:
         self._answer({"data": [{"max_model_len": 256}]})
@@ -204,5 +215,8 @@ def _option(name: str, default: str) -> str:
 
 if __name__ == "__main__":
     engine = ScriptedEngine(int(_option("--port", "0")), seconds=float(_option("--seconds", "0")))
+    if "shakedown.inference.guarded" in sys.orig_argv:
+        place = sys.orig_argv.index("shakedown.inference.guarded")
+        engine.secret = read_secret(Path(sys.orig_argv[place + 1]))
     print(engine.server_address[1], flush=True)
     engine.serve_forever()

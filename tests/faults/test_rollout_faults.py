@@ -23,6 +23,7 @@ from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.paths import RunPaths, StagePaths
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
+from shakedown.inference.secret import make_secret, read_secret
 from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.rollout.generation import BadAnswerError, Generation
@@ -160,6 +161,8 @@ class Rollout:
             endpoint=f"http://127.0.0.1:{self.engine.server_address[1]}",
             engine=kind,
         )
+        make_secret(self._attempt.secret)
+        self.engine.secret = read_secret(self._attempt.secret)
         job.write(self._attempt.root / "job.json")
         thread = threading.Thread(target=trainer)
         thread.start()

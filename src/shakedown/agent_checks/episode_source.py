@@ -47,7 +47,7 @@ def episode_source(
     if grpo is None:
         setup = AgentSetup(target, endpoint, seconds, measure=True, share_tls=share_tls)
         return AgentPool(setup)
-    server = ModelServer(endpoint.base_url.removesuffix("/v1"), endpoint.model)
+    server = ModelServer(endpoint.base_url.removesuffix("/v1"), endpoint.model, endpoint.api_key)
     settings = grpo.model_copy(update={"agent": target, "agent_timeout": seconds})
     # No trainer publishes weights here: every token is of version 0.
     return AgentGroupSampler(server, settings, lambda: 0, measure=True, share_tls=share_tls)

@@ -9,6 +9,7 @@ import httpx
 from shakedown.agent_checks.judge import ServerProbe
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.core.errors import UsageError
+from shakedown.inference.secret import bearer
 
 _NO_KEY = "None"  # a local server wants some key; the guides give this one
 
@@ -23,11 +24,10 @@ async def ask_server(base_url: str, api_key: str = "", *, seconds: float = 10.0)
     """`GET {base_url}/models`; every fault of the server is in the returned view."""
     if not base_url:
         return ServerProbe()
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     begin = time.perf_counter()
     try:
         async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
-            answer = await client.get(f"{base_url}/models", headers=headers)
+            answer = await client.get(f"{base_url}/models", headers=bearer(api_key))
         body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return ServerProbe(asked=True, error=f"{base_url}: {type(error).__name__} {error}".strip())
@@ -38,12 +38,13 @@ async def ask_server(base_url: str, api_key: str = "", *, seconds: float = 10.0)
     return ServerProbe(True, True, names, time.perf_counter() - begin)
 
 
-def find_endpoint(base_url: str | None, model: str) -> AgentEndpoint:
+def find_endpoint(base_url: str | None, model: str, api_key: str = "") -> AgentEndpoint:
     """Normalise the URL and ask for the served model's name; a dead server is judged later.
 
     Args:
         base_url: None takes OPENAI_BASE_URL of the environment.
         model: empty takes the first that the server names.
+        api_key: empty takes OPENAI_API_KEY of the environment.
 
     Raises:
         UsageError: not a URL.
@@ -52,7 +53,7 @@ def find_endpoint(base_url: str | None, model: str) -> AgentEndpoint:
     if url and not url.startswith(("http://", "https://")):
         raise UsageError(f"--base-url {url!r}: expected http://HOST:PORT or https://...")
     url = with_version(url)
-    key = os.environ.get("OPENAI_API_KEY") or (_NO_KEY if url else "")
+    key = api_key or os.environ.get("OPENAI_API_KEY") or (_NO_KEY if url else "")
     if url and not model:
         model = next(iter(asyncio.run(ask_server(url, key)).models), "")
     return AgentEndpoint(url, key, model)

@@ -38,6 +38,7 @@ ALIVE_SECONDS = 1.0  # between signs of life
 LONGEST_LINE = 1 << 26  # bytes: a row of data with its images
 _TICK = 0.1  # seconds between looks at the clocks: how much too long an episode may take
 _MOST_COUNTED = 1.0  # seconds of one turn of the loop; the rest is another episode's fault
+_NO_SECRET = 7  # characters: the "None" that servers without a key are given
 _LONGEST_TRACE = 4000  # characters from the end, where the agent's own frames are
 
 
@@ -116,10 +117,19 @@ class Host:
             self._streams.say(key=key, reward=task.result())
             return
         cause, detail = classify(error, self._file)
-        trace = "".join(traceback.format_exception(error))[-_LONGEST_TRACE:]
+        trace = "".join(traceback.format_exception(error))
         self._streams.say(
-            key=key, cause=cause, detail=detail, status=status_code(error), trace=trace
+            key=key,
+            cause=cause,
+            detail=self._without_key(detail),
+            status=status_code(error),
+            trace=self._without_key(trace)[-_LONGEST_TRACE:],
         )
+
+    def _without_key(self, text: str) -> str:
+        """An agent's exception may quote its arguments, and is written into verdicts and logs."""
+        key = self._endpoint.api_key
+        return text.replace(key, "***") if len(key) > _NO_SECRET else text
 
     async def _clock(self) -> None:
         """Count each episode's time, end those whose time is over, and say that all is alive."""

@@ -155,7 +155,7 @@ def _checks(args: argparse.Namespace) -> int:
     )
     with in_use(args.endpoint, lambda: order_of_run(config)) as served:
         rows = agent_rows(args.data or heldout_source(config), limit=settings.prompts)
-        endpoint = find_endpoint(served.base_url, served.served_name)
+        endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())
         training = training_settings(config, served.engine)
         plan = CheckPlan(config.agents.target, rows, endpoint, settings, training)
         checks = asyncio.run(run_checks(plan, progress=lambda line: print(f"  {line}", flush=True)))

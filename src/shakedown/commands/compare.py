@@ -153,7 +153,7 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     with in_use(args.endpoint, lambda: order_of_run(config)) as served:
         yield _plan(
             args,
-            ComparedServer(served.base_url, served.served_name),
+            ComparedServer(served.base_url, served.served_name, served.api_key()),
             reference=args.reference.partition(":")[2] if args.reference else served.model,
             source=args.data or heldout_source(config),
             limit=args.limit or config.consistency.samples,
@@ -177,6 +177,7 @@ def _plan(
     return Plan(
         url=server.url,
         model=server.model or args.model,
+        api_key=server.api_key,
         reference=reference,
         rows=rows,
         concurrency=args.concurrency,

@@ -16,6 +16,7 @@ from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Fai
 from shakedown.core.errors import BlockedError, ServerError, UsageError
 from shakedown.inference.client import Client
 from shakedown.inference.engines import Request, get_token_engine
+from shakedown.inference.secret import bearer
 
 # Without these a server may fill in the checkpoint's generation_config.json: tokens would be drawn
 # from another distribution than the one that the log-probabilities describe.
@@ -23,7 +24,7 @@ _NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _CONNECT = 30.0  # seconds
 
 
-async def find_engine(url: str, *, model: str = "") -> tuple[str, str]:
+async def find_engine(url: str, *, model: str = "", api_key: str = "") -> tuple[str, str]:
     """Ask a server what it is and what it serves: (engine name, model name).
 
     Raises:
@@ -32,12 +33,17 @@ async def find_engine(url: str, *, model: str = "") -> tuple[str, str]:
     """
     try:
         async with httpx.AsyncClient(timeout=_CONNECT, trust_env=False) as client:
-            answer = await client.get(f"{url}/v1/models")
+            answer = await client.get(f"{url}/v1/models", headers=bearer(api_key))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(
             f"no server answers at {url}: {type(error).__name__} {error}".strip(),
             hint="start one: shakedown serve --help",
         ) from error
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        raise ServerError(
+            f"{url} asks for a key: HTTP 401",
+            hint='export OPENAI_API_KEY="$(cat FOLDER/secret)", FOLDER being the server\'s',
+        )
     try:
         rows = answer.json()["data"]
         served = [str(row["id"]) for row in rows]
@@ -53,9 +59,11 @@ async def find_engine(url: str, *, model: str = "") -> tuple[str, str]:
     return "sglang" if "sglang" in owners else "vllm", model or served[0]
 
 
-def make_client(url: str, engine: str, model: str, *, request_timeout: float) -> Client:
+def make_client(
+    url: str, engine: str, model: str, *, request_timeout: float, api_key: str = ""
+) -> Client:
     """A client of that engine's protocol."""
-    return Client(get_token_engine(engine), url, model, timeout=request_timeout)
+    return Client(get_token_engine(engine), url, model, api_key=api_key, timeout=request_timeout)
 
 
 async def generate(

@@ -29,7 +29,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to compare and how. `url` is the server's, without `/v1`."""
+    """What to compare and how. `url` is the server's, without `/v1`; `api_key` what it asks for."""
 
     url: str
     reference: str
@@ -42,6 +42,7 @@ class Plan:
     seed: int = 0
     concurrency: int = 64
     request_timeout: float = 300.0
+    api_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def compare(plan: Plan, *, progress: Progress = lambda _: None) -> Comparison:
 
 
 async def _generate(plan: Plan, prompts: Sequence[EncodedPrompt]) -> Generations:
-    engine, model = await find_engine(plan.url, model=plan.model)
+    engine, model = await find_engine(plan.url, model=plan.model, api_key=plan.api_key)
     many = plan.concurrency
 
     async def generated(client: Client, temperature: float) -> Generated:
@@ -133,7 +134,9 @@ async def _generate(plan: Plan, prompts: Sequence[EncodedPrompt]) -> Generations
             concurrency=many,
         )
 
-    client = make_client(plan.url, engine, model, request_timeout=plan.request_timeout)
+    client = make_client(
+        plan.url, engine, model, request_timeout=plan.request_timeout, api_key=plan.api_key
+    )
     async with client:
         sampled = await generated(client, plan.temperature)
         greedy = await generated(client, 0.0)

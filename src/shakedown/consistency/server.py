@@ -1,8 +1,9 @@
 """The server that is compared: one that answers at a URL, or one of our own for the comparison."""
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shakedown.core.errors import UsageError, did_you_mean
@@ -16,13 +17,14 @@ _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
 
 @dataclass(frozen=True)
 class ComparedServer:
-    """Where the engine answers: its URL without `/v1`, and the model name to ask for.
+    """Where the engine answers: its URL without `/v1`, the model name to ask for, and its key.
 
     An empty name asks for the one model that the server has.
     """
 
     url: str
     model: str = ""
+    api_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,15 @@ class OwnServer:
 def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
     """The server at a URL as it is; for `vllm:MODEL` or `sglang:MODEL` one of our own.
 
+    A URL's key is the environment's OPENAI_API_KEY.
+
     Raises:
         UsageError: neither a URL nor ENGINE:MODEL; a checkpoint that cannot be read.
         ServerError: our own server did not start.
     """
     if engine.startswith(("http://", "https://")):
-        yield ComparedServer(engine.rstrip("/").removesuffix("/v1"))
+        url, key = engine.rstrip("/").removesuffix("/v1"), os.environ.get("OPENAI_API_KEY", "")
+        yield ComparedServer(url, api_key=key)
         return
     kind, _, model = engine.partition(":")
     if kind not in _ENGINES or not model:
@@ -59,7 +64,7 @@ def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
         )
     order = ServerOrder("compare", kind, _spec(model, own))
     with temporary(order, own.folder, say=own.say) as endpoint:
-        yield ComparedServer(endpoint.base_url, endpoint.served_name)
+        yield ComparedServer(endpoint.base_url, endpoint.served_name, endpoint.api_key())
 
 
 def _spec(model: str, own: OwnServer) -> LaunchSpec:

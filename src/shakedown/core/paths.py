@@ -126,6 +126,11 @@ class ServerPaths(StepPaths):
         return self.root / "state.json"
 
     @property
+    def secret(self) -> Path:
+        """What the server asks every request for; its owner alone can read it."""
+        return self.root / "secret"
+
+    @property
     def lease(self) -> Path:
         """Its modification time is the last use."""
         return self.root / "lease"
@@ -251,6 +256,11 @@ class AttemptPaths:
     def key(self) -> Path:
         """Signs what rank 0 tells the others; see `training.stage.key`."""
         return self.root / "key"
+
+    @property
+    def secret(self) -> Path:
+        """What the stage's own server asks every request for; its owner alone can read it."""
+        return self.root / "secret"
 
     @property
     def stop(self) -> Path:

@@ -14,6 +14,7 @@ import httpx
 
 from shakedown.core.errors import ServerError
 from shakedown.inference.engines import Completion, GenerationRequest, Request, TokenEngine
+from shakedown.inference.secret import bearer
 
 # Measured with 2048 requests at once: with a client's usual limits (1000 connections, 100 of them
 # kept, 5 s to connect) 999 of them timed out, with these all were answered.
@@ -23,6 +24,7 @@ _POOLS = 64
 # Sent again after these: the server did not get the request, or its answer was lost, which does
 # no harm: sampling changes nothing on the server, nor does loading the same weights twice.
 _RETRIED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.RemoteProtocolError, httpx.ReadError)
+_SAFE_LENGTH = 200  # tokens
 _RETRY_SECONDS = (0.2, 1.0, 3.0)
 
 
@@ -31,13 +33,21 @@ class Client:
 
     Args:
         base_url: without `/v1`.
+        api_key: what the server asks for; empty: nothing.
         timeout: seconds for one request in all, retries included.
     """
 
     def __init__(
-        self, engine: TokenEngine, base_url: str, model: str, *, timeout: float = 600.0
+        self,
+        engine: TokenEngine,
+        base_url: str,
+        model: str,
+        *,
+        api_key: str = "",
+        timeout: float = 600.0,
     ) -> None:
         self.engine, self.base_url, self.model = engine, base_url, model
+        self._headers = bearer(api_key)
         self._timeout = timeout
         self._pools: list[httpx.AsyncClient] = []
         self._next = itertools.cycle(range(_POOLS))
@@ -50,6 +60,7 @@ class Client:
         self._pools = [
             httpx.AsyncClient(
                 base_url=self.base_url,
+                headers=self._headers,
                 limits=limits,
                 timeout=times,
                 verify=context,
@@ -114,6 +125,18 @@ class Client:
             fault = self.engine.update_fault(request, reply)
             if fault:
                 raise ServerError(f"weights of {folder} were not loaded: {fault}")
+
+    async def longest(self) -> int:
+        """Tokens that the server takes with one to generate; a safe guess where it tells none.
+
+        Raises:
+            ServerError: as `generate`.
+        """
+        reply = await self.send(Request("/v1/models", method="GET"))
+        try:
+            return int(reply["data"][0]["max_model_len"]) - 1
+        except (KeyError, IndexError, TypeError, ValueError):
+            return _SAFE_LENGTH
 
     async def health(self, *, within: float = 5.0) -> str:
         """Why the health check is not good; empty when it is."""

@@ -53,7 +53,7 @@ def keep(folder: ServerPaths, order: ServerOrder) -> int:
     try:
         # Only here, on the node where the server runs, is it known which addresses and ports there
         # are.
-        order = _placed(order)
+        order = _placed(order, folder)
         state = replace(state, host=order.spec.host, port=order.spec.port)
         return _run(folder, order, state, signals)
     except ShakedownError as error:
@@ -100,8 +100,8 @@ def _watch(
         time.sleep(POLL_SECONDS)
 
 
-def _placed(order: ServerOrder) -> ServerOrder:
-    """The order with an address and a port of this node.
+def _placed(order: ServerOrder, folder: ServerPaths) -> ServerOrder:
+    """The order with an address and a port of this node, and the server's secret.
 
     Raises:
         ServerError: the given port is in use.
@@ -114,7 +114,7 @@ def _placed(order: ServerOrder) -> ServerOrder:
             f"cannot listen on {host}:{port}: {fault}",
             hint=f"see who does: ss -ltnp 'sport = :{port}'; or leave the port out",
         )
-    return replace(order, spec=replace(order.spec, host=host, port=port))
+    return replace(order, spec=replace(order.spec, host=host, port=port, secret=str(folder.secret)))
 
 
 def _component(order: ServerOrder, launch: Launch, folder: ServerPaths) -> Component:

@@ -14,6 +14,7 @@ from shakedown.core.errors import UsageError
 from shakedown.core.files import json_as, read_json_as, write_json
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.engines import LaunchSpec
+from shakedown.inference.secret import read_secret
 
 ENDPOINT_SCHEMA = "shakedown/endpoint/1"
 _START = "shakedown serve start --config FILE --out FOLDER"
@@ -103,6 +104,7 @@ class Endpoint:
     """A server that answered a real generation. `base_url` is without `/v1`.
 
     `order` is kept to be compared; its commands are never run.
+    `secret`: the file with what every request must carry; an older version's server has none.
     """
 
     name: str
@@ -121,6 +123,15 @@ class Endpoint:
     launcher: Mapping[str, Any]
     capabilities: Mapping[str, bool]
     order: ServerOrder
+    secret: str = ""
+
+    def api_key(self) -> str:
+        """What every request must carry.
+
+        Raises:
+            UsageError: as `read_secret`.
+        """
+        return read_secret(Path(self.secret)) if self.secret else ""
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": ENDPOINT_SCHEMA, **asdict(self)}

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import httpx
 from shakedown.core.errors import ServerError
 from shakedown.inference.engines import InferenceEngine, Request
 from shakedown.inference.explain import likely_cause, log_end
+from shakedown.inference.secret import bearer
 
 _HEALTH_SECONDS = 5.0
 _GENERATION_SECONDS = 60.0
@@ -23,13 +24,14 @@ _FINAL = (400, 401, 403, 404, 422)
 
 @dataclass(frozen=True)
 class ReadyOptions:
-    """How to wait for a server.
+    """How to wait for a server, and the `api_key` that it asks for.
 
     `dead` returns why the server can no longer come up, or None; `say` gets a line for
     people every few seconds; `tick` is called at every look.
     """
 
     timeout: float
+    api_key: str = field(default="", repr=False)
     dead: Callable[[], str | None] = lambda: None
     say: Callable[[str], None] = lambda _: None
     tick: Callable[[], None] = lambda: None
@@ -40,12 +42,12 @@ def wait_ready(engine: InferenceEngine, base_url: str, model: str, wait: ReadyOp
     """Wait until the server answers a generation; returns the seconds it took.
 
     Raises:
-        ServerError: it died, refused the generation, or did not answer in time; with the end of
-            its log and the likely cause.
+        ServerError: it died, refused the generation, answers whoever asks, or did not answer in
+            time; with the end of its log and the likely cause.
     """
     began = said = time.monotonic()
     answered = "nothing answered"
-    with httpx.Client(base_url=base_url, trust_env=False) as client:
+    with _client(base_url, wait.api_key) as client:
         while (now := time.monotonic()) - began < wait.timeout:
             wait.tick()
             reason = wait.dead()
@@ -53,6 +55,7 @@ def wait_ready(engine: InferenceEngine, base_url: str, model: str, wait: ReadyOp
                 raise failure(f"the {engine.name} server at {base_url} {reason}", wait.log)
             fault = _look(client, engine, model)
             if fault is None:
+                _check_guarded(engine, base_url)
                 return time.monotonic() - began
             answered = fault
             if now - said >= _SAY_SECONDS:
@@ -67,19 +70,19 @@ def wait_ready(engine: InferenceEngine, base_url: str, model: str, wait: ReadyOp
 
 
 def health_fault(
-    engine: InferenceEngine, base_url: str, *, timeout: float = _HEALTH_SECONDS
+    engine: InferenceEngine, base_url: str, api_key: str, *, timeout: float = _HEALTH_SECONDS
 ) -> str | None:
     """Why the server's health check is not good; None when it is."""
-    with httpx.Client(base_url=base_url, trust_env=False) as client:
+    with _client(base_url, api_key) as client:
         return _fault(client, Request(engine.health_path, method="GET"), timeout)[0]
 
 
 def generation_fault(
-    engine: InferenceEngine, base_url: str, model: str, *, timeout: float = _GENERATION_SECONDS
+    engine: InferenceEngine, base_url: str, model: str, api_key: str
 ) -> str | None:
     """Why the server does not answer a generation; None when it does."""
-    with httpx.Client(base_url=base_url, trust_env=False) as client:
-        return _fault(client, engine.probe(model), timeout)[0]
+    with _client(base_url, api_key) as client:
+        return _fault(client, engine.probe(model), _GENERATION_SECONDS)[0]
 
 
 def failure(message: str, log: Path | None, returncode: int | None = None) -> ServerError:
@@ -106,6 +109,23 @@ def read_end(log: Path | None, size: int = 65536) -> str:
 def last_line(log: Path | None) -> str:
     """The last line of a log that says something."""
     return log_end(read_end(log, 4096), 1)[:160] or "no output yet"
+
+
+def _client(base_url: str, api_key: str) -> httpx.Client:
+    return httpx.Client(base_url=base_url, trust_env=False, headers=bearer(api_key))
+
+
+def _check_guarded(engine: InferenceEngine, base_url: str) -> None:
+    """See that nobody is answered without the secret.
+
+    Raises:
+        ServerError: somebody is, as where an engine serves by more processes than its own.
+    """
+    if health_fault(engine, base_url, "") is None:
+        raise ServerError(
+            f"the {engine.name} server at {base_url} answers without its secret",
+            hint="leave out of serve.extra_args what starts more processes that serve HTTP",
+        )
 
 
 def _look(client: httpx.Client, engine: InferenceEngine, model: str) -> str | None:

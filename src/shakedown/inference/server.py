@@ -47,11 +47,13 @@ from shakedown.inference.ready import (
     health_fault,
     wait_ready,
 )
+from shakedown.inference.secret import make_secret
 
 Say = Callable[[str], None]
 _KEEPER_SECONDS = 60.0  # for a daemon to be heard: a shared file system may be slow to show files
 _STOP_SECONDS = 40.0  # the daemon's own grace time, and the kill after it
 _QUEUE_SAY_SECONDS = 10.0
+_OWN_KEY = "VLLM_API_KEY"  # of the user's choice, for any engine
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
     get_engine(order.engine).launch(order.spec)  # a wrong allocation is told before anything runs
     folder = ServerPaths(root.absolute())
     with _locked(folder):
+        make_secret(folder.secret, os.environ.get(_OWN_KEY, ""))
         running = _running(folder)
         if running is not None and running.order == order and _answers(running):
             say(f"serve: {order.name} is already running at {running.base_url}")
@@ -154,7 +157,9 @@ def status(root: Path) -> Status:
     if not folder.endpoint.is_file():
         return Status(True, False, f"process {state.pid} on {state.node} is loading")
     endpoint = read_endpoint(root)
-    fault = generation_fault(get_engine(endpoint.engine), endpoint.base_url, endpoint.served_name)
+    fault = generation_fault(
+        get_engine(endpoint.engine), endpoint.base_url, endpoint.served_name, endpoint.api_key()
+    )
     if fault is not None:
         return Status(True, False, f"process {state.pid} runs but does not answer: {fault}")
     return Status(True, True, f"answers at {endpoint.base_url} as {endpoint.served_name}")
@@ -205,6 +210,7 @@ def _start(
     order: ServerOrder, folder: ServerPaths, say: Say, *, recorded: ServerOrder | None = None
 ) -> Endpoint:
     _prepare(folder)
+    make_secret(folder.secret)
     Lease(folder.lease).renew()
     try:
         if order.launcher == "slurm":
@@ -219,6 +225,7 @@ def _start(
             endpoint.served_name,
             ReadyOptions(
                 timeout=order.ready_timeout,
+                api_key=endpoint.api_key(),
                 dead=lambda: _why_dead(folder),
                 say=lambda line: say(f"serve: {line}"),
                 tick=Lease(folder.lease).renew,  # a long load must not use the lease up
@@ -326,6 +333,7 @@ def _endpoint(order: ServerOrder, folder: ServerPaths, state: State) -> Endpoint
         launcher={"kind": order.launcher, "job_id": job} if job else {"kind": order.launcher},
         capabilities=asdict(engine.capabilities),
         order=order,
+        secret=str(folder.secret),
     )
 
 
@@ -340,11 +348,12 @@ def _running(folder: ServerPaths) -> Endpoint | None:
 
 
 def _answers(endpoint: Endpoint) -> bool:
-    engine = get_engine(endpoint.engine)
-    # The health check fails within 5 s where a generation could wait for 60 s.
-    if health_fault(engine, endpoint.base_url) is not None:
+    engine, key = get_engine(endpoint.engine), endpoint.api_key()
+    # Without a key it is an older version's, which answers everybody. The health check fails
+    # within 5 s where a generation could wait for 60 s.
+    if not key or health_fault(engine, endpoint.base_url, key) is not None:
         return False
-    return generation_fault(engine, endpoint.base_url, endpoint.served_name) is None
+    return generation_fault(engine, endpoint.base_url, endpoint.served_name, key) is None
 
 
 def _why_dead(folder: ServerPaths) -> str | None:

@@ -11,6 +11,7 @@ from shakedown.core.errors import ShakedownError
 from shakedown.core.paths import StagePaths
 from shakedown.core.visible import masked
 from shakedown.inference.engines import get_engine
+from shakedown.inference.folder import read_endpoint
 from shakedown.inference.ready import health_fault
 from shakedown.report import live, terminal
 from shakedown.report.collect import collect
@@ -91,8 +92,10 @@ def _probe(server: ServerView) -> str:
     url = str(server.endpoint.get("base_url"))
     fault: object
     try:
-        engine = get_engine(str(server.endpoint.get("engine")))
-        fault = health_fault(engine, url, timeout=PROBE_SECONDS)
+        # Read again, as a client does: the server's secret goes to no address that is only shown.
+        told = read_endpoint(server.root)
+        engine = get_engine(told.engine)
+        fault = health_fault(engine, told.base_url, told.api_key(), timeout=PROBE_SECONDS)
     except (ShakedownError, httpx.InvalidURL, ValueError) as error:
         fault = error
     return f"{url} is up and healthy" if fault is None else f"{url} is not well: {fault}"

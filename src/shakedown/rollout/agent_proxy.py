@@ -2,7 +2,7 @@
 
 Each episode has a key. A call belongs to the episode whose key stands in its URL
 (`/e/KEY/v1/chat/completions`), else in the header that the agent's worker sets, else in its
-bearer token. Only a call whose reply reached the agent is kept.
+bearer token. Only a call whose reply reached the agent is kept. Agents never see the engine's key.
 """
 
 import asyncio
@@ -16,6 +16,7 @@ import aiohttp
 from aiohttp import web
 
 from shakedown.agents.episode_tag import HEADER
+from shakedown.inference.secret import bearer
 from shakedown.rollout.agent_calls import (
     Body,
     Call,
@@ -52,13 +53,22 @@ class AgentProxy:
         sampling: the stage's own.
         version: of the weights that the engine has.
         timeout: seconds for one call.
+        api_key: what the engine asks for.
 
-    `recorded` counts calls.
+    `recorded` counts calls; with the proxy's own `api_key`, outside of an episode, an agent can
+    ask for the models alone.
     """
 
     def __init__(
-        self, upstream: str, sampling: Sampling, version: Callable[[], int], *, timeout: float
+        self,
+        upstream: str,
+        sampling: Sampling,
+        version: Callable[[], int],
+        *,
+        timeout: float,
+        api_key: str = "",
     ) -> None:
+        self._headers, self.api_key = bearer(api_key), secrets.token_hex(16)
         self._upstream, self._sampling, self._version = upstream, sampling, version
         self._times = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
         self._episodes: dict[str, list[Call]] = {}
@@ -74,7 +84,10 @@ class AgentProxy:
             connector = aiohttp.TCPConnector(limit=0)
             self._session = await stack.enter_async_context(
                 aiohttp.ClientSession(
-                    connector=connector, timeout=self._times, read_bufsize=_LARGEST
+                    connector=connector,
+                    headers=self._headers,
+                    timeout=self._times,
+                    read_bufsize=_LARGEST,
                 )
             )
             app = web.Application(client_max_size=_LARGEST)
@@ -97,7 +110,7 @@ class AgentProxy:
 
     def open(self) -> tuple[str, str]:
         """Begin an episode; returns its key and its own base URL, which ends in `/v1`."""
-        key = secrets.token_hex(8)
+        key = secrets.token_hex(16)
         self._episodes[key] = []
         return key, f"http://{self.host}:{self.port}/e/{key}/v1"
 
@@ -108,6 +121,7 @@ class AgentProxy:
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         try:
             if (request.method, _path(request)) == ("GET", _MODELS):
+                self._check_key(request, self.api_key)
                 return await self._models()
             key, body = await self._checked(request)
             sent, wanted, changed = prepare(body, self._sampling)
@@ -135,13 +149,7 @@ class AgentProxy:
                 f"{request.method} {_path(request)}: in training an agent can only POST {_CHAT}, "
                 "which is what is recorded",
             )
-        key = self._key(request)
-        if key not in self._episodes:
-            raise _CallError(
-                403,
-                "this call belongs to no running episode: use base_url or api_key of run's "
-                "keyword arguments, and make no calls after run has returned",
-            )
+        key = self._check_key(request)
         try:
             body = await request.json()
         except ValueError as error:
@@ -150,9 +158,21 @@ class AgentProxy:
             raise _CallError(400, "the body is no JSON object")
         return key, body
 
-    def _key(self, request: web.Request) -> str:
-        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        return str(request.match_info.get("key") or request.headers.get(HEADER) or bearer)
+    def _check_key(self, request: web.Request, *others: str) -> str:
+        """The key of the call: an episode's, or one of `others`.
+
+        Raises:
+            _CallError: it is none.
+        """
+        token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        key = str(request.match_info.get("key") or request.headers.get(HEADER) or token)
+        if key not in self._episodes and key not in others:
+            raise _CallError(
+                403,
+                "this call belongs to no running episode: use base_url or api_key of run's "
+                "keyword arguments, and make no calls after run has returned",
+            )
+        return key
 
     async def _answered(
         self, _: web.Request, key: str, sent: Body, wanted: ReplyOptions

@@ -10,7 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup, all_ended
@@ -35,10 +35,11 @@ class AgentFailedError(ShakedownError):
 
 @dataclass(frozen=True)
 class ModelServer:
-    """The inference server of the policy: its base URL without `/v1`, and its model's name."""
+    """The inference server of the policy: its base URL without `/v1`, its model's name, its key."""
 
     url: str
     model: str
+    api_key: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,9 @@ class AgentGroupSampler:
         self._server, self._settings = server, settings
         self._measure, self._share_tls = measure, share_tls
         sampling = Sampling(settings.temperature, settings.max_tokens)
-        self._proxy = AgentProxy(server.url, sampling, version, timeout=settings.batch_timeout)
+        self._proxy = AgentProxy(
+            server.url, sampling, version, timeout=settings.batch_timeout, api_key=server.api_key
+        )
         self._pool: AgentPool | None = None
         self._stack = contextlib.AsyncExitStack()
         self.failures: Counter[str] = Counter()
@@ -157,8 +160,9 @@ class AgentGroupSampler:
             proxy = await stack.enter_async_context(self._proxy)
             setup = AgentSetup(
                 self._settings.agent,
-                # A client that is built without a key refuses to start; the proxy needs none here.
-                AgentEndpoint(f"http://{proxy.host}:{proxy.port}/v1", "None", self._server.model),
+                AgentEndpoint(
+                    f"http://{proxy.host}:{proxy.port}/v1", proxy.api_key, self._server.model
+                ),
                 self._settings.agent_timeout,
                 recorded=True,
                 measure=self._measure,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from shakedown import cli
 from shakedown.core.files import write_json, write_text
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
+from shakedown.inference.engines import LaunchSpec
+from shakedown.inference.folder import ENDPOINT_SCHEMA, ServerOrder, State
 from shakedown.monitor.heartbeat import Heartbeat
 
 
@@ -188,8 +191,12 @@ def test_status_says_how_the_server_is(
     status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with http_server(status) as url:
-        body = {"base_url": url, "engine": "vllm"}
-        write_json(RunPaths(tmp_path).server("policy").endpoint, body)
+        order = ServerOrder("policy", "vllm", LaunchSpec("m"))
+        body = asdict(State("running", "n", 1)) | {"name": "policy", "engine": "vllm", "model": "m"}
+        body |= {"base_url": url, "served_name": "policy", "started": "", "log": ""}
+        body |= {"lease": {}, "launcher": {}, "capabilities": {}, "order": asdict(order)}
+        path = RunPaths(tmp_path).server("policy").endpoint
+        write_json(path, {"schema": ENDPOINT_SCHEMA, **body})
         assert cli.main(["status", str(tmp_path)]) == 0
     assert f"{url} {said}" in capsys.readouterr().out
 

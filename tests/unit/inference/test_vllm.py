@@ -59,7 +59,8 @@ def server(models: list[Path], folder: Path) -> Iterator[Endpoint]:
 async def client(server: Endpoint, models: list[Path]) -> AsyncIterator[Client]:
     """A client of the server, which has the first model's weights again."""
     engine = get_token_engine("vllm")
-    async with Client(engine, server.base_url, server.served_name, timeout=60.0) as found:
+    name, key = server.served_name, server.api_key()
+    async with Client(engine, server.base_url, name, api_key=key, timeout=60.0) as found:
         await found.update_weights(str(models[0]))
         yield found
 
@@ -261,6 +262,7 @@ def grpo_job(root: Path, models: list[Path], server: Endpoint, **grpo: Any) -> S
     )
     stage = StagePaths(root / "stage")
     attempt = stage.new_attempt()
+    shutil.copy(server.secret, attempt.secret)
     return StageJob(
         stage="grpo",
         config=config,

@@ -16,6 +16,7 @@ from shakedown.core.errors import BlockedError, UsageError
 from shakedown.core.paths import StagePaths
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
+from shakedown.inference.secret import make_secret, read_secret
 from shakedown.rollout.agent_sampler import (
     AgentFailedError,
     AgentGroupSampler,
@@ -367,6 +368,8 @@ def runnable(root: Path, engine: ChatEngine, **more: Any) -> Path:
     rows = [{"messages": messages, "answer": "2", "kind": k} for k in ("single", "streams") * 4]
     write_rows(root / "train.jsonl", rows)
     made = job(root, engine.url, **more)
+    make_secret(made.attempt.secret)
+    engine.secret = read_secret(made.attempt.secret)
     path = Path(made.attempt_root) / "job.json"
     made.write(path)
     return path

@@ -62,6 +62,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         stop(folder / "server", say=lambda _: None)
 
 
+@pytest.fixture(autouse=True)
+def key(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a user who names the server by its URL gives it."""
+    monkeypatch.setenv("OPENAI_API_KEY", served.endpoint.api_key())
+
+
 def test_every_check_passes_with_512_episodes_at_once(served: Served, tmp_path: Path) -> None:
     config = load_config(CONFIG, served.config)
     assert config.agents.prompts * config.agents.group_size == 512
@@ -132,7 +138,8 @@ def test_what_agents_did_has_the_tokens_and_logprobs_of_transformers(
     async def run() -> list[Group]:
         url = served.endpoint.base_url.removesuffix("/v1")
         settings = GrpoConfig(agent=TARGET, group_size=2, max_tokens=16, temperature=1.0)
-        async with AgentGroupSampler(ModelServer(url, "policy"), settings, lambda: 0) as sampler:
+        server = ModelServer(url, "policy", served.endpoint.api_key())
+        async with AgentGroupSampler(server, settings, lambda: 0) as sampler:
             prompts = [AgentPrompt([1], "", json.dumps({"kind": kind})) for kind in kinds]
             groups = await asyncio.gather(*(sampler.run_group(prompt) for prompt in prompts))
         return list(groups)

@@ -16,6 +16,7 @@ from shakedown.config import GrpoConfig, StageConfig
 from shakedown.core.errors import BlockedError
 from shakedown.core.paths import StagePaths
 from shakedown.inference.engines import Completion
+from shakedown.inference.secret import make_secret, read_secret
 from shakedown.rollout.groups import Group, Prompt, draw, group_stats, to_batch
 from shakedown.rollout.samplers import BadRewardError, GroupSampler
 from shakedown.rollout.store import RolloutStore
@@ -219,6 +220,7 @@ def job(root: Path, grpo: dict[str, Any] | None, **more: Any) -> Path:
         stage_root=str(stage.root),
         attempt_root=str(attempt.root),
     )
+    make_secret(attempt.secret)
     made.write(attempt.root / "job.json")
     return attempt.root / "job.json"
 
@@ -260,7 +262,9 @@ def runnable(root: Path, engine: Engine, **more: Any) -> Path:
     write_rows(root / "train.jsonl", rows)
     url = f"http://127.0.0.1:{engine.server_address[1]}"
     grpo = {"group_size": 2, "max_tokens": 3, "max_concurrent": 4}
-    return job(root, grpo, endpoint=url, engine="sglang", **more)
+    path = job(root, grpo, endpoint=url, engine="sglang", **more)
+    engine.secret = read_secret(path.parent / "secret")
+    return path
 
 
 def in_background(store: RolloutStore, act: Callable[[], None]) -> threading.Thread:

@@ -1,6 +1,7 @@
 """What an engine adapter is: pure functions from what is wanted to argv, env and HTTP requests."""
 
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,14 @@ from shakedown.core.errors import ServerError, UsageError
 
 # A machine this small is shared with trainer ranks: pinned threads would stand in their way.
 FEW_CORES = 4
+_EVERY_ADDRESS = ("0.0.0.0", "::", "*")  # noqa: S104 - refused
+_KEY = "would show its key in `ps`, and every server asks for a secret on every route anyway"
+_NOT_EXTRA = {
+    "--api-key": _KEY,
+    "--admin-api-key": _KEY,
+    "--host": "is the server's address, which clients are told",
+}
+_EXTRA_HINT = "leave it out: `serve start` has --host, and takes a key of yours from VLLM_API_KEY"
 
 
 @dataclass(frozen=True)
@@ -40,7 +49,8 @@ class LaunchSpec:
     without CUDA; `allocation` is `vllm:d1t2`, cut by the grammar of cluster/allocation.py.
     `logprobs`: `processed` are those of the sampling distribution (what a policy update needs),
     `raw` those of the model before temperature; at temperature 1 both are equal. `prefix` is put
-    before the command: a container or a profiler.
+    before the command: a container or a profiler. `secret`: the file with what every request must
+    carry.
     """
 
     model: str
@@ -55,6 +65,7 @@ class LaunchSpec:
     seed: int = 0
     logprobs: Literal["processed", "raw"] = "processed"
     prefix: tuple[str, ...] = ()
+    secret: str = ""
 
     def size(self, engine: str, letter: str) -> int:
         """Size of one parallel dimension: `d`, `t` or `p`.
@@ -190,11 +201,37 @@ class TokenEngine(InferenceEngine):
         """What went wrong in the reply to one request of `update_weights`; empty when nothing."""
 
 
+def guarded_module(spec: LaunchSpec, module: str) -> list[str]:
+    """The begin of a command that runs an engine's module behind the server's secret.
+
+    Raises:
+        UsageError: it would listen on every address, or be given a key, which `ps` shows.
+    """
+    if spec.host in _EVERY_ADDRESS:
+        raise UsageError(
+            f"--host {spec.host}: a server listens on one address, not on all of the machine's",
+            hint="give the address that clients reach, or leave --host out",
+        )
+    for argument in spec.extra_args:
+        name = argument.partition("=")[0].replace("_", "-")
+        if name in _NOT_EXTRA:
+            raise UsageError(f"serve.extra_args: {name} {_NOT_EXTRA[name]}", hint=_EXTRA_HINT)
+    # -P: with -m alone Python looks in the working directory first, where a file or folder of the
+    # user may bear the name of one of the engine's modules.
+    run = [sys.executable, "-P", "-m", "shakedown.inference.guarded"]
+    return [*spec.prefix, *run, spec.secret, module]
+
+
 def malformed(engine: str, what: str, reply: Any) -> ServerError:
     """The error for a reply that is not of the documented form."""
     return ServerError(f"the {engine} server answered without {what}: {str(reply)[:300]}")
 
 
-def model_environment(spec: LaunchSpec) -> dict[str, str]:
-    """A local model needs no hub; asking it would only fail on nodes without a network."""
-    return {"HF_HUB_OFFLINE": "1"} if spec.local_model else {}
+def engine_environment(spec: LaunchSpec) -> dict[str, str]:
+    """What holds for every engine.
+
+    A local model needs no hub; asking it would only fail on nodes without a network. A server's
+    processes are on one node: their collectives, which ask nobody for a secret, listen there.
+    """
+    local = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {**local, "HF_HUB_OFFLINE": "1"} if spec.local_model else local

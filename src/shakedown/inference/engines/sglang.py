@@ -4,7 +4,6 @@ Written from its documentation and tested against a server that speaks the docum
 the engine itself needs CUDA.
 """
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,9 @@ from shakedown.inference.engines.base import (
     Machine,
     Request,
     TokenEngine,
+    engine_environment,
+    guarded_module,
     malformed,
-    model_environment,
     this_machine,
 )
 
@@ -37,8 +37,7 @@ class SglangEngine(TokenEngine):
 
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
         machine = machine or this_machine()
-        # -P: the working directory must not hide the engine's modules.
-        argv = [*spec.prefix, sys.executable, "-P", "-m", "sglang.launch_server"]
+        argv = guarded_module(spec, "sglang.launch_server")
         argv += ["--model-path", spec.model, "--served-model-name", spec.served_name]
         argv += ["--host", spec.host, "--port", str(spec.port), "--random-seed", str(spec.seed)]
         argv += ["--dtype", spec.dtype, "--context-length", str(spec.max_model_len)]
@@ -47,9 +46,11 @@ class SglangEngine(TokenEngine):
         argv += ["--dp-size", str(spec.size(self.name, "d"))]
         # Otherwise the model's own generation_config.json changes what is sampled.
         argv += ["--sampling-defaults", "openai"]
+        # It sends its warm-up to itself by HTTP, without the secret. The readiness probe is one.
+        argv += ["--skip-server-warmup"]
         if not machine.cuda:
             argv += ["--device", "cpu"]
-        env = model_environment(spec)
+        env = engine_environment(spec)
         if spec.logprobs == "raw":
             env["SGLANG_RETURN_ORIGINAL_LOGPROB"] = "1"
         return Launch((*argv, *spec.extra_args), env)

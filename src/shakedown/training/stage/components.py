@@ -11,6 +11,7 @@ from shakedown.cluster.supervise import Component
 from shakedown.config import ServeConfig
 from shakedown.core.paths import AttemptPaths
 from shakedown.inference.engines import get_engine
+from shakedown.inference.secret import make_secret
 from shakedown.monitor import hook
 from shakedown.training.serving import launch_spec
 from shakedown.training.stage.job import StageJob
@@ -90,7 +91,10 @@ def server_plan(
     port = free_port()
     spec = launch_spec(serve, model=model, dtype=dtype, seed=seed)
     # The orchestrator runs on this node too, and whoever reaches the port can load other weights.
-    command = engine.launch(replace(spec, host="127.0.0.1", port=port))
+    make_secret(attempt.secret)
+    command = engine.launch(
+        replace(spec, host="127.0.0.1", port=port, secret=str(attempt.secret.absolute()))
+    )
     component = Component(
         name="inference",
         role="inference",

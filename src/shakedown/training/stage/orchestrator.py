@@ -24,8 +24,9 @@ from shakedown.config import GrpoConfig
 from shakedown.core.errors import INTERRUPTED, ConfigError, ServerError, ShakedownError
 from shakedown.data_sources import load_rows
 from shakedown.inference.client import Client
-from shakedown.inference.engines import Request, get_token_engine
+from shakedown.inference.engines import get_token_engine
 from shakedown.inference.ready import ReadyOptions, wait_ready
+from shakedown.inference.secret import read_secret
 from shakedown.models.huggingface import read_config, read_tokenizer
 from shakedown.monitor.heartbeat import Heartbeat, read_heartbeats
 from shakedown.rollout.agent_sampler import (
@@ -58,7 +59,6 @@ _HEALTH_SECONDS = 2.0
 _HELD_SECONDS = 5.0  # without rollout capacity, until the log says so: shorter waits are normal
 _SAY_SECONDS = 2.0  # between lines of the log: small models take many steps a second
 _PROBE_PROMPTS = 64  # enough to fill the probe, also with short prompts
-_SAFE_LENGTH = 200  # tokens, where a server does not tell its own limit
 _SETTLE_SECONDS = 3.0  # srun ends a little after its last task
 
 
@@ -107,8 +107,10 @@ async def orchestrate(job: StageJob) -> None:
         if settings.agent
         else encode_prompts(load_rows(job.train), tokenizer)
     )
+    api_key = read_secret(job.attempt.secret)
     wait = ReadyOptions(
         job.config.start_timeout,
+        api_key,
         say=lambda line: print(line, flush=True),
         tick=lambda: heartbeat.beat(phase="init"),
         log=job.attempt.log("inference"),
@@ -116,9 +118,11 @@ async def orchestrate(job: StageJob) -> None:
     seconds = await asyncio.to_thread(wait_ready, engine, job.endpoint, job.served_model, wait)
     print(f"server at {job.endpoint} answered a generation after {seconds:.0f} s", flush=True)
     limit = settings.batch_timeout
-    async with Client(engine, job.endpoint, job.served_model, timeout=limit) as client:
+    async with Client(
+        engine, job.endpoint, job.served_model, api_key=api_key, timeout=limit
+    ) as client:
         probe = probe_tokens(
-            [p.tokens for p in prompts[:_PROBE_PROMPTS]], longest=await _longest(client)
+            [p.tokens for p in prompts[:_PROBE_PROMPTS]], longest=await client.longest()
         )
         sync = WeightSync(client, probe, dtype=job.dtype, initial=Path(job.model))
         await sync.begin()
@@ -148,15 +152,6 @@ def _rule(job: StageJob, settings: GrpoConfig) -> Staleness:
     """In groups: `max_concurrent` counts samples."""
     slots = settings.max_concurrent // settings.group_size
     return Staleness(slots, settings.async_level, job.config.batch_size)
-
-
-async def _longest(client: Client) -> int:
-    """Tokens that the server takes with one to generate; a safe guess where it does not tell."""
-    reply = await client.send(Request("/v1/models", method="GET"))
-    try:
-        return int(reply["data"][0]["max_model_len"]) - 1
-    except (KeyError, IndexError, TypeError, ValueError):
-        return _SAFE_LENGTH
 
 
 @dataclass(frozen=True)
@@ -191,7 +186,9 @@ class Orchestrator:
         self._sampler: GroupSampler | AgentGroupSampler
         if self._settings.agent:
             self._workers = self._sampler = AgentGroupSampler(
-                ModelServer(job.endpoint, job.served_model), self._settings, lambda: self._version
+                ModelServer(job.endpoint, job.served_model, read_secret(job.attempt.secret)),
+                self._settings,
+                lambda: self._version,
             )
         else:
             self._workers = pool = RewardPool(job.reward, job.reward_limits)

@@ -1,0 +1,150 @@
+"""Run an engine behind a secret: `python -m shakedown.inference.guarded SECRET_FILE MODULE ARG...`.
+
+All engines serve by uvicorn, and none guards all of its routes: vLLM asks for its --api-key below
+/v1 alone, while /collective_rpc loads weights and runs methods; transformers has no key at all. So
+every application that uvicorn loads in this process is wrapped, outside of its own middleware.
+"""
+
+import hmac
+import json
+import os
+import runpy
+import sys
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from pathlib import Path
+from typing import Any
+
+from shakedown.inference.secret import read_secret
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+# What Client, the probes, the recording proxy and agents send, in all engines' protocols. Engines
+# have many more: vLLM's development mode alone some thirty, which pull weights from any address,
+# put the engine to sleep or tell its settings.
+ROUTES = frozenset(
+    {
+        ("GET", "/health"),
+        ("GET", "/v1/models"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/messages"),
+        ("POST", "/v1/messages/count_tokens"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/reset_prefix_cache"),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("POST", "/generate"),
+        ("POST", "/update_weights_from_disk"),
+        ("POST", "/abort_request"),
+    }
+)
+_CALLS = "/collective_rpc"
+_LARGEST_CALL = 1 << 16  # bytes: a method's name and a path
+
+
+class Guard:
+    """An ASGI application that lets only requests with the secret through, to ROUTES alone."""
+
+    def __init__(self, app: App, secret: str) -> None:
+        self._app, self._secret = app, secret.encode()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # before it is accepted: HTTP 403
+        elif not self._knows(scope["headers"]):
+            await _refuse(send, 401, "this server asks for its secret on every route")
+        elif (scope["method"], scope["path"]) not in ROUTES:
+            await _refuse(send, 403, f"shakedown serves no {scope['method']} {scope['path']}")
+        elif scope["path"] == _CALLS:
+            await self._call(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _knows(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        return any(hmac.compare_digest(key, self._secret) for key in _keys(headers))
+
+    async def _call(self, scope: Message, receive: Receive, send: Send) -> None:
+        """vLLM runs any method of its workers by name: only the one that loads weights may be."""
+        body = await _body(receive)
+        if not _loads_weights(body):
+            await _refuse(send, 403, f"POST {_CALLS} is served for load_policy alone")
+            return
+        first = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def again() -> Message:
+            return first.pop() if first else await receive()
+
+        await self._app(scope, again, send)
+
+
+def _keys(headers: Iterable[tuple[bytes, bytes]]) -> Iterable[bytes]:
+    """Bearer tokens, and Anthropic's form of a key."""
+    for name, value in headers:
+        scheme, _, token = value.partition(b" ")
+        if name == b"authorization" and scheme.lower() == b"bearer":
+            yield token.strip()
+        elif name == b"x-api-key":
+            yield value.strip()
+
+
+async def _body(receive: Receive) -> bytes:
+    """The whole body; empty where it is too large to be a call."""
+    body, more = b"", True
+    while more and len(body) <= _LARGEST_CALL:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return b"" if more else body
+
+
+def _loads_weights(body: bytes) -> bool:
+    try:
+        call = json.loads(body)
+    except (ValueError, RecursionError):
+        return False
+    kwargs = call.get("kwargs") if isinstance(call, dict) else None
+    folder = kwargs.get("weights_path") if isinstance(kwargs, dict) else None
+    wanted = {"method": "load_policy", "kwargs": {"weights_path": folder}}
+    return isinstance(folder, str) and bool(call == wanted)
+
+
+async def _refuse(send: Send, status: int, message: str) -> None:
+    """An error in the form that OpenAI's and Anthropic's clients read."""
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
+    content = json.dumps({"error": error}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+def guard_uvicorn(secret: str) -> None:
+    """Wrap every application that uvicorn loads in this process from now on."""
+    import uvicorn
+
+    load = uvicorn.Config.load
+
+    def load_guarded(self: uvicorn.Config) -> None:
+        load(self)
+        self.loaded_app = Guard(self.loaded_app, secret)
+
+    uvicorn.Config.load = load_guarded  # type: ignore[method-assign]
+
+
+def main() -> None:
+    """Guard, then become the engine's own `python -m MODULE ARG...`."""
+    file, module = sys.argv[1:3]
+    guard_uvicorn(read_secret(Path(file)))
+    # vLLM would ask for it a second time, and it may be another server's.
+    os.environ.pop("VLLM_API_KEY", None)
+    sys.argv = sys.argv[2:]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
