@@ -219,7 +219,7 @@ def _transport_remedy(cause: str, result: RunResult, server: ServerProbe) -> tup
 def _status_remedy(episodes: Sequence[Episode]) -> tuple[Blame, str]:
     codes = {episode.status for episode in episodes}
     if codes & {401, 403}:
-        return "user", "the key was refused: set OPENAI_API_KEY"
+        return "user", "the key was refused: set OPENAI_API_KEY (the text of its folder's `secret`)"
     if codes & {429, 503}:
         return "environment", "the server refuses this load: lower --concurrency or add replicas"
     if min(codes, default=0) >= 500:
