@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from shakedown.core.paths import RunPaths
+from tests.security.census import Census
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.slurm, pytest.mark.vllm]
@@ -24,21 +25,30 @@ Demo = tuple[RunPaths, "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture(scope="module")
-def demo(slurm_env: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Demo:
+def census() -> Census:
+    """Who listened while the demo ran."""
+    return Census()
+
+
+@pytest.fixture(scope="module")
+def demo(
+    slurm_env: dict[str, str], census: Census, tmp_path_factory: pytest.TempPathFactory
+) -> Demo:
     folder = tmp_path_factory.mktemp("slurm-demo")
     small = folder / "small.yaml"
     small.write_text(yaml.safe_dump({**SMALL, "results": str(folder)}), encoding="utf-8")
     command = [sys.executable, "-m", "snakemake", "--nolock", "--profile", "profiles/slurm"]
-    result = subprocess.run(
-        [*command, "--configfile", str(small)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        cwd=ROOT,
-        env=slurm_env,
-        timeout=840,
-    )
+    with census:
+        result = subprocess.run(
+            [*command, "--configfile", str(small)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env={**slurm_env, **census.environment},
+            timeout=840,
+        )
     print(result.stdout[-20000:])
     return RunPaths(folder / "demo"), result
 
@@ -76,6 +86,13 @@ def test_training_ran_on_two_nodes(demo: Demo) -> None:
 
     assert len(logs) == 2
     assert all("2 trainer rank(s) on n" in text for text in logs)
+
+
+def test_nothing_of_the_run_listens_on_every_address(demo: Demo, census: Census) -> None:
+    """This cluster's nodes have the address 127.0.0.1: any other one would be too many."""
+    assert demo[1].returncode == 0
+    assert census.listeners, "nothing listened: nothing was seen"
+    assert not census.beyond_loopback()
 
 
 def test_no_job_and_no_process_is_left(demo: Demo, slurm_env: dict[str, str]) -> None:

@@ -3,10 +3,12 @@
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 
 from shakedown.core.paths import RunPaths
+from tests.security.census import Census
 from tests.workflow.helpers import ROOT, Demo, Run
 
 
@@ -14,9 +16,12 @@ from tests.workflow.helpers import ROOT, Demo, Run
 def run_workflow() -> Run:
     """Run snakemake as a user does; output is captured, and printed when a test fails."""
 
-    def run(*arguments: str, timeout: float = 840) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: str, timeout: float = 840, more: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
         ours = ("SNAKEMAKE", "OMP_NUM_THREADS")  # a user's shell has neither
         environment = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
+        environment |= more or {}
         result = subprocess.run(
             [sys.executable, "-m", "snakemake", "--nolock", *arguments],
             stdout=subprocess.PIPE,
@@ -34,8 +39,15 @@ def run_workflow() -> Run:
 
 
 @pytest.fixture(scope="session")
-def demo(run_workflow: Run, tmp_path_factory: pytest.TempPathFactory) -> Demo:
+def census() -> Census:
+    """Who listened while the demo ran."""
+    return Census()
+
+
+@pytest.fixture(scope="session")
+def demo(run_workflow: Run, census: Census, tmp_path_factory: pytest.TempPathFactory) -> Demo:
     """The run of `make demo`, in a folder of its own. Tests leave it as it is."""
     results = tmp_path_factory.mktemp("results")
-    done = run_workflow("--config", f"results={results}")
+    with census:
+        done = run_workflow("--config", f"results={results}", more=census.environment)
     return RunPaths(results / "demo"), done

@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from tests.security.census import Census
 from tests.workflow.helpers import Demo, Run, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -80,6 +81,28 @@ def test_nothing_is_left_running(demo: Demo) -> None:
     paths, _ = demo
 
     assert not processes_that_mention(str(paths.root))
+
+
+def test_nobody_beyond_this_machine_can_reach_a_socket_of_the_run(
+    demo: Demo, census: Census
+) -> None:
+    assert demo[1].returncode == 0
+    assert census.listeners, "nothing listened: nothing was seen"
+    assert not census.beyond_loopback()
+
+
+def test_secrets_of_servers_are_in_their_own_files_alone(demo: Demo, census: Census) -> None:
+    paths, done = demo
+    files = [path for path in paths.root.rglob("*") if path.is_file()]
+    secrets = {path: path.read_bytes().strip() for path in files if path.name == "secret"}
+    assert len(secrets) >= 2, "the persistent server has one, and the stage's own"
+
+    said = [*census.commands, done.stdout]
+    written = {str(p): p.read_bytes() for p in files if p not in secrets}
+    for place, secret in secrets.items():
+        assert not [name for name, body in written.items() if secret in body]
+        assert not [line for line in said if secret.decode() in line]
+        assert place.stat().st_mode & 0o777 == 0o600
 
 
 def test_second_run_does_nothing(demo: Demo, run_workflow: Run) -> None:
