@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from shakedown.core.errors import ServerError, UsageError
+from shakedown.core.errors import ServerError, UntrustedError, UsageError
 from shakedown.inference import guarded
 from shakedown.inference.engines import ENGINES, GenerationRequest, LaunchSpec, TokenEngine
 from shakedown.inference.folder import Endpoint, ServerOrder, read_endpoint
@@ -212,7 +212,7 @@ def test_a_planted_secret_is_refused_by_clients_and_replaced_at_the_start(
     path = tmp_path / "secret"
     plant(kind, path, tmp_path)
 
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises((UsageError, UntrustedError)) as refused:
         read_secret(path)
     make_secret(path)
 

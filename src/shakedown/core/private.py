@@ -18,6 +18,7 @@ from shakedown.core.errors import UntrustedError
 
 # Set by whoever reads the config's `group_reads`, for the processes that it starts, on nodes too.
 _GROUP_READS = "SHAKEDOWN_GROUP_READS"
+_LARGEST_SECRET = 4096  # bytes
 
 
 def close_to_others() -> int:
@@ -114,6 +115,35 @@ def read_own(path: Path, *, errors: str = "strict") -> str:
     """
     with _entered(path.parent) as folder, _looked_at(path, folder) as file:
         return Path(_again(file)).read_text(encoding="utf-8", errors=errors)
+
+
+def write_secret(path: Path, content: bytes) -> None:
+    """Write a new file that no other user can read, whatever `let_group_read` says.
+
+    Raises:
+        OSError: FileExistsError, or it cannot be written.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL follows no link
+    with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:
+        stream.write(content)
+
+
+def read_secret(path: Path) -> bytes:
+    """What `write_secret` wrote; of a file that is too large to be one, its start.
+
+    Raises:
+        UntrustedError: another user could have written it or can read it.
+        OSError: it cannot be read.
+    """
+    with _looked_at(path) as file:
+        mode = stat.S_IMODE(os.fstat(file).st_mode)
+        if mode & 0o077:
+            raise UntrustedError(
+                f"{path} can be used by others than its owner (mode {mode:04o}): it is no secret",
+                hint=_remove(path),
+            )
+        with Path(_again(file)).open("rb") as stream:
+            return stream.read(_LARGEST_SECRET)
 
 
 def open_own(path: Path, flags: int) -> int:

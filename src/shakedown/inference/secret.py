@@ -5,15 +5,12 @@ it; records name the file.
 """
 
 import contextlib
-import os
 import secrets
-import stat
 from pathlib import Path
 
-from shakedown.core.errors import UsageError
+from shakedown.core import private
+from shakedown.core.errors import ShakedownError, UsageError
 from shakedown.core.folders import storage_errors
-
-_LARGEST = 4096  # bytes
 
 
 def make_secret(path: Path, given: str = "") -> None:
@@ -27,16 +24,14 @@ def make_secret(path: Path, given: str = "") -> None:
     """
     if not (given.isascii() and given.isprintable()) or " " in given:
         raise UsageError("VLLM_API_KEY holds characters that an HTTP header cannot carry")
-    with contextlib.suppress(UsageError):
+    with contextlib.suppress(ShakedownError):  # none, or none that only this user knows
         if read_secret(path) == given or not given:
             return
     with storage_errors("write", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        private.make_folders(path.parent)
         # Removed, not overwritten: whoever made that file may have it open.
         path.unlink(missing_ok=True)
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        with os.fdopen(handle, "w", encoding="ascii") as stream:
-            stream.write(f"{given or secrets.token_urlsafe(32)}\n")
+        private.write_secret(path, f"{given or secrets.token_urlsafe(32)}\n".encode("ascii"))
 
 
 def bearer(api_key: str) -> dict[str, str]:
@@ -48,25 +43,15 @@ def read_secret(path: Path) -> str:
     """Read a secret that this user wrote and nobody else can read or write.
 
     Raises:
-        UsageError: there is none, or it is another user's, a link, or open to others.
+        UntrustedError: another user could have written it or can read it.
+        UsageError: there is none.
     """
     hint = "shakedown serve start --config FILE --out FOLDER, as the user who uses the server"
     try:
-        # O_NONBLOCK: a FIFO in its place would hold the reader up.
-        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with os.fdopen(handle, "rb") as stream:
-            found = os.fstat(handle)
-            whole = stream.read(_LARGEST) if stat.S_ISREG(found.st_mode) else b""
+        text = private.read_secret(path).decode("ascii", "replace").strip()
     except OSError as error:
         reason = error.strerror or error
         raise UsageError(f"cannot read the server's secret {path}: {reason}", hint=hint) from error
-    text = whole.decode("ascii", "replace").strip()
-    mode = stat.S_IMODE(found.st_mode)
-    if found.st_uid != os.geteuid() or mode & 0o077 or not text:
-        raise UsageError(
-            f"{path} is no server's secret: expected a file of user {os.geteuid()} that others "
-            f"can neither read nor write, got one of user {found.st_uid}, mode {mode:04o}, "
-            f"{found.st_size} bytes",
-            hint=hint,
-        )
+    if not text:
+        raise UsageError(f"the server's secret {path} is empty", hint=hint)
     return text
