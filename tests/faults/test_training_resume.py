@@ -5,163 +5,32 @@ import os
 import random
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from shakedown.config import StageConfig
-from shakedown.config.lint import trainer_world
 from shakedown.consistency.compare import METRICS
-from shakedown.core.paths import StagePaths
 from shakedown.models import huggingface
 from shakedown.monitor.heartbeat import read_heartbeats
-from shakedown.rollout.batch import RolloutBatch
 from shakedown.rollout.store import RolloutStore
 from shakedown.training.stage.job import StageJob
-from shakedown.training.stage.key import write_key
 from tests.demo_assets import write_assets
 from tests.event_files import points
-from tests.forked import ForkedWorker
 from tests.measured import without_measured
+from tests.stage_ranks import GRPO, SFT, Stage, rollout_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 INTERRUPTED = 75
 FRESH = ("env",)  # each rank an interpreter of its own, as a stage starts them
-SFT: dict[str, Any] = {
-    "algorithm": "sft",
-    "allocation": "fsdp:d2",
-    "steps": 9,
-    "batch_size": 8,
-    "checkpoint_every": 3,
-    "eval_samples": 4,
-    "optimizer": {"lr": 0.002, "warmup_steps": 5, "weight_decay": 0.01},
-}
-GRPO: dict[str, Any] = {
-    "algorithm": "grpo",
-    "allocation": "fsdp:d2",
-    "steps": 2,
-    "batch_size": 3,
-    "eval_samples": 0,
-    "optimizer": {"lr": 0.01},
-    "grpo": {"group_size": 4, "max_tokens": 4, "epochs": 2, "batch_timeout": 120.0},
-}
 
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_assets(tmp_path_factory.mktemp("assets"), train_size=60, heldout_size=4)
-
-
-class Stage:
-    """The worker side of one stage in a folder of its own."""
-
-    def __init__(self, assets: Path, root: Path) -> None:
-        self.paths = StagePaths(root)
-        self._assets = assets
-        self._running: list[subprocess.Popen[str] | ForkedWorker] = []
-
-    def start(
-        self, config: dict[str, Any], *, wrapper: tuple[str, ...] = (), **changes: Any
-    ) -> StageJob:
-        """Start a new attempt's ranks: forked, or each an interpreter behind the command `wrapper`.
-
-        Forked ranks share what an interpreter draws at its start, such as the seed of hashes.
-        """
-        stage_config = StageConfig.model_validate_json(json.dumps(config | changes))
-        world_size = trainer_world(stage_config)
-        attempt = self.paths.new_attempt()
-        job = StageJob(
-            stage="stage",
-            config=stage_config,
-            model=str(self._assets / "model"),
-            dtype="float32",
-            train=str(self._assets / "train.jsonl"),
-            heldout=str(self._assets / "heldout.jsonl"),
-            reward="exact_match",
-            seed=0,
-            world_size=world_size,
-            stage_root=str(self.paths.root),
-            attempt_root=str(attempt.root),
-        )
-        job.write(attempt.root / "job.json")
-        write_key(attempt.key)
-        port = _free_port()
-        self._running = [self._rank(job, rank, port, wrapper) for rank in range(world_size)]
-        return job
-
-    def end(self) -> list[int]:
-        """Exit codes by rank."""
-        return [process.wait(timeout=120) for process in self._running]
-
-    def run(self, config: dict[str, Any], **changes: Any) -> list[int]:
-        self.start(config, **changes)
-        return self.end()
-
-    def signal(self, number: int) -> None:
-        for process in self._running:
-            process.send_signal(number)
-
-    def kill(self, rank: int) -> None:
-        self._running[rank].kill()
-
-    def kill_rest(self) -> None:
-        for process in self._running:
-            process.kill()
-            process.wait()
-
-    def rows(self) -> list[dict[str, Any]]:
-        text = self.paths.metrics.read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines()]
-
-    def log(self, rank: int) -> str:
-        newest = self.paths.attempt(self.paths.attempt_numbers()[-1])
-        return newest.log(f"trainer-rank{rank}").read_text(encoding="utf-8")
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
-        while not condition():
-            assert time.monotonic() < deadline, self.log(0)
-            assert all(p.poll() is None for p in self._running), self.log(0) + self.log(1)
-            time.sleep(0.05)
-
-    def _rank(
-        self, job: StageJob, rank: int, port: int, wrapper: tuple[str, ...]
-    ) -> subprocess.Popen[str] | ForkedWorker:
-        job_file = job.attempt.root / "job.json"
-        environment = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(job.world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": "1",
-        }
-        path = job.attempt.log(f"trainer-rank{rank}")
-        if not wrapper:
-            return ForkedWorker(job_file, path, environment)
-        worker = [sys.executable, "-m", "shakedown.training.stage.worker", "--job", str(job_file)]
-        with path.open("w", encoding="utf-8") as log:
-            return subprocess.Popen(
-                [*wrapper, *worker],
-                env=os.environ | environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture
@@ -391,37 +260,16 @@ def test_a_missing_model_is_said_by_every_rank(stage: Stage, tmp_path: Path) -> 
     assert "does not exist" in broken.log(0)
 
 
-def _batch(step: int, *, version: int = 0) -> RolloutBatch:
-    """Three groups of four; the sample whose first token is `good` is rewarded."""
-    draw = np.random.default_rng(step)
-    prompt, answer = draw.integers(3, 60, (12, 5)), draw.integers(3, 60, (12, 3))
-    good = np.arange(12) % 4 == 0
-    answer[good, 0] = 70
-    tokens = np.concatenate([prompt, answer], axis=1).astype(np.int64)
-    mask = np.zeros((12, 8), dtype=np.bool_)
-    mask[:, 5:] = True
-    return RolloutBatch(
-        step=step,
-        versions=np.full(12, version, dtype=np.int64),
-        tokens=tokens,
-        loss_mask=mask,
-        logprobs=np.where(mask, -4.0, 0.0).astype(np.float32),
-        rewards=good.astype(np.float32),
-        groups=np.repeat(np.arange(3), 4),
-        stats={"failed": 1.0},
-    )
-
-
 def test_grpo_waits_updates_on_batches_and_publishes_weights(stage: Stage) -> None:
     job = stage.start(GRPO)
     exchange = RolloutStore(job.attempt.exchange)
     stage.wait_until(lambda: _waits_for_rollouts(job))
-    exchange.publish_batch(_batch(1))
+    exchange.publish_batch(rollout_batch(1))
     stage.wait_until(lambda: exchange.latest_version() >= 1)
     weights = exchange.latest_weights()
     assert weights is not None
     published = huggingface.read_model(weights.folder)
-    exchange.publish_batch(_batch(2))
+    exchange.publish_batch(rollout_batch(2))
 
     assert stage.end() == [0, 0], stage.log(0)
 
@@ -452,7 +300,7 @@ def test_grpo_on_one_rank_in_micro_batches_has_the_rows_of_two(assets: Path, sta
     for each, changes in ((stage, dict[str, Any]()), (other, single)):
         job = each.start(config, **changes)
         for step in (1, 2):
-            batch = _batch(step)
+            batch = rollout_batch(step)
             batch.rewards[:4] = 1.0  # a group without signal
             RolloutStore(job.attempt.exchange).publish_batch(batch)
         assert each.end() == [0] * job.world_size, each.log(0)
@@ -472,7 +320,7 @@ def test_grpo_on_the_same_rollouts_is_the_same_on_three_pipeline_stages(
         stage = Stage(assets, tmp_path / allocation.replace(":", "-"))
         job = stage.start(GRPO, allocation=allocation, micro_batch_size=5)
         for step in (1, 2):
-            RolloutStore(job.attempt.exchange).publish_batch(_batch(step))
+            RolloutStore(job.attempt.exchange).publish_batch(rollout_batch(step))
         assert stage.end() == codes, stage.log(0)
         rows[allocation] = without_measured(stage.rows())
 
@@ -487,14 +335,14 @@ def _waits_for_rollouts(job: StageJob) -> bool:
 def _first_token_probability(model: Any) -> float:
     import torch
 
-    prompts = torch.tensor(_batch(1).tokens[:, :5])
+    prompts = torch.tensor(rollout_batch(1).tokens[:, :5])
     with torch.no_grad():
         return float(model(input_ids=prompts).logits[:, -1].softmax(-1)[:, 70].mean())
 
 
 def test_grpo_stopped_while_it_waits_saves_and_republishes_its_weights(stage: Stage) -> None:
     job = stage.start(GRPO)
-    RolloutStore(job.attempt.exchange).publish_batch(_batch(1))
+    RolloutStore(job.attempt.exchange).publish_batch(rollout_batch(1))
     stage.wait_until(lambda: stage.paths.metrics.exists() and len(stage.rows()) == 1)
     stage.signal(signal.SIGUSR2)
     codes = stage.end()
@@ -503,7 +351,7 @@ def test_grpo_stopped_while_it_waits_saves_and_republishes_its_weights(stage: St
     exchange = RolloutStore(job.attempt.exchange)
     stage.wait_until(lambda: _waits_for_rollouts(job))
     versions = exchange.latest_version()
-    exchange.publish_batch(_batch(2, version=1))
+    exchange.publish_batch(rollout_batch(2, version=1))
 
     assert stage.end() == [0, 0], stage.log(0)
     assert codes == [INTERRUPTED, INTERRUPTED]
@@ -527,7 +375,7 @@ def test_grpo_whose_weights_do_not_fit_on_the_disk_publishes_none_and_says_so(
     full_on_rank_0 = _FULL_ON_RANK_1.replace("= 0", "= 1")
     job = stage.start(GRPO, wrapper=("bash", "-c", full_on_rank_0, "bash"))
     exchange = RolloutStore(job.attempt.exchange)
-    exchange.publish_batch(_batch(1))
+    exchange.publish_batch(rollout_batch(1))
 
     codes = stage.end()
 
