@@ -274,6 +274,7 @@ def test_a_signal_that_may_not_be_sent_keeps_no_other_back(
     guard.send(sorted(both, key=lambda process: process.pid != own.pid), signal.SIGKILL)
 
     assert stranger.process.wait(10) == -signal.SIGKILL
+    monkeypatch.undo()
     own.end()
 
 

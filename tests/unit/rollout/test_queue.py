@@ -16,6 +16,7 @@ from shakedown.config import StageConfig
 from shakedown.core.files import write_json
 from shakedown.core.paths import StagePaths
 from shakedown.inference.engines import Completion
+from shakedown.inference.secret import make_secret
 from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
 from shakedown.rollout.controller import RolloutController
 from shakedown.rollout.groups import Group, Prompt, draw, to_batch
@@ -39,6 +40,7 @@ from tests.unit.local_engine import running
 
 PROMPTS = [Prompt([number], str(number)) for number in range(7)]
 BATCH, AHEAD = 3, 2
+SECRET = "of-the-engine"
 
 
 class Rollouts:
@@ -244,6 +246,7 @@ def stage(root: Path) -> Iterator[tuple[StagePaths, dict[str, Any], Engine]]:
         "grpo": {"group_size": 2, "max_tokens": 3, "max_concurrent": 4},
     }
     with running() as engine:
+        engine.secret = SECRET
         body = {
             "stage": "grpo",
             "config": StageConfig.model_validate(config),
@@ -271,6 +274,7 @@ async def _published(store: RolloutStore, step: int) -> RolloutBatch:
 @contextlib.asynccontextmanager
 async def _orchestrating(paths: StagePaths, body: dict[str, Any]) -> Any:
     job = StageJob(attempt_root=str(paths.new_attempt().root), **body)
+    make_secret(job.attempt.secret, SECRET)
     work = asyncio.create_task(orchestrator.orchestrate(job))
     try:
         yield job, RolloutStore(job.attempt.exchange)
