@@ -19,6 +19,7 @@ from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import ServerOrder, read_endpoint, read_state
 from shakedown.inference.lease import Lease
 from shakedown.inference.server import ensure, start, status, stop
+from tests.command import shakedown
 
 ENGINE = Path(__file__).with_name("fake_engine.py")
 
@@ -63,16 +64,6 @@ def lives(pid: int) -> bool:
 
 def family(pid: int) -> list[int]:
     return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-
-
-def shakedown(*arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shakedown.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def test_stop_leaves_no_process_of_the_server(folder: Path) -> None:

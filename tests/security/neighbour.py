@@ -1,7 +1,6 @@
-"""Another user of this machine, and the command as this user runs it."""
+"""Another user of this machine, and what is open to others."""
 
 import subprocess
-import sys
 from pathlib import Path
 
 NOBODY = 65534
@@ -11,17 +10,6 @@ def as_neighbour(*command: object) -> None:
     """Run a command as another user; only root can."""
     told = list(map(str, command))
     subprocess.run(told, check=True, user=NOBODY, group=NOBODY, extra_groups=[])
-
-
-def shakedown(*arguments: object, umask: int = 0o022) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shakedown.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        umask=umask,
-    )
 
 
 def open_to_others(root: Path, bits: int) -> list[str]:

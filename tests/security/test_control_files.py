@@ -20,7 +20,8 @@ from shakedown.inference.folder import Endpoint, ServerOrder, State, read_endpoi
 from shakedown.inference.server import ensure, stop
 from shakedown.training.checkpoint.checkpoints import Meta, find
 from shakedown.training.stage.job import read_job
-from tests.security.neighbour import as_neighbour, shakedown
+from tests.command import shakedown
+from tests.security.neighbour import as_neighbour
 
 REPOSITORY = Path(__file__).parents[2]
 ENGINE = REPOSITORY / "tests" / "faults" / "fake_engine.py"

@@ -11,7 +11,8 @@ import pytest
 from shakedown.config import load_config
 from shakedown.core.files import write_json
 from shakedown.core.paths import RunPaths
-from tests.security.neighbour import open_to_others, shakedown
+from tests.command import shakedown
+from tests.security.neighbour import open_to_others
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -26,7 +26,8 @@ from shakedown.inference.server import start, stop
 from shakedown.rollout.agent_calls import Sampling
 from shakedown.rollout.agent_proxy import AgentProxy
 from shakedown.training.demo import write_model
-from tests.faults.test_serving_faults import order, shakedown
+from tests.command import shakedown
+from tests.faults.test_serving_faults import order
 from tests.security.other_user import NOBODY, as_nobody
 from tests.unit.rollout.chat_engine import chatting
 

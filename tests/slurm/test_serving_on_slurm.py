@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.command import shakedown
+
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 ENGINE = Path(__file__).parents[1] / "faults" / "fake_engine.py"
@@ -20,27 +22,14 @@ def folder(tmp_path: Path, slurm_env: dict[str, str]) -> Iterator[Path]:
     root = tmp_path / "policy"
     yield root
     if root.is_dir():
-        shakedown(slurm_env, "serve", "stop", root)
-
-
-def shakedown(env: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "shakedown.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env=env,
-    )
+        shakedown("serve", "stop", root, env=slurm_env)
 
 
 def start(
     env: dict[str, str], folder: Path, *more: object, mode: str = "good"
 ) -> subprocess.CompletedProcess[str]:
-    return shakedown(
-        env,
-        *("serve", "start", "--launcher", "slurm", "--out", folder, *served(mode), *more),
-    )
+    start = ("serve", "start", "--launcher", "slurm", "--out", folder)
+    return shakedown(*start, *served(mode), *more, env=env)
 
 
 def served(mode: str = "good") -> list[str]:
@@ -80,10 +69,10 @@ def test_server_is_a_job_of_its_own_until_it_is_stopped(
     job = found["launcher"]["job_id"]
     assert queue(slurm_env, job) == "RUNNING"
     assert found["node"].startswith("n")
-    assert shakedown(slurm_env, "serve", "status", folder).returncode == 0
-    assert shakedown(slurm_env, "serve", "stop", folder).returncode == 0
+    assert shakedown("serve", "status", folder, env=slurm_env).returncode == 0
+    assert shakedown("serve", "stop", folder, env=slurm_env).returncode == 0
     assert until(lambda: queue(slurm_env, job) in ("", "COMPLETED"))
-    assert shakedown(slurm_env, "serve", "status", folder).returncode == 1
+    assert shakedown("serve", "status", folder, env=slurm_env).returncode == 1
 
 
 def test_time_in_the_queue_does_not_count_as_starting(
@@ -101,9 +90,9 @@ def test_cancelled_server_is_seen_and_submitted_again(
     start(slurm_env, folder)
     first = endpoint(folder)["launcher"]["job_id"]
     subprocess.run(["scancel", first], check=True, env=slurm_env)
-    assert until(lambda: shakedown(slurm_env, "serve", "status", folder).returncode == 1)
+    assert until(lambda: shakedown("serve", "status", folder, env=slurm_env).returncode == 1)
 
-    ensured = shakedown(slurm_env, "serve", "ensure", folder, *served())
+    ensured = shakedown("serve", "ensure", folder, *served(), env=slurm_env)
 
     assert ensured.returncode == 0, ensured.stderr
     second = endpoint(folder)["launcher"]["job_id"]
@@ -153,7 +142,7 @@ def test_waiting_job_is_cancelled_by_stop(slurm_env: dict[str, str], folder: Pat
         starter.wait()
     assert queue(slurm_env, job) == "PENDING"
 
-    stopped = shakedown(slurm_env, "serve", "stop", folder)
+    stopped = shakedown("serve", "stop", folder, env=slurm_env)
 
     assert stopped.returncode == 0, stopped.stderr
     assert until(lambda: queue(slurm_env, job) in ("", "CANCELLED"))

@@ -90,6 +90,8 @@ run(long)
     process.wait()
     _until(lambda: _ended(child))
 
+    assert _ended(child)
+
 
 def _written(path: Path) -> int:
     _until(lambda: path.exists() and path.read_text().endswith(" "))
