@@ -2,8 +2,8 @@
 SHELL := bash
 BIN := .venv/bin
 EXTRA ?=
-# Three streams on two cores: the tests on Slurm mostly wait. Groups of tests: conftest.py.
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadscope --no-loadscope-reorder
+# Four streams on two cores: the tests on Slurm mostly wait. Groups of tests: conftest.py.
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help

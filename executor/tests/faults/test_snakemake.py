@@ -23,7 +23,8 @@ def test_one_failure_among_forty_jobs_costs_that_job_alone(workflow: Make) -> No
     assert flow.outputs() == {f"part{i}" for i in range(40) if i != 23}
     assert flow.runs() == {f"part{i}": "start" if i == 23 else "start end" for i in range(40)}
     ids = [flow.places(f"part{i}")[0][0] for i in range(40)]
-    assert len({job_id.partition("_")[0] for job_id in ids}) == 1
+    # Arrays, of which a busy machine may need a second: not forty jobs.
+    assert len({job_id.partition("_")[0] for job_id in ids}) < 5
     assert f"Slurm job {ids[23]} failed: FAILED" in done.stdout
     assert done.stdout.count("failed: FAILED") == 1
     assert "| the disk has run away" in done.stdout
