@@ -226,6 +226,9 @@ class Orchestrator:
             await _first_to_end(
                 self._batches(), self._weights(), self._health(), self._beats(), self._finish()
             )
+            # Only now: a loop that still ran could write its own phase after it.
+            self._heartbeat.beat(phase="finished", step=self._step - 1)
+            await asyncio.sleep(_SETTLE_SECONDS if self._job.config.nodes > 1 else 0.0)
         print("the trainer has finished", flush=True)
 
     async def _resume(self) -> None:
@@ -358,8 +361,6 @@ class Orchestrator:
         # Files of another process: there is no event to wait for.
         while not self._store.trainer_finished() or _trainers_live(self._job):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
-        self._heartbeat.beat(phase="finished", step=self._step - 1)
-        await asyncio.sleep(_SETTLE_SECONDS if self._job.config.nodes > 1 else 0.0)
 
 
 def _resumed(job: StageJob, settings: GrpoConfig, heartbeat: Heartbeat) -> tuple[int, SavedQueue]:
