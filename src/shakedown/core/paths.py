@@ -153,7 +153,7 @@ class ServerPaths(StepPaths):
     @property
     def released(self) -> Path:
         """Written when the steps that use the server are done with it."""
-        return self.root / "released.json"
+        return self.root / "released"
 
     @property
     def lock(self) -> Path:

@@ -6,6 +6,7 @@ belong to one of them, and neither group nor others may write to them.
 """
 
 import contextlib
+import errno
 import os
 import pwd
 import shlex
@@ -158,8 +159,14 @@ def open_own(path: Path, flags: int) -> int:
         UntrustedError: in its place is a link, a FIFO, another user's file or one with two names.
         OSError: it cannot be opened.
     """
-    with contextlib.suppress(FileExistsError):
+    try:
         return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode())
+    except FileExistsError:
+        pass
+    except OSError as error:
+        # Also said of a file that is there, which can still be read.
+        if error.errno != errno.EROFS or flags & os.O_ACCMODE != os.O_RDONLY:
+            raise
     with _looked_at(path) as file:
         if os.fstat(file).st_nlink > 1:
             raise UntrustedError(f"{path} is another file's second name", hint=_remove(path))

@@ -1,10 +1,8 @@
 """Start, find, ensure and stop a persistent server. Every function takes the server's folder."""
 
 import contextlib
-import fcntl
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -13,11 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shakedown.cluster.nodes import node_name
-from shakedown.core.errors import StorageError, UsageError
+from shakedown.core.errors import UsageError
 from shakedown.core.files import write_json, write_text
 from shakedown.core.paths import ServerPaths
-from shakedown.core.private import open_own, own_folder
+from shakedown.core.private import open_own
 from shakedown.inference import slurm
 from shakedown.inference.address import port_fault
 from shakedown.inference.engines import get_engine
@@ -34,10 +31,7 @@ from shakedown.inference.processes import (
     POLL_SECONDS,
     alive,
     daemon_lives,
-    end_orphans,
-    gone,
     job_id,
-    job_mark,
     job_state,
 )
 from shakedown.inference.ready import (
@@ -48,10 +42,9 @@ from shakedown.inference.ready import (
     wait_ready,
 )
 from shakedown.inference.secret import make_secret
+from shakedown.inference.stopping import Say, locked, stop_server
 
-Say = Callable[[str], None]
 _KEEPER_SECONDS = 60.0  # for a daemon to be heard: a shared file system may be slow to show files
-_STOP_SECONDS = 40.0  # the daemon's own grace time, and the kill after it
 _QUEUE_SAY_SECONDS = 10.0
 _OWN_KEY = "VLLM_API_KEY"  # of the user's choice, for any engine
 
@@ -76,7 +69,7 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
     check_model(order.spec.model)
     get_engine(order.engine).launch(order.spec)  # a wrong allocation is told before anything runs
     folder = ServerPaths(root.absolute())
-    with _locked(folder):
+    with locked(folder):
         make_secret(folder.secret, os.environ.get(_OWN_KEY, ""))
         running = _running(folder)
         if running is not None and running.order == order and _answers(running):
@@ -84,7 +77,7 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
             Lease(folder.lease).renew()
             return running
         if running is not None:
-            _stop(folder, say)
+            stop_server(folder, say)
         return _start(order, folder, say)
 
 
@@ -103,7 +96,7 @@ def ensure(
     """
     endpoint = read_endpoint(path)
     folder = ServerPaths((path if path.is_dir() else path.parent).absolute())
-    with _locked(folder):
+    with locked(folder):
         if alive(folder) and _answers(endpoint):
             Lease(folder.lease).renew()
             return endpoint
@@ -114,7 +107,7 @@ def ensure(
             )
         again = _placed_as(endpoint, order())
         say(f"serve: {endpoint.name} is gone, starting it again")
-        _stop(folder, say)
+        stop_server(folder, say)
         # The old address again, where it is free: consumers may have read endpoint.json before. On
         # Slurm the next job may run on another node.
         spec = again.spec
@@ -174,8 +167,8 @@ def stop(root: Path, *, say: Say = print) -> str:
     folder = ServerPaths(root.absolute())
     if not folder.root.is_dir():
         raise UsageError(f"{root} does not exist: no server was started there")
-    with _locked(folder):
-        return _stop(folder, say)
+    with locked(folder):
+        return stop_server(folder, say)
 
 
 @contextlib.contextmanager
@@ -234,7 +227,7 @@ def _start(
         )
     # Also for Ctrl-C: a server that nobody waits for any more must not hold its GPUs.
     except BaseException:
-        _stop(folder, say)
+        stop_server(folder, say)
         raise
     say(f"serve: {order.name} answered a generation after {seconds:.0f} s at {endpoint.base_url}")
     # Last: this file tells consumers that the server has answered.
@@ -343,7 +336,7 @@ def _running(folder: ServerPaths) -> Endpoint | None:
         return None
     if folder.endpoint.is_file():
         return read_endpoint(folder.root)
-    _stop(folder, lambda _: None)  # a start that was cut off
+    stop_server(folder, lambda _: None)  # a start that was cut off
     return None
 
 
@@ -364,41 +357,6 @@ def _why_dead(folder: ServerPaths) -> str | None:
     if state.phase == "ended":
         return f"did not start: {state.reason}"
     return None if daemon_lives(state) else "lost its daemon"
-
-
-def _stop(folder: ServerPaths, say: Say) -> str:
-    state, job = read_state(folder.state), job_id(folder)
-    if not alive(folder):
-        end_orphans(state)
-        return "was not running"
-    write_text(folder.stop, "stop\n")
-    waiting = job_state(folder)
-    # A job in the queue has no daemon yet that could see the stop file.
-    if waiting is not None and waiting.waiting:
-        slurm.cancel(job, job_mark(folder))
-    if not gone(folder, _STOP_SECONDS):
-        say("serve: the daemon does not answer, ending it")
-        if job:
-            slurm.cancel(job, job_mark(folder))
-        elif state is not None and state.node == node_name():
-            state.daemon.send(signal.SIGKILL)  # its guard ends the server
-        gone(folder, _STOP_SECONDS)
-    end_orphans(read_state(folder.state) or state)
-    return "stopped"
-
-
-@contextlib.contextmanager
-def _locked(folder: ServerPaths) -> Iterator[None]:
-    """One start, stop or restart of a server at a time, in a folder that only this user changes."""
-    try:
-        own_folder(folder.root)
-        lock = os.fdopen(open_own(folder.lock, os.O_WRONLY), "w")
-    except OSError as error:
-        raise StorageError(f"cannot use {folder.root}: {error.strerror}") from error
-    with lock:
-        # The kernel gives the lock back when its holder dies, so a killed start locks nobody out.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 __all__ = ["Status", "ensure", "start", "status", "stop"]
