@@ -5,7 +5,11 @@ import json
 import os
 import shutil
 import sys
+import tarfile
+import tempfile
+from dataclasses import replace
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -20,8 +24,8 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = (
+    "shakedown hang demo",
     "shakedown hang analyze results/demo/stages/grpo/latest/evidence",
-    "shakedown hang collect --job 1234 --out evidence",
 )
 run = run_action
 
@@ -34,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "analyze",
             _analyze,
             "Say from dumps and logs who hangs and why.",
-            EXAMPLES[0],
+            EXAMPLES[1],
             "shakedown hang analyze logs/ dumps/ --json diagnosis.json --html diagnosis.html",
         )
     )
@@ -43,10 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "collect",
             _collect,
             "Sample running processes of this host, or of a Slurm job on all its nodes.",
-            EXAMPLES[1],
+            "shakedown hang collect --job 1234 --out evidence",
             "shakedown hang collect --pid 4711 4712 --out evidence --rounds 3",
         )
     )
+    demo = actions.add(
+        "demo",
+        _demo,
+        "Diagnose a recorded hang of four ranks, on any machine, in about a second.",
+        EXAMPLES[0],
+        "shakedown hang demo --full",
+    )
+    demo.add_argument("--full", action="store_true", help="print all of it, not 25 lines")
     _diagnose_arguments(
         actions.add(
             "diagnose",
@@ -67,7 +79,7 @@ def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page here")
     parser.add_argument("--strict", action="store_true", help="slow counts as a failure")
-    parser.add_argument("--full", action="store_true", help="print all of it, not some 60 lines")
+    parser.add_argument("--full", action="store_true", help="print all of it, not 25 lines")
     parser.add_argument(
         "--budget",
         type=whole(1, 1000),
@@ -132,6 +144,24 @@ def _analyze(args: argparse.Namespace) -> int:
         if path:
             print(f"  {name}: {path}", flush=True)
     return int(verdict.exit_code(strict=args.strict))
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from shakedown.core.paths import RunPaths
+    from shakedown.diagnosis.diagnose import diagnose_paths
+
+    with (
+        tempfile.TemporaryDirectory(prefix="shakedown-demo-") as folder,
+        resources.files("shakedown.diagnosis").joinpath("demo.tar.gz").open("rb") as packed,
+        tarfile.open(fileobj=packed) as archive,
+    ):
+        archive.extractall(folder, filter="data")
+        attempt = RunPaths(Path(folder) / "run").stage("sft").attempt(1)
+        verdict = diagnose_paths([attempt.root])
+    # The recorded run is nobody's to go on with: what a user of another trainer would do.
+    own = replace(verdict, next="shakedown hang collect --match train.py --out evidence")
+    _print(own, sys.stdout, full=args.full)
+    return int(ExitCode.OK)
 
 
 def _print(verdict: "Verdict", stream: TextIO, *, full: bool) -> None:

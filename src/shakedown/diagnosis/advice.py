@@ -1,11 +1,16 @@
 """What to do next and the command for it, from a diagnosis. Pure."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from shakedown.cluster.nodes import is_node_name
+from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Verdict
+from shakedown.diagnosis.analyze.model import Hypothesis
+from shakedown.diagnosis.facts import Facts
 
 _LINK = frozenset({"network", "nccl_internal"})
 _AGAIN = "while the job stands: sample it again (--match: a part of the command line)"
@@ -26,11 +31,66 @@ _PROCESS = frozenset(
 def steps(verdict: Verdict) -> list[tuple[str, str]]:
     """(what, command) in order; a command may be empty. Names from inputs are quoted."""
     diagnosis: Mapping[str, Any] = verdict.extra["diagnosis"]
-    found = [(text, "") for text in dict.fromkeys(f.remedy for f in verdict.findings if f.remedy)]
+    remedies = list(dict.fromkeys(f.remedy for f in verdict.findings if f.remedy))
+    first = remedies[0] if remedies else "the next command"
+    found = [(first, verdict.next)] if remedies or verdict.next else []
+    found += [(text, "") for text in remedies[1:]]
     found += [(f"to be sure: {text}", "") for text in diagnosis["needed"]]
-    if verdict.next:
-        found.append(("the next command", verdict.next))
     return [*found, *_commands(diagnosis, verdict)]
+
+
+# Causes that lie in the machines: these are looked at before the next run.
+_MACHINES = frozenset({"network", "nccl_internal", "node_dead", "storage", "gpu_error"})
+_SERVERS = frozenset({"server_unhealthy"})
+_SCRIPT = re.compile(r"(?:^|[\s/])([\w.-]{1,80}\.py)\b")
+LATER = 300  # seconds: start_timeout, patience with what nothing else times
+
+
+def next_command(
+    chosen: Hypothesis, facts: Facts, attempt: Path | None, given: Sequence[Path]
+) -> str:
+    """The command to run next, with its arguments: evidence that is wanting first, then what the
+    cause asks for.
+
+    Args:
+        attempt: the folder of our own stage's attempt, None for anybody else's job.
+        given: the inputs of this diagnosis.
+    """
+    if chosen.cause == "healthy":
+        return ""
+    if chosen.state == "slow" or any(text.startswith("a look ") for text in chosen.needed):
+        return f"{_collect_job(facts)} --gap {LATER}"
+    if chosen.cause in _MACHINES:
+        return "shakedown preflight --out preflight"
+    if attempt is not None:
+        return _of_stage(chosen, attempt)
+    if chosen.state == "hung" or chosen.cause == "unknown":
+        return _collect_job(facts)
+    paths = shlex.join(map(str, given[:8]))
+    return f"shakedown hang analyze {paths} --full --html diagnosis.html"
+
+
+def _of_stage(chosen: Hypothesis, attempt: Path) -> str:
+    """To go on with a stage of ours from its checkpoint, or to see what its server does."""
+    stage = attempt.parent.parent
+    run = RunPaths(stage.parent.parent)
+    if chosen.cause in _SERVERS:
+        return f"shakedown status {shlex.quote(str(run.root))}"
+    config, assets = shlex.quote(str(run.config)), shlex.quote(str(run.assets.file))
+    return f"shakedown train {shlex.quote(stage.name)} --config {config} --assets {assets}"
+
+
+def _collect_job(facts: Facts) -> str:
+    """By the Slurm job where one is known, else by the program's name."""
+    jobs = [e.detail.get("job") for e in facts.all_events() if e.kind == "job"]
+    job = next((str(j) for j in jobs if j and str(j).isdecimal()), "")
+    if job:
+        return f"shakedown hang collect --job {job} --out evidence"
+    components = [*facts.ranks.values(), *facts.roles.values()]
+    commands = [stack.command for c in components for stack in c.stacks if stack.command]
+    scripts = [match[1] for command in commands if (match := _SCRIPT.search(command))]
+    program = shlex.quote(scripts[0]) if scripts else "train"
+    return f"shakedown hang collect --match {program} --out evidence"
 
 
 def _commands(diagnosis: Mapping[str, Any], verdict: Verdict) -> list[tuple[str, str]]:
@@ -38,12 +98,12 @@ def _commands(diagnosis: Mapping[str, Any], verdict: Verdict) -> list[tuple[str,
     nodes = [n for n in diagnosis["culprits"]["nodes"] if is_node_name(str(n))]
     nodes = nodes or _hosts(diagnosis["culprits"]["ranks"], verdict.extra.get("hosts", {}))
     found = []
-    if cause in _LINK and verdict.next != "shakedown preflight":
+    if cause in _LINK and not verdict.next.startswith("shakedown preflight"):
         found.append(("check the nodes and their links", "shakedown preflight --out preflight"))
     if cause in _DEAD and nodes:
         listed = shlex.quote(",".join(nodes[:8]))
         found.append(("see why Slurm gave the node up", f"scontrol show node {listed}"))
-    if cause in _PROCESS:
+    if cause in _PROCESS and "hang collect" not in verdict.next:
         found.append((_AGAIN, _collect(nodes)))
     if cause in _CALLS:
         found.append((_COMPARE, "export TORCH_DISTRIBUTED_DEBUG=DETAIL"))

@@ -11,6 +11,7 @@ from shakedown.core.errors import UsageError
 from shakedown.core.outcome import Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, EvidencePaths, StagePaths
 from shakedown.core.verdict import Finding, Scope, Status, Stopwatch, Verdict, installed_versions
+from shakedown.diagnosis.advice import next_command
 from shakedown.diagnosis.analyze import Diagnosis, analyze
 from shakedown.diagnosis.analyze.model import Hypothesis
 from shakedown.diagnosis.analyze.own import measured_of, places_of
@@ -47,7 +48,7 @@ def _diagnose(paths: Sequence[Path], factor: int) -> Verdict:
         evidence = read_paths(inputs, _within(paths), budget)
         if not evidence.records:
             raise UsageError(_nothing(paths, evidence), hint="shakedown hang collect --help")
-        return _verdict(evidence, watch)
+        return _verdict(evidence, watch, next(filter(None, map(_attempt_of, paths)), None), paths)
 
 
 @contextmanager
@@ -74,7 +75,13 @@ def diagnose_stage(attempt_root: Path, outcome: Outcome | None) -> Verdict:
         place = SourceRef(attempt.outcome.name)
         rows = [*evidence.records, exit_of(outcome, place)]
         evidence = replace(evidence, records=rows)
-    return _verdict(evidence, watch)
+    return _verdict(evidence, watch, attempt.root)
+
+
+def _attempt_of(path: Path) -> Path | None:
+    """The attempt of a stage that a path is, or lies in."""
+    inside = [newest_of(path) or path, *path.absolute().parents][:4]
+    return next((folder for folder in inside if AttemptPaths(folder).job.is_file()), None)
 
 
 def _within(paths: Sequence[Path]) -> list[Path]:
@@ -125,7 +132,9 @@ def _nothing(paths: Sequence[Path], evidence: Evidence) -> str:
     return f"nothing readable in {named}" + (f" ({reasons})" if reasons else "")
 
 
-def _verdict(evidence: Evidence, watch: Stopwatch) -> Verdict:
+def _verdict(
+    evidence: Evidence, watch: Stopwatch, attempt: Path | None, given: Sequence[Path] = ()
+) -> Verdict:
     facts = build_facts(evidence.records)
     diagnosis = analyze(facts)
     chosen = diagnosis.chosen
@@ -148,7 +157,7 @@ def _verdict(evidence: Evidence, watch: Stopwatch) -> Verdict:
         started=watch.started,
         seconds=watch.seconds,
         versions=installed_versions(),
-        next=_next(chosen),
+        next=next_command(chosen, facts, attempt, given),
         extra={
             "diagnosis": diagnosis.to_json(),
             "sources": dict(evidence.formats),
@@ -212,24 +221,6 @@ def _skipped(evidence: Evidence) -> list[Finding]:
 
 def _note(text: str) -> Finding:
     return Finding("note", "skip", "config", measured=text)
-
-
-# Causes that lie in the machines: these are looked at before the next run.
-_MACHINES = frozenset({"network", "nccl_internal", "node_dead", "storage"})
-
-
-def _next(chosen: Hypothesis) -> str:
-    """The next command: evidence that is wanting first, then what the cause asks for."""
-    if chosen.cause == "healthy":
-        return ""
-    if chosen.cause in _MACHINES:
-        return "shakedown preflight"
-    if chosen.cause == "server_unhealthy":
-        return "shakedown serve --help"
-    if chosen.state == "slow":
-        return "shakedown report --help"
-    wanting = chosen.cause == "unknown" or (chosen.needed and chosen.state != "exited")
-    return "shakedown hang collect --help" if wanting else "shakedown train --help"
 
 
 def newest_attempt(stage: StagePaths) -> AttemptPaths:

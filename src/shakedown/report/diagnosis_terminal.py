@@ -13,21 +13,22 @@ from shakedown.report.diagnosis_view import View
 WIDTH = 120  # where no terminal says
 SENTENCE_LINES = 4
 FULL_WIDTH = 4000
-# Lines of each section; with the sentence and the headings at most 60.
+# Lines of each section, in this order; those with none come where others leave room, or by --full.
 LIMITS = {
     "culprits": 3,
-    "classes": 6,
-    "call paths": 12,
-    "who waits for whom": 4,
-    "collectives around the break": 7,
-    "evidence": 4,
-    "against it": 2,
-    "next": 6,
+    "next": 3,
+    "evidence": 3,
+    "classes": 3,
+    "who waits for whom": 1,
+    "call paths": 0,
+    "collectives around the break": 0,
+    "against it": 0,
 }
 _RED, _BOLD, _PLAIN = "\x1b[31;1m", "\x1b[1m", "\x1b[0m"
-MAX_LINES = 58  # with the names of the two files written: 60
+MAX_LINES = 23  # with the names of the two files written: 25
 # Who gets lines that others leave over.
-_SPARE = ("call paths", "collectives around the break", "against it", "evidence", "classes")
+_SPARE = ("against it", "collectives around the break", "classes", "evidence", "call paths")
+_LEAST = 3  # lines for which a section with no lines of its own appears
 _COMMAND = "    $ "
 _CULPRIT = "* "  # stands before whatever holds a culprit
 
@@ -49,11 +50,15 @@ def render(
     limit = FULL_WIDTH if full else width
     sections = {title: [_fit(row, limit) for row in rows] for title, rows in _sections(view)}
     shares = _shares({t: len(r) for t, r in sections.items()}, MAX_LINES - len(lines) - 1)
+    left_out = []
     for title, rows in sections.items():
         told = rows if full else _bounded(rows, shares[title])
         if told:
             lines += [_paint(title, _BOLD, colour), *(_marked(row, colour) for row in told)]
-    lines.append(clean(_tail(view), limit))
+        elif rows:
+            left_out.append(title)
+    more = f"; --full: {', '.join(left_out)}" if left_out else ""
+    lines.append(clean(_tail(view) + more, limit))
     return "\n".join(lines)
 
 
@@ -64,18 +69,24 @@ def _fit(row: str, limit: int) -> str:
 
 def _shares(wanted: Mapping[str, int], lines: int) -> dict[str, int]:
     """Lines of each section: its own limit, and what others leave over in the order below."""
-    spare = lines - sum(1 + min(n, LIMITS[title]) for title, n in wanted.items() if n)
+    own = {title: min(n, LIMITS[title]) for title, n in wanted.items()}
+    spare = lines - sum(1 + n for n in own.values() if n)
     shares = {title: LIMITS[title] for title in wanted}
     for title in _SPARE:
-        more = max(0, min(wanted[title] - shares[title], spare))
+        heading = 0 if own[title] else 1
+        more = max(0, min(wanted[title] - shares[title], spare - heading))
+        if heading and more < min(_LEAST, wanted[title]):
+            continue
         shares[title] += more
-        spare -= more
+        spare -= more + heading if more else 0
     return shares
 
 
 def _bounded(rows: list[str], limit: int) -> list[str]:
     if len(rows) <= limit:
         return rows
+    if limit < 2:  # no line is spent on saying that there are more
+        return rows[:limit]
     return [*rows[: limit - 1], f"  ... {len(rows) - limit + 1} more lines: --full"]
 
 
@@ -92,19 +103,19 @@ def _sections(view: View) -> Iterator[tuple[str, list[str]]]:
         "culprits",
         [f"  {_CULPRIT}{who}{': ' + where if where else ''}" for who, where in view.culprits],
     )
+    yield "next", list(_steps(view))
+    yield "evidence", [f"  {q.place}{': ' + q.text if q.text else ''}" for q in view.all_evidence]
     yield "classes", list(_classes(view))
+    yield "who waits for whom", list(_waits(view))
     yield (
         "call paths",
         [line for depth, node in stack_tree.walk(view.roots) for line in _node(depth, node)],
     )
-    yield "who waits for whom", list(_waits(view))
     yield (
         "collectives around the break",
         [line for group in view.timeline for line in _group(group)],
     )
-    yield "evidence", [f"  {q.place}{': ' + q.text if q.text else ''}" for q in view.all_evidence]
     yield "against it", [f"  {text}" for text in [*view.diagnosis["conflicts"], *view.notes]]
-    yield "next", list(_steps(view))
 
 
 def _classes(view: View) -> Iterator[str]:
