@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -33,7 +33,19 @@ from shakedown.diagnosis.watchdog import record_from_watchdog
 TRAINER = "trainer"
 # `python train.py --local_rank=3`, as torch.distributed.launch passes it.
 _RANK_ARGUMENT = re.compile(r"--(?:local[-_]|node[-_]|global[-_])?rank[= ](\d{1,6})\b")
-_LAUNCHER = re.compile(r"torch/distributed/(?:run|launch|elastic)|torchrun|accelerate/commands")
+# Frames of a launcher's own process. Not all of `elastic/multiprocessing`: a program that uses
+# `@record`, or was started as a function (`_wrap`), has frames of it on the path of every rank.
+_LAUNCHER = re.compile(
+    r"torch/distributed/(?:(?:run|launch)\.py|launcher/|elastic/agent/)"
+    r"|accelerate/commands/|deepspeed/launcher/"
+)
+_ELASTIC = re.compile(
+    r"torch/distributed/elastic/multiprocessing/(?:api|subprocess_handler/\w+)\.py$"
+)
+_LAUNCH_COMMAND = re.compile(
+    r"^(?:\S*python\S* (?:-\w+ )*)?(?:\S*/)?(?:torchrun|accelerate launch|deepspeed)(?: |$)"
+    r"|-m (?:torch\.distributed\.(?:run|launch)|accelerate\.commands|deepspeed\.launcher)"
+)
 # Processes beside the ranks: workers of data loaders, trackers, compilers.
 _HELPER = re.compile(
     r"torch/utils/data/_utils/worker\.py$|multiprocessing/(?:resource_tracker|forkserver)\.py$"
@@ -126,6 +138,9 @@ class Facts:
     step_lengths: list[StepLength] = field(default_factory=list)
     ends: list[LogEnd] = field(default_factory=list)  # of logs that are no rank's or role's
     conflicts: list[str] = field(default_factory=list)
+    world: int = 0  # as a log tells it; 0 where none does
+    # Ranks were given by process id among several of a node's file: nothing tells one from another.
+    guessed: bool = False
 
     @property
     def expected(self) -> set[int]:
@@ -136,12 +151,17 @@ class Facts:
         highest = max(self.ranks, default=-1)
         if highest < 16 * len(self.ranks) + 64:  # ranks count from 0: a gap is a rank unseen
             known.update(range(highest + 1))
+        known.update(range(self.world))
         # From `3/4 clients joined`; bounded, as the text of a log may say anything.
         worlds = [e.detail.get("world") for e in self.all_events() if "world" in e.detail]
         for world in worlds:
             if isinstance(world, int) and 0 < world <= 100_000:
                 known.update(range(world))
         return known
+
+    def event(self, *kinds: str) -> LogEvent | None:
+        """The first event of one of `kinds` that belongs to nobody."""
+        return next((e for e in self.events if e.kind in kinds), None)
 
     def all_events(self) -> list[LogEvent]:
         """Log events of every component and of nobody."""
@@ -155,6 +175,9 @@ def build_facts(records: Sequence[Record]) -> Facts:
     """Put every record where it belongs. Pure; the order of `records` does not matter."""
     facts = Facts()
     owners = _owners(records)
+    names = [record for record in records if isinstance(record, TargetName)]
+    facts.world = max((record.world for record in names), default=0)
+    gpus = {(t.who.host, t.bus): t.who for t in names if t.bus}
     loose: list[Stack] = []
     # Sorted: the facts must not depend on the order in which files were read.
     for record in sorted(records, key=lambda r: (r.place.path, r.place.line)):
@@ -168,6 +191,9 @@ def build_facts(records: Sequence[Record]) -> Facts:
             beat = record.beat
             who = Identity(beat.rank, beat.pid, beat.host, beat.role)
             _component(facts, who).beats.append(record)
+        elif isinstance(record, LogEvent):
+            named = replace(record, who=_who_of(record, owners, gpus))
+            _place(facts, named, owners, loose)
         else:
             _place(facts, record, owners, loose)
     _place_children(facts, loose)
@@ -232,14 +258,30 @@ def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> No
             who = Identity(int(rank[1]), who.pid, who.host, role)
         elif role:
             who = Identity(None, who.pid, who.host, role)
-    if isinstance(record, LogEvent) and isinstance(record.detail.get("task"), int):
-        who = Identity(record.detail["task"])  # srun names its task: one task a rank
     if who.rank is not None or who.role not in ("", TRAINER):
         _shelve(facts, who, record)
     elif isinstance(record, Stack):
         loose.append(record)
     elif isinstance(record, LogEvent | LogEnd):
         _keep(facts, record)
+
+
+def _who_of(event: LogEvent, owners: _Owners, gpus: Mapping[tuple[str, str], Identity]) -> Identity:
+    """Whom a line speaks of: srun and mpirun name the task, the kernel and a shell the process, the
+    driver the GPU.
+    """
+    detail, host = event.detail, event.who.host
+    task = detail.get("task", detail.get("waits"))
+    if isinstance(task, int):
+        return Identity(task)  # one task a rank
+    if event.who.rank is not None:
+        return event.who
+    pid = detail.get("pid", detail.get("pid_b"))
+    known = owners.get((host, pid)) or owners.get(("", pid)) if pid else None
+    if known is None and "bus" in detail:
+        # `0000:5d:00`, of which NCCL's lines are compared without the domain
+        known = gpus.get((host, str(detail["bus"])[-5:].lower()))
+    return known or event.who
 
 
 def _keep(facts: Facts, record: LogEvent | LogEnd) -> None:
@@ -323,6 +365,8 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
     for rank, ((host, pid), stacks) in enumerate(ordered):
         component = _component(facts, Identity(rank, pid if pid < 2**32 else None, host))
         component.stacks += stacks
+    files = [(host, stacks[0].place.path) for (host, _), stacks in ordered if host]
+    facts.guessed = len(set(files)) < len(files)
     facts.conflicts.append(_guessed([key for key, _ in ordered]))
     _place_children(facts, loose)
 
@@ -350,8 +394,11 @@ def _helps(path: tuple[Frame, ...]) -> bool:
 def _is_launcher(stack: Stack) -> bool:
     main = stack.main
     frames = main.frames if main else ()
-    launches = any(_LAUNCHER.search(f.file) for f in frames) or _LAUNCHER.search(stack.command)
-    return bool(launches) or _is_helper(stack)
+    launches = any(
+        _LAUNCHER.search(f.file) or (_ELASTIC.search(f.file) and f.function != "_wrap")
+        for f in frames
+    )
+    return launches or _LAUNCH_COMMAND.search(stack.command) is not None or _is_helper(stack)
 
 
 def _exit_codes(facts: Facts) -> None:
@@ -361,8 +408,9 @@ def _exit_codes(facts: Facts) -> None:
     """
     for component in facts.ranks.values():
         for event in component.events:
-            if event.kind == "exit" and (event.detail.get("root") or "task" in event.detail):
-                component.exit_code = int(event.detail.get("code", 1))
+            if event.kind == "exit":
+                signal = event.detail.get("signal")
+                component.exit_code = -signal if signal else int(event.detail.get("code", 1))
     outcome = facts.outcome
     # In both states the supervisor ended all processes: their codes are its own signals.
     if outcome is None or outcome.state in ("hung", "interrupted"):

@@ -110,6 +110,16 @@ class Stack:
 
 
 @dataclass(frozen=True)
+class Activity:
+    """What a process had done by a moment: see monitor/collect/proc.py."""
+
+    at: float
+    cpu: float
+    io: int
+    output: int
+
+
+@dataclass(frozen=True)
 class ProcessState:
     """/proc of one process: `state` R, S, D, T, Z, X (gone) or ?; `wchan`: kernel function."""
 
@@ -118,6 +128,7 @@ class ProcessState:
     wchan: str
     place: SourceRef
     sample: int = 0
+    activity: Activity | None = None
 
 
 @dataclass(frozen=True)
@@ -175,7 +186,9 @@ LogKind = Literal[
     "timeout",
     "missing_ranks",
     "exit",
+    "finished",
     "starving",
+    "too_slow",
     "waiting_weights",
     "server_unhealthy",
     "staleness",
@@ -183,6 +196,7 @@ LogKind = Literal[
     "node",
     "job",
     "oom",
+    "gpu_error",
     "nccl_error",
 ]
 
@@ -280,11 +294,16 @@ class RasRank:
 
 @dataclass(frozen=True)
 class TargetName:
-    """Our collector's own table: which process is which component."""
+    """Which process is which component: our collector's own table, or a log.
+
+    `world`: the number of ranks, 0 where it is not told; `bus`: of the rank's GPU, `5d:00`.
+    """
 
     who: Identity
     name: str
     place: SourceRef
+    world: int = 0
+    bus: str = ""
 
 
 Record = (

@@ -1,6 +1,6 @@
 """Counters from NCCL's watchdog lines, for ranks that left no Flight Recorder dump."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from shakedown.diagnosis.records import FlightRecord, GroupStatus, LogEvent, Operation
@@ -29,12 +29,16 @@ def record_from_watchdog(events: Iterable[LogEvent]) -> FlightRecord | None:
         if timed_out is not None:
             operations.append(_operation(timed_out.detail, name, len(operations)))
             timed_out = None
-    if timed_out is not None:
-        operations.append(_operation(timed_out.detail, "0", len(operations)))
-        groups.setdefault("0", GroupStatus((), "default_pg"))
-    if last is None:
+    # A line without a group's name counts nothing: see `bare_timeout`.
+    if last is None or not groups:
         return None
     return FlightRecord(last.who, groups, operations, last.place)
+
+
+def bare_timeout(events: Sequence[LogEvent]) -> LogEvent | None:
+    """The call that a rank waits in, where no line tells of which group it is."""
+    lines = [event for event in events if event.kind == "timeout"]
+    return lines[0] if lines and all("op" in event.detail for event in lines) else None
 
 
 def _status(detail: Any, name: str) -> GroupStatus:

@@ -167,22 +167,22 @@ ENGINE = "python -m vllm.entrypoints.openai.api_server"
 
 
 @pytest.mark.parametrize(
-    ("second", "cause", "role"),
+    ("second", "cause", "roles"),
     [
-        (STANDS, "server_unhealthy", "inference"),
-        ((STEP,), "rollout_starvation", "orchestrator"),
-        (None, "rollout_starvation", "orchestrator"),
+        (STANDS, "server_unhealthy", ("inference",)),
+        ((STEP,), "rollout_starvation", ()),
+        (None, "rollout_starvation", ()),
     ],
     ids=["stands", "moves", "seen once"],
 )
 def test_server_that_stands_on_its_gpu_is_named_only_when_it_stays_there(
-    tmp_path: Path, second: Stack | None, cause: str, role: str
+    tmp_path: Path, second: Stack | None, cause: str, roles: tuple[str, ...]
 ) -> None:
     files = twice([BATCH, BATCH])
     files["round1/inference.txt"] = process(80, STANDS, command=ENGINE)
     if second is not None:
         files["round2/inference.txt"] = process(80, second, command=ENGINE)
-    assert mistake(tmp_path, Case(files, cause, roles=(role,))) == ""
+    assert mistake(tmp_path, Case(files, cause, roles=roles)) == ""
 
 
 WAITED = "INFO Waiting for training batch to arrive\n"

@@ -166,7 +166,7 @@ def test_weights_of_a_new_model_are_no_weight_update(tmp_path: Path) -> None:
 def test_rank_that_asks_an_engine_to_generate_is_a_victim(tmp_path: Path) -> None:
     asks = (*HTTP, "generate_rollouts (rl/client.py:80)", "main (rl.py:150)")
     files = ranks([asks, call("broadcast", "main (rl.py:160)")]) | SERVER
-    found = check(tmp_path, Case(files, "rollout_starvation", roles=("orchestrator",)))
+    found = check(tmp_path, Case(files, "rollout_starvation"))
     assert found["victims"]["ranks"] == [0, 1]
 
 

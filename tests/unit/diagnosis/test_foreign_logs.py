@@ -129,7 +129,8 @@ CASES: dict[str, Case] = {
         "missing_rank", state="exited",
     ),
     "task out of memory": Case(
-        {"slurm-12.out": "srun: error: n2: task 3: Out Of Memory\n"}, "missing_rank", (3,), "exited"
+        {"slurm-12.out": "srun: error: n2: task 3: Out Of Memory\n"},
+        "out_of_memory", (3,), "exited",
     ),
     "node list of a job and the node": Case(
         {**ranks([REDUCE] * 2), "job.txt": "JobID|State|NodeList\n12|NODE_FAIL|n[1-2]\n",

@@ -1,6 +1,7 @@
 """Samples of a job that may still move: a long step is told from a hang by time alone."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,3 +191,62 @@ def test_phases_that_are_long_by_nature_have_the_patience_of_a_start(
 def test_beats_that_are_repeated_while_waiting_are_no_sign_of_life(tmp_path: Path) -> None:
     (job(tmp_path, age=1.0, phase="rollout_wait") / "train.log").write_text(STEP_LINES)
     assert diagnose(tmp_path).chosen.state == "hung"
+
+
+# What the processes did between two samples, where no heartbeat tells of their steps
+
+
+def collected(folder: Path, of_rank_1: Mapping[str, object], seconds: float = 5.0) -> Path:
+    """Nobody did anything between the samples but rank 1, what is given."""
+    still: dict[str, object] = {"cpu": 3.0, "io": 900, "output": 40, "wchan": "futex_wait_queue"}
+    targets = []
+    for rank in range(3):
+        first, last = (
+            {"state": "S", "threads": [], **still, "at": NOW + at} for at in (0.0, seconds)
+        )
+        if rank == 1:
+            last |= of_rank_1
+        targets.append(
+            {
+                "name": f"trainer-rank{rank}", "pid": 100 + rank, "role": "trainer", "rank": rank,
+                "states": [first, last], "missed": [],
+            }
+        )  # fmt: skip
+    body = {"schema": "shakedown/collected/1", "host": "n1", "rounds": 2, "targets": targets}
+    (folder / "collected-n1.json").write_text(json.dumps(body))
+    return folder
+
+
+def test_rank_that_did_nothing_while_all_others_wait_hangs(tmp_path: Path) -> None:
+    chosen = diagnose(collected(job(tmp_path, age=None), {})).chosen
+    assert (chosen.state, list(chosen.ranks)) == ("hung", [1])
+
+
+@pytest.mark.parametrize(
+    ("did", "told"),
+    [
+        ({"cpu": 7.5}, "rank 1 used 90% of a core"),
+        ({"io": 950}, "rank 1 read or wrote 50 bytes"),
+        ({"output": 60}, "rank 1 printed"),
+        ({"wchan": "hrtimer_nanosleep"}, "rank 1 sleeps until a timer ends"),
+    ],
+)
+def test_rank_that_did_something_may_be_slow_and_is_not_named(
+    tmp_path: Path, did: dict[str, object], told: str
+) -> None:
+    chosen = diagnose(collected(job(tmp_path, age=None), did)).chosen
+    assert (chosen.cause, chosen.state, list(chosen.ranks)) == ("unknown", "unknown", [])
+    assert told in chosen.sentence
+    assert "--gap 300" in chosen.needed[0]
+
+
+def test_rank_that_works_at_one_place_for_long_is_busy(tmp_path: Path) -> None:
+    chosen = diagnose(collected(job(tmp_path, age=None), {"cpu": 390.0}, 400.0)).chosen
+    assert (chosen.state, list(chosen.ranks)) == ("hung", [1])
+
+
+@pytest.mark.parametrize("value", ["x", -1, None, float("nan"), True])
+def test_counts_that_cannot_be_true_are_no_counts(tmp_path: Path, value: object) -> None:
+    """The samples alone decide then, as those that somebody pasted."""
+    chosen = diagnose(collected(job(tmp_path, age=None), {"cpu": value})).chosen
+    assert (chosen.state, list(chosen.ranks)) == ("hung", [1])

@@ -298,3 +298,36 @@ def test_collect_command_writes_what_analyze_reads(
 )
 def test_collect_command_refuses_unclear_arguments(tmp_path: Path, arguments: list[str]) -> None:
     assert main(["hang", "collect", "--out", str(tmp_path), *arguments]) == 2
+
+
+def test_what_a_process_and_its_children_do_is_counted(tmp_path: Path) -> None:
+    out = tmp_path / "out.log"
+    work = "import time\nend = time.time() + 0.5\nwhile time.time() < end: pass\n"
+    program = (
+        "import subprocess, sys\nsys.stdin.readline()\n"
+        f"subprocess.run([sys.executable, '-c', {work!r}])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'while True: pass'])\n"
+        "print('x' * 99, flush=True)\nsys.stdin.readline()\nchild.kill()\n"
+    )
+    with out.open("wb") as stream:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=stream
+        )
+    assert process.stdin is not None
+    while read_state(process.pid).state != "S":
+        time.sleep(0.01)
+    first = read_state(process.pid).activity
+    process.stdin.write(b"go\n")
+    process.stdin.flush()
+    while out.stat().st_size < 100:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    last = read_state(process.pid).activity
+    process.communicate(b"end\n")
+
+    assert first is not None
+    assert last is not None
+    assert last.at > first.at
+    assert last.cpu - first.cpu > 0.1
+    assert last.io > first.io
+    assert last.output - first.output == 100

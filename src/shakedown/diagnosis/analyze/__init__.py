@@ -21,6 +21,7 @@ from shakedown.diagnosis.analyze import (
     rules_stacks,
     rules_storage,
     rules_sync,
+    rules_user,
     rules_weights,
 )
 from shakedown.diagnosis.analyze.classes import rank_classes
@@ -55,6 +56,7 @@ RULES: dict[str, Rule] = {
     # Before "dead rank": a stage that raises on a tensor's shape may have received it.
     "shape error": rules_batches.shape_error,
     "dead rank": rules_process.dead_rank,
+    "user code raised": rules_user.raised,
     "told mismatch": rules_collectives.told_mismatch,
     # Before the rules about collectives: ranks wait in those because of the other side.
     "weights by stack": rules_weights.weights_by_stack,
@@ -63,12 +65,15 @@ RULES: dict[str, Rule] = {
     "starvation": rules_roles.starvation,
     "weight update": rules_roles.weight_sync,
     "all blocked": rules_storage.all_blocked,
+    "blocked on a node": rules_storage.blocked_on_a_node,
     "all in the loader": rules_stacks.all_in_loader,
     "other micro-batches": rules_batches.other_batches,
     "fewer micro-batches": rules_p2p.fewer_micro_batches,
     "diverged calls": rules_collectives.diverged,
+    "timed out apart": rules_collectives.timed_out_apart,
     "splits": rules_p2p.splits,
     "extra call": rules_collectives.extra_call,
+    "lone call from data code": rules_stacks.lone_call_from_data,
     # After differing calls, as this rank stands itself: the file system may not be what holds it.
     "heartbeat and rank blocked": rules_storage.heartbeat_and_rank_blocked,
     "outsider": rules_stacks.outsider,
@@ -90,6 +95,7 @@ RULES: dict[str, Rule] = {
     "one place": rules_collectives.one_place,
     "half done": rules_network.half_done,
     "too few joined": rules_joined.too_few_joined,
+    "user code too slow": rules_user.too_slow,
 }
 
 
@@ -100,6 +106,7 @@ def analyze(facts: Facts) -> Diagnosis:
     first = next(iter(spoken), None)
     chosen = spoken[first] if first else rules_progress.unknown(situation)
     chosen = gpu_use.weighed(situation, liveness.tempered(situation, first, chosen))
+    chosen = _by_node(facts, chosen)
     against = [
         f"{name}: {h.sentence}"
         for name, h in spoken.items()
@@ -115,6 +122,15 @@ def analyze(facts: Facts) -> Diagnosis:
         conflicts=conflicts,
         notes=_notes(facts),
     )
+
+
+def _by_node(facts: Facts, chosen: Hypothesis) -> Hypothesis:
+    """Where no input says which process is which rank, the node is what is known of a culprit."""
+    hosts = {facts.ranks[r].host for r in chosen.ranks if r in facts.ranks}
+    if not facts.guessed or not hosts or "" in hosts:
+        return chosen
+    told = f"{chosen.sentence}; ranks are counted by process id, the culprit's node is known"
+    return replace(chosen, ranks=(), nodes=sorted({*chosen.nodes, *hosts}), sentence=told)
 
 
 def _contradicts(other: Hypothesis, chosen: Hypothesis) -> bool:

@@ -53,6 +53,15 @@ LEAVES: Sequence[Row] = (
         re.compile(r"reduce|gather|scatter|send|recv|broadcast"),
     ),
     ("init", re.compile(r"torch/distributed/elastic/(?:rendezvous|utils/store)"), _ANY),
+    # Anybody's wrapper of a functional collective, which waits in native code below it.
+    (
+        "collective",
+        _ANY,
+        re.compile(
+            r"^_?(?:dist_)?(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier)(?:_\w+)?$"
+            r"|^_?dist_(?:reduce|sum|mean|max|min)$"
+        ),
+    ),
 )
 
 # Anywhere on the path, unless a frame inside of it tells more.

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.situation import Situation
-from shakedown.diagnosis.facts import ComponentFacts
-from shakedown.diagnosis.records import BeatRecord, SourceRef
+from shakedown.diagnosis.facts import TRAINER, ComponentFacts
+from shakedown.diagnosis.records import BeatRecord, ProcessState, SourceRef
 from shakedown.monitor.watch import LONG_PHASES, PATIENCE_STEPS, WAITING_PHASES
 
 # Rules that read where the ranks stand at one moment. The others rest on what cannot pass: an
@@ -20,8 +20,9 @@ from shakedown.monitor.watch import LONG_PHASES, PATIENCE_STEPS, WAITING_PHASES
 NEEDS_SECOND_SAMPLE = frozenset(
     {
         "checkpoint thread", "weights by stack", "initialisation", "starvation", "weight update",
-        "all in the loader", "fewer micro-batches", "extra call", "outsider", "point to point",
-        "behind", "not posted", "crossed order", "crossed groups", "two threads", "uneven inputs",
+        "all in the loader", "lone call from data code", "fewer micro-batches", "extra call",
+        "outsider", "point to point", "behind", "not posted", "crossed order", "crossed groups",
+        "two threads", "uneven inputs",
         "one way", "different paths", "one place", "half done",
     }
 )  # fmt: skip
@@ -65,7 +66,73 @@ def tempered(s: Situation, rule: str | None, chosen: Hypothesis) -> Hypothesis:
     if young:
         # The longest patience that is left: after it every named rank is overdue.
         return _too_early(s, chosen, max(young, key=lambda row: row.left))
-    return chosen if ages else _untimed(s, chosen, pace)
+    return chosen if ages else _by_activity(s, chosen) or _untimed(s, chosen, pace)
+
+
+# Less of one core than a process that only waits takes, py-spy's own reading of it included.
+IDLE_SHARE = 0.02
+# Kernel functions of a sleep that ends by itself.
+_TIMERS = frozenset({"hrtimer_nanosleep", "do_nanosleep", "common_nsleep"})
+
+
+def _by_activity(s: Situation, chosen: Hypothesis) -> Hypothesis | None:
+    """What processes did between two samples, where nothing tells how long a step takes.
+
+    None where a collector did not count it. Who used no CPU, read and wrote nothing and sleeps on
+    no timer goes on only when another one does: the named, or all where none is, stand still.
+    """
+    named: list[ComponentFacts] = [s.ranks[r] for r in chosen.ranks if r in s.ranks]
+    named += [s.facts.roles[r] for r in chosen.roles if r in s.facts.roles]
+    named = named or [s.ranks[r] for r in s.alive]
+    spans = {c.name: span for c in named if (span := _span(c.states)) is not None}
+    if not spans or len(spans) < len(named):
+        return None
+    seconds = min(last - first for first, last in spans.values())
+    if seconds >= LONG_SECONDS and not set(chosen.ranks) & set(s.moving):
+        return chosen
+    doing = [f"{c.name} {what}" for c in named if (what := _does(c, s))]
+    return _look_again(chosen, doing, seconds) if doing else chosen
+
+
+def _span(states: Sequence[ProcessState]) -> tuple[float, float] | None:
+    times = sorted(row.activity.at for row in states if row.activity)
+    return (times[0], times[-1]) if len(times) > 1 and times[-1] > times[0] else None
+
+
+def _does(component: ComponentFacts, s: Situation) -> str:
+    """What a component did between its first and last sample; empty where it stood still."""
+    newest = max(component.states, key=lambda row: row.sample)
+    rows = sorted((row.activity for row in component.states if row.activity), key=lambda a: a.at)
+    first, last = rows[0], rows[-1]
+    share = (last.cpu - first.cpu) / (last.at - first.at)
+    if share > IDLE_SHARE:
+        return f"used {share:.0%} of a core"
+    if last.output > first.output:
+        return "printed"
+    if last.io > first.io:
+        return f"read or wrote {last.io - first.io} bytes"
+    if newest.wchan in _TIMERS:
+        return "sleeps until a timer ends"
+    return "moved" if component.rank in s.moving and component.role == TRAINER else ""
+
+
+def _look_again(chosen: Hypothesis, doing: Sequence[str], seconds: float) -> Hypothesis:
+    more = f" and {len(doing) - 2} more" if len(doing) > 2 else ""
+    return Hypothesis(
+        "unknown",
+        f"slow or hung is not known: in the {seconds:.0f} s between the samples "
+        f"{', '.join(doing[:2])}{more}, and nothing tells how long a step takes "
+        f"({chosen.sentence})",
+        confidence=0.0,
+        evidence=chosen.evidence,
+        needed=[
+            f"a look {LONG_SECONDS:.0f} s later (`shakedown hang collect --gap "
+            f"{LONG_SECONDS:.0f}`): the same picture then is a hang",
+            *chosen.needed,
+        ],
+        state="unknown",
+        blame="none",
+    )
 
 
 def _untimed(s: Situation, chosen: Hypothesis, pace: Pace | None) -> Hypothesis:

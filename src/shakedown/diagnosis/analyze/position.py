@@ -7,9 +7,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from shakedown.diagnosis.analyze.frames import only_hosts, told, told_by_leaf, waits_for_rollouts
+from shakedown.diagnosis.analyze.frames import (
+    calls_out,
+    only_hosts,
+    told,
+    told_by_leaf,
+    waits_for_rollouts,
+)
 from shakedown.diagnosis.facts import ComponentFacts
-from shakedown.diagnosis.records import Frame, SourceRef, Stack, Thread
+from shakedown.diagnosis.records import Frame, ProcessState, SourceRef, Stack, Thread
+from shakedown.diagnosis.watchdog import bare_timeout
 
 Kind = Literal[
     "collective",
@@ -104,7 +111,13 @@ _TRANSFERS = re.compile(
 )
 # Functions whose name says that they wait for rollouts, in anyone's trainer.
 _BATCH_WAIT = re.compile(
-    r"wait_?(?:for)?_?(?:the_)?(?:next_|training_|rollout_)?(?:batch|rollout)|get_rollout|next_batch"
+    r"wait_?(?:for)?_?(?:the_)?(?:next_|training_|rollout_)?(?:batch|rollout)|get_rollout"
+)
+# A loader of any library, or the user's own: its `__next__` waits for what its workers put.
+_NEXT = frozenset({"__next__", "__iter__", "next"})
+_QUEUES = re.compile(
+    r"(?:^|/)(?:queue|multiprocessing/(?:queues|connection|synchronize)|threading|selectors"
+    r"|concurrent/futures/_base)\.py$"
 )
 # Native frames below `.item()`, `.cpu()`, a print of a tensor, `torch.cuda.synchronize()`.
 _HOST_SYNC = re.compile(
@@ -148,6 +161,9 @@ def user_frames(path: Sequence[Frame]) -> list[Frame]:
     return [frame for frame in path if is_user(frame)]
 
 
+_OPENS = frozenset({"wait_for_partner", "fifo_open"})  # kernel functions of open(2)
+
+
 def position_of(component: ComponentFacts) -> Position:
     """Judge a component by its process state first, then by its main thread."""
     state = component.state
@@ -158,20 +174,41 @@ def position_of(component: ComponentFacts) -> Position:
     judged = judge_path(component.path, _active(stack.main) if stack and stack.main else None)
     if stack is not None and only_hosts(component.path):
         judged = _of_threads(stack) or judged
+    if stack is not None and judged.kind in ("user", "unknown"):
+        judged = _thread_in_a_call(stack) or judged
     # Not every loader is torch's: a user's own one is known by the heartbeat alone.
     kind: Kind = "dataloader" if judged.kind == "user" and _fetches(component) else judged.kind
     position = Position(kind, judged.op, judged.path, judged.frame, judged.cleanup, place)
-    if state is not None and state.state == "T":
+    if state is not None:
+        return _by_state(position, state)
+    return position if position.path else _without_a_stack(component) or position
+
+
+def _by_state(position: Position, state: ProcessState) -> Position:
+    """The kernel's word, where the frames do not tell more."""
+    if state.state == "T":
         return Position("stopped", position.op, position.path, position.frame, place=state.place)
-    # D is the kernel's uninterruptible sleep, most often for storage. A frame that tells more wins.
-    if state is not None and state.state == "D" and position.kind in ("user", "busy", "unknown"):
+    # D is the kernel's uninterruptible sleep, most often for storage. Opening a file that answers
+    # to nobody, such as a pipe without a writer, is an ordinary one.
+    blocked = state.state == "D" and position.kind in ("user", "busy", "unknown")
+    opens = state.wchan in _OPENS and position.kind in ("user", "busy")
+    if blocked or opens:
         return Position("storage", state.wchan, position.path, position.frame, place=state.place)
-    # py-spy's refusal is the weakest sign: it counts only where nothing else was read.
-    if not position.path and component.unattachable and state is None:
-        last = component.unattachable[-1]
-        kinds: dict[str, Kind] = {"gone": "dead", "stopped": "stopped"}
-        return Position(kinds.get(last.reason, "unknown"), place=last.place)
     return position
+
+
+def _without_a_stack(component: ComponentFacts) -> Position | None:
+    """By the watchdog's line, or by py-spy's refusal, the weakest sign of all."""
+    bare = bare_timeout(component.events)
+    if bare is not None:
+        numbers = [str(bare.detail[key]) for key in ("seq", "numel_in") if key in bare.detail]
+        call = " ".join([str(bare.detail["op"]).lower(), *numbers])
+        return Position("collective", call, place=bare.place)
+    if not component.unattachable:
+        return None
+    last = component.unattachable[-1]
+    kinds: dict[str, Kind] = {"gone": "dead", "stopped": "stopped"}
+    return Position(kinds.get(last.reason, "unknown"), place=last.place)
 
 
 def _of_threads(stack: Stack) -> Position | None:
@@ -179,6 +216,12 @@ def _of_threads(stack: Stack) -> Position | None:
     others = [t for t in stack.threads if t is not stack.main and user_frames(t.frames)]
     judged = [judge_path(t.frames, t.active) for t in others]
     return min(judged, key=lambda p: p.kind in ("user", "busy"), default=None)
+
+
+def _thread_in_a_call(stack: Stack) -> Position | None:
+    """A second thread inside a collective, for which a main thread that tells nothing may wait."""
+    others = (judge_path(t.frames) for t in stack.threads if t is not stack.main)
+    return next((p for p in others if p.kind in ("collective", "p2p") and p.frame), None)
 
 
 def _fetches(component: ComponentFacts) -> bool:
@@ -212,11 +255,20 @@ def _telling(path: tuple[Frame, ...]) -> tuple[Kind, str]:
     found = told_by_leaf(path) or next(rows, None)
     if found is not None:
         return found
+    if _QUEUES.search(path[-1].file) and (taken := _taken(path)):
+        return "dataloader", taken
     if asked := waits_for_rollouts(path, user_frames(path)):
         return "batch_wait", asked
     # only where no call of torch.distributed stands outside of it
-    synchronizes = any(_HOST_SYNC.search(f.name) for f in path)
-    return ("host_sync", "a synchronisation with the GPU") if synchronizes else ("user", "")
+    if any(_HOST_SYNC.search(f.name) for f in path):
+        return "host_sync", "a synchronisation with the GPU"
+    # A request to somewhere else, such as an upload: the host works for as long as it takes.
+    return ("busy" if calls_out(path) and not only_hosts(path) else "user"), ""
+
+
+def _taken(path: tuple[Frame, ...]) -> str:
+    """The innermost `__next__` on the path, with its class where the tool gives it."""
+    return next((f.name for f in reversed(path) if f.function in _NEXT), "")
 
 
 def _told_by(frame: Frame, path: tuple[Frame, ...]) -> tuple[Kind, str] | None:

@@ -17,8 +17,10 @@ def diverged(s: Situation) -> Hypothesis | None:
     # The list begins with the hardest evidence: see Situation.divergences.
     row = s.divergences[0]
     departing = s.departing(row.calls)
-    # Where most ranks depart, the others may be those that skipped a call.
-    minority = departing if 2 * len(departing) <= len(row.calls) else []
+    # Where most ranks depart, the others may be those that skipped a call. Of half of them nothing
+    # is known either where the dump does not even say who is in the group (format 1).
+    listed = not row.group.description.startswith("pg_id ")
+    minority = departing if 2 * len(departing) < len(row.calls) + listed else []
     cause = _kind(row, named=bool(minority))
     keeping = sorted(set(row.calls) - set(departing)) or sorted(row.calls)
     return Hypothesis(
@@ -330,10 +332,40 @@ def _short(call: str) -> str:
     return call.split(", TensorDeviceTypes", 1)[0].replace("CollectiveFingerPrint(", "")
 
 
+def timed_out_apart(s: Situation) -> Hypothesis | None:
+    """Ranks timed out in different calls, of which no line names the group.
+
+    Groups of a job have as many members each: ranks of several such wait for somebody else.
+    """
+    calls: dict[str, list[int]] = {}
+    for rank in s.at("collective"):
+        if not s.positions[rank].path:
+            calls.setdefault(s.positions[rank].op, []).append(rank)
+    sizes = {len(ranks) for ranks in calls.values()}
+    if len(calls) < 2 or (len(sizes) == 1 and sizes != {1}) or s.waits:
+        return None
+    ranks = sorted(r for row in calls.values() for r in row)
+    told = "; ".join(f"{name_ranks(row)} in {call}" for call, row in list(calls.items())[:4])
+    return Hypothesis(
+        "collective_mismatch",
+        f"ranks timed out in different calls: {told}",
+        victims=ranks,
+        pattern="B",
+        confidence=0.55,
+        evidence=places_of(s, ranks),
+        needed=["Flight Recorder dumps of all ranks: which group each call is of, and who left the "
+                "usual order"],
+        state="hung" if s.stuck else "exited",
+        remedy="look for a branch that not all ranks take before these calls",
+    )  # fmt: skip
+
+
 def one_place(s: Situation) -> Hypothesis | None:
     """Pattern C: every rank waits in the same call and none is behind."""
     ranks = s.waiting
     if len(ranks) < 2 or len(ranks) < len(s.expected_ranks) or s.waits:
+        return None
+    if len({s.positions[r].op for r in ranks if not s.positions[r].path}) > 1:
         return None
     native = [r for r in ranks if in_nccl_enqueue(s.ranks[r])]
     world = any(set(g.members) >= set(ranks) for g in s.facts.groups)

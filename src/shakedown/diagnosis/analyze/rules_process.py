@@ -1,11 +1,11 @@
 """Rules about processes and nodes: dead, stopped, crashed, unreachable."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from shakedown.cluster.nodes import is_node_name
 from shakedown.diagnosis.analyze.job_nodes import of_the_job
-from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
+from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
@@ -18,19 +18,21 @@ _VICTIM = re.compile(
     r"|SignalException"
     r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
     r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
+    r"|NCCL (?:[Ee]rror|communicator)|remote process"
 )
+
+
+def is_victims(event: LogEvent) -> bool:
+    """Whether the error only says that another rank went first."""
+    return _VICTIM.search(event.text) is not None
 
 
 def root_exception(component: ComponentFacts) -> LogEvent | None:
     """The first traceback that no peer's death explains."""
-    return next(
-        (
-            e
-            for e in component.events
-            if e.kind == "traceback" and not e.detail.get("chained") and not _VICTIM.search(e.text)
-        ),
-        None,
-    )
+    found = [e for e in component.events if e.kind == "traceback" and not e.detail.get("chained")]
+    own = [e for e in found if not is_victims(e)]
+    # One that is cut off tells the place at most: another tells more.
+    return min(own, key=lambda e: not e.detail.get("exception"), default=None)
 
 
 def node_dead(s: Situation) -> Hypothesis | None:
@@ -73,15 +75,80 @@ def _all_elsewhere(s: Situation, names: set[str]) -> bool:
     return whole and "" not in hosts and not hosts & names
 
 
+# A GPU's own trouble and a want of memory explain what the others' transports then say.
+_OWN: dict[str, Cause] = {"oom": "out_of_memory", "gpu_error": "gpu_error"}
+# What an exception says -> the cause; the first says what DDP tells the rank that did not use all
+# parameters in its last step.
+_RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
+    (re.compile(r"Expected to have finished reduction in the prior"), "conditional_collective"),
+    (
+        re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory"),
+        "out_of_memory",
+    ),
+    (
+        re.compile(r"CUDA error|CUDA_ERROR|cuDNN error|CUBLAS_STATUS|[Uu]nhandled cuda error"),
+        "gpu_error",
+    ),
+    (
+        re.compile(
+            r"No space left|[Qq]uota exceeded|Input/output error|Stale file handle|Read-only"
+        ),
+        "storage",
+    ),
+)
+_IN_WORKER = re.compile(r"^\w+: Caught \w+ in DataLoader worker process")
+# Code that is given to a trainer: of a reward, an agent or the data.
+_GIVEN = re.compile(
+    r"reward|verif|grade|score|agent|episode|__getitem__|__next__|__iter__|collate|tokeni[sz]e"
+    r"|data_?(?:set|loader|gen)|preprocess",
+    re.I,
+)
+
+
+def own_cause(component: ComponentFacts) -> Cause | None:
+    """What a rank's own log gives as the reason of its end."""
+    raised, event = root_exception(component), component.event(*_OWN)
+    cause = _cause_of(raised) if raised else None
+    if cause not in (None, "user_code") or event is None:
+        memory = any(e.detail.get("how") == "Out Of Memory" for e in component.events)
+        return cause or ("out_of_memory" if memory else None)
+    return _OWN[event.kind]
+
+
+def _cause_of(raised: LogEvent) -> Cause | None:
+    """What an exception is, by its text and by the code that it came from."""
+    told = next((cause for pattern, cause in _RAISED if pattern.search(raised.text)), None)
+    users = user_frames(raised.frames)[1:]
+    given = any(_GIVEN.search(f.function) or _GIVEN.search(f.file) for f in users)
+    return told or ("user_code" if given or _IN_WORKER.search(raised.text) else None)
+
+
+def _lone_traceback(s: Situation) -> LogEvent | None:
+    """The one exception in logs that name no rank: it is of the rank that ended."""
+    found = [e for e in s.facts.events if e.kind == "traceback" and not e.detail.get("chained")]
+    own = [e for e in found if e.detail.get("exception") and not is_victims(e)]
+    return own[-1] if len({e.text for e in own}) == 1 else None
+
+
+def _told_otherwise(s: Situation, ended: Sequence[int]) -> bool:
+    """torch compared the calls itself: the exit codes that follow from it tell nothing."""
+    codes = [s.ranks[r].exit_code or 0 for r in ended]
+    mismatch = any(e.kind == "collective_mismatch" for e in s.facts.all_events())
+    return mismatch and all(code > 0 for code in codes)
+
+
 def dead_rank(s: Situation) -> Hypothesis | None:
     """Some ranks are gone, or raised an error of their own, and that explains the others."""
     raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
     killed = [r for r in s.dead if _signal(s.ranks[r]) or not _is_victim(s.ranks[r])]
     if not s.alive:  # gone without a code or a last word, like the others: nothing tells them apart
         killed = [r for r in killed if _told(s.ranks[r])]
+    own = {r: cause for r, c in s.ranks.items() if (cause := own_cause(c)) in _OWN.values()}
     # An exception says more than an end. Where all ranks were killed none of them is named.
-    culprits = sorted(raised) or (killed if len(killed) < max(len(s.ranks), 2) else [])
-    if not culprits or (not s.dead and not raised):
+    culprits = sorted({*own, *raised} if own else raised) or (
+        killed if len(killed) < max(len(s.ranks), 2) else []
+    )
+    if not culprits or (not s.dead and not raised and not own):
         return None
     if raised and all(r in s.waiting for r in raised):
         return None  # still inside a collective: the cleanup rule says more
@@ -90,9 +157,14 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     if len(culprits) == len(s.expected_ranks) and len(culprits) > 1:
         return _every_rank(s, raised, culprits)
     first = culprits[0]
+    lone = _lone_traceback(s) if len(culprits) == 1 and not raised and not own else None
+    if lone is not None:
+        raised = {first: lone}
+    elif not raised and not own and _told_otherwise(s, culprits):
+        return None
     why, places = _death(s.ranks[first], raised.get(first))
     return Hypothesis(
-        "missing_rank",
+        own_cause(s.ranks[first]) or (_cause_of(lone) if lone else None) or "missing_rank",
         f"{name_ranks(culprits)} ended: {why}",
         ranks=culprits,
         victims=sorted(set(s.ranks) - set(culprits)),
@@ -156,8 +228,8 @@ _TRANSPORT = re.compile(r"gloo::|c10::Dist")
 
 def _aborted_by_peers(component: ComponentFacts) -> bool:
     """A watchdog or a transport ends, by SIGABRT, a rank that others let down: a victim."""
-    # Out of memory is the rank's own end, whatever its transport threw afterwards.
-    if any(e.kind == "oom" for e in component.events):
+    # That is the rank's own end, whatever its transport threw afterwards.
+    if any(e.kind in _OWN for e in component.events):
         return False
     thrown = [str(e.detail.get("type", "")) for e in component.events if e.kind == "abort"]
     timed_out = any(e.kind == "timeout" for e in component.events)
@@ -170,7 +242,8 @@ def _is_victim(component: ComponentFacts) -> bool:
 
 
 def _told(component: ComponentFacts) -> bool:
-    return component.exit_code is not None or component.event("abort", "oom", "exit") is not None
+    ended = component.event("abort", "exit", *_OWN)
+    return component.exit_code is not None or ended is not None
 
 
 def _death(component: ComponentFacts, raised: LogEvent | None) -> tuple[str, list[SourceRef]]:
@@ -180,7 +253,7 @@ def _death(component: ComponentFacts, raised: LogEvent | None) -> tuple[str, lis
         return f"{raised.text}{at}", [raised.place]
     places = [component.state.place] if component.state else []
     places += [u.place for u in component.unattachable[:1]]
-    event = component.event("abort", "oom", "exit")
+    event = component.event(*_OWN) or component.event("abort", "exit")
     if event is not None:
         return event.text, [event.place, *places]
     if component.exit_code is not None:

@@ -30,6 +30,16 @@ def completed(s: Situation) -> Hypothesis | None:
         )
     if outcome is not None and outcome.state == "failed":
         return None  # its supervisor ended the ranks, which leave in order
+    done = next((e for e in s.facts.all_events() if e.kind == "finished"), None)
+    if done is not None and not any(c.stacks or c.flight or c.beats for c in s.ranks.values()):
+        return Hypothesis(
+            "healthy",
+            "torchrun: all processes of its node finished; what failed before was started again",
+            confidence=0.8,
+            evidence=[done.place],
+            state="exited",
+            blame="none",
+        )
     if beats and all(b and b.beat.phase == "finished" for b in beats):
         places = [b.place for b in beats[:4] if b]
         return Hypothesis(

@@ -116,7 +116,7 @@ def _who(s: Situation) -> _Finding:
     if still is not None:
         why = f"the inference server stands in {still[0]} in every sample"
         return "server_unhealthy", [INFERENCE], why, [still[1]], 0.75
-    return _stuck_orchestrator(orchestrator, s)
+    return _stuck_orchestrator(orchestrator)
 
 
 # A server's own functions that load new weights, and those in which it handles a request.
@@ -173,16 +173,10 @@ def _awaits_answer(path: tuple[Frame, ...]) -> bool:
     return idle or any(_CLIENT.search(f.file) for f in path)
 
 
-def _stuck_orchestrator(orchestrator: ComponentFacts | None, s: Situation) -> _Finding:
+def _stuck_orchestrator(orchestrator: ComponentFacts | None) -> _Finding:
     if orchestrator is None:
-        sure = 0.6 if s.facts.roles else 0.5
-        return (
-            "rollout_starvation",
-            [ORCHESTRATOR],
-            "no batch came from the orchestrator, which left no evidence",
-            [],
-            sure,
-        )
+        why = "nothing was given of the process that makes the batches"
+        return "rollout_starvation", [], why, [], 0.5
     beat, stack = orchestrator.beat, orchestrator.stack
     places = [source.place for source in (beat, stack) if source]
     if beat is not None:

@@ -7,7 +7,7 @@ from itertools import islice, product
 
 from shakedown.core.verdict import Blame
 from shakedown.diagnosis.analyze.classes import frame_key, user_key, waiting_threads
-from shakedown.diagnosis.analyze.frames import library_calls
+from shakedown.diagnosis.analyze.frames import awaits_result, library_calls
 from shakedown.diagnosis.analyze.model import Cause, Edge, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import Position, judge_path, user_frames
 from shakedown.diagnosis.analyze.situation import Situation
@@ -27,6 +27,8 @@ def init_deadlock(s: Situation) -> Hypothesis | None:
         return None
     known = set(s.ranks)
     outside = sorted(r for r in known - set(inside) if s.positions[r].kind != "unknown")
+    if len(inside) < len(outside) and _makes_a_group(s, inside) and set(outside) <= set(s.waiting):
+        return _lone_group(s, inside, outside)
     absent = sorted(s.expected_ranks - known)
     # Of several ranks without a file each may only have lost it.
     culprits = outside or (absent if len(absent) == 1 < len(inside) else [])
@@ -56,6 +58,30 @@ def init_deadlock(s: Situation) -> Hypothesis | None:
     )
 
 
+_GROUPS = frozenset({"new_group", "_new_group_with_tag", "split_group", "new_subgroups"})
+
+
+def _makes_a_group(s: Situation, ranks: Sequence[int]) -> bool:
+    """Making a group is a collective of all ranks, long after the job's own initialisation."""
+    return all(any(f.function in _GROUPS for f in s.positions[r].path) for r in ranks)
+
+
+def _lone_group(s: Situation, inside: list[int], outside: list[int]) -> Hypothesis:
+    return Hypothesis(
+        "conditional_collective",
+        f"{name_ranks(inside)} {verb(inside, 'makes', 'make')} a process group "
+        f"({s.positions[inside[0]].where}), in which all have to take part, while "
+        f"{name_ranks(outside)} {verb(outside, 'waits', 'wait')} in {_waits_in(s)}",
+        ranks=inside,
+        victims=outside,
+        pattern="B",
+        confidence=0.75,
+        evidence=[*places_of(s, inside), *places_of(s, outside, 3)],
+        edges=_edges(inside, outside, "the group's barrier not entered"),
+        remedy="make the group on every rank, or on none",
+    )
+
+
 def cleanup(s: Situation) -> Hypothesis | None:
     """Pattern A: ranks left the training loop and wait in cleanup, others are still in it."""
     training = [r for r in s.waiting if not s.positions[r].cleanup and s.positions[r].path]
@@ -65,6 +91,10 @@ def cleanup(s: Situation) -> Hypothesis | None:
         return None
     first = s.positions[left[0]]
     raised = [e for r in left for e in s.ranks[r].events if e.kind == "traceback"]
+    # Stages are taken to be consecutive ranks: the first of them end a schedule first.
+    behind = min(stay) > max(left) and all(s.positions[r].kind == "p2p" for r in stay)
+    if not raised and not first.cleanup and behind:
+        return _schedule_left(s, left, stay)
     reason = f"; its log shows {raised[0].text}" if raised else ""
     return Hypothesis(
         "exception_in_cleanup",
@@ -79,6 +109,22 @@ def cleanup(s: Situation) -> Hypothesis | None:
         edges=_edges(stay, left, f"{s.positions[stay[0]].op} not entered"),
         needed=[] if raised else ["the exception: log it before the cleanup waits for others"],
         remedy="let a rank that fails abort the process group instead of waiting in cleanup",
+    )
+
+
+def _schedule_left(s: Situation, left: list[int], stay: list[int]) -> Hypothesis:
+    """First stages are through with a schedule before the last: that alone convicts none."""
+    return Hypothesis(
+        "pipeline_order",
+        f"{name_ranks(left)} {verb(left, 'is', 'are')} past the loop, in "
+        f"{s.positions[left[0]].where}, while {name_ranks(stay)} {verb(stay, 'waits', 'wait')} for "
+        f"another one to send or receive ({s.positions[stay[0]].where})",
+        victims=sorted({*left, *stay}),
+        confidence=0.6,
+        evidence=[*places_of(s, left, 3), *places_of(s, stay, 3)],
+        edges=_edges(stay, left, "nothing sent or received any more"),
+        needed=["how many messages each rank means to send and receive in a step"],
+        remedy="give all stages of a pipeline the same number of micro-batches",
     )
 
 
@@ -190,6 +236,36 @@ OUTSIDE: dict[str, tuple[Cause, tuple[str, str], str, Blame]] = {
 _UNSURE = frozenset({"host_sync", "user", "busy", "idle"})
 
 
+# Code of a data set, of which ordinary steps make no collective.
+_DATA_CODE = re.compile(
+    r"^(?:__getitem__|__iter__|__next__|collate\w*|\w*(?:build|make|prepare|create)_\w*data\w*)$"
+)
+
+
+def lone_call_from_data(s: Situation) -> Hypothesis | None:
+    """One rank in a collective that its data code called, while all others wait for their data."""
+    ranks = [r for r in s.at("collective") if s.positions[r].path]
+    loading = s.at("dataloader")
+    if len(ranks) != 1 or len(loading) < 2 or len(loading) + 1 < len(s.alive):
+        return None
+    position = s.positions[ranks[0]]
+    users = user_frames(position.path)
+    if not any(_DATA_CODE.match(f.function) or "/data" in f.file for f in users[-3:]):
+        return None
+    return Hypothesis(
+        "conditional_collective",
+        f"{name_ranks(ranks)} waits alone in {position.where}, which its data code calls, while "
+        f"{name_ranks(loading)} wait for their data loaders",
+        ranks=ranks,
+        victims=loading,
+        pattern="B",
+        confidence=0.8,
+        evidence=[*places_of(s, ranks), *places_of(s, loading, 3)],
+        edges=_edges(ranks, loading, f"{position.op} not entered"),
+        remedy="take the collective out of the data code, or let every rank call it",
+    )
+
+
 def outsider(s: Situation) -> Hypothesis | None:
     """Ranks outside, while the rest waits inside collectives: the innermost frame says why."""
     if not s.waiting:
@@ -205,9 +281,9 @@ def outsider(s: Situation) -> Hypothesis | None:
             continue  # by stacks alone the few that wait may have called too much
         first = s.positions[behind[0]]
         extra, places = _worker(s, behind[0]) if kind == "dataloader" else ("", [])
-        starts = cause == "missing_rank" and _initialises(s)
+        elsewhere: Cause = "init_deadlock" if _initialises(s) else _own_code(first)
         return Hypothesis(
-            "init_deadlock" if starts else cause,
+            elsewhere if cause == "missing_rank" else cause,
             f"{name_ranks(behind)} {verb(behind, *says)} ({first.where}{extra}), while "
             f"{name_ranks(s.waiting)} {verb(s.waiting, 'waits', 'wait')} in {_waits_in(s)}",
             ranks=behind,
@@ -219,6 +295,17 @@ def outsider(s: Situation) -> Hypothesis | None:
             blame=blame,
         )
     return None
+
+
+# Given to a trainer from outside: it blocks without any call of torch.
+_GIVEN = re.compile(r"reward|judge|verif|agent|episode|tool_?call", re.I)
+
+
+def _own_code(position: Position) -> Cause:
+    """`user_code` for a reward or an agent, or an event loop that nothing wakes."""
+    users = user_frames(position.path)
+    given = any(_GIVEN.search(f.function) for f in users) or awaits_result(position.path)
+    return "user_code" if given else "missing_rank"
 
 
 def _initialises(s: Situation) -> bool:

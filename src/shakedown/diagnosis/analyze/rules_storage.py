@@ -1,9 +1,10 @@
 """A file system that does not answer: all ranks blocked by the kernel, or heartbeats unwritten."""
 
+import re
 from collections.abc import Sequence
 
 from shakedown.diagnosis.analyze.classes import path_key
-from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
+from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.rules_stacks import OUTSIDE, places_of
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
@@ -34,6 +35,49 @@ def all_blocked(s: Situation) -> Hypothesis | None:
         confidence=0.7,
         evidence=[*[state.place for state in blocked[:4]], *places_of(s, s.alive, 2)],
         needed=["the mount's own state: `dmesg` and the file system's client log of one node"],
+        remedy=OUTSIDE["storage"][2],
+        blame="environment",
+    )
+
+
+# Kernel functions of network and parallel file systems, and of waiting for a disk.
+_FILE_SYSTEM = re.compile(
+    r"^(?:nfs|rpc_|ll_|cl_|osc_|ptlrpc|lustre|ceph|fuse|gpfs|cxi|xfs|ext4|jbd2|io_schedule|wait_on_page"
+    r"|folio_wait|do_truncate|__lock_page)"
+)
+
+
+def blocked_on_a_node(s: Situation) -> Hypothesis | None:
+    """Few ranks in a file system's uninterruptible sleep, without a stack that tells more.
+
+    The kernel's own log names the node, where it is given.
+    """
+    blocked = [
+        r
+        for r, c in s.ranks.items()
+        if (state := c.state) and state.state == "D" and _FILE_SYSTEM.match(state.wchan)
+    ]
+    if (
+        not blocked
+        or len(blocked) == len(s.expected_ranks)
+        or any(s.positions[r].path for r in blocked)
+    ):
+        return None
+    told = [e for e in s.facts.events if e.kind == "storage" and e.who.host]
+    hosts = {e.who.host for e in told} | {s.ranks[r].host for r in blocked} - {""}
+    first = s.ranks[blocked[0]].state
+    wchan = first.wchan if first else ""
+    return Hypothesis(
+        "storage",
+        f"{name_ranks(blocked)} {verb(blocked, 'is', 'are')} blocked in the kernel ({wchan})"
+        + (f" on {', '.join(sorted(hosts)[:4])}" if hosts else "")
+        + (f": {told[0].text}" if told else ""),
+        ranks=blocked,
+        nodes=sorted(hosts) if len(hosts) == 1 else [],
+        victims=sorted(set(s.ranks) - set(blocked)),
+        confidence=0.85 if told else 0.7,
+        evidence=[*[e.place for e in told[:3]], *places_of(s, blocked, 3)],
+        needed=[] if told else ["the kernel log (`dmesg`) of the node"],
         remedy=OUTSIDE["storage"][2],
         blame="environment",
     )

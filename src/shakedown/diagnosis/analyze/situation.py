@@ -104,6 +104,8 @@ class Situation:
         found = [_divergence(group, frames=False) for group in self.facts.groups]
         # Other code lines come second: ranks may reach one call from different lines by design.
         found += [_divergence(group, frames=True) for group in self.facts.groups]
+        # Last: the watchdog's lines tell one call of each rank, and not of all the same one.
+        found += [_open_unlike(group) for group in self.facts.groups]
         return [row for row in found if row is not None]
 
     def departure(self, rank: int, op: Operation) -> Departure:
@@ -147,6 +149,19 @@ def _divergence(group: GroupFacts, *, frames: bool) -> CallDivergence | None:
     if all(op.done for op in calls.values()) and start == max(common):
         return None  # it completed everywhere: the ranks only reached it from different lines
     return CallDivergence(group, start, calls)
+
+
+def _open_unlike(group: GroupFacts) -> CallDivergence | None:
+    """Ranks that wait in calls of one number, which differ; others have no such call recorded."""
+    waiting: dict[int, dict[int, Operation]] = {}
+    for rank, view in group.views.items():
+        op = view.operations.get(view.pending) if view.pending else None
+        if op is not None:
+            waiting.setdefault(op.seq, {})[rank] = op
+    for seq, calls in sorted(waiting.items()):
+        if len(calls) > 1 and not _same(list(calls.values()), frames=False):
+            return CallDivergence(group, seq, calls)
+    return None
 
 
 def _first_open_unlike(group: GroupFacts, common: set[int]) -> int | None:

@@ -11,6 +11,7 @@ from shakedown.core.outcome import Outcome
 from shakedown.diagnosis.read.numbers import MAX_COUNT, pid_of, rank_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import (
+    Activity,
     BeatRecord,
     Identity,
     JobExit,
@@ -26,6 +27,7 @@ from shakedown.monitor.heartbeat import COUNTS, RECORD_BYTES, Beat, decode
 # A CRC-32 in hexadecimal, then the record as JSON: see `decode` in monitor/heartbeat.py.
 _BEAT = re.compile(rb"^[0-9a-f]{8} \{\"role\":")
 COLLECTED, BEATS = "shakedown/collected/1", "shakedown/beats/1"
+MAX_IO = 2**60  # bytes; NaN is not below
 _MAX_SAMPLES = 100  # of one process; a collector takes a handful
 
 
@@ -107,6 +109,10 @@ class _Beats:
 class _State:
     state: str
     wchan: str = ""
+    at: Any = None
+    cpu: Any = None
+    io: Any = None
+    output: Any = None
 
 
 @dataclass(frozen=True)
@@ -136,6 +142,13 @@ def _beats(source: EvidenceFile, body: _Beats) -> list[Record]:
     return [BeatRecord(beat, source.place(), number, *times) for beat in found if beat]
 
 
+def _activity(state: _State) -> Activity | None:
+    """None where one of the numbers is missing or cannot be true."""
+    values = state.at, state.cpu, state.io, state.output
+    plausible = all(type(v) in (int, float) and 0 <= v < MAX_IO for v in values)
+    return Activity(*values) if plausible and state.at else None
+
+
 def _time(value: Any) -> float:
     """Unix seconds, 0 where they cannot be true."""
     return float(value) if type(value) in (int, float) and 0 < value < MAX_COUNT else 0.0
@@ -153,7 +166,8 @@ def _target(source: EvidenceFile, row: _Target, host: str) -> list[Record]:
     records: list[Record] = [TargetName(who, clean(row.name, 80), place)]
     for sample, each in enumerate(row.states[:_MAX_SAMPLES], start=1):
         letter = clean(each.state, 20)[:1]
-        records.append(ProcessState(who, letter, clean(each.wchan, 80), place, sample))
+        wchan, done = clean(each.wchan, 80), _activity(each)
+        records.append(ProcessState(who, letter, wchan, place, sample, done))
     for text in map(clean, row.missed[:_MAX_SAMPLES]):
         # `Operation not permitted` (EPERM), `Permission denied` (EACCES), as py-spy and /proc put
         # it.

@@ -143,10 +143,12 @@ def _operation(order: int, entry: Mapping[Any, Any], path: tuple[Frame, ...]) ->
     # gloo leaves `state` at "scheduled" for ever (torch 2.13) and sets `retired` alone.
     finished = get("retired") is True or get("state") == "completed"
     p2p = get("is_p2p") is True
+    # Format 1 has one number for both.
+    number = get("p2p_seq_id" if p2p else "collective_seq_id", get("seq_id"))
     return Operation(
         count_of(get("record_id"), order),
         _group_name(entry),
-        count_of(get("p2p_seq_id" if p2p else "collective_seq_id"), -1),
+        count_of(number, -1),
         _text(get("profiling_name", "?"), 80),
         _sizes(get("input_sizes")),
         _sizes(get("output_sizes")),
@@ -159,6 +161,8 @@ def _operation(order: int, entry: Mapping[Any, Any], path: tuple[Frame, ...]) ->
 
 def _dtypes(inputs: Any, outputs: Any) -> tuple[str, ...]:
     """Of the inputs, then those that only results have."""
+    # Some writers give one name for all tensors.
+    inputs, outputs = ([row] if isinstance(row, str) else row for row in (inputs, outputs))
     found = tuple([_text(dtype, 20) for dtype in _list(inputs)[:64]])
     own = {_text(dtype, 20) for dtype in _list(outputs)[:64]}
     return (*found, *sorted(own.difference(found)))

@@ -8,8 +8,11 @@ from shakedown.diagnosis.records import Identity
 MAX_HEADER = 250
 _RULES = "=#*>~+-<"
 # `rank 3`, `[rank3]`, `Global rank 3 (node1):` on a line of its own.
+# `DP rank 0`, `(pid 7) rank=2`, too.
 _BARE = re.compile(
-    r"(?:\[?(?:global |trainer )?rank[ =:#]{0,2}\d{1,6}\]?) ?(?:\([^()]{0,80}\))? ?:?", re.I
+    r"(?:\(pid[ =:]?\d{1,8}\),? )?(?:\[?(?:(?:global|trainer|[dtpec]p) )?rank[ =:#]{0,2}\d{1,6}\]?)"
+    r" ?(?:\([^()]{0,80}\))? ?:?",
+    re.I,
 )
 # A local, node or group rank is not the job's rank: many ranks share it.
 _RANK = re.compile(
@@ -24,7 +27,8 @@ _PID = re.compile(r"(?<![a-z])pid[ =:#_-]{0,3}(\d{1,8})\b", re.I)
 _HOST = re.compile(r"(?<![a-z])(?:host|hostname|node)[ =:]{1,3}([A-Za-z0-9][\w.-]{0,63})", re.I)
 # What every header begins with; most lines of a long log do not, and cost only this.
 _BEGINS = re.compile(
-    r"\s*(?:#|[=#*>~+-]{2}|\[?(?:(?:global|trainer)\s+)?rank[\s=:#]*\d{1,6}\]?\s*(?:\(|:\s*$|$))"
+    r"\s*(?:#|[=#*>~+-]{2}|\(pid\b"
+    r"|\[?(?:(?:global|trainer|[dtpec]p)\s+)?rank[\s=:#]*\d{1,6}\]?\s*(?:\(|:\s*$|$))"
     r"|[\w.-]{1,80} \| ",
     re.I,
 )

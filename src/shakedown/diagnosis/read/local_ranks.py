@@ -9,11 +9,24 @@ from shakedown.diagnosis.records import Identity, LogEvent, Record
 
 LOCAL = "local"  # key of an event's detail: the rank within its node
 _MARK = re.compile(r"^(?:\S{1,80}: )?\[default-?\d{1,4}\]:", re.M)
+_FAILED = "failed (exitcode"
+# What says that the launcher is one of several.
+_NODES = re.compile(
+    r"(?:nnodes|group_world_size|num_nodes|num_machines)\W{1,4}(?:[2-9]|\d{2,5})\b"
+    r"|(?:node|group|machine)_?rank\W{1,4}[1-9]",
+    re.I,
+)
 
 
 def counts_locally(source: EvidenceFile) -> bool:
     """The log has lines with a local rank."""
-    return "[default" in source.text and _MARK.search(source.text) is not None
+    marked = "[default" in source.text and _MARK.search(source.text) is not None
+    return marked or (_FAILED in source.text and not of_several_nodes(source))
+
+
+def of_several_nodes(source: EvidenceFile) -> bool:
+    """The log says that its job has more than one node: a local rank alone names none there."""
+    return _NODES.search(source.text) is not None
 
 
 def resolve(records: Sequence[Record], files: Iterable[str]) -> list[Record]:

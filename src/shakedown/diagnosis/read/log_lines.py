@@ -10,7 +10,9 @@ from shakedown.diagnosis.records import LogKind, clean
 
 _Detail = dict[str, Any]
 # Names that may be all digits and stay names.
-_TEXT = frozenset({"guid", "desc", "type", "node", "node_b", "call_a", "call_b", "op", "how"})
+_TEXT = frozenset(
+    {"guid", "desc", "type", "node", "node_b", "call_a", "call_b", "op", "how", "bus", "what"}
+)
 
 
 def groups_of(match: re.Match[str]) -> _Detail:
@@ -56,7 +58,8 @@ PATTERNS: list[Row] = [
         re.compile(
             # Before torch 1.13 the line has no number, before 2.1 no counts of elements.
             r"Watchdog caught collective operation timeout: WorkNCCL\("
-            r"(?:SeqNum=(?P<seq>\d{1,15}), )?OpType=(?P<op>\w{1,40})"
+            # A line that breaks off in the middle of a word names no operation.
+            r"(?:SeqNum=(?P<seq>\d{1,15}), )?OpType=(?P<op>\w{1,40})(?=[,)])"
             r"(?:, NumelIn=(?P<numel_in>\d{1,18}), NumelOut=(?P<numel_out>\d{1,18}))?"
         ),
     ),
@@ -102,6 +105,16 @@ PATTERNS: list[Row] = [
         ("clients joined",),
         re.compile(r"(?P<joined>\d{1,6})/(?P<world>\d{1,6}) clients joined"),
     ),
+    # init_process_group, Lightning; torch 1.x and 2.x
+    (
+        "missing_ranks",
+        ("store based barrier",),
+        re.compile(
+            r"store based barrier .{0,60}?rank: (?P<waits>\d{1,6}), .{0,120}?"
+            r"world_size=(?P<world>\d{1,6}), "
+            r"(?:num_workers_joined|worker_count)=(?P<joined>\d{1,6})"
+        ),
+    ),
     (
         "peer_closed",
         (
@@ -123,10 +136,33 @@ PATTERNS: list[Row] = [
         re.compile(r"^terminate called after throwing an instance of '(?P<type>[^']{1,100})'"),
     ),
     ("abort", ("fatal python error",), re.compile(r"^Fatal Python error: (?P<type>.{1,100})")),
+    # torch, the kernel (`dmesg`), Slurm. A handful of kernel lines tell of one kill.
     (
         "oom",
-        ("out of memory", "outofmemoryerror", "oom-kill", "oom_kill"),
-        re.compile(r"CUDA out of memory|torch\.OutOfMemoryError|oom[-_]kill|Out of memory: Killed"),
+        ("out of memory", "outofmemoryerror", "oom-kill", "oom_kill", "can't allocate memory"),
+        re.compile(
+            r"CUDA out of memory|OutOfMemoryError|[Oo]ut of memory: Killed process (?P<pid>\d{1,8})"
+            r"|oom-kill:.{0,300}pid=(?P<pid_b>\d{1,8})|oom[-_]kill event|OOM Killed"
+            r"|DefaultCPUAllocator: can't allocate memory"
+        ),
+    ),
+    # torch's and NCCL's words, and the driver's in the kernel log
+    (
+        "gpu_error",
+        (
+            "cuda error",
+            "cuda_error",
+            "xid (pci",
+            "uncorrectable",
+            "fallen off the bus",
+            "unhandled",
+        ),
+        re.compile(
+            r"CUDA error: (?!out of memory)\w.{0,100}|CUDA_ERROR_(?!OUT_OF_MEMORY)[A-Z_]{3,60}"
+            # Xid 45 and 154 follow from another error: NVIDIA's table of Xids.
+            r"|Xid \(PCI:(?P<bus>[\w:.]{4,20})\): (?!45,|154,)\d{1,4}(?:, pid='?(?P<pid>\d{1,8}))?"
+            r"|[Uu]ncorrectable (?:ECC|NVLink) error|fallen off the bus|[Uu]nhandled cuda error"
+        ),
     ),
     # torchrun, srun, Slurm
     (
@@ -144,6 +180,39 @@ PATTERNS: list[Row] = [
             r"^srun: error: (?P<node>\S{1,80}): task (?P<task>\d{1,6}): "
             r"(?P<how>Killed|Exited with exit code \d+|Aborted|Segmentation fault|Out Of Memory)"
         ),
+    ),
+    (
+        "finished",
+        ("successfully finished",),
+        re.compile(r"worker group successfully finished"),
+    ),
+    # a batch script's shell: `train.sh: line 12: 4711 Killed  python train.py`
+    (
+        "exit",
+        ("killed", "segmentation fault", "bus error"),
+        re.compile(
+            r"line \d{1,6}: +(?P<pid>\d{1,8}) (?P<how>Killed|Segmentation fault|Bus error)\b"
+        ),
+    ),
+    # Ray's actors of verl: `name: YGp0dwWorkerDict_0:6`, of the first node the sixth
+    (
+        "exit",
+        ("workerdict_0:",),
+        re.compile(r"^\s*name: \w{0,40}WorkerDict_0:(?P<task>\d{1,6})\s*$"),
+    ),
+    # Open MPI, twice
+    (
+        "exit",
+        ("mpirun noticed", "orterun noticed"),
+        re.compile(
+            r"noticed that process rank (?P<task>\d{1,6}) with PID (?P<pid>\d{1,8}) on node "
+            r"(?P<node>\S{1,80}) exited on signal (?P<signal>\d{1,2})"
+        ),
+    ),
+    (
+        "exit",
+        ("process name: [[",),
+        re.compile(r"Process name: \[\[\d{1,8},\d{1,6}\],(?P<task>\d{1,6})\]"),
     ),
     (
         "node",
@@ -166,10 +235,22 @@ PATTERNS: list[Row] = [
     ),
     (
         "storage",
-        ("stale file", "input/output", "transport endpoint", "no space left", "quota exceeded"),
+        (
+            "stale file",
+            "input/output",
+            "transport endpoint",
+            "no space left",
+            "quota exceeded",
+            "not responding",
+            "evicted",
+            "blocked for more than",
+        ),
         re.compile(
             r"Stale file handle|Input/output error|Transport endpoint is not connected"
             r"|No space left on device|Disk quota exceeded"
+            # the kernel: of NFS, of Lustre, and of any task in its uninterruptible sleep
+            r"|nfs: server \S{1,80} not responding|LustreError: .{0,200}evicted"
+            r"|This client was evicted by|INFO: task \S{1,40} blocked for more than"
         ),
     ),
     (
@@ -178,6 +259,15 @@ PATTERNS: list[Row] = [
         re.compile(
             r"ncclInternalError|ncclSystemError|unhandled system error"
             r"|NCCL WARN .{0,80}(?:Got completion|ibv_|IB |Net |timed out)"
+        ),
+    ),
+    (
+        "too_slow",
+        ("timed out after", "timeout after", "exceeded the time"),
+        re.compile(
+            r"(?P<what>\b(?:rollout|episode|agent|reward|judge|verifier|grader)\w{0,40}).{0,120}?"
+            r"(?:tim(?:ed|e) ?out after|exceeded the time)",
+            re.I,
         ),
     ),
     (

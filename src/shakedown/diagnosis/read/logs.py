@@ -9,6 +9,7 @@ from shakedown.diagnosis.read.candidates import lines_with
 from shakedown.diagnosis.read.cut_off import cut_tracebacks
 from shakedown.diagnosis.read.local_ranks import LOCAL
 from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
+from shakedown.diagnosis.read.placements import node_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.read.step_times import step_lengths
 from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
@@ -16,14 +17,20 @@ from shakedown.diagnosis.records import Frame, Identity, LogEnd, LogEvent, Recor
 
 # kubectl logs --prefix and --timestamps, Ray, a node's name or a time before torchrun's own prefix
 _OUTER = re.compile(
-    r"^(?:\[pod/[^\]]{1,120}\] ?|\([^()]{1,80}\) |[\w.-]{1,60}: (?=\[(?:rank|default))"
+    r"^(?:\[pod/[^\]]{1,120}\] ?|\([^()]{1,80}\) |\[\d{4}-\d\d-\d\d[ T][\d:.,]{8,16}\] "
+    r"|[\w.-]{1,60}: (?=\[(?:rank|default))"
     r"|\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-]\d\d:?\d\d) "
     r"|[\d/-]{8,10} [\d:.,]{8,16} (?=\[(?:rank|default)))"
 )
 # torch's `[rank3]:` and torchrun's `[default1]:`, whose number is the rank within the node.
 _PREFIX = re.compile(r"^\[(?:(?:rank|trainer)-?(\d{1,6})|default-?(\d{1,4}))\]:? ?", re.I)
+# What a library writes into its line: `(PolicyWorker[rank=9] pid=4711) ...`, and torch's watchdog,
+# whose number is the job's rank for the default group alone.
+_RAY_RANK = re.compile(r"^\(\w{1,60}\[rank=(\d{1,6})\]")
+_IN_LINE = re.compile(r"\[(?:PG (?:ID )?0 (?:PG GUID 0)?(?:\(default_pg\) )?)?Rank (\d{1,6})\] ")
 # mpirun --tag-output: `[1,3]<stdout>: `, job and rank.
-_MPI = re.compile(r"^\[\d{1,4},(\d{1,6})\]<std(?:out|err)>: ?")
+# Horovod: `[3]<stderr>:`
+_MPI = re.compile(r"^\[(?:\d{1,4},)?(\d{1,6})\]<std(?:out|err)>: ?")
 _TASK = re.compile(r"^ *(\d{1,5}): ")  # srun --label
 _LOG_NAME = re.compile(
     r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"
@@ -36,7 +43,8 @@ _COMMAND = ("Process ", "Parent Process ")
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _FOLLOWED = tuple(text.lower() for text in (HEAD, *_CHAINED))
 _ROOT = "Root Cause"
-_SUMMARY = ("root cause", "(local_rank: ", "exitcode")  # lines of torchrun's summary
+# lines of torchrun's summary
+_SUMMARY = ("root cause", "failures:", "time      :", "(local_rank: ", "exitcode")
 
 
 def parse(source: EvidenceFile) -> list[Record]:
@@ -46,6 +54,13 @@ def parse(source: EvidenceFile) -> list[Record]:
     traceback's head until it ends.
     """
     named = source.who()
+    # A kernel's log is its node's, whatever number its name ends with.
+    if (node := node_of(source)) is not None:
+        named = Identity(host=node)
+    elif source.identity.rank is None and _OF_SEVERAL.search(source.text):
+        named = replace(named, rank=None)
+    elif named.role and not _ROLE_FILE.search(source.name.lower()) and "[rank" in source.text:
+        named = replace(named, role="")
     lowered = source.text.lower()
     rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
     telling = _telling(lowered, rows)
@@ -89,7 +104,11 @@ class _Reader:
             last = tracebacks.finish()
             if last is not None:
                 self._events.add(_within(last, local))
-        return self._events.ordered()
+        return [e for e in self._events.ordered() if not self._of_summary(e)]
+
+    def _of_summary(self, event: LogEvent) -> bool:
+        """The launcher's first word of a failure, of which its summary says more."""
+        return self._launcher.summed_up and event.kind == "exit" and "local_rank" in event.detail
 
     def _between(self, lines: Sequence[str], first: int, last: int) -> None:
         """Lines `first` to `last`, counted from 0: only lines of those who are open count."""
@@ -106,7 +125,8 @@ class _Reader:
         if (opens or (who.rank, local) in self._open) and self._follow(number, line, who, local):
             return
         found = _line_events(self._source, self._rows, number, line, who)
-        self._events.add(*(_within(e, local) for e in found), *self._launcher.feed(number, line))
+        rows = (_within(e, e.detail.get("local_rank", local)) for e in found)
+        self._events.add(*rows, *self._launcher.feed(number, line))
 
     def _follow(self, number: int, line: str, who: Identity, local: int | None) -> bool:
         """Whether the line is inside a traceback. One that is over leaves no trace."""
@@ -158,6 +178,8 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
     rank, local = named.rank, None
     if not text:
         return text, named, None
+    if text[0] == "(" and (match := _RAY_RANK.match(text)):
+        rank = int(match[1])
     # Prefixes stack up: kubectl's stands before a time, which stands before torchrun's.
     while _may_be_outer(text) and (match := _OUTER.match(text)):
         text = text[match.end() :]
@@ -172,9 +194,22 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
     # rank.
     if not found and rank is None and (match := _TASK.match(text)):
         text, rank = text[match.end() :], int(match[1])
+    if rank is None and "Rank " in text and (match := _IN_LINE.search(text)):
+        rank = int(match[1])
     if rank == named.rank:
         return text, named, local
     return text, Identity(rank, None, named.host, named.role), local
+
+
+# A launcher's lines: its log is of all ranks, whatever number its name ends with.
+_OF_SEVERAL = re.compile(
+    r"torch\.distributed\.run|torch/distributed/run\.py|elastic\.multiprocessing\.api|^srun: ", re.M
+)
+# `inference.log`, `inference-0.log` is a role's own; `server_build.txt` only sounds like one, and
+# its lines with a rank are the ranks'.
+_ROLE_FILE = re.compile(
+    r"(?:^|/)(?:inference|orchestrator|vllm|sglang|server|engine)[-_.\d]*(?:log|out|err)"
+)
 
 
 def _line_events(
@@ -202,32 +237,60 @@ def _end(source: EvidenceFile, named: Identity) -> LogEnd:
 
 
 class _Launcher:
-    """torchrun's summary: only the failure under "Root Cause" came first."""
+    """torchrun's summary: the failure under "Root Cause" was seen first.
 
-    # ` rank : 2 (local_rank: 2)`, and two lines below ` exitcode : -9 (pid: 4711)`
+    Where all fail alike within seconds that means nothing: the launcher looks at one after the
+    other.
+    """
+
+    # ` time      : 2024-01-02_10:00:00`, ` rank      : 2 (local_rank: 2)`, and below
+    # ` exitcode  : -9 (pid: 4711)`
+    _TIME = re.compile(r"^\s*time\s+: (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
     _RANK = re.compile(r"^\s*rank\s+: (\d{1,6}) \(local_rank: \d{1,4}\)")
     _CODE = re.compile(r"^\s*exitcode\s+: (-?\d{1,4}) \(pid: (\d{1,8})\)")
+    ALIKE_SECONDS = 30.0  # torchrun waits as long for the others to end
 
     def __init__(self, source: EvidenceFile) -> None:
         self._source = source
         self._root = False
         self._rank: int | None = None
+        self._time = ""
+        self._others: list[tuple[int, str]] = []  # code, time
+        self.summed_up = False
 
     def feed(self, number: int, line: str) -> list[LogEvent]:
         """The root cause's exit, at its exit code's line."""
         if line.startswith(_ROOT):
             self._root = True
-        if not self._root:
-            return []
-        if match := self._RANK.match(line):
+        elif line.startswith("Failures:"):
+            self._root, self._others = False, []
+        elif match := self._TIME.match(line):
+            self._time = match[1]
+        elif match := self._RANK.match(line):
             self._rank = int(match[1])
         elif (match := self._CODE.match(line)) and self._rank is not None:
-            who, code = Identity(self._rank, int(match[2])), int(match[1])
-            self._root, self._rank = False, None
+            code, rank, self._rank = int(match[1]), self._rank, None
+            if not self._root:
+                self._others.append((code, self._time))
+                return []
+            self._root, self.summed_up = False, True
+            if self._alike(code):
+                return []
+            who = Identity(rank, int(match[2]))
             place = self._source.place(number, line)
             text = f"exit code {code}" if code >= 0 else f"signal {-code}"
             return [LogEvent("exit", who, text, place, (), {"code": code, "root": True})]
         return []
+
+    def _alike(self, code: int) -> bool:
+        times = [self._seconds(time) for _, time in self._others] + [self._seconds(self._time)]
+        near = max(times) - min(times) <= self.ALIKE_SECONDS
+        return bool(self._others) and near and all(code == other for other, _ in self._others)
+
+    def _seconds(self, text: str) -> int:
+        """Of the day, 0 where no time is given."""
+        hours, minutes, seconds = map(int, (text[-8:] or "0:0:0").split(":"))
+        return 3600 * hours + 60 * minutes + seconds
 
 
 class _Tracebacks:

@@ -6,7 +6,7 @@ A lone name misleads: `slurm-4711.out` ends with a job, `4711.txt` with a proces
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shakedown.diagnosis.read.source import identity_of_name
@@ -91,6 +91,19 @@ def _ranks_of_torchrun(found: dict[str, Named]) -> None:
         # Several run folders are several nodes, each with a local rank 0.
         if len(newest) == 1 and int(match[2]) == newest[match[1]] and identity.rank is None:
             found[name] = replace(identity, rank=int(match[3])), None
+
+
+def superseded(names: Iterable[str]) -> Mapping[str, str]:
+    """Files of torchrun's earlier attempts, and why they are not read: the last one is judged."""
+    rows = {name: match for name in names if (match := _ELASTIC.search(name))}
+    newest: dict[str, int] = defaultdict(int)
+    for match in rows.values():
+        newest[match[1]] = max(newest[match[1]], int(match[2]))
+    return {
+        name: f"of attempt {match[2]}, which torchrun started again as attempt {newest[match[1]]}"
+        for name, match in rows.items()
+        if int(match[2]) < newest[match[1]]
+    }
 
 
 def _of_no_series(found: dict[str, Named]) -> None:

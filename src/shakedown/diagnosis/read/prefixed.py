@@ -35,7 +35,7 @@ def _ray(match: re.Match[str]) -> Identity:
 # More telling ones first; a bare name or number before a colon is the weakest sign.
 _KINDS: Sequence[tuple[str, _Key]] = (
     (r"(?:\S{1,120} )?\[rank(\d{1,6})\]: ?", _rank),  # a time, a pod or a node may precede
-    (r"\[\d{1,4},(\d{1,6})\]<std(?:out|err)>: ?", _rank),
+    (r"\[(?:\d{1,4},)?(\d{1,6})\]<std(?:out|err)>: ?", _rank),
     (r"\(\w{0,80} ?pid=(\d{1,8})(?:, ip=([\w.:]{1,60}))?\) ", _ray),
     (r"\[pod/([\w./-]{1,120})\] ?", _host),
     (r"([\w.-]{1,80}?) {0,40}\| ", _host),

@@ -1,9 +1,10 @@
-"""Process states as text: `PID STATE WCHAN` lines and copies of /proc/PID/status."""
+"""Process states as text: `PID STATE WCHAN` lines, copies of /proc/PID/status and of its stack."""
 
 import re
 
+from shakedown.diagnosis.read.headers import header
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.records import ProcessState, Record, clean
+from shakedown.diagnosis.records import Identity, ProcessState, Record, clean
 
 # `41 D nfs_wait_bit_killable`
 _SHORT = re.compile(r"^(\d{1,8}) ([RSDTtZXI])(?: +([A-Za-z0-9_.]{1,80}))?(?:\s|$)")
@@ -28,12 +29,58 @@ def parse(source: EvidenceFile) -> list[Record]:
             for n, m in enumerate(short, start=1)
             if m
         ]
-    return _status(source, lines)
+    return _table(source) or _status(source, lines) or _stacks(source)
+
+
+_ENV_RANK = re.compile(r"(?:^|\s)(?:RANK|--rank)[= ](\d{1,6})\b")
+
+
+def _table(source: EvidenceFile) -> list[Record]:
+    """`ps -eo pid,stat,wchan,...`, with whatever other columns: known by its head."""
+    found: list[Record] = []
+    columns: list[str] = []
+    for number, line in enumerate(source.lines, start=1):
+        fields = line.split()
+        if "PID" in fields and {"STAT", "S"} & set(fields) and "WCHAN" in fields:
+            columns = fields
+        elif columns and len(fields) >= len(columns) - 1:
+            row = dict(zip(columns, fields, strict=False))
+            pid, letter = row["PID"], row.get("STAT", row.get("S", ""))[:1]
+            if not pid.isdecimal() or len(pid) > 8 or letter not in "RSDTtZXI":
+                continue
+            rank = _ENV_RANK.search(line)
+            named = source.who(int(pid))
+            who = Identity(int(rank[1]) if rank else None, int(pid), named.host, named.role)
+            wchan = _wchan(row["WCHAN"].strip("-") or None)
+            found.append(
+                ProcessState(who, letter, wchan, source.place(number, line), source.sample)
+            )
+    return found
 
 
 def _wchan(text: str | None) -> str:
     # /proc/PID/wchan reads 0 for a process that runs, or that may not be looked at.
     return "" if text in (None, "0") else clean(text, 80)
+
+
+# A line of /proc/PID/stack: `[<0>] nfs_wait_bit_killable+0x1e/0x90 [nfs]`
+_KERNEL = re.compile(r"^\[<[0-9a-f]{1,16}>\] ([A-Za-z0-9_.]{1,80})\+0x")
+
+
+def _stacks(source: EvidenceFile) -> list[Record]:
+    """State and kernel stack of several processes, each below a header of its own."""
+    found: list[Record] = []
+    who, state, at = Identity(), "", 0
+    for number, line in enumerate(source.lines, start=1):
+        if (heading := header(line)) is not None:
+            who, state = heading, ""
+        elif match := _STATUS.match(line):
+            state, at = match[1], number
+        elif state and (match := _KERNEL.match(line)):
+            named = who.completed_by(source.who(who.pid))
+            found.append(ProcessState(named, state, match[1], source.place(at), source.sample))
+            state = ""
+    return found
 
 
 def _status(source: EvidenceFile, lines: list[str]) -> list[Record]:

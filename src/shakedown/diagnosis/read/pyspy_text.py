@@ -128,9 +128,20 @@ class _Reader:
         records: list[Record] = [self._stack(p, alone=p is first) for p in self._done]
         for who, number, text in self._failures:
             place = self._source.place(number, text)
-            named = who.completed_by(self._source.who(who.pid))
+            named = who.completed_by(self._named(who.pid, alone=len(roots) < 2))
             records.append(Unattachable(named, _reason(text), place))
         return records
+
+    def _named(self, pid: int | None, *, alone: bool) -> Identity:
+        """What the file's name says of one process. Of several it names the node: `iam06.txt`."""
+        named = self._source.who(pid)
+        if alone:
+            return named
+        host = named.host
+        if not host and self._source.trailing is not None and len(self._done) > 1:
+            leaf = self._source.name.rsplit("/", 1)[-1]
+            host = leaf.split(".", 1)[0]
+        return Identity(None, pid, host, named.role)
 
     def _names_one_rank(self) -> bool:
         """The file's name says whose it is, so its first process is that rank's."""
@@ -138,9 +149,7 @@ class _Reader:
         return self._source.identity.rank is not None and several is None
 
     def _stack(self, process: _Process, *, alone: bool) -> Stack:
-        named = self._source.who(process.who.pid)
-        if not alone:
-            named = Identity(None, process.who.pid, named.host, named.role)
+        named = self._named(process.who.pid, alone=alone)
         threads = tuple(
             Thread(clean(name, 80), tuple(reversed(frames)), active, gil)
             for name, active, gil, frames in process.threads

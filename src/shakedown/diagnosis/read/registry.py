@@ -17,6 +17,7 @@ from shakedown.diagnosis.read import (
     local_ranks,
     logs,
     names,
+    placements,
     prefixed,
     process_state,
     pyspy_json,
@@ -78,6 +79,7 @@ TEXT_FORMATS: dict[str, Parser] = {
     "process state": process_state.parse,
     "nccl ras": ras.parse_text,
     "slurm": slurm.parse,
+    "placements": placements.parse,
     "log": logs.parse,
 }
 # Those that are read process by process where each line says whose it is.
@@ -123,6 +125,8 @@ class _Reading:
             reason = f"not read, and nothing after it: more than {MAX_FILES} files"
             self._skipped.append(Skipped(files.pop().name, reason))
         named = names.identities([found.name for found in files])
+        older = names.superseded(found.name for found in files)
+        files = [f._replace(refused=f.refused or older.get(f.name, "")) for f in files]
         with self._budget.handling():
             for found in files:
                 self._take(found, *named[found.name])

@@ -1,0 +1,75 @@
+"""Code that is given to a trainer: a reward, an agent or a data set that raises, or takes too long.
+
+Such code runs in workers of any kind, so that its traceback is often no rank's.
+"""
+
+import re
+from collections import Counter
+
+from shakedown.diagnosis.analyze.model import Hypothesis
+from shakedown.diagnosis.analyze.position import user_frames
+from shakedown.diagnosis.analyze.rules_process import is_victims
+from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.records import Frame, LogEvent
+
+# What a function or its file is called -> the role that it has.
+_ROLES = (
+    ("reward", re.compile(r"reward|verif|grade|score|judge", re.I)),
+    ("agent", re.compile(r"agent|episode|rollout", re.I)),
+    ("data", re.compile(r"__getitem__|__next__|__iter__|collate|data_?(?:set|loader|gen)", re.I)),
+)
+
+
+def role_of(frames: tuple[Frame, ...]) -> str:
+    """The role of the innermost frame that has one by its name; empty where none has."""
+    for frame in reversed(frames):
+        for role, pattern in _ROLES:
+            if pattern.search(frame.function) or pattern.search(frame.file.rsplit("/", 1)[-1]):
+                return role
+    return ""
+
+
+def raised(s: Situation) -> Hypothesis | None:
+    """A traceback of no rank that ends in given code, and how often it was logged."""
+    found = [e for e in s.facts.events if e.kind == "traceback" and not e.detail.get("chained")]
+    own = [(e, role) for e in found if not is_victims(e) and (role := role_of(e.frames))]
+    if not own:
+        return None
+    event, role = own[-1]
+    times = Counter(e.text for e, _ in own)[event.text]
+    users = user_frames(event.frames) or list(event.frames)
+    return Hypothesis(
+        "user_code",
+        f"{event.text} at {users[-1].file}:{users[-1].line}, in the {role} code"
+        + (f"; logged {times} times" if times > 1 else ""),
+        roles=[role] if role != "data" else [],
+        victims=sorted(s.ranks),
+        confidence=0.8,
+        evidence=[e.place for e, _ in own[-4:]],
+        state="hung" if s.stuck else "exited",
+        remedy=f"mend the {role} code at that line, then start the stage again",
+    )
+
+
+def too_slow(s: Situation) -> Hypothesis | None:
+    """Calls of a reward or an agent that a time limit ended, where nothing else explains a stop."""
+    found: list[tuple[LogEvent, str]] = [
+        (e, role_of((Frame(str(e.detail.get("what", "")), ""),)))
+        for e in s.facts.all_events()
+        if e.kind == "too_slow"
+    ]
+    named = [(e, role) for e, role in found if role]
+    if not named:
+        return None
+    event, role = named[-1]
+    return Hypothesis(
+        "user_code",
+        f"the {role} code takes longer than its time limit, {len(named)} times: {event.text}",
+        roles=[role],
+        victims=sorted(s.ranks),
+        confidence=0.6,
+        evidence=[e.place for e, _ in named[-4:]],
+        needed=[f"a stack of the {role}'s worker while it takes that long"],
+        state="hung" if s.stuck else "exited" if s.facts.event("traceback") else "unknown",
+        remedy=f"find what the {role} code waits for, or raise its time limit",
+    )

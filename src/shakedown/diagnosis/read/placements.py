@@ -1,0 +1,87 @@
+"""Which rank a process, a node's GPU or a line is, as NCCL, DeepSpeed and torch log it."""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from shakedown.diagnosis.read.numbers import pid_of, rank_of
+from shakedown.diagnosis.read.source import EvidenceFile
+from shakedown.diagnosis.records import Identity, Record, TargetName, clean
+
+# `n1:51019:52019 [3] NCCL INFO ncclCommInitRank comm 0x.. rank 19 nranks 32 ... busId 5d000`
+_NCCL = re.compile(
+    r"([\w.-]{1,80}):(\d{1,8}):\d{1,8} \[\d{1,3}\] NCCL INFO .{0,200}?\brank (\d{1,6}) nranks "
+    r"(\d{1,6}).{0,120}?\bbusId ([0-9a-f]{1,12})"
+)
+# DeepSpeed, behind pdsh's name of the node
+_SPAWNED = re.compile(
+    r"^(?:([\w.-]{1,80}): )?.{0,80}process (\d{1,8}) spawned with command: .{0,2000}"
+    r"--local_rank=(\d{1,4})",
+    re.M,
+)
+_MAPPING = re.compile(r"global_rank_mapping=.{0,60}\{(.{0,20000}?)\}\)")
+_OF_NODE = re.compile(r"'([\w.-]{1,80})': \[([\d, ]{1,4000})\]")
+_WORLD = re.compile(r"\b(?:dist_)?world[_ ]size\W{1,4}(\d{1,5})\b", re.I)
+# Lines that only the kernel writes.
+_KERNEL = re.compile(r"NVRM: |oom-killer|oom-kill:|INFO: task \S{1,40} blocked for more than")
+
+
+def parse(source: EvidenceFile) -> list[Record]:
+    """Placements that the log tells."""
+    return [*_of_nccl(source), *_of_deepspeed(source), *_world(source)]
+
+
+def _world(source: EvidenceFile) -> Iterator[TargetName]:
+    """Of all ranks, where a log prints one such number alone: groups have sizes of their own."""
+    sizes = set(_WORLD.findall(source.text)) if "orld" in source.text else set()
+    if len(sizes) == 1:
+        yield TargetName(Identity(), "", source.place(), world=int(sizes.pop()))
+
+
+def _of_nccl(source: EvidenceFile) -> Iterator[TargetName]:
+    """Of the largest communicator: ranks of smaller ones count within it."""
+    if "busId" not in source.text:
+        return
+    found = [
+        (int(match[4]), number, match)
+        for number, line in enumerate(source.lines, start=1)
+        if "busId" in line and (match := _NCCL.search(line))
+    ]
+    world = max((ranks for ranks, _, _ in found), default=0)
+    for ranks, number, match in found:
+        rank, pid = rank_of(int(match[3])), pid_of(int(match[2]))
+        if ranks == world and rank is not None and pid is not None:
+            who = Identity(rank, pid, clean(match[1], 80))
+            yield TargetName(who, "", source.place(number), world, bus_of(match[5]))
+
+
+def bus_of(number: str) -> str:
+    """`5d000`, as NCCL prints it, as the driver does: `5d:00`."""
+    value = int(number, 16)
+    return f"{value >> 12 & 0xFF:02x}:{value >> 4 & 0xFF:02x}"
+
+
+def _of_deepspeed(source: EvidenceFile) -> Iterator[TargetName]:
+    if "spawned with command" not in source.text:
+        return
+    ranks: Mapping[str, list[int]] = {
+        node: list(map(int, numbers.split(",")))
+        for mapping in _MAPPING.findall(source.text)[:1000]
+        for node, numbers in _OF_NODE.findall(mapping)
+    }
+    for node, pid, local in _SPAWNED.findall(source.text):
+        own = ranks.get(node) or (next(iter(ranks.values())) if len(ranks) == 1 else None)
+        if own and int(local) < len(own) and (process := pid_of(int(pid))):
+            who = Identity(rank_of(own[int(local)]), process, clean(node, 80))
+            yield TargetName(who, "", source.place())
+
+
+def node_of(source: EvidenceFile) -> str | None:
+    """The node of a kernel's log, by its file or its folder; None where it is no such log."""
+    if not _KERNEL.search(source.text):
+        return None
+    if source.identity.host:
+        return source.identity.host
+    *folders, leaf = source.name.split("/")
+    stem = leaf.split(".", 1)[0]
+    named = re.search(r"\d", stem) and not re.match(r"(?:dmesg|kern|messages|syslog|journal)", stem)
+    return stem if named else (folders[-1] if len(folders) > 1 else "")

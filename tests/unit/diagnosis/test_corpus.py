@@ -1,0 +1,27 @@
+"""Reports of other people, recorded runs and the foreign cases of the tests, judged together."""
+
+from pathlib import Path
+
+import pytest
+from corpus import Score, judged
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+@pytest.fixture(scope="module")
+def scores() -> list[Score]:
+    return judged([DATA / "corpus", DATA / "scoreboard"])
+
+
+@pytest.mark.slow
+def test_nobody_innocent_is_named(scores: list[Score]) -> None:
+    assert [(s.case, s.innocents) for s in scores if s.innocents] == []
+
+
+@pytest.mark.slow
+def test_no_answer_gets_worse(scores: list[Score]) -> None:
+    """Numbers to be raised with the diagnosis, never lowered."""
+    answers = [score.answer for score in scores]
+    assert answers.count("right") >= 270
+    assert answers.count("wrong") <= 6
+    assert sum(score.exact for score in scores) >= 301
