@@ -113,8 +113,9 @@ _TRANSFERS = re.compile(
 _BATCH_WAIT = re.compile(
     r"wait_?(?:for)?_?(?:the_)?(?:next_|training_|rollout_)?(?:batch|rollout)|get_rollout"
 )
-# A loader of any library, or the user's own: its `__next__` waits for what its workers put.
-_NEXT = frozenset({"__next__", "__iter__", "next"})
+# A loader of any library, or the user's own: its `__next__` or `next_batch` waits for what its
+# workers put.
+_NEXT = re.compile(r"^(?:__next__|__iter__|next|(?:next|get|fetch|load)_?\w*batch\w*)$")
 _QUEUES = re.compile(
     r"(?:^|/)(?:queue|multiprocessing/(?:queues|connection|synchronize)|threading|selectors"
     r"|concurrent/futures/_base)\.py$"
@@ -268,7 +269,7 @@ def _telling(path: tuple[Frame, ...]) -> tuple[Kind, str]:
 
 def _taken(path: tuple[Frame, ...]) -> str:
     """The innermost `__next__` on the path, with its class where the tool gives it."""
-    return next((f.name for f in reversed(path) if f.function in _NEXT), "")
+    return next((f.name for f in reversed(path) if _NEXT.match(f.function)), "")
 
 
 def _told_by(frame: Frame, path: tuple[Frame, ...]) -> tuple[Kind, str] | None:
