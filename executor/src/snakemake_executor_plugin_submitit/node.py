@@ -264,7 +264,10 @@ class _Watch:
     def _pass_on(self) -> None:
         if self.told and not self._ended:
             self._ended = True
-            for process in checkpoint.descendants(os.getpid()):
+            living = checkpoint.descendants(os.getpid())
+            # The eldest first: a shell that sees its child's end before its own signal would go on,
+            # or end without its trap.
+            for process in sorted(living, key=lambda each: (each.started, each.pid)):
                 checkpoint.send(process, signal.SIGTERM)
         elif self._warning is not None and self.warned and not self.told:
             self._warn(self._warning)
