@@ -180,7 +180,7 @@ def _print(verdict: "Verdict", stream: TextIO, *, full: bool) -> None:
 
 def _collect(args: argparse.Namespace) -> int:
     from shakedown.core.verdict import Stopwatch, finish
-    from shakedown.monitor.collect import collect_local
+    from shakedown.monitor.collect import collect_local, missing_ranks
     from shakedown.monitor.collect.report import verdict_of
 
     watch = Stopwatch()
@@ -207,6 +207,8 @@ def _collect(args: argparse.Namespace) -> int:
         native=args.native,
         always_pyspy=args.py_spy,
         missed=[] if targets else ["no process was found"],
+        # Of --pid and --attempt the user says, or heartbeats do, who is looked at.
+        absent=missing_ranks(targets) if args.match or args.job else (),
     )
     return finish(verdict_of(report, args.out, watch), None)
 
@@ -249,7 +251,7 @@ def _diagnose(args: argparse.Namespace) -> int:
     from shakedown.core.verdict import finish
     from shakedown.diagnosis.diagnose import diagnose_stage, newest_attempt, outcome_of
     from shakedown.diagnosis.read.budget import limits
-    from shakedown.report.diagnosis_page import write_page
+    from shakedown.report.diagnosis_page import Origin, write_page
 
     stage = StagePaths(args.stage)
     attempt = newest_attempt(stage)
@@ -258,7 +260,7 @@ def _diagnose(args: argparse.Namespace) -> int:
         limits(),
         hint=f"shakedown hang analyze --budget 2 {attempt.evidence}",
     )
-    write_page(verdict, stage.diagnosis_html)
+    write_page(verdict, stage.diagnosis_html, Origin(attempt))
     code = finish(verdict, stage.diagnosis, strict=args.strict)
     print(f"  page: {stage.diagnosis_html}", flush=True)
     return int(ExitCode.OK) if args.report_only else code

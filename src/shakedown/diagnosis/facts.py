@@ -4,12 +4,12 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
 from shakedown.core.ranges import natural
 from shakedown.diagnosis.groups import GroupFacts, build_groups
+from shakedown.diagnosis.processes import is_helper, is_launcher
 from shakedown.diagnosis.records import (
     BeatRecord,
     FlightRecord,
@@ -33,24 +33,6 @@ from shakedown.diagnosis.watchdog import record_from_watchdog
 TRAINER = "trainer"
 # `python train.py --local_rank=3`, as torch.distributed.launch passes it.
 _RANK_ARGUMENT = re.compile(r"--(?:local[-_]|node[-_]|global[-_])?rank[= ](\d{1,6})\b")
-# Frames of a launcher's own process. Not all of `elastic/multiprocessing`: a program that uses
-# `@record`, or was started as a function (`_wrap`), has frames of it on the path of every rank.
-_LAUNCHER = re.compile(
-    r"torch/distributed/(?:(?:run|launch)\.py|launcher/|elastic/agent/)"
-    r"|accelerate/commands/|deepspeed/launcher/"
-)
-_ELASTIC = re.compile(
-    r"torch/distributed/elastic/multiprocessing/(?:api|subprocess_handler/\w+)\.py$"
-)
-_LAUNCH_COMMAND = re.compile(
-    r"^(?:\S*python\S* (?:-\w+ )*)?(?:\S*/)?(?:torchrun|accelerate launch|deepspeed)(?: |$)"
-    r"|-m (?:torch\.distributed\.(?:run|launch)|accelerate\.commands|deepspeed\.launcher)"
-)
-# Processes beside the ranks: workers of data loaders, trackers, compilers.
-_HELPER = re.compile(
-    r"torch/utils/data/_utils/worker\.py$|multiprocessing/(?:resource_tracker|forkserver)\.py$"
-    r"|torch/_inductor/compile_worker|wandb/(?:sdk/)?(?:service|internal)"
-)
 _ROLE_COMMAND = (
     (re.compile(r"vllm serve|sglang|vllm\.entrypoints|EngineCore"), "inference"),
     (re.compile(r"orchestrator"), "orchestrator"),
@@ -298,7 +280,7 @@ def _may_be(record: Any, known: Identity) -> bool:
 
 def _shelve(facts: Facts, who: Identity, record: Any) -> None:
     """A helper's stack, named after the rank that it works for, is no stack of the rank."""
-    if isinstance(record, Stack) and _is_helper(record):
+    if isinstance(record, Stack) and is_helper(record):
         _component(facts, Identity(who.rank, None, who.host, who.role)).children.append(record)
     else:
         _add(_component(facts, who), record)
@@ -348,12 +330,12 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
         s
         for s in loose
         if (s.parent_pid or -1) not in parents
-        and not _is_launcher(s)
+        and not is_launcher(s)
         and (s.threads or s.command in commands)  # a process that did not answer is one, too
     ]
     # Where any rank is known a guess would mix with it.
     if facts.ranks or not roots:
-        facts.unplaced = [s for s in loose if not _is_launcher(s)]
+        facts.unplaced = [s for s in loose if not is_launcher(s)]
         return
     by_process: dict[tuple[str, int], list[Stack]] = defaultdict(list)
     for number, stack in enumerate(roots):
@@ -379,26 +361,6 @@ def _guessed(processes: Sequence[tuple[str, int]]) -> str:
     ]
     by = f"process id: {', '.join(names)}" if names else "their order in the text"
     return f"no input says which process is which rank; ranks were given by {by}"
-
-
-def _is_helper(stack: Stack) -> bool:
-    main = stack.main
-    return main is not None and _helps(main.frames)
-
-
-@lru_cache(4096)  # many ranks share few paths
-def _helps(path: tuple[Frame, ...]) -> bool:
-    return any(_HELPER.search(frame.file) for frame in path)
-
-
-def _is_launcher(stack: Stack) -> bool:
-    main = stack.main
-    frames = main.frames if main else ()
-    launches = any(
-        _LAUNCHER.search(f.file) or (_ELASTIC.search(f.file) and f.function != "_wrap")
-        for f in frames
-    )
-    return launches or _LAUNCH_COMMAND.search(stack.command) is not None or _is_helper(stack)
 
 
 def _exit_codes(facts: Facts) -> None:

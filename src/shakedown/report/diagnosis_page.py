@@ -1,8 +1,14 @@
 """diagnosis.html: one self-contained page, everything in it escaped."""
 
+import contextlib
+import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from shakedown.core.files import write_text
+from shakedown.core.paths import AttemptPaths, RunPaths
 from shakedown.core.ranges import ranges
 from shakedown.core.verdict import Verdict
 from shakedown.report import diagnosis_graph, diagnosis_grid
@@ -12,7 +18,42 @@ from shakedown.report.environment import page_environment
 _TEMPLATE = "diagnosis.html.j2"
 
 
-def render(verdict: Verdict) -> str:
+@dataclass(frozen=True)
+class Origin:
+    """The attempt of a stage that a page tells of; its links are relative to the stage's folder."""
+
+    attempt: AttemptPaths
+
+    @property
+    def stage(self) -> Path:
+        return self.attempt.root.parent.parent
+
+    @property
+    def title(self) -> str:
+        """`demo, stage grpo, attempt 2`."""
+        run = self.stage.parent.parent.name
+        return f"{run}, stage {self.stage.name}, attempt {int(self.attempt.root.name)}"
+
+    @property
+    def run_page(self) -> str:
+        return self._link(RunPaths(self.stage.parent.parent).report)
+
+    def link(self, place: str) -> str:
+        """To the file of a piece of evidence (`round1/x.txt:3`); empty where it is not there."""
+        name = re.sub(r":\d+$", "", place)
+        for path in (self.attempt.evidence / name, self.attempt.root / name):
+            with contextlib.suppress(OSError):  # a name of an input may be too long for one
+                if path.is_file():
+                    return self._link(path)
+        return ""
+
+    def _link(self, path: Path) -> str:
+        real, stage = path.resolve(), self.stage.resolve()
+        inside = real.is_relative_to(stage.parent.parent)
+        return quote(os.path.relpath(real, stage)) if inside else ""
+
+
+def render(verdict: Verdict, origin: Origin | None = None) -> str:
     """The page of a diagnosis verdict: below 2 MB whatever the number of ranks."""
     view = View(verdict)
     rows = [row["ranks"] for row in view.rows]
@@ -25,6 +66,7 @@ def render(verdict: Verdict) -> str:
         .render(
             view=view,
             verdict=verdict,
+            origin=origin,
             diagnosis=view.diagnosis,
             colour=lambda n: colour(n, culprit=culprit[n]),
             ranges=ranges,
@@ -38,13 +80,13 @@ def render(verdict: Verdict) -> str:
     )
 
 
-def write_page(verdict: Verdict, path: Path) -> None:
-    """Write the page atomically.
+def write_page(verdict: Verdict, path: Path, origin: Origin | None = None) -> None:
+    """Write the page atomically, with links to the evidence and the run's page of its `origin`.
 
     Raises:
         StorageError: `path` cannot be written.
     """
-    write_text(path, render(verdict))
+    write_text(path, render(verdict, origin))
 
 
 def colour(number: int, *, culprit: bool) -> str:

@@ -250,3 +250,11 @@ def test_counts_that_cannot_be_true_are_no_counts(tmp_path: Path, value: object)
     """The samples alone decide then, as those that somebody pasted."""
     chosen = diagnose(collected(job(tmp_path, age=None), {"cpu": value})).chosen
     assert (chosen.state, list(chosen.ranks)) == ("hung", [1])
+
+
+def test_what_is_not_yet_said_stands_among_the_candidates(tmp_path: Path) -> None:
+    found = diagnose(collected(job(tmp_path, age=None), {"cpu": 7.5})).to_json()
+    assert found["culprits"]["ranks"] == []
+    assert found["candidates"][0] == {
+        "ranks": [1], "nodes": [], "roles": [], "cause": "missing_rank", "weight": 0.8,
+    }  # fmt: skip

@@ -14,6 +14,7 @@ import pytest
 
 from shakedown.cli import main
 from shakedown.core.errors import UsageError
+from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.records import Stack
 from shakedown.monitor import hook
@@ -331,3 +332,63 @@ def test_what_a_process_and_its_children_do_is_counted(tmp_path: Path) -> None:
     assert last.cpu - first.cpu > 0.1
     assert last.io > first.io
     assert last.output - first.output == 100
+
+
+def test_files_that_processes_print_to_are_copied_by_their_owner(tmp_path: Path) -> None:
+    own, shared, out = tmp_path / "stdout", tmp_path / "all.txt", tmp_path / "evidence"
+    program = [sys.executable, "-c", "print('hello', flush=True); import time; time.sleep(60)"]
+    with own.open("wb") as first, shared.open("wb") as both:
+        processes = [
+            subprocess.Popen(program, stdout=first, stderr=both),
+            subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=both),
+        ]
+    while not own.stat().st_size:
+        time.sleep(0.01)
+    shared.write_text("of both\n")
+
+    try:
+        targets = [Target(f"trainer-rank{r}", p.pid) for r, p in enumerate(processes)]
+        collect_local(targets, out, rounds=1)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+    found = {path.name: path.read_text() for path in (out / "logs").iterdir()}
+    assert found == {"trainer-rank0.out": "hello\n", "output.log": "of both\n"}
+
+
+def test_logs_of_torchrun_keep_their_folders(
+    tmp_path: Path, sleeper: subprocess.Popen[str]
+) -> None:
+    logs, out = tmp_path / "logs", tmp_path / "evidence"
+    inner = logs / "run_x" / "attempt_0" / "3"
+    inner.mkdir(parents=True)
+    (inner / "stderr.log").write_text("ValueError: bad\n")
+
+    collect_local([Target("trainer-rank3", sleeper.pid)], out, logs=logs, rounds=1)
+
+    assert (out / "logs/run_x/attempt_0/3/stderr.log").read_text() == "ValueError: bad\n"
+
+
+def test_rank_of_this_node_without_a_process_is_found_and_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mark = f"shakedown-absent-{os.getpid()}"
+    ranks = [
+        start(
+            SLEEPER, mark, RANK=str(4 + local), LOCAL_RANK=str(local), LOCAL_WORLD_SIZE="3",
+            WORLD_SIZE="8", MASTER_ADDR="n1", MASTER_PORT=mark,
+        )
+        for local in (0, 2)
+    ]  # fmt: skip
+    try:
+        done = main(["hang", "collect", "--match", mark, "--out", str(tmp_path), "--rounds", "1"])
+    finally:
+        for process in ranks:
+            end(process)
+
+    capfd.readouterr()
+    chosen = diagnose_paths([tmp_path]).extra["diagnosis"]
+    assert done == 0
+    assert (chosen["cause"], chosen["culprits"]["ranks"]) == ("missing_rank", [5])

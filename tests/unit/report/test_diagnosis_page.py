@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shakedown.core.paths import RunPaths
 from shakedown.diagnosis.diagnose import diagnose_paths
-from shakedown.report.diagnosis_page import render
+from shakedown.report.diagnosis_page import Origin, render
 from tests.hang_verdicts import large
 
 DATA = Path(__file__).parents[2] / "data"
@@ -127,3 +128,33 @@ def test_hostile_names_of_hosts_groups_and_quotes_are_escaped() -> None:
     reader = Reader(page)
     assert reader.open == []
     assert reader.links == []
+
+
+def test_page_of_a_stage_names_it_and_leads_to_its_evidence_and_its_run(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path / "demo")
+    attempt = run.stage("grpo").new_attempt()
+    for path in (run.report, attempt.evidence / "round1" / "pyspy-1.json"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    outside = tmp_path / "secret"
+    outside.touch()
+    (attempt.evidence / "way-out").symlink_to(outside)
+    verdict = large(16)
+    evidence = ["round1/pyspy-1.json:3", "way-out", "../../../../../../secret", "x" * 3000]
+    finding = dataclasses.replace(verdict.findings[0], evidence=evidence)
+    verdict = dataclasses.replace(verdict, findings=[finding])
+
+    page = render(verdict, Origin(attempt))
+
+    assert "demo, stage grpo, attempt 1" in page
+    assert '<a href="../../report/index.html">' in page
+    assert '<a href="attempts/001/evidence/round1/pyspy-1.json">' in page
+    assert page.count("<a href=") == 2
+
+
+def test_page_of_a_healthy_run_misses_no_dumps() -> None:
+    verdict = large(16)
+    verdict = dataclasses.replace(verdict, extra={**verdict.extra, "timeline": []})
+    assert "No Flight Recorder data" in render(verdict)
+    verdict.extra["diagnosis"]["state"] = "healthy"
+    assert "No Flight Recorder data" not in render(verdict)

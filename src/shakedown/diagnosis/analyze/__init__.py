@@ -1,6 +1,6 @@
 """From facts to a diagnosis: pure. A rule is a small function; the first that applies is chosen."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from shakedown.diagnosis.analyze import (
@@ -11,7 +11,7 @@ from shakedown.diagnosis.analyze import (
     rules_checkpoint,
     rules_collectives,
     rules_evidence,
-    rules_joined,
+    rules_init,
     rules_network,
     rules_order,
     rules_p2p,
@@ -21,6 +21,7 @@ from shakedown.diagnosis.analyze import (
     rules_stacks,
     rules_storage,
     rules_sync,
+    rules_told,
     rules_user,
     rules_weights,
 )
@@ -57,10 +58,10 @@ RULES: dict[str, Rule] = {
     "shape error": rules_batches.shape_error,
     "dead rank": rules_process.dead_rank,
     "user code raised": rules_user.raised,
-    "told mismatch": rules_collectives.told_mismatch,
+    "told mismatch": rules_told.told_mismatch,
     # Before the rules about collectives: ranks wait in those because of the other side.
     "weights by stack": rules_weights.weights_by_stack,
-    "initialisation": rules_stacks.init_deadlock,
+    "initialisation": rules_init.init_deadlock,
     "cleanup": rules_stacks.cleanup,
     "starvation": rules_roles.starvation,
     "weight update": rules_roles.weight_sync,
@@ -85,8 +86,8 @@ RULES: dict[str, Rule] = {
     "crossed groups": rules_collectives.crossed,
     "opposite order": rules_order.opposite_order,
     # Late: such reports may list all ranks that have not finished, victims among them.
-    "told missing": rules_collectives.told_missing,
-    "told NCCL": rules_network.told_nccl,
+    "told missing": rules_told.told_missing,
+    "told NCCL": rules_told.told_nccl,
     "two threads": rules_stacks.two_threads,
     "uneven inputs": rules_progress.uneven,
     "one way": rules_p2p.one_way,
@@ -94,7 +95,7 @@ RULES: dict[str, Rule] = {
     "different paths": rules_stacks.different_paths,
     "one place": rules_collectives.one_place,
     "half done": rules_network.half_done,
-    "too few joined": rules_joined.too_few_joined,
+    "too few joined": rules_init.too_few_joined,
     "user code too slow": rules_user.too_slow,
 }
 
@@ -121,7 +122,18 @@ def analyze(facts: Facts) -> Diagnosis:
         edges=_edges(chosen, situation),
         conflicts=conflicts,
         notes=_notes(facts),
+        candidates=_candidates(first, spoken),
     )
+
+
+def _candidates(first: str | None, spoken: Mapping[str, Hypothesis]) -> list[Hypothesis]:
+    """Also of a diagnosis that is unknown because it is too early: what it would be otherwise."""
+    ordered = sorted(spoken.items(), key=lambda row: (row[0] != first, -row[1].confidence))
+    found: dict[object, Hypothesis] = {}
+    for _, row in ordered:
+        if row.cause not in ("unknown", "healthy"):
+            found.setdefault((row.cause, row.culprits), row)
+    return list(found.values())
 
 
 def _by_node(facts: Facts, chosen: Hypothesis) -> Hypothesis:

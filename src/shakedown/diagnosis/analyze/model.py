@@ -87,13 +87,17 @@ class RankClass:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The chosen hypothesis with the classes, the wait-for graph and what contradicts it."""
+    """The chosen hypothesis with the classes, the wait-for graph and what contradicts it.
+
+    `candidates`: all readings that the evidence allows, the chosen one's first, then by confidence.
+    """
 
     chosen: Hypothesis
     classes: Sequence[RankClass] = ()
     edges: Sequence[Edge] = ()
     conflicts: Sequence[str] = ()
     notes: Sequence[str] = field(default_factory=tuple)
+    candidates: Sequence[Hypothesis] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The `diagnosis` key of diagnosis.json."""
@@ -118,6 +122,16 @@ class Diagnosis:
             ],
             "conflicts": list(self.conflicts),
             "needed": list(chosen.needed),
+            "candidates": [
+                {
+                    "ranks": sorted(row.ranks),
+                    "nodes": sorted(row.nodes),
+                    "roles": sorted(row.roles),
+                    "cause": row.cause,
+                    "weight": round(row.confidence, 2),
+                }
+                for row in self.candidates
+            ],
         }
 
 

@@ -7,7 +7,7 @@ from shakedown.diagnosis.analyze.position import in_nccl_enqueue, user_frames
 from shakedown.diagnosis.analyze.rules_stacks import places_of
 from shakedown.diagnosis.analyze.situation import WAITING, CallDivergence, Situation, known_dtypes
 from shakedown.diagnosis.analyze.waiting import Wait
-from shakedown.diagnosis.records import LogEvent, Operation, SourceRef
+from shakedown.diagnosis.records import Operation, SourceRef
 
 
 def diverged(s: Situation) -> Hypothesis | None:
@@ -261,75 +261,6 @@ def crossed(s: Situation) -> Hypothesis | None:
         needed=["the order in which the code is meant to use these groups"],
         remedy="let all ranks use their groups in one order",
     )
-
-
-def told_missing(s: Situation) -> Hypothesis | None:
-    """Ranks that torch or NCCL itself name as missing: desync report, monitored barrier, RAS."""
-    named: dict[int, SourceRef] = {}
-    for event in s.facts.all_events():
-        if event.kind == "missing_ranks":
-            for rank in event.detail.get("ranks", []):
-                named.setdefault(rank, event.place)
-    for rank, component in s.ranks.items():
-        for row in component.ras:
-            if row.missing or 0 <= row.counts.get("launched", -1) < row.counts.get("most", -1):
-                named.setdefault(rank, row.place)
-    everyone = s.expected_ranks | set(range(max(named, default=-1) + 1))
-    reported = any(e.kind == "missing_ranks" and _by_another(e) for e in s.facts.all_events())
-    # RAS or a watchdog that lists every rank tells none from the others.
-    if not named or (len(named) == len(everyone) and not reported):
-        return None
-    return Hypothesis(
-        "missing_rank",
-        f"{name_ranks(list(named))} did not join, says {next(iter(named.values())).path}",
-        ranks=sorted(named),
-        victims=sorted(everyone - set(named)),
-        confidence=0.75,
-        evidence=list(named.values())[:6],
-        needed=[f"a stack of {name_ranks(list(named))}"],
-        remedy="see what the missing rank does: its stack, its log, its GPU's error counters",
-    )
-
-
-def _by_another(event: LogEvent) -> bool:
-    """A report that some rank writes of others; it may also list all that have not finished."""
-    return bool(event.detail.get("ranks")) and "joined but didn't finish" not in event.text
-
-
-def told_mismatch(s: Situation) -> Hypothesis | None:
-    """TORCH_DISTRIBUTED_DEBUG=DETAIL compared the calls itself; two ranks, neither is blamed."""
-    events = [e for e in s.facts.all_events() if e.kind == "collective_mismatch"]
-    if not events:
-        return None
-    event = events[0]
-    first, second = str(event.detail.get("call_a", "")), str(event.detail.get("call_b", ""))
-    ranks = [event.detail.get("rank_a"), event.detail.get("rank_b")]
-    cause: Cause = "collective_mismatch"
-    if _field(first, "OpType=") == _field(second, "OpType="):
-        # One operation on both sides: their tensors differ, in size unless the types say otherwise.
-        cause = "size_mismatch"
-        if _field(first, "TensorDtypes=") != _field(second, "TensorDtypes="):
-            cause = "dtype_mismatch"
-    return Hypothesis(
-        cause,
-        f"rank {ranks[0]} and rank {ranks[1]} made different calls: {_short(first)} against "
-        f"{_short(second)}",
-        victims=sorted(s.expected_ranks),
-        pattern="B",
-        confidence=0.7,
-        evidence=[e.place for e in events[:4]],
-        needed=["Flight Recorder dumps of all ranks, to tell which one left the usual order"],
-        state="hung" if s.stuck else "exited",
-        remedy="look for a branch that not all ranks take before these calls",
-    )
-
-
-def _field(text: str, key: str) -> str:
-    return text.partition(key)[2].split("]", 1)[0].split(",", 1)[0]
-
-
-def _short(call: str) -> str:
-    return call.split(", TensorDeviceTypes", 1)[0].replace("CollectiveFingerPrint(", "")
 
 
 def timed_out_apart(s: Situation) -> Hypothesis | None:

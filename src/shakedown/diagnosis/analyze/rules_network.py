@@ -4,46 +4,9 @@ import re
 
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.situation import Situation
-from shakedown.diagnosis.records import LogEvent
 
-_INTERNAL = re.compile(r"ncclInternalError")
 # Done nowhere before all have entered: a broadcast's root may be done while others have not come.
 _SYMMETRIC = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier")
-
-
-def told_nccl(s: Situation) -> Hypothesis | None:
-    """NCCL itself reported an error: an internal one, or one of the system and the network.
-
-    The rank that logged it is where it surfaced, not the one that caused it.
-    """
-    found: list[tuple[int | None, LogEvent]]
-    found = [(None, e) for e in s.facts.events if e.kind in ("nccl_error", "traceback")]
-    found += [
-        (r, e)
-        for r, c in s.ranks.items()
-        for e in c.events
-        if e.kind in ("nccl_error", "traceback")
-    ]
-    rows = [(r, e) for r, e in found if e.kind == "nccl_error" or _INTERNAL.search(e.text)]
-    if not rows:
-        return None
-    internal = [row for row in rows if _INTERNAL.search(row[1].text)]
-    # An internal error says more than the errors of peers that follow from it.
-    rank, event = (internal or rows)[0]
-    where = f"rank {rank}" if rank is not None else event.place.path
-    what = "an internal error" if internal else "an error of the system or the network"
-    return Hypothesis(
-        "nccl_internal" if internal else "network",
-        f"NCCL reported {what} ({where}: {event.text})",
-        victims=sorted(s.expected_ranks),
-        confidence=0.65,
-        evidence=[e.place for _, e in (internal or rows)[:8]],
-        needed=["NCCL_DEBUG=INFO logs of all ranks and NCCL's version", "`dmesg` of the nodes"],
-        state="hung" if s.stuck else "exited",
-        remedy="run `shakedown preflight` on these nodes"
-        + ("; try another NCCL version" if internal else ""),
-        blame="environment" if internal else "link",
-    )
 
 
 def half_done(s: Situation) -> Hypothesis | None:

@@ -19,69 +19,6 @@ def places_of(s: Situation, ranks: list[int], limit: int = 6) -> list[SourceRef]
     return [p for r in ranks[:limit] if (p := s.positions[r].place)]
 
 
-def init_deadlock(s: Situation) -> Hypothesis | None:
-    """Some ranks are in rendezvous or group creation and others have not come."""
-    inside = s.at("init")
-    # A recorded call shows that initialisation is over: groups are made later on, too.
-    if not inside or any(c.record and c.record.operations for c in s.ranks.values()):
-        return None
-    known = set(s.ranks)
-    outside = sorted(r for r in known - set(inside) if s.positions[r].kind != "unknown")
-    if len(inside) < len(outside) and _makes_a_group(s, inside) and set(outside) <= set(s.waiting):
-        return _lone_group(s, inside, outside)
-    absent = sorted(s.expected_ranks - known)
-    # Of several ranks without a file each may only have lost it.
-    culprits = outside or (absent if len(absent) == 1 < len(inside) else [])
-    joined = [e for e in s.facts.all_events() if e.kind == "missing_ranks" and "joined" in e.detail]
-    where = f": it is in {s.positions[outside[0]].where}" if outside else ""
-    if len(culprits) > 1:
-        where = ""
-    told = f" ({joined[0].text})" if joined and not culprits else ""
-    return Hypothesis(
-        "init_deadlock",
-        f"{name_ranks(inside)} {verb(inside, 'waits', 'wait')} in {s.positions[inside[0]].op} "
-        "during initialisation; "
-        + (
-            f"{name_ranks(culprits)} did not join{where}"
-            if culprits
-            else f"who is missing is not known{told}"
-        ),
-        ranks=culprits,
-        victims=inside,
-        confidence=0.85 if outside else 0.7 if absent else 0.4,
-        evidence=[*places_of(s, outside), *places_of(s, inside, 3), *[e.place for e in joined[:1]]],
-        needed=[]
-        if culprits
-        else [f"stacks of {name_ranks(absent) if absent else 'all ranks, and the world size'}"],
-        edges=_edges(inside, culprits, "rendezvous not joined"),
-        remedy="see what the missing rank does before init_process_group; raise nothing, wait less",
-    )
-
-
-_GROUPS = frozenset({"new_group", "_new_group_with_tag", "split_group", "new_subgroups"})
-
-
-def _makes_a_group(s: Situation, ranks: Sequence[int]) -> bool:
-    """Making a group is a collective of all ranks, long after the job's own initialisation."""
-    return all(any(f.function in _GROUPS for f in s.positions[r].path) for r in ranks)
-
-
-def _lone_group(s: Situation, inside: list[int], outside: list[int]) -> Hypothesis:
-    return Hypothesis(
-        "conditional_collective",
-        f"{name_ranks(inside)} {verb(inside, 'makes', 'make')} a process group "
-        f"({s.positions[inside[0]].where}), in which all have to take part, while "
-        f"{name_ranks(outside)} {verb(outside, 'waits', 'wait')} in {_waits_in(s)}",
-        ranks=inside,
-        victims=outside,
-        pattern="B",
-        confidence=0.75,
-        evidence=[*places_of(s, inside), *places_of(s, outside, 3)],
-        edges=_edges(inside, outside, "the group's barrier not entered"),
-        remedy="make the group on every rank, or on none",
-    )
-
-
 def cleanup(s: Situation) -> Hypothesis | None:
     """Pattern A: ranks left the training loop and wait in cleanup, others are still in it."""
     training = [r for r in s.waiting if not s.positions[r].cleanup and s.positions[r].path]
@@ -106,7 +43,7 @@ def cleanup(s: Situation) -> Hypothesis | None:
         pattern="A",
         confidence=0.95 if raised else 0.85,
         evidence=[*[e.place for e in raised[:2]], *places_of(s, left), *places_of(s, stay, 2)],
-        edges=_edges(stay, left, f"{s.positions[stay[0]].op} not entered"),
+        edges=wait_pairs(stay, left, f"{s.positions[stay[0]].op} not entered"),
         needed=[] if raised else ["the exception: log it before the cleanup waits for others"],
         remedy="let a rank that fails abort the process group instead of waiting in cleanup",
     )
@@ -122,7 +59,7 @@ def _schedule_left(s: Situation, left: list[int], stay: list[int]) -> Hypothesis
         victims=sorted({*left, *stay}),
         confidence=0.6,
         evidence=[*places_of(s, left, 3), *places_of(s, stay, 3)],
-        edges=_edges(stay, left, "nothing sent or received any more"),
+        edges=wait_pairs(stay, left, "nothing sent or received any more"),
         needed=["how many messages each rank means to send and receive in a step"],
         remedy="give all stages of a pipeline the same number of micro-batches",
     )
@@ -261,7 +198,7 @@ def lone_call_from_data(s: Situation) -> Hypothesis | None:
         pattern="B",
         confidence=0.8,
         evidence=[*places_of(s, ranks), *places_of(s, loading, 3)],
-        edges=_edges(ranks, loading, f"{position.op} not entered"),
+        edges=wait_pairs(ranks, loading, f"{position.op} not entered"),
         remedy="take the collective out of the data code, or let every rank call it",
     )
 
@@ -285,12 +222,12 @@ def outsider(s: Situation) -> Hypothesis | None:
         return Hypothesis(
             elsewhere if cause == "missing_rank" else cause,
             f"{name_ranks(behind)} {verb(behind, *says)} ({first.where}{extra}), while "
-            f"{name_ranks(s.waiting)} {verb(s.waiting, 'waits', 'wait')} in {_waits_in(s)}",
+            f"{name_ranks(s.waiting)} {verb(s.waiting, 'waits', 'wait')} in {waits_in(s)}",
             ranks=behind,
             victims=sorted(set(s.alive) - set(behind)),
             confidence=0.95 if set(behind) <= set(s.blockers) else 0.8,
             evidence=[*places_of(s, behind), *places, *places_of(s, s.waiting, 2)],
-            edges=_edges(s.waiting, behind, "collective not entered"),
+            edges=wait_pairs(s.waiting, behind, "collective not entered"),
             remedy=remedy,
             blame=blame,
         )
@@ -330,7 +267,7 @@ def all_in_loader(s: Situation) -> Hypothesis | None:
     )
 
 
-def _waits_in(s: Situation) -> str:
+def waits_in(s: Situation) -> str:
     positions = [s.positions[r] for r in s.waiting if s.positions[r].op]
     if positions:
         return positions[0].where
@@ -350,7 +287,7 @@ def _worker(s: Situation, rank: int) -> tuple[str, list[SourceRef]]:
     return "", []
 
 
-def _edges(waiters: list[int], awaited: list[int], why: str) -> list[Edge]:
+def wait_pairs(waiters: list[int], awaited: list[int], why: str) -> list[Edge]:
     """At most a page full: the graph of large jobs repeats itself."""
     pairs = islice(product(waiters, awaited), 200)
     return [Edge(f"rank {a}", f"rank {b}", why) for a, b in pairs]

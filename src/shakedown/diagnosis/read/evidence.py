@@ -156,12 +156,15 @@ def _time(value: Any) -> float:
 
 def _collected(source: EvidenceFile, body: _Collected) -> list[Record]:
     host = clean(body.host, 80)
-    rows = [_target(source, row, host) for row in body.targets if pid_of(row.pid) is not None]
-    return [record for row in rows for record in row]
+    # Process 0 stands for a rank without one.
+    known = [
+        row for row in body.targets if pid_of(row.pid) or (row.pid == 0 and row.rank is not None)
+    ]
+    return [record for row in known for record in _target(source, row, host)]
 
 
 def _target(source: EvidenceFile, row: _Target, host: str) -> list[Record]:
-    who = Identity(rank_of(row.rank), row.pid, host, clean(row.role, 40))
+    who = Identity(rank_of(row.rank), pid_of(row.pid), host, clean(row.role, 40))
     place = source.place(0, clean(row.name))
     records: list[Record] = [TargetName(who, clean(row.name, 80), place)]
     for sample, each in enumerate(row.states[:_MAX_SAMPLES], start=1):

@@ -7,6 +7,7 @@ from shakedown.monitor.collect.targets import (
     from_job,
     from_pattern,
     from_pids,
+    missing_ranks,
 )
 
 __all__ = [
@@ -18,4 +19,5 @@ __all__ = [
     "from_job",
     "from_pattern",
     "from_pids",
+    "missing_ranks",
 ]

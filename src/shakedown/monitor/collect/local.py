@@ -21,6 +21,9 @@ SOURCE_SECONDS = 30.0  # NCCL RAS, GPUs and Slurm together
 WORKERS = 8
 
 
+_GONE: dict[str, object] = {"state": "X", "wchan": "", "threads": []}
+
+
 @dataclass
 class TargetReport:
     """What was found of one process: states by round, and what could not be read."""
@@ -58,6 +61,7 @@ def collect_local(
     native: bool = False,
     always_pyspy: bool = False,
     missed: Sequence[str] = (),
+    absent: Sequence[int] = (),
 ) -> CollectReport:
     """Sample every target `rounds` times, `gap` seconds apart, and copy dumps and log ends.
 
@@ -66,11 +70,13 @@ def collect_local(
 
     Args:
         out: where everything is written: an attempt's `evidence/`, or any folder.
-        logs: folder of logs whose ends are copied; None copies none.
+        logs: folder of logs whose ends are copied; None copies those of the files that the
+            processes print to.
         heartbeats: folder of heartbeats; by default the one beside `out`.
         native: C and C++ frames too, by py-spy.
         always_pyspy: py-spy reads every process.
         missed: what the caller could not find, to be written down with the rest.
+        absent: ranks of this node without a process.
 
     Nothing is raised for a target or a disk that fails; the report and
     `collected-<host>.json` say what was missed.
@@ -88,7 +94,9 @@ def collect_local(
     collection.ask_node()
     if logs is not None:
         collection.logs(logs)
-    return collection.finish(rounds, begin)
+    else:
+        collection.output()
+    return collection.finish(rounds, begin, absent)
 
 
 class _Collection:
@@ -229,13 +237,26 @@ class _Collection:
         except OSError as error:
             self.writer.missed.append(printable(f"logs {folder}: {error.strerror}"))
             return
-        logs.copy_ends(paths, self.writer)
+        logs.copy_ends(paths, self.writer, folder)
 
-    def finish(self, rounds: int, begin: float) -> CollectReport:
+    def output(self) -> None:
+        """What the processes print, where it goes to files; a dead file system holds its reader."""
+        names = {t.pid: t.file_name for t in self._targets}
+        job = functools.partial(logs.copy_output, names, self.writer)
+        (given,) = run_bounded([job], 1, SOURCE_SECONDS)
+        if not isinstance(given, int):
+            why = given or f"not read in {SOURCE_SECONDS:.0f} s"
+            self.writer.missed.append(printable(f"output of the processes: {why}"))
+
+    def finish(self, rounds: int, begin: float, absent: Sequence[int]) -> CollectReport:
         """Write the table last: who finds it finds everything it names."""
         writer = self.writer
         self._stacks.clear(writer.out)
         rows = list(self._rows.values())
+        rows += [
+            TargetReport(f"trainer-rank{r}", 0, "trainer", r, [_GONE], ["it has no process here"])
+            for r in absent
+        ]
         seconds = round(time.monotonic() - begin, 2)
         report = CollectReport(socket.gethostname(), rows, writer.files, [], self._node, seconds)
         # Again, as writing the table may have failed too.

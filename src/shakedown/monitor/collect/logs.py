@@ -1,11 +1,12 @@
-"""The ends of logs: what was printed last."""
+"""The ends of logs and of what processes print: what was printed last."""
 
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from shakedown.monitor.collect.proc import link
 from shakedown.monitor.collect.writer import NAMES, Writer, printable
 
 LOG_BYTES = 256 * 1024  # of each log
@@ -13,28 +14,74 @@ MAX_LOGS = 4096
 # A number that ends a file's name is read as a rank; that of `slurm-1234.out` is a job.
 _NUMBERED, _LETTERS = re.compile(r"(slurm-[0-9_]+)(\.[a-z]+)"), r"\1-output\2"
 _SUFFIXES = (".log", ".out", ".err")
+_LEVELS = 4  # of folders below the given one
 
 
 def logs_in(folder: Path) -> list[Path]:
-    """The logs directly in `folder`, by name.
+    """The logs in `folder` and, as torchrun's --log-dir lays them out, some levels below, by name.
 
     Raises:
         OSError: the folder cannot be listed.
     """
-    with os.scandir(folder) as entries:
-        return sorted(folder / e.name for e in entries if e.name.endswith(_SUFFIXES))
+    found: list[Path] = []
+    left = [(folder, 0)]
+    while left and len(found) <= MAX_LOGS:
+        place, depth = left.pop()
+        with os.scandir(place) as entries:
+            rows = sorted(entries, key=lambda entry: entry.name)
+        found += [place / e.name for e in rows if e.name.endswith(_SUFFIXES) and not _is_folder(e)]
+        # RUN_ID/attempt_0/3/stderr.log
+        below = [(place / e.name, depth + 1) for e in reversed(rows) if _is_folder(e)]
+        left += below if depth < _LEVELS else []
+    return found
 
 
-def copy_ends(paths: Iterable[Path], writer: Writer) -> None:
-    """Copy the last 256 KiB of each to `logs/NAME`; one that cannot be read is noted."""
+def _is_folder(entry: "os.DirEntry[str]") -> bool:
+    return entry.is_dir(follow_symlinks=False)
+
+
+def copy_ends(paths: Iterable[Path], writer: Writer, folder: Path | None = None) -> None:
+    """Copy the last 256 KiB of each to `logs/NAME`, with its folders below `folder`; one that
+    cannot be read is noted.
+    """
     for number, path in enumerate(paths):
         if number == MAX_LOGS:
             writer.missed.append(f"logs after the first {MAX_LOGS} were not copied")
             return
+        name = path.relative_to(folder) if folder is not None else Path(path.name)
         try:
-            writer.data(NAMES.logs / _NUMBERED.sub(_LETTERS, path.name), _end_of(path))
+            end = _end_of(path)
         except OSError as error:
             writer.missed.append(printable(f"log {path.name}: {error.strerror or error}"))
+            continue
+        writer.data(NAMES.logs / name.parent / _NUMBERED.sub(_LETTERS, name.name), end)
+
+
+def copy_output(processes: Mapping[int, str], writer: Writer) -> int:
+    """Copy the ends of the files that processes print to: `logs/NAME.out` and `logs/NAME.err`.
+
+    A file that several print to is nobody's own: `logs/output.log`, the next `logs/output1.log`.
+    Returns how many files there are.
+    """
+    printed: dict[str, list[tuple[int, int]]] = {}
+    for pid in processes:
+        for number in (1, 2):
+            target = link(f"/proc/{pid}/fd/{number}")
+            # No pipe, socket or terminal: those have no end to be read.
+            if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
+                printed.setdefault(target, []).append((pid, number))
+    shared = 0
+    for target, users in list(printed.items())[:MAX_LOGS]:
+        pid, number = users[0]
+        name = f"{processes[pid]}.{'out' if number == 1 else 'err'}"
+        if len({pid for pid, _ in users}) > 1:
+            name, shared = f"output{shared or ''}.log", shared + 1
+        try:
+            # By the process's own descriptor: the path may be another file in its container.
+            writer.data(NAMES.logs / name, _end_of(Path(f"/proc/{pid}/fd/{number}")))
+        except OSError as error:
+            writer.missed.append(printable(f"output {target}: {error.strerror or error}"))
+    return len(printed)
 
 
 def _end_of(path: Path) -> bytes:

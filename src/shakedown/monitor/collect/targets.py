@@ -20,7 +20,10 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _LIST_SECONDS = 20.0
 # Collectors of other sessions: they look at the job and are no part of it.
 _OWN = re.compile(r"shakedown\.cli hang collect")
-_OF_RANKS = (b"RANK=", b"SLURM")
+_OF_RANKS = (
+    b"RANK=", b"SLURM", b"LOCAL_RANK=", b"LOCAL_WORLD_SIZE=", b"WORLD_SIZE=", b"MASTER_",
+)  # fmt: skip
+_HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,47 @@ def from_attempt(attempt: Path) -> list[Target]:
         for b in beats
         if b.host == host and 0 < b.pid <= MAX_PID
     ]
+
+
+def missing_ranks(targets: Iterable[Target]) -> list[int]:
+    """Ranks that should run on this node, by what their launcher told the others, and do not.
+
+    torchrun tells how many ranks its node has; of a job whose store is on loopback all are here. A
+    rank under another command is found by its environment, too.
+    """
+    expected: dict[tuple[str, str], set[int]] = {}
+    for target in targets:
+        environment = _environment(target.pid)
+        local = _own_ranks(environment)
+        if local:
+            expected.setdefault(_store(environment), set()).update(local)
+    if not expected:
+        return []
+    environments = [_environment(p.pid) for p in _processes() if p.python]
+    living = {(*_store(e), e.get("RANK", "")) for e in environments}
+    return sorted(
+        rank
+        for store, ranks in expected.items()
+        for rank in ranks
+        if (*store, str(rank)) not in living
+    )
+
+
+def _store(environment: Mapping[str, str]) -> tuple[str, str]:
+    """Where the ranks of a job meet: tells jobs apart."""
+    return environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+
+
+def _own_ranks(environment: Mapping[str, str]) -> range:
+    """The ranks of this node; empty where nothing tells."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    texts = (environment.get(name, "") for name in names)
+    rank, world, local, count = (int(t) if t.isdecimal() and len(t) < 7 else -1 for t in texts)
+    if rank >= local >= 0 and count > local:
+        return range(rank - local, rank - local + count)
+    if rank >= 0 and world > rank and environment.get("MASTER_ADDR") in _HERE:
+        return range(world)
+    return range(0)
 
 
 def _processes() -> list[_Process]:
