@@ -78,7 +78,9 @@ def copy_output(processes: Mapping[int, str], writer: Writer) -> int:
             name, shared = f"output{shared or ''}.log", shared + 1
         try:
             # By the process's own descriptor: the path may be another file in its container.
-            writer.data(NAMES.logs / name, _end_of(Path(f"/proc/{pid}/fd/{number}")))
+            end = _end_of(Path(f"/proc/{pid}/fd/{number}"))
+            if end:
+                writer.data(NAMES.logs / name, end)
         except OSError as error:
             writer.missed.append(printable(f"output {target}: {error.strerror or error}"))
     return len(printed)
