@@ -22,7 +22,7 @@ demo: install ## the demo run on this machine; prints the report's path
 	@$(BIN)/snakemake
 	@echo "report: $(CURDIR)/results/demo/report/index.html"
 
-test: install system ## the tests; faults that were recorded are replayed, six of them run live
+test: install system ## the tests; faults that were recorded are replayed, four of them run live
 	@$(PYTEST) -m "not exhaustive"
 
 test-all: install system ## every test, every fault live

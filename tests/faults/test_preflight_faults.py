@@ -184,6 +184,7 @@ check --out dead
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.slurm
 @pytest.mark.skipif(shutil.which("slurmd") is None, reason="scripts/install_system.sh was not run")

@@ -137,6 +137,7 @@ def test_after_a_kill_nothing_runs_twice_where_nothing_changed(workflow: Make) -
     assert started(flow) == dict.fromkeys(RULES, 1)
 
 
+@pytest.mark.exhaustive
 def test_after_jobs_ended_unwatched_the_outputs_are_those_of_what_is_there_now(
     workflow: Make,
 ) -> None:
@@ -170,6 +171,7 @@ def test_behind_a_precommand_a_change_is_noticed_as_well(workflow: Make) -> None
     assert flow.runs() == {"a": "start end start end"}
 
 
+@pytest.mark.exhaustive
 def test_after_ctrl_c_the_outputs_are_those_of_what_is_there_now(workflow: Make) -> None:
     flow = begun(workflow)
     flow.started[-1].send_signal(signal.SIGINT)
@@ -182,9 +184,10 @@ def test_after_ctrl_c_the_outputs_are_those_of_what_is_there_now(workflow: Make)
     assert started(flow) == dict.fromkeys(RULES, 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "age",
-    [pytest.param("old", marks=pytest.mark.exhaustive), "new"],  # what did not change: above
+    ["old", "new"],
 )
 def test_after_a_kill_and_lost_nodes_the_outputs_are_those_of_what_is_there_now(
     workflow: Make, slurm_cluster: private_slurm.Cluster, age: str
@@ -200,6 +203,7 @@ def test_after_a_kill_and_lost_nodes_the_outputs_are_those_of_what_is_there_now(
     assert made == {name: value.replace("new", age) for name, value in NEW.items()}
 
 
+@pytest.mark.exhaustive
 def test_another_working_directory_takes_over_nothing_and_ends_nothing(
     workflow: Make, slurm_cluster: private_slurm.Cluster, tmp_path: Path
 ) -> None:
@@ -228,6 +232,7 @@ def test_another_working_directory_takes_over_nothing_and_ends_nothing(
     assert started(first) == dict.fromkeys(RULES, 1)
 
 
+@pytest.mark.exhaustive
 def test_a_directory_made_anew_at_the_same_place_takes_over_nothing(
     workflow: Make, tmp_path: Path
 ) -> None:

@@ -68,6 +68,7 @@ def key(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", served.endpoint.api_key())
 
 
+@pytest.mark.exhaustive
 def test_every_check_passes_with_512_episodes_at_once(served: Served, tmp_path: Path) -> None:
     config = load_config(CONFIG, served.config)
     assert config.agents.prompts * config.agents.group_size == 512

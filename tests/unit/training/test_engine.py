@@ -259,6 +259,7 @@ def test_activation_checkpointing_of_a_model_without_it_is_refused(
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # torch.compile's own
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 def test_compiled_layers_take_the_same_steps(folder: Path) -> None:
