@@ -161,11 +161,10 @@ def open_own(path: Path, flags: int) -> int:
     """
     try:
         return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode())
-    except FileExistsError:
-        pass
     except OSError as error:
-        # Also said of a file that is there, which can still be read.
-        if error.errno != errno.EROFS or flags & os.O_ACCMODE != os.O_RDONLY:
+        # EROFS is also said of a file that is there, which can still be read.
+        reads = error.errno == errno.EROFS and flags & os.O_ACCMODE == os.O_RDONLY
+        if error.errno != errno.EEXIST and not reads:
             raise
     with _looked_at(path) as file:
         if os.fstat(file).st_nlink > 1:

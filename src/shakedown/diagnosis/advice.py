@@ -9,6 +9,7 @@ from typing import Any
 from shakedown.cluster.nodes import is_node_name
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Verdict
+from shakedown.diagnosis.analyze.liveness import LONG_SECONDS
 from shakedown.diagnosis.analyze.model import Hypothesis
 from shakedown.diagnosis.facts import Facts
 
@@ -43,7 +44,6 @@ def steps(verdict: Verdict) -> list[tuple[str, str]]:
 _MACHINES = frozenset({"network", "nccl_internal", "node_dead", "storage", "gpu_error"})
 _SERVERS = frozenset({"server_unhealthy"})
 _SCRIPT = re.compile(r"(?:^|[\s/])([\w.-]{1,80}\.py)\b")
-LATER = 300  # seconds: start_timeout, patience with what nothing else times
 
 
 def next_command(
@@ -58,8 +58,8 @@ def next_command(
     """
     if chosen.cause == "healthy":
         return ""
-    if chosen.state == "slow" or any(text.startswith("a look ") for text in chosen.needed):
-        return f"{_collect_job(facts)} --gap {LATER}"
+    if chosen.state == "slow" or chosen.look_after:
+        return f"{_collect_job(facts)} --gap {chosen.look_after or LONG_SECONDS}"
     if chosen.cause in _MACHINES:
         return "shakedown preflight --out preflight"
     if attempt is not None:

@@ -29,7 +29,7 @@ NEEDS_SECOND_SAMPLE = frozenset(
 # Somebody waited for minutes before they were written.
 _WAITED = frozenset({"timeout", "missing_ranks", "nccl_error", "abort", "peer_closed", "exit"})
 MIN_STEPS = 10  # the mean of fewer steps is that of loading the model
-LONG_SECONDS = 300.0  # start_timeout by default: patience with loading, compiling, checkpoints
+LONG_SECONDS = 300  # start_timeout by default: patience with loading, compiling, checkpoints
 LESS_SURE = 0.1
 
 
@@ -126,12 +126,13 @@ def _look_again(chosen: Hypothesis, doing: Sequence[str], seconds: float) -> Hyp
         confidence=0.0,
         evidence=chosen.evidence,
         needed=[
-            f"a look {LONG_SECONDS:.0f} s later (`shakedown hang collect --gap "
-            f"{LONG_SECONDS:.0f}`): the same picture then is a hang",
+            f"a look {LONG_SECONDS} s later (`shakedown hang collect --gap {LONG_SECONDS}`): the "
+            "same picture then is a hang",
             *chosen.needed,
         ],
         state="unknown",
         blame="none",
+        look_after=LONG_SECONDS,
     )
 
 

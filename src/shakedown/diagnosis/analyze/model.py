@@ -54,7 +54,10 @@ class Edge:
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """One rule's reading of the facts. `confidence` is a judgement in 0..1, not a frequency."""
+    """One rule's reading of the facts. `confidence` is a judgement in 0..1, not a frequency.
+
+    `look_after`: seconds after which a second look tells slow from hung, 0 where none is needed.
+    """
 
     cause: Cause
     sentence: str
@@ -70,6 +73,7 @@ class Hypothesis:
     state: State = "hung"
     remedy: str = ""
     blame: Blame = "code"
+    look_after: int = 0
 
     @property
     def culprits(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
