@@ -58,8 +58,9 @@ def next_command(
     """
     if chosen.cause == "healthy":
         return ""
-    if chosen.state == "slow" or chosen.look_after:
-        return f"{_collect_job(facts)} --gap {chosen.look_after or LONG_SECONDS}"
+    if chosen.state == "slow" or chosen.second_look_after:
+        seconds = chosen.second_look_after or LONG_SECONDS
+        return f"{_collect_job(facts)} --gap {seconds}"
     if chosen.cause in _MACHINES:
         return "shakedown preflight --out preflight"
     if attempt is not None:

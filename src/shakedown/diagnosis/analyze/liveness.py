@@ -132,7 +132,7 @@ def _look_again(chosen: Hypothesis, doing: Sequence[str], seconds: float) -> Hyp
         ],
         state="unknown",
         blame="none",
-        look_after=LONG_SECONDS,
+        second_look_after=LONG_SECONDS,
     )
 
 

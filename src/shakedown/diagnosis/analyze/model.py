@@ -56,7 +56,7 @@ class Edge:
 class Hypothesis:
     """One rule's reading of the facts. `confidence` is a judgement in 0..1, not a frequency.
 
-    `look_after`: seconds after which a second look tells slow from hung, 0 where none is needed.
+    `second_look_after`: seconds after which a second look tells slow from hung, 0 where none is needed.
     """
 
     cause: Cause
@@ -73,7 +73,7 @@ class Hypothesis:
     state: State = "hung"
     remedy: str = ""
     blame: Blame = "code"
-    look_after: int = 0
+    second_look_after: int = 0
 
     @property
     def culprits(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:
