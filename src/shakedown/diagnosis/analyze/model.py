@@ -56,7 +56,7 @@ class Edge:
 class Hypothesis:
     """One rule's reading of the facts. `confidence` is a judgement in 0..1, not a frequency.
 
-    `second_look_after`: seconds after which a second look tells slow from hung, 0 where none is needed.
+    `second_look_after`: seconds after which a second look tells slow from hung, else 0.
     """
 
     cause: Cause
