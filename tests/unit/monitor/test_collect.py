@@ -53,8 +53,9 @@ from shakedown.monitor import hook
 def waits_here():
     hook.install(0, Path(sys.argv[1]))
     print("ready", flush=True)
-    time.sleep(1.0)  # the evidence thread has seen the folder before
-    threading.Thread(target=ctypes.CDLL(None).abort).start()
+    # After a second the evidence thread has seen the folder, and this thread sleeps: faulthandler
+    # reads the frames of threads that run meanwhile, which can end it by SIGSEGV.
+    threading.Timer(1.0, ctypes.CDLL(None).abort).start()
     time.sleep(600)
 waits_here()
 """
