@@ -154,7 +154,7 @@ def test_missing_model_folder_is_bad_input_and_starts_nothing(tmp_path: Path) ->
 
 
 def test_lease_that_runs_out_ends_the_server(folder: Path) -> None:
-    pids = family(start(order(lease=1.0), folder).pid)
+    pids = family(start(order(lease=4.0), folder).pid)
 
     assert until(lambda: not any(lives(pid) for pid in pids))
     assert until(lambda: not status(folder).alive)

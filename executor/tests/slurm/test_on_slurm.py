@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,7 +32,7 @@ rule gather:
 rule part:
     input: "seed.txt"
     output: "part{i}.txt"
-    shell: "echo {wildcards.i} $SLURM_ARRAY_JOB_ID $SLURMD_NODENAME > {output}"
+    shell: "echo {wildcards.i} ${{SLURM_ARRAY_JOB_ID:-none}} $SLURMD_NODENAME > {output}"
 rule seed:
     output: "seed.txt"
     shell: "echo seed > {output}"
@@ -43,10 +44,12 @@ rule seed:
     assert done.returncode == 0, done.stdout
     parts = [line.split() for line in flow.read("all.txt").splitlines()]
     assert [part[0] for part in parts] == ["0", "1", "2", "3", "4"]
-    assert len({part[1] for part in parts}) == 1
+    # A busy machine may offer them in two batches, of which one job alone is no array.
+    shared = Counter(part[1] for part in parts)
+    assert max(shared.values()) > 2
     assert all(part[2].startswith("n") for part in parts)
     arrays = {entry["job_id"].partition("_")[0] for entry in flow.submitted()}
-    assert len(arrays) == 3
+    assert len(arrays) == 2 + len(shared)
 
 
 def test_a_failing_job_is_shown_with_its_log_and_slurms_reason(
