@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shakedown.core.outcome import Outcome
-from shakedown.diagnosis.analyze import RULES, Diagnosis, analyze
+from shakedown.diagnosis.analyze import QUESTIONS, Diagnosis, analyze
 from shakedown.diagnosis.analyze.model import CAUSES
 from shakedown.diagnosis.analyze.pattern import judge
 from shakedown.diagnosis.facts import build_facts
@@ -530,5 +530,6 @@ def test_every_cause_of_the_closed_set_is_explained_in_the_docs() -> None:
     assert [cause for cause in CAUSES if f"`{cause}`" not in table] == []
 
 
-def test_no_rule_stands_in_the_list_twice() -> None:
-    assert len(RULES) == len({id(rule) for rule in RULES.values()})
+def test_no_rule_answers_two_questions() -> None:
+    matches = [rule.match for rules in QUESTIONS.values() for rule in rules]
+    assert len(matches) == len(set(matches))

@@ -126,7 +126,7 @@ CASES: dict[str, Case] = {
     ),
     "job out of memory": Case(
         {"sacct.txt": "JobID   State\n----- -----\n12  OUT_OF_ME+\n"},
-        "missing_rank", state="exited",
+        "out_of_memory", state="exited",
     ),
     "task out of memory": Case(
         {"slurm-12.out": "srun: error: n2: task 3: Out Of Memory\n"},

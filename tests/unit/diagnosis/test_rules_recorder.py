@@ -153,9 +153,7 @@ def test_groups_used_in_two_orders_are_a_cycle_that_blames_nobody(tmp_path: Path
         rows[rank] |= {"pg_config": config, "entries": two_groups(first, second)}
     diagnosis = ours(write(tmp_path, rows))
     assert (diagnosis.chosen.cause, list(diagnosis.chosen.ranks)) == ("cross_group_cycle", [])
-    assert {(e.waiter, e.awaited) for e in diagnosis.edges} == {
-        ("rank 0", "rank 1"), ("rank 1", "rank 0"),
-    }  # fmt: skip
+    assert {(w.waiter, w.awaited) for w in diagnosis.waits} == {(0, 1), (1, 0)}
 
 
 def test_two_groups_with_one_rank_outside_of_both_are_no_cycle(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pickle
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shakedown.diagnosis.analyze.waiting import blockers, cycle, find_waits
+from shakedown.diagnosis.analyze.graph import WaitGraph, group_waits
 from shakedown.diagnosis.groups import GroupFacts, GroupView, build_groups
 from shakedown.diagnosis.read import flight_recorder, safe_pickle
 from shakedown.diagnosis.read.source import EvidenceFile
@@ -149,6 +149,10 @@ def test_shared_member_list_is_hashed_once_whatever_the_number_of_ranks(ranks: i
     assert _Counted.hashed == 1
 
 
+def _graph(groups: Sequence[GroupFacts], dumped: Iterable[int]) -> WaitGraph:
+    return WaitGraph(group_waits(groups, dumped))
+
+
 def _half_behind(ranks: int) -> GroupFacts:
     views = {r: GroupView(5 if r % 2 else 3, 3, {}) for r in range(ranks)}
     return GroupFacts("", tuple(range(ranks)), views)
@@ -156,14 +160,15 @@ def _half_behind(ranks: int) -> GroupFacts:
 
 def test_half_of_a_large_job_that_waits_for_the_other_half_is_named_without_listing_pairs() -> None:
     ranks = 100_000  # 2.5 billion pairs
-    waits = find_waits([_half_behind(ranks), _half_behind(ranks)], range(ranks))
+    waits = _graph([_half_behind(ranks), _half_behind(ranks)], range(ranks))
     assert waits.waiters == set(range(1, ranks, 2))
-    assert blockers(waits) == list(range(0, ranks, 2))
-    assert cycle(waits) == []
+    assert sorted(waits.roots) == list(range(0, ranks, 2))
+    assert waits.cycle == []
     assert waits.waiters_of({4}) == waits.waiters
     first = waits.first_for({4, 8})
     assert first is not None
-    assert (first.waiter, first.awaited, first.seq) == (1, 4, 4)
+    assert (first.waiter, first.awaited) == (1, 4)
+    assert first.owes.startswith("entered call (number 4 of group [0, 1, ")
     assert [(w.waiter, w.awaited) for w in islice(waits, 3)] == [(1, 0), (1, 2), (1, 4)]
 
 
@@ -180,9 +185,9 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_a_cycle_at_any_size() 
         )
         for side, name in enumerate(("first", "second"))
     ]
-    waits = find_waits(groups, range(ranks))
-    assert cycle(waits) == list(range(ranks))
-    assert blockers(waits) == []
+    waits = _graph(groups, range(ranks))
+    assert waits.cycle == list(range(ranks))
+    assert sorted(waits.roots) == []
     assert list(waits.firsts(set(range(10, 20)), 2)) == [10, 12]
 
 
@@ -206,9 +211,9 @@ def test_waits_are_those_of_every_pair_taken_alone(
     ]
     groups = [group for group in groups if group.views]
     dumped = {r for group in groups for r in group.views} | data.draw(st.sets(st.integers(0, 5)))
-    waits = find_waits(groups, dumped)
+    waits = _graph(groups, dumped)
     pairs = _pairs(groups, dumped)
-    assert [(w.waiter, w.awaited, w.group.description, w.seq) for w in waits] == pairs
+    assert [(w.waiter, w.awaited, w.owes) for w in waits] == pairs
     assert waits.waiters == {a for a, *_ in pairs}
     assert waits.awaited == {b for _, b, *_ in pairs}
     assert bool(waits) == bool(pairs)
@@ -220,14 +225,14 @@ def test_waits_are_those_of_every_pair_taken_alone(
     edges = {row[:2] for row in pairs}
     while edges != (kept := {(a, b) for a, b in edges if _both_ends(edges, a, b)}):
         edges = kept
-    assert cycle(waits) == sorted({rank for edge in edges for rank in edge})
+    assert waits.cycle == sorted({rank for edge in edges for rank in edge})
 
 
 def _both_ends(edges: set[tuple[int, int]], waiter: int, awaited: int) -> bool:
     return any(b == waiter for _, b in edges) and any(a == awaited for a, _ in edges)
 
 
-def _pairs(groups: list[GroupFacts], dumped: set[int]) -> list[tuple[int, int, str, int]]:
+def _pairs(groups: list[GroupFacts], dumped: set[int]) -> list[tuple[int, int, str]]:
     """The definition: who waits in a call, and the members that have not entered it."""
     stale = {r for group in groups for r, view in group.views.items() if _is_stale(group, r, view)}
     found = []
@@ -240,7 +245,8 @@ def _pairs(groups: list[GroupFacts], dumped: set[int]) -> list[tuple[int, int, s
             entered = {m: group.views[m].enqueued if m in group.views else 0 for m in dumped}
             missing = [m for m in group.members if m in dumped and entered[m] < seq]
             silent = [m for m in group.members if m not in dumped and seq > most_done]
-            found += [(rank, m, group.description, seq) for m in missing or silent]
+            owes = f"entered call (number {seq} of {group.label})"
+            found += [(rank, m, owes) for m in missing or silent]
     return found
 
 

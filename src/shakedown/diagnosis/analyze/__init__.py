@@ -1,136 +1,157 @@
-"""From facts to a diagnosis: pure. A rule is a small function; the first that applies is chosen."""
+"""From facts to a diagnosis: pure. Six questions in order; the first answer is chosen."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, islice
 
 from shakedown.diagnosis.analyze import (
+    blocked,
+    cleanup,
+    cycles,
+    differ,
+    ended,
     gpu_use,
     liveness,
-    rules_batches,
-    rules_calls,
-    rules_checkpoint,
-    rules_collectives,
-    rules_evidence,
-    rules_init,
-    rules_network,
-    rules_order,
-    rules_p2p,
-    rules_process,
-    rules_progress,
-    rules_roles,
-    rules_stacks,
-    rules_storage,
-    rules_sync,
-    rules_told,
-    rules_user,
-    rules_weights,
+    messages,
+    one_job,
+    one_place,
+    pipeline,
+    roles,
+    second_source,
+    storage,
+    user_code,
+    weights,
 )
 from shakedown.diagnosis.analyze.classes import rank_classes
-from shakedown.diagnosis.analyze.model import Diagnosis, Edge, Hypothesis, name_ranks
+from shakedown.diagnosis.analyze.graph import Wait
+from shakedown.diagnosis.analyze.model import Diagnosis, Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import Facts
 
-__all__ = ["RULES", "Diagnosis", "Edge", "Hypothesis", "analyze", "name_ranks"]
+__all__ = ["QUESTIONS", "Diagnosis", "Hypothesis", "Rule", "analyze", "name_ranks"]
 
-Rule = Callable[[Situation], Hypothesis | None]
 
-# In order of strength: what ended first explains what waits for it; what a rank does explains
-# why counters are behind; counters explain more than paths; paths more than a common place.
-RULES: dict[str, Rule] = {
-    "completed": rules_progress.completed,
-    # Before all rules that compare ranks: those of two jobs tell nothing about each other.
-    "mixed jobs": rules_evidence.mixed_jobs,
-    "job state": rules_evidence.job_state,
-    "checkpoint thread": rules_checkpoint.checkpoint_thread,
-    # Before the rules that believe heartbeats: a rank whose beats are not written seems stuck.
-    "heartbeat blocked": rules_storage.heartbeat_blocked,
-    "progressing": rules_progress.progressing,
-    "node dead": rules_process.node_dead,
-    # These three before "size abort", which can only name whom gloo aborted, the receiver: dumps
-    # tell whose call differs.
-    "called from two threads": rules_calls.two_threads,
-    "left early": rules_calls.left_early,
-    "aborted call": rules_calls.aborted_call,
-    "size abort": rules_batches.size_abort,
-    "dead role": rules_roles.dead_role,
-    "stopped rank": rules_process.stopped_rank,
-    # Before "dead rank": a stage that raises on a tensor's shape may have received it.
-    "shape error": rules_batches.shape_error,
-    "dead rank": rules_process.dead_rank,
-    "user code raised": rules_user.raised,
-    "told mismatch": rules_told.told_mismatch,
-    # Before the rules about collectives: ranks wait in those because of the other side.
-    "weights by stack": rules_weights.weights_by_stack,
-    "initialisation": rules_init.init_deadlock,
-    "cleanup": rules_stacks.cleanup,
-    "starvation": rules_roles.starvation,
-    "weight update": rules_roles.weight_sync,
-    "all blocked": rules_storage.all_blocked,
-    "blocked on a node": rules_storage.blocked_on_a_node,
-    "all in the loader": rules_stacks.all_in_loader,
-    "other micro-batches": rules_batches.other_batches,
-    "fewer micro-batches": rules_p2p.fewer_micro_batches,
-    "diverged calls": rules_collectives.diverged,
-    "timed out apart": rules_collectives.timed_out_apart,
-    "splits": rules_p2p.splits,
-    "extra call": rules_collectives.extra_call,
-    "lone call from data code": rules_stacks.lone_call_from_data,
-    # After differing calls, as this rank stands itself: the file system may not be what holds it.
-    "heartbeat and rank blocked": rules_storage.heartbeat_and_rank_blocked,
-    "outsider": rules_stacks.outsider,
-    "GPUs wait": rules_sync.gpus_wait,
-    "point to point": rules_p2p.point_to_point,
-    "behind": rules_collectives.behind,
-    "not posted": rules_p2p.not_posted,
-    "crossed order": rules_calls.crossed_order,
-    "crossed groups": rules_collectives.crossed,
-    "opposite order": rules_order.opposite_order,
-    # Late: such reports may list all ranks that have not finished, victims among them.
-    "told missing": rules_told.told_missing,
-    "told NCCL": rules_told.told_nccl,
-    "two threads": rules_stacks.two_threads,
-    "uneven inputs": rules_progress.uneven,
-    "one way": rules_p2p.one_way,
-    # From here on no rule names anybody: they apply where nothing tells who it was.
-    "different paths": rules_stacks.different_paths,
-    "one place": rules_collectives.one_place,
-    "half done": rules_network.half_done,
-    "too few joined": rules_init.too_few_joined,
-    "user code too slow": rules_user.too_slow,
+@dataclass(frozen=True)
+class Rule:
+    """One way to answer a question.
+
+    `of_a_moment`: it reads where ranks stand at one moment, which a second look can refute. The
+    others rest on what cannot pass: an end, an error, different calls under one number.
+    """
+
+    match: Callable[[Situation], Hypothesis | None]
+    of_a_moment: bool = False
+
+
+def _lasting(*matches: Callable[[Situation], Hypothesis | None]) -> list[Rule]:
+    return [Rule(match) for match in matches]
+
+
+def _of_a_moment(*matches: Callable[[Situation], Hypothesis | None]) -> list[Rule]:
+    return [Rule(match, of_a_moment=True) for match in matches]
+
+
+# What ended first explains what waits for it, calls that differ explain counters, and who blocks
+# explains more than a common place. Within a question the order is that of the evidence's strength.
+QUESTIONS: Mapping[str, Sequence[Rule]] = {
+    "Is this one job, and does it hang at all?": _lasting(
+        one_job.completed,
+        # Before all rules that compare ranks: those of two jobs tell nothing about each other.
+        one_job.mixed_jobs,
+        one_job.job_state,
+        # Before the rule that believes heartbeats: a rank whose beats are not written seems stuck.
+        storage.heartbeat_blocked,
+        one_job.progressing,
+    ),
+    "Has something ended, or been stopped?": _lasting(
+        ended.node_dead,
+        roles.dead_role,
+        ended.stopped_rank,
+        # Before a dead rank: a stage that raises on a tensor's shape may have received it.
+        pipeline.shape_error,
+        ended.dead_rank,
+        user_code.raised,
+    ),
+    "Do the ranks' calls differ?": [
+        # These three before the abort of a receiver: dumps tell whose call differs.
+        *_lasting(
+            second_source.two_threads,
+            second_source.left_early,
+            second_source.aborted_call,
+            pipeline.size_abort,
+            differ.told_mismatch,
+            pipeline.other_batches,
+        ),
+        *_of_a_moment(pipeline.fewer_micro_batches),
+        *_lasting(differ.diverged, differ.timed_out_apart, messages.splits),
+        *_of_a_moment(
+            messages.point_to_point,
+            differ.extra_call,
+            differ.lone_call_from_data,
+            differ.makes_a_lone_group,
+        ),
+    ],
+    "Who blocks?": [
+        *_of_a_moment(
+            storage.checkpoint_thread,
+            # Before the ranks: they wait in collectives because of the other side.
+            weights.weights_by_stack,
+            cleanup.past_the_loop,
+            roles.starvation,
+            roles.weight_sync,
+        ),
+        *_lasting(storage.blocked_on_a_node),
+        *_of_a_moment(blocked.blocked_by_ranks, cleanup.uneven),
+        # Late, as this rank stands itself: the file system may not be what holds it.
+        *_lasting(storage.heartbeat_and_rank_blocked, blocked.told_missing, blocked.too_few_joined),
+    ],
+    "Do ranks wait for each other?": _of_a_moment(
+        cycles.crossed_order,
+        cycles.crossed,
+        cycles.opposite_order,
+        cycles.two_threads,
+        cycles.one_way,
+    ),
+    # No rule from here on names anybody.
+    "Are all in one place?": [
+        *_lasting(one_place.all_blocked),
+        *_of_a_moment(one_place.all_in_loader, blocked.start_without_somebody),
+        *_lasting(one_place.told_nccl),
+        *_of_a_moment(one_place.different_paths, one_place.one_place, one_place.half_done),
+        *_lasting(user_code.too_slow),
+    ],
 }
 
 
 def analyze(facts: Facts) -> Diagnosis:
     """Choose the strongest hypothesis; the others that name other culprits are conflicts."""
     situation = Situation(facts)
-    spoken = {name: h for name, rule in RULES.items() if (h := rule(situation)) is not None}
-    first = next(iter(spoken), None)
-    chosen = spoken[first] if first else rules_progress.unknown(situation)
-    chosen = gpu_use.weighed(situation, liveness.tempered(situation, first, chosen))
+    rules = [rule for rules in QUESTIONS.values() for rule in rules]
+    spoken = [(rule, h) for rule in rules if (h := rule.match(situation)) is not None]
+    rule, chosen = spoken[0] if spoken else (Rule(one_place.unknown), one_place.unknown(situation))
+    waits = [*chosen.waits, situation.graph]
+    if rule.of_a_moment:
+        chosen = liveness.tempered(situation, chosen)
+    chosen = gpu_use.weighed(situation, chosen)
     chosen = _by_node(facts, chosen)
-    against = [
-        f"{name}: {h.sentence}"
-        for name, h in spoken.items()
-        if name != first and _contradicts(h, chosen)
-    ]
+    against = [f"{h.cause}: {h.sentence}" for _, h in spoken[1:] if _contradicts(h, chosen)]
     conflicts = [*facts.conflicts, *against]
     # 0.1 for each conflict is a judgement, not measured: see docs/hang.md.
     chosen = replace(chosen, confidence=max(chosen.confidence - 0.1 * len(conflicts), 0.1))
     return Diagnosis(
         chosen=chosen,
         classes=rank_classes(facts.ranks, situation.positions),
-        edges=_edges(chosen, situation),
+        waits=_pairs(waits),
         conflicts=conflicts,
         notes=_notes(facts),
-        candidates=_candidates(first, spoken),
+        candidates=_candidates([h for _, h in spoken]),
     )
 
 
-def _candidates(first: str | None, spoken: Mapping[str, Hypothesis]) -> list[Hypothesis]:
+def _candidates(spoken: Sequence[Hypothesis]) -> list[Hypothesis]:
     """Also of a diagnosis that is unknown because it is too early: what it would be otherwise."""
-    ordered = sorted(spoken.items(), key=lambda row: (row[0] != first, -row[1].confidence))
     found: dict[object, Hypothesis] = {}
-    for _, row in ordered:
+    for row in [*spoken[:1], *sorted(spoken[1:], key=lambda row: -row.confidence)]:
         if row.cause not in ("unknown", "healthy"):
             found.setdefault((row.cause, row.culprits), row)
     return list(found.values())
@@ -155,8 +176,18 @@ def _contradicts(other: Hypothesis, chosen: Hypothesis) -> bool:
     )
 
 
-def _edges(chosen: Hypothesis, situation: Situation) -> Sequence[Edge]:
-    return chosen.edges or rules_collectives.wait_edges(situation.waits)
+_PAIRS = 200  # the graph of large jobs repeats itself
+
+
+def _pairs(waits: Sequence[Iterable[Wait]]) -> list[Wait]:
+    """What the rule adds, and the graph that all rules read; each pair once."""
+    seen: dict[object, Wait] = {}
+    # Bounded: a source may hold millions of pairs.
+    for wait in islice(chain.from_iterable(waits), 100 * _PAIRS):
+        seen.setdefault((wait.waiter, wait.awaited), wait)
+        if len(seen) == _PAIRS:
+            break
+    return list(seen.values())
 
 
 def _notes(facts: Facts) -> list[str]:

@@ -15,17 +15,6 @@ from shakedown.diagnosis.facts import TRAINER, ComponentFacts
 from shakedown.diagnosis.records import BeatRecord, ProcessState, SourceRef
 from shakedown.monitor.watch import LONG_PHASES, PATIENCE_STEPS, WAITING_PHASES
 
-# Rules that read where the ranks stand at one moment. The others rest on what cannot pass: an
-# end, an error, different calls under one number.
-NEEDS_SECOND_SAMPLE = frozenset(
-    {
-        "checkpoint thread", "weights by stack", "initialisation", "starvation", "weight update",
-        "all in the loader", "lone call from data code", "fewer micro-batches", "extra call",
-        "outsider", "point to point", "behind", "not posted", "crossed order", "crossed groups",
-        "two threads", "uneven inputs",
-        "one way", "different paths", "one place", "half done",
-    }
-)  # fmt: skip
 # Somebody waited for minutes before they were written.
 _WAITED = frozenset({"timeout", "missing_ranks", "nccl_error", "abort", "peer_closed", "exit"})
 MIN_STEPS = 10  # the mean of fewer steps is that of loading the model
@@ -52,9 +41,9 @@ class _Age:
     place: SourceRef
 
 
-def tempered(s: Situation, rule: str | None, chosen: Hypothesis) -> Hypothesis:
+def tempered(s: Situation, chosen: Hypothesis) -> Hypothesis:
     """`chosen`, or what takes its place where the job may still move."""
-    if chosen.state != "hung" or rule not in NEEDS_SECOND_SAMPLE or _waited_long(s):
+    if chosen.state != "hung" or _waited_long(s):
         return chosen
     # Progress is asked for before patience: it shows at once that the job is slow.
     going = [r for r in chosen.ranks if r in s.ranks and _counts_on(s.ranks[r])]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shakedown.core.verdict import Blame
+from shakedown.diagnosis.analyze.graph import Block, Wait, name_of
 from shakedown.diagnosis.records import SourceRef
 
 State = Literal["hung", "slow", "healthy", "exited", "unknown"]
@@ -44,19 +45,11 @@ CAUSES: tuple[str, ...] = get_args(Cause)
 
 
 @dataclass(frozen=True)
-class Edge:
-    """`waiter` waits for `awaited`: names such as `rank 3` or `orchestrator`."""
-
-    waiter: str
-    awaited: str
-    why: str
-
-
-@dataclass(frozen=True)
 class Hypothesis:
-    """One rule's reading of the facts. `confidence` is a judgement in 0..1, not a frequency.
+    """One rule's reading of the facts, see causes.py.
 
-    `second_look_after`: seconds after which a second look tells slow from hung, else 0.
+    `waits`: what it adds to the wait-for graph. `second_look_after`: seconds after which a second
+    look tells slow from hung, else 0.
     """
 
     cause: Cause
@@ -69,7 +62,7 @@ class Hypothesis:
     confidence: float = 0.5
     evidence: Sequence[SourceRef] = ()
     needed: Sequence[str] = ()
-    edges: Sequence[Edge] = ()
+    waits: Sequence[Block] = ()
     state: State = "hung"
     remedy: str = ""
     blame: Blame = "code"
@@ -98,7 +91,7 @@ class Diagnosis:
 
     chosen: Hypothesis
     classes: Sequence[RankClass] = ()
-    edges: Sequence[Edge] = ()
+    waits: Sequence[Wait] = ()
     conflicts: Sequence[str] = ()
     notes: Sequence[str] = field(default_factory=tuple)
     candidates: Sequence[Hypothesis] = ()
@@ -122,7 +115,12 @@ class Diagnosis:
                 for row in self.classes
             ],
             "wait_for": [
-                {"from": edge.waiter, "to": edge.awaited, "why": edge.why} for edge in self.edges
+                {
+                    "from": name_of(wait.waiter),
+                    "to": name_of(wait.awaited),
+                    "why": f"not {wait.owes}",
+                }
+                for wait in self.waits
             ],
             "conflicts": list(self.conflicts),
             "needed": list(chosen.needed),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from shakedown.diagnosis.analyze.graph import name_of
 from shakedown.diagnosis.analyze.model import Diagnosis, Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.position import position_of
 from shakedown.diagnosis.facts import ComponentFacts, Facts
@@ -20,7 +21,9 @@ def measured_of(scope: str, subject: str, diagnosis: Diagnosis, facts: Facts) ->
     """One line: a rank's place, counters and waiters; a role's state; the classes of a cluster."""
     component = _component(scope, subject, facts)
     if component is not None:
-        awaited = sorted({e.waiter for e in diagnosis.edges if e.awaited == component.name})
+        awaited = sorted(
+            {name_of(w.waiter) for w in diagnosis.waits if name_of(w.awaited) == component.name}
+        )
         rows = [*_seen(component), *_counters(component, facts)]
         if awaited:
             few = ", ".join(awaited[:3])

@@ -1,12 +1,14 @@
-"""Rules about roles: trainers that starve, servers that died, weights that never arrive.
+"""Question 4 of roles: trainers that starve, and who should have brought the batch.
 
-Ranks that wait for a batch are victims: these rules never name one.
+Ranks that wait for a batch are victims: nothing here ever names one.
 """
 
 import re
 
+from shakedown.diagnosis.analyze.causes import Strength, conclude
 from shakedown.diagnosis.analyze.classes import path_key
-from shakedown.diagnosis.analyze.model import Cause, Edge, Hypothesis
+from shakedown.diagnosis.analyze.graph import Block
+from shakedown.diagnosis.analyze.model import Cause, Hypothesis
 from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.servers import outlived, stands_still, went_on
 from shakedown.diagnosis.analyze.situation import Situation
@@ -22,28 +24,16 @@ def starvation(s: Situation) -> Hypothesis | None:
     if not starving:
         return None
     cause, roles, why, more, sure = _who(s)
-    return Hypothesis(
+    return conclude(
+        s,
         cause,
         f"the trainer waits for a training batch: {why}",
         roles=roles,
-        victims=sorted(s.ranks),
-        confidence=sure,
+        sure=sure,
         evidence=[*more, *places][:12],
-        needed=[] if sure > 0.7 else ["logs and stacks of the orchestrator and the server"],
-        edges=[Edge("trainer", role, "waits for a training batch") for role in roles],
-        remedy=_REMEDIES[cause],
-        blame="environment" if cause == "server_unhealthy" else "code",
+        needed=["logs and stacks of the orchestrator and the server"] if sure == "open" else [],
+        waits=[Block(starving if s.ranks else ["trainer"], roles, "brought a training batch")],
     )
-
-
-_REMEDIES = {
-    "rollout_starvation": "read the orchestrator's log and stack; check that both sides use the "
-    "same output folder",
-    "server_unhealthy": "read the server's log; start it again and resume from the checkpoint",
-    "weight_sync_one_sided": "check that trainer and orchestrator agree on the weight version "
-    "and the folder",
-    "staleness_capacity": "raise the allowed staleness or the concurrency",
-}
 
 
 def _starving(s: Situation) -> tuple[list[int], list[SourceRef]]:
@@ -82,7 +72,7 @@ def _last_starving(component: ComponentFacts) -> SourceRef | None:
     return starving[-1].place if end - starving[-1].place.line <= 20 else None
 
 
-_Finding = tuple[Cause, list[str], str, list[SourceRef], float]
+_Finding = tuple[Cause, list[str], str, list[SourceRef], Strength]
 
 
 def _who(s: Situation) -> _Finding:
@@ -95,27 +85,27 @@ def _who(s: Situation) -> _Finding:
     for component, cause in ends:
         if component and (gone := _gone(component)):
             text, place = gone
-            return cause, [component.role], f"the {component.role} {text}", place, 0.9
+            return cause, [component.role], f"the {component.role} {text}", place, "told"
     speaking = [c for c in (orchestrator, server) if c]
     event = _last_event(speaking, "server_unhealthy")
     # Strongest evidence first: an end (above), then what logs say, then heartbeats, and last
     # where a process stands.
     if event is not None and not (orchestrator and outlived(orchestrator, event)):
         why = f"the inference server does not answer ({event.text})"
-        return "server_unhealthy", [INFERENCE], why, [event.place], 0.85
+        return "server_unhealthy", [INFERENCE], why, [event.place], "seen"
     event = _last_event(speaking, "staleness")
     if event is not None and _still_said(speaking, event):
         why = f"the orchestrator holds rollouts back ({event.text})"
-        return "staleness_capacity", [ORCHESTRATOR], why, [event.place], 0.8
+        return "staleness_capacity", [ORCHESTRATOR], why, [event.place], "seen"
     if orchestrator and _waits_for_weights(orchestrator):
         beat = orchestrator.beat
         roles, why, places = _one_sided(orchestrator, server)
         places.append(beat.place if beat else orchestrator.events[-1].place)
-        return "weight_sync_one_sided", roles, why, places, 0.75 if roles else 0.5
+        return "weight_sync_one_sided", roles, why, places, "likely" if roles else "open"
     still = stands_still(server) if server and not (orchestrator and orchestrator.events) else None
     if still is not None:
         why = f"the inference server stands in {still[0]} in every sample"
-        return "server_unhealthy", [INFERENCE], why, [still[1]], 0.75
+        return "server_unhealthy", [INFERENCE], why, [still[1]], "likely"
     return _stuck_orchestrator(orchestrator)
 
 
@@ -176,18 +166,18 @@ def _awaits_answer(path: tuple[Frame, ...]) -> bool:
 def _stuck_orchestrator(orchestrator: ComponentFacts | None) -> _Finding:
     if orchestrator is None:
         why = "nothing was given of the process that makes the batches"
-        return "rollout_starvation", [], why, [], 0.5
+        return "rollout_starvation", [], why, [], "open"
     beat, stack = orchestrator.beat, orchestrator.stack
     places = [source.place for source in (beat, stack) if source]
     if beat is not None:
         why = f"the orchestrator stands in phase {beat.beat.phase} at step {beat.beat.step}"
-        return "rollout_starvation", [ORCHESTRATOR], why, places, 0.75
+        return "rollout_starvation", [ORCHESTRATOR], why, places, "likely"
     if stack is not None:
         frame = (user_frames(orchestrator.path) or orchestrator.path)[-1]
         why = f"the orchestrator is in {frame}"
-        return "rollout_starvation", [ORCHESTRATOR], why, places, 0.75
+        return "rollout_starvation", [ORCHESTRATOR], why, places, "likely"
     why = "no batch came from the orchestrator"
-    return "rollout_starvation", [ORCHESTRATOR], why, [], 0.65
+    return "rollout_starvation", [ORCHESTRATOR], why, [], "open"
 
 
 def _gone(component: ComponentFacts) -> tuple[str, list[SourceRef]] | None:
@@ -263,15 +253,14 @@ def dead_role(s: Situation) -> Hypothesis | None:
         if role == ORCHESTRATOR and _SERVER_FAULT.search(why):
             culprit, why = INFERENCE, f"does not answer: the orchestrator {why}"
         cause = _ENDED[culprit]
-        return Hypothesis(
+        return conclude(
+            s,
             cause,
             f"the {culprit} {why}",
             roles=[culprit],
-            victims=sorted(s.ranks),
-            confidence=0.9,
+            sure="told",
             evidence=[*gone[1], outcome.place],
             state="exited",
-            remedy=_REMEDIES[cause],
             blame="environment",
         )
     return None
@@ -291,14 +280,13 @@ def weight_sync(s: Situation) -> Hypothesis | None:
     if orchestrator and orchestrator.path:
         roles, why, more = _one_sided(orchestrator, server)
     places = [c.beat.place for r in inside if (c := s.ranks[r]).beat]
-    return Hypothesis(
+    return conclude(
+        s,
         "weight_sync_one_sided",
         f"every trainer rank waits in the weight update: {why}",
         roles=roles,
-        victims=sorted(s.ranks),
-        confidence=0.7,
+        sure="likely",
         evidence=[*more, *places[:4]],
         needed=["logs and stacks of the orchestrator and the server"],
-        edges=[Edge("trainer", role, "waits for the weight update") for role in roles],
-        remedy=_REMEDIES["weight_sync_one_sided"],
+        waits=[Block(inside, roles, "taken part in the weight update")],
     )

@@ -1,14 +1,16 @@
-"""Code that is given to a trainer: a reward, an agent or a data set that raises, or takes too long.
+"""Questions 2 and 6 of code that is given to a trainer: it raises, or takes too long.
 
-Such code runs in workers of any kind, so that its traceback is often no rank's.
+A reward, an agent, a data set: such code runs in workers of any kind, so that its traceback is
+often no rank's.
 """
 
 import re
 from collections import Counter
 
+from shakedown.diagnosis.analyze.causes import conclude
+from shakedown.diagnosis.analyze.ended import is_victims
 from shakedown.diagnosis.analyze.model import Hypothesis
 from shakedown.diagnosis.analyze.position import user_frames
-from shakedown.diagnosis.analyze.rules_process import is_victims
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import Frame, LogEvent
 
@@ -38,15 +40,15 @@ def raised(s: Situation) -> Hypothesis | None:
     event, role = own[-1]
     times = Counter(e.text for e, _ in own)[event.text]
     users = user_frames(event.frames) or list(event.frames)
-    return Hypothesis(
+    return conclude(
+        s,
         "user_code",
         f"{event.text} at {users[-1].file}:{users[-1].line}, in the {role} code"
         + (f"; logged {times} times" if times > 1 else ""),
         roles=[role] if role != "data" else [],
-        victims=sorted(s.ranks),
-        confidence=0.8,
+        sure="seen",
         evidence=[e.place for e, _ in own[-4:]],
-        state="hung" if s.stuck else "exited",
+        state=s.end_state,
         remedy=f"mend the {role} code at that line, then start the stage again",
     )
 
@@ -62,14 +64,14 @@ def too_slow(s: Situation) -> Hypothesis | None:
     if not named:
         return None
     event, role = named[-1]
-    return Hypothesis(
+    return conclude(
+        s,
         "user_code",
         f"the {role} code takes longer than its time limit, {len(named)} times: {event.text}",
         roles=[role],
-        victims=sorted(s.ranks),
-        confidence=0.6,
+        sure="open",
         evidence=[e.place for e, _ in named[-4:]],
         needed=[f"a stack of the {role}'s worker while it takes that long"],
-        state="hung" if s.stuck else "exited" if s.facts.event("traceback") else "unknown",
+        state=s.end_state if s.facts.event("traceback") else "unknown",
         remedy=f"find what the {role} code waits for, or raise its time limit",
     )

@@ -1,15 +1,16 @@
-"""A weight update seen in stacks alone: trainers hand weights over and nobody takes them.
+"""Question 4 of weights that trainers hand over and nobody takes, seen in stacks alone.
 
-Ranks that wait in it are victims: this rule never names one.
+Ranks that wait in it are victims: nothing here ever names one.
 """
 
 import re
 from functools import lru_cache
 
+from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.frames import awaits_result, calls_out, weight_update
-from shakedown.diagnosis.analyze.model import Edge, Hypothesis, name_ranks, verb
+from shakedown.diagnosis.analyze.graph import Block
+from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import is_user, user_frames
-from shakedown.diagnosis.analyze.rules_stacks import places_of
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.records import Frame
@@ -23,7 +24,7 @@ def weights_by_stack(s: Situation) -> Hypothesis | None:
     inside = [r for r in s.alive if _hands_over(s, r)]
     others = [r for r in s.alive if r not in inside]
     # Each of these explains the wait without the engine.
-    if not inside or s.dead or s.blockers or s.divergences:
+    if not inside or s.dead or s.calls.roots or s.divergences:
         return None
     if any(s.positions[r].kind not in _WAITS for r in others):
         return None  # who stands elsewhere explains it better
@@ -39,17 +40,16 @@ def weights_by_stack(s: Situation) -> Hypothesis | None:
     seen = ""
     if server is not None and server.path:
         seen = f", while the inference engine is in {(user_frames(server.path) or server.path)[-1]}"
-    return Hypothesis(
+    return conclude(
+        s,
         "weight_sync_one_sided",
         f"{name_ranks(inside)} {verb(inside, 'waits', 'wait')} in the weight update "
         f"({frame}){seen}",
         roles=[_SERVER] if known else [],
-        victims=sorted(s.ranks),
-        confidence=0.8 if known else 0.5,
-        evidence=[*places_of(s, inside), *([st.place] if server and (st := server.stack) else [])],
+        sure="seen" if known else "open",
+        evidence=[*s.seen_at(inside), *([st.place] if server and (st := server.stack) else [])],
         needed=[] if known else ["log and stacks of the inference engine"],
-        edges=[Edge(f"rank {r}", _SERVER, "weights not taken") for r in inside[:200]],
-        remedy="check that trainer and engine agree on the weight version and on the group's size",
+        waits=[Block(inside, [_SERVER], "taken the weights")],
     )
 
 
@@ -64,20 +64,17 @@ def _may_be_own(path: tuple[Frame, ...]) -> bool:
 
 def _both_inside(s: Situation, inside: list[int], server: ComponentFacts) -> Hypothesis:
     """Both sides take part: one rank sends and the others wait for it, which is no mismatch."""
-    return Hypothesis(
+    return conclude(
+        s,
         "network",
         f"{name_ranks(inside)} and the inference engine are all in the weight update, which does "
         "not end: neither side is missing",
-        victims=inside,
-        pattern="C",
-        confidence=0.4,
-        evidence=[*places_of(s, inside), *([st.place] if (st := server.stack) else [])],
+        sure="open",
+        evidence=[*s.seen_at(inside), *([st.place] if (st := server.stack) else [])],
         needed=[
             "Flight Recorder dumps of trainer and engine: the update's group, its size and order",
             "NCCL_DEBUG=INFO logs of both sides",
         ],
-        remedy="run `shakedown preflight` on the nodes of both sides",
-        blame="link",
     )
 
 

@@ -1,8 +1,9 @@
-"""Rules about the evidence itself: inputs of more than one job, and ranks given twice."""
+"""Question 1: is this one job, and does it hang at all?"""
 
 import re
 from collections import defaultdict
 
+from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.situation import Situation
@@ -24,14 +25,14 @@ def mixed_jobs(s: Situation) -> Hypothesis | None:
         return None
     places = [c.record.place for c in s.ranks.values() if c.record]
     places += [c.beats[0].place for c in s.ranks.values() if c.beats]
-    return Hypothesis(
+    return conclude(
+        s,
         "unknown",
         f"the evidence does not belong together: {'; '.join(signs)}",
-        confidence=0.0,
+        sure="open",
         state="hung" if s.stuck else "unknown",
         evidence=places[:8],
         needed=["the evidence of one job and one attempt alone, each rank's files once"],
-        blame="none",
     )
 
 
@@ -121,28 +122,103 @@ def job_state(s: Situation) -> Hypothesis | None:
     told = ", ".join(f"job {job} is {state}" for job, state in list(states.items())[:4])
     places = [e.place for e in events if e.kind == "job"][:4]
     if set(states.values()) == {"COMPLETED"}:
-        return Hypothesis(
-            "healthy", f"Slurm: {told}", confidence=0.8, evidence=places, state="exited",
-            blame="none",
+        return conclude(
+            s,
+            "healthy", f"Slurm: {told}", sure="seen", evidence=places, state="exited",
         )  # fmt: skip
     if "OUT_OF_MEMORY" in states.values():
-        return Hypothesis(
-            "missing_rank",
+        return conclude(
+            s,
+            "out_of_memory",
             f"Slurm: {told}: a process was killed for memory; which one it does not say",
-            victims=sorted(s.ranks),
-            confidence=0.6,
+            sure="open",
             evidence=places,
             needed=["the logs of all ranks and `dmesg` of the nodes, to tell which process it was"],
             state="exited",
             remedy="ask for more memory (--mem), or find what grows",
-            blame="environment",
         )
-    return Hypothesis(
+    return conclude(
+        s,
         "unknown",
         f"Slurm: {told}; why it says not",
-        confidence=0.0,
+        sure="open",
         evidence=places,
         needed=["the logs of all ranks", "stacks of all ranks (`shakedown hang collect`)"],
         state="exited" if set(states.values()) <= _OVER else "unknown",
-        blame="none",
     )
+
+
+def completed(s: Situation) -> Hypothesis | None:
+    """The supervisor or every heartbeat says that the stage is done."""
+    outcome = s.facts.outcome
+    if outcome is not None and outcome.state == "completed":
+        sentence = outcome.sentence or "the stage completed"
+        return conclude(
+            s,
+            "healthy",
+            sentence,
+            sure="told",
+            evidence=[outcome.place],
+            state="healthy",
+        )
+    beats = [c.beat for c in s.ranks.values()]
+    if outcome is not None and outcome.state == "interrupted" and _left_in_order(s):
+        return conclude(
+            s,
+            "healthy",
+            f"every rank left in order when asked to: {outcome.sentence}",
+            sure="told",
+            evidence=[outcome.place],
+            state="healthy",
+        )
+    if outcome is not None and outcome.state == "failed":
+        return None  # its supervisor ended the ranks, which leave in order
+    done = next((e for e in s.facts.all_events() if e.kind == "finished"), None)
+    if done is not None and not any(c.stacks or c.flight or c.beats for c in s.ranks.values()):
+        return conclude(
+            s,
+            "healthy",
+            "torchrun: all processes of its node finished; what failed before was started again",
+            sure="seen",
+            evidence=[done.place],
+            state="exited",
+        )
+    if beats and all(b and b.beat.phase == "finished" for b in beats):
+        places = [b.place for b in beats[:4] if b]
+        return conclude(
+            s,
+            "healthy",
+            "every rank finished",
+            sure="told",
+            evidence=places,
+            state="exited",
+        )
+    return None
+
+
+def _left_in_order(s: Situation) -> bool:
+    """Every rank's last heartbeat, later than any sample, says so: a rank that hangs cannot."""
+    newest = [
+        max((b.beat for b in c.beats), key=lambda b: b.wall, default=None) for c in s.ranks.values()
+    ]
+    return bool(newest) and all(b is not None and b.phase == "finished" for b in newest)
+
+
+def progressing(s: Situation) -> Hypothesis | None:
+    """Every living rank moved between two samples: slow perhaps, not hung."""
+    # All of them: in a hang some ranks may still move towards the call that the others wait in.
+    if not s.alive or len(s.moving) < len(s.alive):
+        return None
+    suspected = s.facts.outcome is not None and s.facts.outcome.state == "hung"
+    moved = f"all {len(s.moving)} ranks moved between two samples"
+    places = [c.beat.place for r in s.moving[:4] if (c := s.ranks[r]).beat]
+    if suspected:
+        return conclude(
+            s,
+            "slow_not_hung",
+            f"{moved}: slow, not hung",
+            sure="seen",
+            evidence=places,
+            state="slow",
+        )
+    return conclude(s, "healthy", moved, sure="seen", evidence=places, state="healthy")

@@ -1,9 +1,13 @@
-"""Rules about processes and nodes: dead, stopped, crashed, unreachable."""
+"""Question 2: has something ended or been stopped?
+
+What ended first explains what waits for it.
+"""
 
 import re
 from collections.abc import Mapping, Sequence
 
 from shakedown.cluster.nodes import is_node_name
+from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.job_nodes import of_the_job
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import user_frames
@@ -53,18 +57,16 @@ def node_dead(s: Situation) -> Hypothesis | None:
         return None
     silent = [r for r, c in s.ranks.items() if c.host in names]
     places = [n.place for n in down] + [e.place for e in events]
-    return Hypothesis(
+    return conclude(
+        s,
         "node_dead",
         (f"node {', '.join(sorted(names))} failed" if names else f"one of {min(lists)} failed")
         + (f"; it ran {name_ranks(silent)}" if silent else ""),
         nodes=sorted(names),
-        victims=sorted(set(s.ranks) - set(silent)),
-        confidence=0.9 if names else 0.6,
+        sure="told" if names else "open",
         evidence=places[:8],
         needed=[] if names else [f"`scontrol show node {min(lists)}`: which of them is down"],
         state="exited" if not s.alive else "hung",
-        remedy="exclude the node and start the stage again from its checkpoint",
-        blame="node",
     )
 
 
@@ -163,14 +165,14 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     elif not raised and not own and _told_otherwise(s, culprits):
         return None
     why, places = _death(s.ranks[first], raised.get(first))
-    return Hypothesis(
+    return conclude(
+        s,
         own_cause(s.ranks[first]) or (_cause_of(lone) if lone else None) or "missing_rank",
         f"{name_ranks(culprits)} ended: {why}",
         ranks=culprits,
-        victims=sorted(set(s.ranks) - set(culprits)),
-        confidence=0.9,
+        sure="told",
         evidence=places + [c for r in culprits[1:4] for c in _death(s.ranks[r], raised.get(r))[1]],
-        state="hung" if s.stuck else "exited",
+        state=s.end_state,
         remedy="repair what ended it, then start the stage again from its checkpoint",
         needed=["kernel log (dmesg) for out-of-memory kills"] if not raised else [],
         blame="code" if raised else "environment",
@@ -196,18 +198,18 @@ def _every_rank(s: Situation, raised: Mapping[int, LogEvent], ended: list[int]) 
         f"{name_ranks(ranks)}: {_death(s.ranks[ranks[0]], raised.get(ranks[0]))[0]}"
         for ranks in list(kinds.values())[:4]
     )
-    return Hypothesis(
+    return conclude(
+        s,
         "unknown",
         f"all {len(ended)} ranks ended with the same error: {first}"
         if len(kinds) == 1
         else f"every rank ended with an error of its own; which was first is not known: {told}",
-        victims=ended,
-        confidence=0.0,
+        sure="open",
         evidence=[p for r in ended[:6] for p in _death(s.ranks[r], raised.get(r))[1]],
         needed=["the configuration and the inputs that all ranks share, and one rank's whole log"]
         if len(kinds) == 1
         else ["the logs with times, to tell which error was first"],
-        state="hung" if s.stuck else "exited",
+        state=s.end_state,
         remedy="repair what ended it, then start the stage again from its checkpoint",
         blame="code",
     )
@@ -267,13 +269,13 @@ def stopped_rank(s: Situation) -> Hypothesis | None:
     stopped = s.at("stopped")
     if not stopped:
         return None
-    return Hypothesis(
+    return conclude(
+        s,
         "missing_rank",
         f"{name_ranks(stopped)} {verb(stopped, 'is', 'are')} stopped (process state T); "
         f"{name_ranks(s.waiting)} {verb(s.waiting, 'waits', 'wait')}",
         ranks=stopped,
-        victims=sorted(set(s.alive) - set(stopped)),
-        confidence=0.95,
+        sure="told",
         evidence=[p for r in stopped if (p := s.positions[r].place)],
         remedy="find who sent SIGSTOP (a debugger, a job step, the suspend of a scheduler); "
         "kill -CONT lets the run go on",

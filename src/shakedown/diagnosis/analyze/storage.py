@@ -1,43 +1,86 @@
-"""A file system that does not answer: all ranks blocked by the kernel, or heartbeats unwritten."""
+"""Question 4 of file systems: checkpoints that are not written, ranks and heartbeats blocked."""
 
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 
+from shakedown.diagnosis.analyze.causes import Strength, conclude
 from shakedown.diagnosis.analyze.classes import path_key
+from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
-from shakedown.diagnosis.analyze.rules_stacks import OUTSIDE, places_of
+from shakedown.diagnosis.analyze.position import judge_path
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
-from shakedown.diagnosis.records import Stack
+from shakedown.diagnosis.records import Frame, Stack, Thread
+
+_FILE = re.compile(r"checkpoint\w*(?:/\w+)?\.py$")  # a module, or one of a package
+_WAITS = re.compile(r"^(?:wait|join|finalize|finish|flush|result|maybe_wait\w*)$")
+_WRITES = re.compile(r"^(?:_?write\w*|_?save\w*|sync_file|fsync|publish\w*)$")
+_THREAD = re.compile(r"^checkpoint", re.I)
+
+
+@lru_cache(4096)  # many ranks share few paths
+def _waits(path: tuple[Frame, ...]) -> Frame | None:
+    """The frame in which a main thread waits for the writing of its checkpoint."""
+    return next((f for f in path if _FILE.search(f.file) and _WAITS.match(f.function)), None)
+
+
+def _writer(stack: Stack) -> Thread | None:
+    for thread in stack.threads:
+        if thread is stack.main or not thread.frames:
+            continue
+        inside = any(_FILE.search(f.file) and _WRITES.match(f.function) for f in thread.frames)
+        stored = judge_path(thread.frames).kind == "storage"
+        if inside or (stored and _THREAD.match(thread.name)):
+            return thread
+    return None
+
+
+def _stuck(component: ComponentFacts) -> tuple[Stack, Thread] | None:
+    """In every sample the main thread waits and the other one writes."""
+    usable = [st for st in component.stacks if st.main and st.main.frames]
+    found = [(st, w) for st in usable if st.main and _waits(st.main.frames) and (w := _writer(st))]
+    samples = {st.sample for st in usable}
+    if not found or {st.sample for st, _ in found} != samples:
+        return None
+    return max(found, key=lambda row: row[0].sample)
+
+
+def checkpoint_thread(s: Situation) -> Hypothesis | None:
+    """All wait for a checkpoint; the ranks whose thread still writes are where the disk stands."""
+    writing = {r: row for r, c in s.ranks.items() if (row := _stuck(c)) is not None}
+    waiting = [r for r in s.alive if s.positions[r].path and _waits(s.positions[r].path)]
+    # A rank that ended or was stopped explains why the others wait; so does one that stands
+    # elsewhere.
+    if not writing or len(waiting) < len(s.alive) or s.dead or s.at("stopped"):
+        return None
+    if any(r in s.moving and len({b.sample for b in s.ranks[r].beats}) > 1 for r in s.ranks):
+        return None  # steps go on: slow, not hung
+    # Where most ranks still write it is the storage that they share.
+    few = 2 * len(writing) <= len(s.alive) and s.expected_ranks == set(s.ranks)
+    named = sorted(writing) if few else []
+    _, thread = writing[min(writing)]
+    twice = len({st.sample for st in s.ranks[min(writing)].stacks}) > 1
+    leaf = thread.frames[-1]
+    return conclude(
+        s,
+        "storage",
+        f"{name_ranks(list(writing))} {verb(list(writing), 'writes', 'write')} a checkpoint in a "
+        f"thread that does not end ({leaf}), while {name_ranks(waiting)} "
+        f"{verb(waiting, 'waits', 'wait')} for it",
+        ranks=named,
+        sure="seen" if twice else "likely",
+        evidence=[st.place for st, _ in list(writing.values())[:6]],
+        waits=[
+            Block([r], [w for w in writing if w != r], "written the checkpoint") for r in waiting
+        ],
+        needed=[] if twice else ["a second sample: a slow disk looks like a stuck one in one"],
+        remedy="see whether the file system of the checkpoints answers: df, dmesg, mount",
+    )
+
 
 # Where a heartbeat's thread calls the file system, as its frames name it (monitor/heartbeat.py).
 HEARTBEAT_FILE, HEARTBEAT_WRITE = "shakedown/monitor/heartbeat.py", "_write"
-
-
-def all_blocked(s: Situation) -> Hypothesis | None:
-    """All ranks in uninterruptible sleep, and none moved meanwhile.
-
-    A process that only reads is in it for moments: twice at the same line is no moment.
-    """
-    # One rank alone in D state is the outsider rule's, which names it.
-    if len(s.alive) < 2 or set(s.alive) != s.expected_ranks or s.moving:
-        return None
-    states = [state for r in s.alive if (state := s.ranks[r].state)]
-    blocked = [state for state in states if state.state == "D"]
-    if len(blocked) < len(s.alive) or not all(_seen_twice(s.ranks[r]) for r in s.alive):
-        return None
-    at = s.positions[s.alive[0]].where
-    return Hypothesis(
-        "storage",
-        f"{name_ranks(s.alive)} are all blocked in the kernel ({blocked[0].wchan or 'D state'}, "
-        f"{at}), the same in every sample: what they share, not one of them",
-        victims=s.alive,
-        confidence=0.7,
-        evidence=[*[state.place for state in blocked[:4]], *places_of(s, s.alive, 2)],
-        needed=["the mount's own state: `dmesg` and the file system's client log of one node"],
-        remedy=OUTSIDE["storage"][2],
-        blame="environment",
-    )
 
 
 # Kernel functions of network and parallel file systems, and of waiting for a disk.
@@ -67,19 +110,17 @@ def blocked_on_a_node(s: Situation) -> Hypothesis | None:
     hosts = {e.who.host for e in told} | {s.ranks[r].host for r in blocked} - {""}
     first = s.ranks[blocked[0]].state
     wchan = first.wchan if first else ""
-    return Hypothesis(
+    return conclude(
+        s,
         "storage",
         f"{name_ranks(blocked)} {verb(blocked, 'is', 'are')} blocked in the kernel ({wchan})"
         + (f" on {', '.join(sorted(hosts)[:4])}" if hosts else "")
         + (f": {told[0].text}" if told else ""),
         ranks=blocked,
         nodes=sorted(hosts) if len(hosts) == 1 else [],
-        victims=sorted(set(s.ranks) - set(blocked)),
-        confidence=0.85 if told else 0.7,
-        evidence=[*[e.place for e in told[:3]], *places_of(s, blocked, 3)],
+        sure="seen" if told else "likely",
+        evidence=[*[e.place for e in told[:3]], *s.seen_at(blocked, 3)],
         needed=[] if told else ["the kernel log (`dmesg`) of the node"],
-        remedy=OUTSIDE["storage"][2],
-        blame="environment",
     )
 
 
@@ -88,13 +129,13 @@ def heartbeat_blocked(s: Situation) -> Hypothesis | None:
     blocked = _blocked_heartbeats(s)
     if not blocked or not all(_moves(component) for component in blocked):
         return None
-    return _heartbeat_storage(s, blocked, ", while it goes on itself", confidence=0.9)
+    return _heartbeat_storage(s, blocked, ", while it goes on itself", sure="told")
 
 
 def heartbeat_and_rank_blocked(s: Situation) -> Hypothesis | None:
     """The rank stands as well: perhaps in its log or its data, on the same file system."""
     blocked = _blocked_heartbeats(s)
-    return _heartbeat_storage(s, blocked, "", confidence=0.6) if blocked else None
+    return _heartbeat_storage(s, blocked, "", sure="open") if blocked else None
 
 
 def _blocked_heartbeats(s: Situation) -> list[ComponentFacts]:
@@ -120,27 +161,27 @@ def _moves(component: ComponentFacts) -> bool:
 
 
 def _heartbeat_storage(
-    s: Situation, blocked: Sequence[ComponentFacts], more: str, *, confidence: float
+    s: Situation, blocked: Sequence[ComponentFacts], more: str, *, sure: Strength
 ) -> Hypothesis:
     """The nodes are named where others have no such trouble; else it is the file system's."""
     first, hosts = blocked[0], {c.host for c in blocked} - {""}
     others = {c.host for c in [*s.ranks.values(), *s.facts.roles.values()]} - hosts - {""}
     at = f" on {first.host}" if first.host else ""
     also = f"; so do {len(blocked) - 1} more" if len(blocked) > 1 else ""
-    return Hypothesis(
+    return conclude(
+        s,
         "storage",
         f"the thread of {first.name}{at} that writes its heartbeat stands in a call of the file "
         f"system in every sample{more}{also}",
         nodes=sorted(hosts) if others and len(hosts) <= len(others) else [],
-        confidence=confidence,
+        sure=sure,
         evidence=[c.stacks[-1].place for c in blocked[:6]],
         remedy="see whether the file system of the results folder answers on that node and has "
         "room: df, dmesg, mount",
-        blame="environment",
     )
 
 
-def _seen_twice(component: ComponentFacts) -> bool:
+def seen_twice(component: ComponentFacts) -> bool:
     """Two samples that agree: of the stack, or of the state in the kernel."""
     paths = {st.sample: path_key(st.main.frames) for st in component.stacks if st.main}
     states = {row.sample: (row.state, row.wchan) for row in component.states}

@@ -1,4 +1,4 @@
-"""Rules about micro-batches that do not fit between the stages of a pipeline.
+"""Question 3 of the stages of a pipeline: micro-batches that do not fit between them.
 
 Who of two stages is wrong no message between them tells. A heartbeat does where it has both what
 a rank's data made and what its engine ran, in number, rows and tokens: see `Beat`.
@@ -8,14 +8,41 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from shakedown.diagnosis.analyze.causes import conclude
+from shakedown.diagnosis.analyze.ended import root_exception
+from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
-from shakedown.diagnosis.analyze.rules_p2p import SCHEDULE, in_schedule, pipeline_peers
-from shakedown.diagnosis.analyze.rules_process import root_exception
-from shakedown.diagnosis.analyze.rules_stacks import places_of
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
-from shakedown.diagnosis.records import SourceRef
+from shakedown.diagnosis.records import Frame, SourceRef
 from shakedown.monitor.heartbeat import Beat, Extent
+
+# py-spy shortens Megatron's paths to `core/...`.
+_WAITS = re.compile(r"torch/distributed/|(?:^|/)core/pipeline_parallel/")
+SCHEDULE = re.compile(r"torch/distributed/pipelining/|(?:^|/)core/pipeline_parallel/")
+# Megatron's 1F1B sends a gradient without receiving the next input after its last forward alone.
+_LAST_CALL = "send_backward"
+
+
+def in_schedule(path: Sequence[Frame]) -> bool:
+    return any(SCHEDULE.search(f.file) for f in path)
+
+
+def _runs_no_more(path: Sequence[Frame]) -> bool:
+    """The rank has begun its step's last micro-batch."""
+    last_call = any(f.function == _LAST_CALL for f in path)
+    return bool(path) and (last_call or not in_schedule(path))
+
+
+# `mesh_pp` of a device mesh, `PIPELINE_MODEL_PARALLEL_GROUP` of Megatron.
+_PIPELINE_GROUP = re.compile(r"(?:^|_)(?:pp?|pipe\w*|pipeline\w*)(?:_|\b| )", re.I)
+
+
+def pipeline_peers(s: Situation, rank: int) -> set[int]:
+    """The other ranks of a rank's pipeline, by the process groups of the dumps."""
+    groups = [g for g in s.facts.groups if rank in g.members]
+    found = [set(g.members) for g in groups if _PIPELINE_GROUP.search(g.description)]
+    return set().union(*found) - {rank}
 
 
 @dataclass(frozen=True)
@@ -72,19 +99,17 @@ def size_abort(s: Situation) -> Hypothesis | None:
     receiver, event = hits[0]
     sizes = f"{event.detail.get('received')} bytes where it expected {event.detail.get('expected')}"
     pipeline = [r for r, c in s.ranks.items() if _in_pipeline(c)]
-    peers = sorted(set(s.ranks) - {receiver})
     # The receiver's own stack shows that the call was none of the pipeline's.
     elsewhere = bool(s.ranks[receiver].path) and receiver not in pipeline
     if not pipeline or elsewhere:
-        return Hypothesis(
+        return conclude(
+            s,
             "size_mismatch",
             f"rank {receiver} received {sizes} and aborted: two ranks made different calls",
-            victims=peers,
-            pattern="B",
-            confidence=0.6,
+            sure="open",
             evidence=[event.place],
             needed=["TORCH_DISTRIBUTED_DEBUG=DETAIL names the two calls and their ranks"],
-            state="hung" if s.stuck else "exited",
+            state=s.end_state,
             remedy="run again with TORCH_DISTRIBUTED_DEBUG=DETAIL",
         )
     sender, near = _sender(s, receiver), pipeline_peers(s, receiver)
@@ -100,18 +125,18 @@ def size_abort(s: Situation) -> Hypothesis | None:
 
 
 def _mismatch(s: Situation, told: str, odd: Departed, places: Sequence[SourceRef]) -> Hypothesis:
-    return Hypothesis(
+    return conclude(
+        s,
         "pipeline_order" if odd.number else "pipeline_shape_mismatch",
         "; ".join(filter(None, [told, odd.told])),
         ranks=odd.ranks,
-        victims=sorted(set(s.ranks) - set(odd.ranks)),
-        confidence=0.9 if odd.places else 0.8 if odd.ranks else 0.6,
+        sure="told" if odd.places else "seen" if odd.ranks else "open",
         evidence=[*odd.places, *places],
         needed=[] if odd.ranks else ["the shapes that each stage sends and expects"],
-        state="hung" if s.stuck else "exited",
+        state=s.end_state,
         remedy="see what changes the micro-batches between that rank's data and its engine"
         if odd.places
-        else "compare the output shape of the sending stage with its neighbour's input",
+        else "",
     )
 
 
@@ -188,4 +213,51 @@ def other_batches(s: Situation) -> Hypothesis | None:
     if not odd.ranks:
         return None
     told = f"{name_ranks(inside)} {verb(inside, 'waits', 'wait')} in the pipeline's schedule"
-    return _mismatch(s, told, odd, places_of(s, inside))
+    return _mismatch(s, told, odd, s.seen_at(inside))
+
+
+def fewer_micro_batches(s: Situation) -> Hypothesis | None:
+    """A rank has run its last micro-batch, and fewer than others, one of which waits for more.
+
+    Of one that has left its schedule only the stages behind it starve, which have begun no more
+    than it did, and those before it wait for gradients when they have begun all: stages count as
+    the ranks of a pipeline do.
+    """
+    beats = {r: c.beat.beat for r, c in s.ranks.items() if c.beat and c.beat.beat.phase == "train"}
+    # Numbers of micro-batches can be compared within one step alone.
+    if len(beats) < len(s.ranks) or len({b.step for b in beats.values()}) != 1:
+        return None
+    most = max(b.micro_batch for b in beats.values())
+    ended = [r for r in beats if _runs_no_more(s.positions[r].path)]
+    short = [r for r in ended if beats[r].micro_batch < most]
+    if not short or 2 * len(short) > len(beats):
+        return None
+    count = max(beats[r].micro_batch for r in short)
+    left = any(not in_schedule(s.positions[r].path) for r in short)
+    near = set().union(*(pipeline_peers(s, r) for r in short)) or set(beats)
+    waiting = [
+        r
+        for r, b in beats.items()
+        if r not in short
+        and r in near
+        and in_schedule(path := s.positions[r].path)
+        and _WAITS.search(path[-1].file)
+        and (not left or b.micro_batch <= count or (b.micro_batch == most and r < max(short)))
+    ]
+    if not waiting:
+        return None
+    return conclude(
+        s,
+        "pipeline_order",
+        f"{name_ranks(short)} {verb(short, 'is', 'are')} through the pipeline's schedule after "
+        f"{count + 1} micro-batches of step {beats[short[0]].step}, of which others run "
+        f"{most + 1}; {name_ranks(waiting)} {verb(waiting, 'waits', 'wait')} for the next one in "
+        f"{s.positions[waiting[0]].path[-1]}",
+        ranks=short,
+        sure="seen",
+        evidence=[
+            *[b.place for r in [*short, *waiting][:4] if (b := s.ranks[r].beat)],
+            *s.seen_at([*short, *waiting]),
+        ],
+        waits=[Block(waiting, short, "sent another micro-batch")],
+    )

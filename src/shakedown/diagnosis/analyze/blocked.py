@@ -1,0 +1,240 @@
+"""Question 4: who blocks? The roots of the wait-for graph, and what each of them does."""
+
+import re
+from collections.abc import Collection, Sequence
+
+from shakedown.diagnosis.analyze.causes import Strength, conclude
+from shakedown.diagnosis.analyze.edges import ELSEWHERE
+from shakedown.diagnosis.analyze.frames import awaits_result
+from shakedown.diagnosis.analyze.graph import Block
+from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
+from shakedown.diagnosis.analyze.places import WAITING
+from shakedown.diagnosis.analyze.position import Position, user_frames
+from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.records import Frame, SourceRef
+
+
+def blocked_by_ranks(s: Situation) -> Hypothesis | None:
+    """Ranks that others wait for and that wait for nobody: where they stand says why."""
+    silent = [r for r in s.blockers if s.has_no_evidence(r)]
+    # A rank that waits in a call is no root, though nothing shows for whom it waits.
+    seen = [r for r in s.blockers if r not in silent and s.positions[r].kind not in WAITING]
+    starts = s.at("init") and any(s.positions[r].kind == "init" for r in _waiters(s, s.blockers))
+    kinds = {s.positions[r].kind for r in seen}
+    kind = next((k for k in ELSEWHERE if k in kinds and not starts), None)
+    named = [r for r in seen if kind in (None, s.positions[r].kind)] or _sole(s, silent)
+    first, waiters = s.graph.first_for(named), _waiters(s, named)
+    if first is None or _many(s, named, waiters):
+        return None
+    if starts:
+        return _not_joined(s, named, waiters)
+    return _not_come(s, named, waiters, silent) if kind is None else _elsewhere(s, named, waiters)
+
+
+def _waiters(s: Situation, ranks: Collection[int]) -> list[int]:
+    return sorted(node for node in s.graph.waiters_of(ranks) if isinstance(node, int))
+
+
+def _sole(s: Situation, silent: list[int]) -> list[int]:
+    """The one rank of which nothing is known, where all others left evidence that speaks.
+
+    Of several, each may be a victim whose files are lost; an empty dump may hide calls.
+    """
+    spoke = [r for r in s.ranks if not s.has_no_evidence(r)]
+    alone = len(silent) == 1 and len(spoke) == len(s.expected_ranks) - 1
+    return silent if alone and silent[0] not in s.ranks else []
+
+
+def _many(s: Situation, named: list[int], waiters: list[int]) -> bool:
+    """More than half of those concerned, by counters alone: the few may have called too much."""
+    stacks = any(r in s.ranks and s.positions[r].path for r in named)
+    return 2 * len(named) > len({*waiters, *named}) and not stacks
+
+
+def _elsewhere(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis:
+    """They stand outside of the call that the others wait in."""
+    first = s.positions[named[0]]
+    row = ELSEWHERE[first.kind]
+    extra, places = loader_worker(s, named[0]) if first.kind == "dataloader" else ("", [])
+    cause = row.cause
+    if cause == "missing_rank":
+        cause = "init_deadlock" if _initialises(s) else _own_code(first)
+    others = s.positions[waiters[0]]
+    counted = bool(set(named) & s.calls.roots)
+    return conclude(
+        s,
+        cause,
+        f"{name_ranks(named)} {verb(named, row.one, row.many)} ({first.where}{extra}), while "
+        f"{name_ranks(waiters)} {verb(waiters, 'waits', 'wait')} in {s.waits_in(waiters)}",
+        sure="told" if counted else "likely" if others.kind == "host_sync" else "seen",
+        ranks=named,
+        evidence=[*s.seen_at(named), *places, *s.seen_at(waiters, 2)],
+        remedy=row.remedy,
+        needed=["Flight Recorder dumps: the collective that the GPUs wait in"]
+        if others.kind == "host_sync"
+        else [],
+    )
+
+
+# Given to a trainer from outside: it blocks without any call of torch.
+_GIVEN = re.compile(r"reward|judge|verif|agent|episode|tool_?call", re.I)
+
+
+def _own_code(position: Position) -> Cause:
+    """`user_code` for a reward or an agent, or an event loop that nothing wakes."""
+    users = user_frames(position.path)
+    given = any(_GIVEN.search(f.function) for f in users) or awaits_result(position.path)
+    return "user_code" if given else "missing_rank"
+
+
+def _initialises(s: Situation) -> bool:
+    """By its heartbeats no rank is through with joining and loading its model."""
+    beats = [c.beat.beat.phase if c.beat else "" for c in s.ranks.values()]
+    return bool(beats) and set(beats) == {"init"}
+
+
+def loader_worker(s: Situation, rank: int) -> tuple[str, list[SourceRef]]:
+    """What the data loader's child does: its innermost user frame that is not idle waiting."""
+    for child in s.ranks[rank].children:
+        frames = child.main.frames if child.main else ()
+        fetching = [f for f in frames if f.function in ("__getitem__", "__getitems__", "__next__")]
+        if fetching:
+            frame: Frame = (user_frames(frames) or fetching)[-1]
+            # The user's own data set rather than a library's wrapper around it.
+            mine = [f for f in fetching if "site-packages" not in f.file] or [frame]
+            return f"; its worker is in {mine[-1]}", [child.place]
+    return "", []
+
+
+def _not_come(
+    s: Situation, named: list[int], waiters: list[int], silent: Sequence[int]
+) -> Hypothesis:
+    """Counters, or sends and receives, show that they are behind; no stack says why."""
+    first = s.graph.first_for(named)
+    owes = first.owes if first else ""
+    lost = set(silent).difference(named)
+    unseen = [r for r in named if r not in s.positions or s.positions[r].kind == "unknown"]
+    sure: Strength = "open" if set(named) <= set(silent) else "told"
+    return conclude(
+        s,
+        "missing_rank",
+        f"{name_ranks(named)} {verb(named, 'has', 'have')} not {owes}, for which "
+        f"{name_ranks(waiters)} {verb(waiters, 'waits', 'wait')}{_side(s, named)}",
+        sure=sure,
+        ranks=named,
+        evidence=s.recorded_at([*named, *waiters]),
+        needed=[
+            *([f"a stack of {name_ranks(unseen)} (py-spy dump)"] if unseen else []),
+            *([f"Flight Recorder dumps of {name_ranks(list(lost))}, awaited too"] if lost else []),
+        ],
+    )
+
+
+def _side(s: Situation, named: list[int]) -> str:
+    """Whether host or device stands still, as far as dumps tell."""
+    records = [c.record for r in named if (c := s.ranks.get(r))]
+    if not records:
+        return "; it left no dump"
+    if not all(records):
+        return ""
+    open_calls = [sum(not op.done for op in record.operations) for record in records if record]
+    if all(open_calls):
+        return f"; the host is {open_calls[0]} calls ahead of the device, which stands still"
+    return "; the last call is done and the host does not go on"
+
+
+def _not_joined(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis:
+    """The start of the job, or of a process group, that some did not come to."""
+    inside, known = s.positions[waiters[0]], [r for r in named if r in s.ranks]
+    where = f": it is in {s.positions[named[0]].where}" if len(known) == 1 else ""
+    return conclude(
+        s,
+        "init_deadlock",
+        f"{name_ranks(waiters)} {verb(waiters, 'waits', 'wait')} in {inside.op} during "
+        f"initialisation; {name_ranks(named)} did not join{where}",
+        sure="seen" if known else "likely",
+        ranks=named,
+        evidence=[*s.seen_at(known), *s.seen_at(waiters, 3)],
+    )
+
+
+def start_without_somebody(s: Situation) -> Hypothesis | None:
+    """All that were seen wait for others to join, and nothing tells who is missing."""
+    inside = s.at("init")
+    if not inside or any(c.record and c.record.operations for c in s.ranks.values()):
+        return None
+    if any(s.positions[r].kind not in ("init", "unknown") for r in s.ranks):
+        return None
+    joined = [e for e in s.facts.all_events() if e.kind == "missing_ranks" and "joined" in e.detail]
+    absent = sorted(s.expected_ranks.difference(s.ranks))
+    return conclude(
+        s,
+        "init_deadlock",
+        f"{name_ranks(inside)} {verb(inside, 'waits', 'wait')} in {s.positions[inside[0]].op} "
+        "during initialisation; who is missing is not known"
+        + (f" ({joined[0].text})" if joined else ""),
+        sure="open",
+        evidence=[*s.seen_at(inside, 3), *[e.place for e in joined[:1]]],
+        needed=[f"stacks of {name_ranks(absent) if absent else 'all ranks, and the world size'}"],
+    )
+
+
+def too_few_joined(s: Situation) -> Hypothesis | None:
+    """torch's store counts its clients; who did not come it does not know."""
+    events = [e for e in s.facts.all_events() if e.kind == "missing_ranks" and "joined" in e.detail]
+    # Ranks that made calls have joined: the line is from an earlier start.
+    if not events or any(c.record and c.record.operations for c in s.ranks.values()):
+        return None
+    event = events[-1]
+    joined, world = int(event.detail["joined"]), int(event.detail["world"])
+    if joined >= world:
+        return None
+    waiting = {int(e.detail["waits"]) for e in events if "waits" in e.detail}
+    # As many say that they wait as have joined: then it is all others that have not.
+    absent = sorted(set(range(world)) - waiting) if len(waiting) == joined else []
+    who = f"{name_ranks(absent)} did not come" if absent else "who is missing is not known"
+    return conclude(
+        s,
+        "init_deadlock",
+        f"{joined} of {world} processes joined the rendezvous in time; {who}",
+        sure="seen" if absent else "likely",
+        ranks=absent,
+        evidence=[e.place for e in events[:4]],
+        needed=["the logs of all nodes: which of their processes did not start, or not connect"],
+        waits=[Block(sorted(waiting), absent, "joined the rendezvous")],
+        state="exited" if s.dead or "imed out" in event.text else "hung",
+        remedy="see on each node whether its processes started and reach the store's host and port",
+        blame="environment",
+    )
+
+
+def told_missing(s: Situation) -> Hypothesis | None:
+    """Ranks that torch or NCCL itself name as missing: desync report, monitored barrier, RAS.
+
+    Late: such reports may list all ranks that have not finished, victims among them.
+    """
+    named: dict[int, SourceRef] = {}
+    reports = [e for e in s.facts.all_events() if e.kind == "missing_ranks"]
+    for event in reports:
+        for rank in event.detail.get("ranks", []):
+            named.setdefault(rank, event.place)
+    for rank, component in s.ranks.items():
+        for row in component.ras:
+            if row.missing or 0 <= row.counts.get("launched", -1) < row.counts.get("most", -1):
+                named.setdefault(rank, row.place)
+    everyone = s.expected_ranks | set(range(max(named, default=-1) + 1))
+    # A report that some rank writes of others; it may also list all that have not finished.
+    told = [e for e in reports if e.detail.get("ranks")]
+    reported = any("joined but didn't finish" not in e.text for e in told)
+    # RAS or a watchdog that lists every rank tells none from the others.
+    if not named or (len(named) == len(everyone) and not reported):
+        return None
+    return conclude(
+        s,
+        "missing_rank",
+        f"{name_ranks(list(named))} did not join, says {next(iter(named.values())).path}",
+        sure="likely",
+        ranks=named,
+        evidence=list(named.values())[:6],
+        needed=[f"a stack of {name_ranks(list(named))}"],
+    )

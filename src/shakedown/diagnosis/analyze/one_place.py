@@ -1,0 +1,240 @@
+"""Question 6: are all in one place? Nobody is named where nothing tells one from another."""
+
+import re
+from collections.abc import Sequence
+
+from shakedown.diagnosis.analyze.blocked import loader_worker
+from shakedown.diagnosis.analyze.causes import conclude
+from shakedown.diagnosis.analyze.classes import user_key
+from shakedown.diagnosis.analyze.differ import describe
+from shakedown.diagnosis.analyze.frames import library_calls
+from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
+from shakedown.diagnosis.analyze.position import Position, in_nccl_enqueue
+from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.analyze.storage import seen_twice
+from shakedown.diagnosis.records import LogEvent
+
+
+def all_blocked(s: Situation) -> Hypothesis | None:
+    """All ranks in uninterruptible sleep, and none moved meanwhile.
+
+    A process that only reads is in it for moments: twice at the same line is no moment.
+    """
+    # One rank alone in D state is that of blocked.py, which names it.
+    if len(s.alive) < 2 or set(s.alive) != s.expected_ranks or s.moving:
+        return None
+    states = [state for r in s.alive if (state := s.ranks[r].state)]
+    blocked = [state for state in states if state.state == "D"]
+    if len(blocked) < len(s.alive) or not all(seen_twice(s.ranks[r]) for r in s.alive):
+        return None
+    at = s.positions[s.alive[0]].where
+    return conclude(
+        s,
+        "storage",
+        f"{name_ranks(s.alive)} are all blocked in the kernel ({blocked[0].wchan or 'D state'}, "
+        f"{at}), the same in every sample: what they share, not one of them",
+        sure="likely",
+        evidence=[*[state.place for state in blocked[:4]], *s.seen_at(s.alive, 2)],
+        needed=["the mount's own state: `dmesg` and the file system's client log of one node"],
+    )
+
+
+def all_in_loader(s: Situation) -> Hypothesis | None:
+    """Every rank waits for data: the storage or the data set, no single rank."""
+    inside = s.at("dataloader")
+    if not inside or len(inside) < len(s.alive):
+        return None
+    extra, places = loader_worker(s, inside[0])
+    return conclude(
+        s,
+        "dataloader",
+        f"every rank waits for its data loader ({s.positions[inside[0]].where}{extra})",
+        sure="likely",
+        evidence=[*s.seen_at(inside), *places],
+    )
+
+
+_INTERNAL = re.compile(r"ncclInternalError")
+
+
+def told_nccl(s: Situation) -> Hypothesis | None:
+    """NCCL itself reported an error: an internal one, or one of the system and the network.
+
+    The rank that logged it is where it surfaced, not the one that caused it.
+    """
+    found: list[tuple[int | None, LogEvent]]
+    found = [(None, e) for e in s.facts.events if e.kind in ("nccl_error", "traceback")]
+    found += [
+        (r, e)
+        for r, c in s.ranks.items()
+        for e in c.events
+        if e.kind in ("nccl_error", "traceback")
+    ]
+    rows = [(r, e) for r, e in found if e.kind == "nccl_error" or _INTERNAL.search(e.text)]
+    if not rows:
+        return None
+    internal = [row for row in rows if _INTERNAL.search(row[1].text)]
+    # An internal error says more than the errors of peers that follow from it.
+    rank, event = (internal or rows)[0]
+    where = f"rank {rank}" if rank is not None else event.place.path
+    what = "an internal error" if internal else "an error of the system or the network"
+    return conclude(
+        s,
+        "nccl_internal" if internal else "network",
+        f"NCCL reported {what} ({where}: {event.text})",
+        sure="open",
+        evidence=[e.place for _, e in (internal or rows)[:8]],
+        needed=["NCCL_DEBUG=INFO logs of all ranks and NCCL's version", "`dmesg` of the nodes"],
+        state=s.end_state,
+    )
+
+
+def different_paths(s: Situation) -> Hypothesis | None:
+    """Pattern B from stacks alone: all wait, on different calls; who is wrong they do not say."""
+    inside = [r for r in s.at("collective", "p2p") if not s.positions[r].cleanup]
+    paths: dict[object, list[int]] = {}
+    for rank in inside:
+        path = s.positions[rank].path
+        # Without lines of libraries: one call may be sampled at two lines inside torch.
+        key = s.positions[rank].op, user_key(path), library_calls(path)
+        paths.setdefault(key, []).append(rank)
+    if len(paths) < 2:
+        return None
+    groups = sorted(paths.values(), key=lambda ranks: (len(ranks), ranks))
+    told = "; ".join(f"{name_ranks(r)} in {s.positions[r[0]].where}" for r in groups[:4])
+    pipeline = _in_pipeline([s.positions[r] for r in inside])
+    return conclude(
+        s,
+        "pipeline_order" if pipeline else "collective_mismatch",
+        f"ranks wait in different calls: {told}",
+        sure="open",
+        evidence=[p for ranks in groups[:4] for p in s.seen_at(ranks, 2)],
+        needed=[
+            "Flight Recorder dumps of all ranks: the calls before the hang tell which rank left "
+            "the usual order",
+        ],
+    )
+
+
+def _in_pipeline(positions: Sequence[Position]) -> bool:
+    """All below a schedule, some between two stages: others may have left it for a collective."""
+    below = all(any("pipelin" in f.file for f in p.path) for p in positions)
+    return below and any(p.kind == "p2p" for p in positions)
+
+
+def one_place(s: Situation) -> Hypothesis | None:
+    """Pattern C: every rank waits in the same call and none is behind."""
+    ranks = s.waiting
+    if len(ranks) < 2 or len(ranks) < len(s.expected_ranks) or s.graph:
+        return None
+    if len({s.positions[r].op for r in ranks if not s.positions[r].path}) > 1:
+        return None
+    native = [r for r in ranks if in_nccl_enqueue(s.ranks[r])]
+    world = any(set(g.members) >= set(ranks) for g in s.facts.groups)
+    names = [e for c in s.ranks.values() for e in c.events if e.kind == "nccl_error"]
+    cause: Cause = "nccl_internal" if native else "network"
+    return conclude(
+        s,
+        cause,
+        f"all {len(ranks)} ranks wait in {_common_call(s, ranks[0])} and none is behind: "
+        + ("inside NCCL's enqueue" if native else "the network or the library, not a branch"),
+        # Dumps count calls and show that none is behind. Stacks cannot, and without the world size
+        # a rank may be missing altogether.
+        sure="likely" if any(s.ranks[r].record for r in ranks) else "open",
+        evidence=[*[e.place for e in names[:3]], *s.seen_at(ranks)],
+        needed=[
+            *([] if world else ["the world size: a rank of which no file tells may be missing"]),
+            "NCCL_DEBUG=INFO logs, link error counters, and a second sample after a minute",
+        ],
+    )
+
+
+def _common_call(s: Situation, rank: int) -> str:
+    if s.positions[rank].path:
+        return s.positions[rank].where
+    for group in s.facts.groups:
+        view = group.views.get(rank)
+        op = view.operations.get(view.pending) if view and view.pending else None
+        if op is not None:
+            return f"{describe(op)} (number {op.seq} of {group.label})"
+    return "the same collective"
+
+
+# Done nowhere before all have entered: a broadcast's root may be done while others have not come.
+_SYMMETRIC = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier")
+
+
+def half_done(s: Situation) -> Hypothesis | None:
+    """A call that is done on some ranks only: all have entered it, so no branch explains it."""
+    if s.graph:
+        return None
+    for group in s.facts.groups:
+        undone = {r: v.pending for r, v in group.views.items() if v.pending}
+        for seq in sorted(set(undone.values())):
+            late = [r for r, pending in undone.items() if pending == seq]
+            done = [r for r, v in group.views.items() if v.completed >= seq]
+            op = group.views[late[0]].operations.get(seq)
+            name = op.name.split(":", 1)[-1] if op else "collective"
+            if not done or not _SYMMETRIC.search(name):
+                continue
+            return conclude(
+                s,
+                "unknown",
+                f"{name} (number {seq} of {group.label}) is done on {name_ranks(done)} and not on "
+                f"{name_ranks(late)}, which {verb(late, 'has', 'have')} entered it",
+                sure="open",
+                evidence=[c.record.place for r in [*late, *done][:6] if (c := s.ranks[r]).record],
+                needed=[
+                    "a second Flight Recorder dump: the first may have been taken in between",
+                    f"GPU errors of {name_ranks(late)} (nvidia-smi -q, dmesg)",
+                ],
+            )
+    return None
+
+
+def unknown(s: Situation) -> Hypothesis:
+    """What was seen, and what would settle it."""
+    missing = sorted(s.expected_ranks - set(s.ranks))
+    without_stack = [r for r in s.alive if not s.positions[r].path]
+    without_dump = [r for r in s.alive if s.ranks[r].record is None]
+    needed = []
+    if missing:
+        needed.append(f"any evidence of {name_ranks(missing)}")
+    if without_stack:
+        needed.append(f"stacks of {name_ranks(without_stack)} (`shakedown hang collect`)")
+    if without_dump:
+        needed.append(f"Flight Recorder dumps of {name_ranks(without_dump)}")
+    if not s.moving:
+        needed.append("a second sample, 5 s or more after the first")
+    if s.ranks:
+        needed.append("the logs of all ranks")
+    ended = bool(s.ranks) and not s.alive
+    return conclude(
+        s,
+        "unknown",
+        _seen(s, ended=ended),
+        sure="open",
+        state="exited" if ended else "hung" if s.stuck or s.graph else "unknown",
+        needed=needed,
+    )
+
+
+def _seen(s: Situation, *, ended: bool) -> str:
+    """How far the evidence goes."""
+    if not s.ranks:
+        return "no rank was seen; the evidence names no cause"
+    count = f"{len(s.ranks)} {'rank was' if len(s.ranks) == 1 else 'ranks were'} seen"
+    if ended:
+        return f"{count} and all ended; which went first is not known"
+    silent = [r for r in s.blockers if s.has_no_evidence(r)]
+    if silent:
+        waiters = sorted(n for n in s.graph.waiters if isinstance(n, int))
+        return (
+            f"{name_ranks(waiters)} {verb(waiters, 'waits', 'wait')} for {name_ranks(silent)}, of "
+            f"which no dump tells; whether {verb(silent, 'it is', 'they are')} missing or only "
+            f"{verb(silent, 'its', 'their')} files are lost is not known"
+        )
+    absent = sorted(s.expected_ranks - set(s.ranks))
+    if absent:
+        return f"{count}, nothing of {name_ranks(absent)}; the evidence names no cause"
+    return f"{count}; the evidence names no cause"
