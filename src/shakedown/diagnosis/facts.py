@@ -121,6 +121,7 @@ class Facts:
     ends: list[LogEnd] = field(default_factory=list)  # of logs that are no rank's or role's
     conflicts: list[str] = field(default_factory=list)
     world: int = 0  # as a log tells it; 0 where none does
+    of_engine: bool = False  # the ranks are those of an inference engine
     # Ranks were given by process id among several of a node's file: nothing tells one from another.
     guessed: bool = False
 
@@ -156,6 +157,7 @@ class Facts:
 def build_facts(records: Sequence[Record]) -> Facts:
     """Put every record where it belongs. Pure; the order of `records` does not matter."""
     facts = Facts()
+    records, facts.of_engine = _ranks_of_engine(records)
     owners = _owners(records)
     names = [record for record in records if isinstance(record, TargetName)]
     facts.world = max((record.world for record in names), default=0)
@@ -189,6 +191,18 @@ def build_facts(records: Sequence[Record]) -> Facts:
     dumps = {r: c.record for r, c in facts.ranks.items() if c.record}
     facts.groups = build_groups(dumps, tuple(sorted(facts.ranks)))
     return facts
+
+
+def _ranks_of_engine(records: Sequence[Record]) -> tuple[Sequence[Record], bool]:
+    """An inference engine's own ranks count where no other ranks are in evidence."""
+    # By a log; the collector's own table names its rows.
+    engines = [r for r in records if isinstance(r, TargetName) and r.who.role and not r.name]
+    others = [r for r in records if isinstance(r, Stack | BeatRecord | FlightRecord | LogEvent)]
+    ranked = any(isinstance(r, BeatRecord) or r.who.rank is not None for r in others)
+    left = [r for r in records if not (isinstance(r, TargetName) and r.who.role and not r.name)]
+    if ranked or not engines:
+        return left, False
+    return [*left, *(replace(row, who=replace(row.who, role="")) for row in engines)], True
 
 
 _Owners = Mapping[tuple[str, int], Identity]
@@ -253,7 +267,7 @@ def _who_of(event: LogEvent, owners: _Owners, gpus: Mapping[tuple[str, str], Ide
     driver the GPU.
     """
     detail, host = event.detail, event.who.host
-    task = detail.get("task", detail.get("waits"))
+    task = next((detail[key] for key in ("task", "waits", "actor") if key in detail), None)
     if isinstance(task, int):
         return Identity(task)  # one task a rank
     if event.who.rank is not None:

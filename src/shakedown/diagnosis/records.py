@@ -184,6 +184,7 @@ LogKind = Literal[
     "collective_mismatch",
     "peer_closed",
     "timeout",
+    "gave_up",
     "missing_ranks",
     "exit",
     "finished",

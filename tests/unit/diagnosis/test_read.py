@@ -181,7 +181,7 @@ LOG_LINES = (DATA / "hang_log_lines.tsv").read_text(encoding="utf-8").splitlines
 
 @pytest.mark.parametrize("row", LOG_LINES, ids=[row[:80] for row in LOG_LINES])
 def test_telling_log_line_is_recognised_with_its_rank(tmp_path: Path, row: str) -> None:
-    kind, line = row.split("\t")
+    kind, line = row.split("\t", 1)
     events = [r for r in read(tmp_path, line + "\n", "job.log") if isinstance(r, LogEvent)]
     assert kind in [e.kind for e in events]
     assert {e.who.rank for e in events} == {5}

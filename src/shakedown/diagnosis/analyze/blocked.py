@@ -147,9 +147,13 @@ def _not_joined(s: Situation, named: list[int], waiters: list[int]) -> Hypothesi
     """The start of the job, or of a process group, that some did not come to."""
     inside, known = s.positions[waiters[0]], [r for r in named if r in s.ranks]
     where = f": it is in {s.positions[named[0]].where}" if len(known) == 1 else ""
+    # What keeps it from joining, where that is work of its own.
+    kinds = {s.positions[r].kind for r in known}
+    row = ELSEWHERE.get(kinds.pop()) if len(kinds) == 1 else None
+    cause: Cause = row.cause if row and row.cause != "missing_rank" else "init_deadlock"
     return conclude(
         s,
-        "init_deadlock",
+        cause,
         f"{name_ranks(waiters)} {verb(waiters, 'waits', 'wait')} in {inside.op} during "
         f"initialisation; {name_ranks(named)} did not join{where}",
         sure="seen" if known else "likely",

@@ -4,13 +4,13 @@ Kernels of one process run in the order in which they were launched once the dev
 for both: a rank that launched the other group's first holds up those that wait for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import combinations, islice
 
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import waiting_threads
 from shakedown.diagnosis.analyze.differ import describe
-from shakedown.diagnosis.analyze.graph import Block
+from shakedown.diagnosis.analyze.graph import Block, WaitGraph
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import judge_path
 from shakedown.diagnosis.analyze.situation import Situation
@@ -116,7 +116,41 @@ def opposite_order(s: Situation) -> Hypothesis | None:
         other = [r for r in shared if signs[r] < 0]
         if one and other:
             return _opposite(s, (first, second), signs)
-    return None
+    return _circle(s, waiting)
+
+
+def _circle(s: Situation, waiting: Sequence[GroupFacts]) -> Hypothesis | None:
+    """Each rank's first call that is not done waits for ranks whose own first one is another's."""
+    first: dict[int, tuple[int, GroupFacts]] = {}
+    for group in waiting:
+        for rank, view in group.views.items():
+            op = view.operations.get(view.pending or 0)
+            if op is not None:
+                first[rank] = min(first.get(rank, (op.order, group)), (op.order, group), key=_order)
+    blocks = [
+        Block([rank], awaited, f"ended its first call before that of {group.label}")
+        for rank, (_, group) in sorted(first.items())
+        if (awaited := [m for m in group.members if m in first and first[m][1] is not group])
+    ]
+    graph = WaitGraph(blocks)
+    ranks = [node for node in graph.cycle if isinstance(node, int)]
+    if not ranks or graph.roots:
+        return None
+    told = "; ".join(f"rank {r} in that of {first[r][1].label}" for r in ranks[:4])
+    return conclude(
+        s,
+        "cross_group_cycle",
+        f"{name_ranks(ranks)} have entered the calls of several groups in different orders, and "
+        f"wait in the first of them for each other: {told}",
+        sure="open",
+        evidence=s.recorded_at(ranks),
+        needed=["the order in which the code is meant to use these groups"],
+        waits=blocks,
+    )
+
+
+def _order(row: tuple[int, GroupFacts]) -> int:
+    return row[0]
 
 
 def _open_call(group: GroupFacts) -> int | None:
@@ -193,6 +227,9 @@ def _own_groups(s: Situation, rank: int) -> bool:
 def _threads_inside(s: Situation, rank: int) -> int:
     stack = s.ranks[rank].stack
     path = stack.main.frames if stack and stack.main else ()
+    # Two main threads: the text is of several processes, which nothing tells apart.
+    if stack and sum(t.frames[0].function == "<module>" for t in stack.threads if t.frames) > 1:
+        return 0
     main = 1 if judge_path(path).kind in ("collective", "p2p") else 0
     return main + len(waiting_threads(s.ranks[rank]))
 

@@ -190,7 +190,18 @@ def told_mismatch(s: Situation) -> Hypothesis | None:
     events = [e for e in s.facts.all_events() if e.kind == "collective_mismatch"]
     if not events:
         return None
-    event = events[0]
+    # The two calls, where torch gives them; else only that ranks do not agree.
+    event = next((e for e in events if "call_a" in e.detail), events[0])
+    if "call_a" not in event.detail:
+        return conclude(
+            s,
+            "collective_mismatch",
+            f"the ranks do not agree: {event.text}",
+            sure="open",
+            evidence=[e.place for e in events[:4]],
+            needed=["Flight Recorder dumps of all ranks, to tell which one left the usual order"],
+            state=s.end_state,
+        )
     first, second = str(event.detail.get("call_a", "")), str(event.detail.get("call_b", ""))
     ranks = [event.detail.get("rank_a"), event.detail.get("rank_b")]
     cause: Cause = "collective_mismatch"

@@ -23,6 +23,8 @@ _VICTIM = re.compile(
     r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
     r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
     r"|NCCL (?:[Ee]rror|communicator)|remote process"
+    r"|stream synchronize failed|HCCL|hccl|disagreement between rank"
+    r"|DDP expects same model across all ranks"
 )
 
 
@@ -88,8 +90,14 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
         "out_of_memory",
     ),
     (
-        re.compile(r"CUDA error|CUDA_ERROR|cuDNN error|CUBLAS_STATUS|[Uu]nhandled cuda error"),
+        re.compile(
+            r"(?:CUDA|HIP|MUSA) error|CUDA_ERROR|cuDNN error|CUBLAS_STATUS|[Uu]nhandled cuda error"
+        ),
         "gpu_error",
+    ),
+    (
+        re.compile(r"DataLoader worker \(pid.{1,40}(?:killed by signal|exited unexpectedly)"),
+        "dataloader",
     ),
     (
         re.compile(
@@ -142,10 +150,10 @@ def _told_otherwise(s: Situation, ended: Sequence[int]) -> bool:
 def dead_rank(s: Situation) -> Hypothesis | None:
     """Some ranks are gone, or raised an error of their own, and that explains the others."""
     raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
-    killed = [r for r in s.dead if _signal(s.ranks[r]) or not _is_victim(s.ranks[r])]
-    if not s.alive:  # gone without a code or a last word, like the others: nothing tells them apart
-        killed = [r for r in killed if _told(s.ranks[r])]
+    killed = [r for r in s.dead if _ended_by_itself(s, r)]
     own = {r: cause for r, c in s.ranks.items() if (cause := own_cause(c)) in _OWN.values()}
+    lone = _lone_traceback(s) if len(s.dead) == 1 and not raised and not own else None
+    killed = killed or (s.dead if lone is not None else [])
     # An exception says more than an end. Where all ranks were killed none of them is named.
     culprits = sorted({*own, *raised} if own else raised) or (
         killed if len(killed) < max(len(s.ranks), 2) else []
@@ -159,15 +167,15 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     if len(culprits) == len(s.expected_ranks) and len(culprits) > 1:
         return _every_rank(s, raised, culprits)
     first = culprits[0]
-    lone = _lone_traceback(s) if len(culprits) == 1 and not raised and not own else None
     if lone is not None:
         raised = {first: lone}
     elif not raised and not own and _told_otherwise(s, culprits):
         return None
     why, places = _death(s.ranks[first], raised.get(first))
+    gone: Cause = "server_unhealthy" if s.facts.of_engine else "missing_rank"
     return conclude(
         s,
-        own_cause(s.ranks[first]) or (_cause_of(lone) if lone else None) or "missing_rank",
+        own_cause(s.ranks[first]) or (_cause_of(lone) if lone else None) or gone,
         f"{name_ranks(culprits)} ended: {why}",
         ranks=culprits,
         sure="told",
@@ -218,10 +226,33 @@ def _every_rank(s: Situation, raised: Mapping[int, LogEvent], ended: list[int]) 
 _NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
 
 
-def _signal(component: ComponentFacts) -> bool:
-    code = component.exit_code
-    # -6 is SIGABRT.
-    return code is not None and code < 0 and not (code == -6 and _aborted_by_peers(component))
+def _ended_by_itself(s: Situation, rank: int) -> bool:
+    """Whether the end of a rank is its own, as far as its process and its log tell.
+
+    A launcher names whom it saw first, and others may have let that one down: an exit code or an
+    abort alone convicts nobody, where nothing shows that other ranks waited for this one.
+    """
+    component = s.ranks[rank]
+    if _killed(component):
+        return True
+    if _is_victim(component):
+        return False
+    others = [c for r, c in s.ranks.items() if r != rank and r not in s.dead]
+    survived = any(_is_victim(c) or c.rank in s.waiting for c in others)
+    # Gone without a code or a last word, like all others: nothing tells them apart.
+    return survived or (bool(others) and component.exit_code is None)
+
+
+_KILLS = frozenset({-4, -7, -8, -9, -11})  # signals that no transport and no launcher sends
+
+
+def _killed(component: ComponentFacts) -> bool:
+    words = ("Killed", "Segmentation fault", "Bus error", "Out Of Memory")
+    ends = [e.detail for e in component.events if e.kind == "exit"]
+    # Ray names the actor whose process is gone.
+    return component.exit_code in _KILLS or any(
+        end.get("how") in words or "actor" in end for end in ends
+    )
 
 
 # What the transport throws when a peer is gone or sent something else.
@@ -234,18 +265,14 @@ def _aborted_by_peers(component: ComponentFacts) -> bool:
     if any(e.kind in _OWN for e in component.events):
         return False
     thrown = [str(e.detail.get("type", "")) for e in component.events if e.kind == "abort"]
-    timed_out = any(e.kind == "timeout" for e in component.events)
+    timed_out = any(e.kind in ("timeout", "gave_up") for e in component.events)
     return timed_out or any(_TRANSPORT.search(name) for name in thrown)
 
 
 def _is_victim(component: ComponentFacts) -> bool:
     kinds = {e.kind for e in component.events}
-    return bool(kinds & {"peer_closed", "traceback", "timeout"}) or _aborted_by_peers(component)
-
-
-def _told(component: ComponentFacts) -> bool:
-    ended = component.event("abort", "exit", *_OWN)
-    return component.exit_code is not None or ended is not None
+    let_down = {"peer_closed", "traceback", "timeout", "nccl_error"}
+    return bool(kinds & let_down) or _aborted_by_peers(component)
 
 
 def _death(component: ComponentFacts, raised: LogEvent | None) -> tuple[str, list[SourceRef]]:

@@ -50,7 +50,7 @@ LEAVES: Sequence[Row] = (
     (
         "collective",
         re.compile(r"(?:vllm|sglang)/.*(?:pynccl\w*|custom_all_reduce)\.py$"),
-        re.compile(r"reduce|gather|scatter|send|recv|broadcast"),
+        re.compile(r"reduce|gather|scatter|send|recv|broadcast", re.I),
     ),
     ("init", re.compile(r"torch/distributed/elastic/(?:rendezvous|utils/store)"), _ANY),
     # Anybody's wrapper of a functional collective, which waits in native code below it.
@@ -165,7 +165,7 @@ _WEIGHTS = re.compile(
     r"|weights?_(?:update|sync|transfer)|^_?refit"
 )
 _CALLS_OUT = re.compile(
-    r"(?:^|/)(?:httpx|httpcore|requests|urllib3|aiohttp|zmq|grpc)/|(?:^|/)http/client\.py$"
+    r"(?:^|/)(?:httpx|httpcore|requests|urllib3|aiohttp|zmq|grpc|wandb)/|(?:^|/)http/client\.py$"
     r"|ray/_private/worker\.py$"
 )
 

@@ -225,7 +225,8 @@ def _group_waits(group: GroupFacts, dumped: set[int], stale: set[int]) -> GroupW
         for rank, view in group.views.items()
         if (seq := view.pending) is not None and rank not in stale
     }
-    entered = {m: _entered(group, m) for m in group.members if m in dumped}
+    older = _older(group)
+    entered = {m: _entered(group, m) for m in group.members if m in dumped and m not in older}
     # a collective that is done anywhere was entered everywhere
     done = max((v.completed for v in group.views.values()), default=0)
     # Somebody with a dump is behind and explains the wait, or nobody waits in the first open call:
@@ -238,6 +239,24 @@ def _group_waits(group: GroupFacts, dumped: set[int], stale: set[int]) -> GroupW
 
 # Done nowhere before every member has taken part, unlike a broadcast or a gather.
 _SYMMETRIC = re.compile(r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier")
+
+
+def _older(group: GroupFacts) -> set[int]:
+    """Ranks whose dump was taken before those of others: their open call is done by then.
+
+    What they had not entered at that moment convicts nobody. Of few ranks it is rather the device
+    that stands still.
+    """
+    most = max((view.completed for view in group.views.values()), default=0)
+    found = {
+        rank
+        for rank, view in group.views.items()
+        if view.pending
+        and view.pending <= most
+        and (op := view.operations.get(view.pending)) is not None
+        and _SYMMETRIC.search(op.name)
+    }
+    return found if 2 * len(found) > len(group.views) else set()
 
 
 def _stale(group: GroupFacts) -> set[int]:

@@ -55,6 +55,7 @@ def all_in_loader(s: Situation) -> Hypothesis | None:
 
 
 _INTERNAL = re.compile(r"ncclInternalError")
+_TRANSPORT = re.compile(r"NCCL WARN .{0,80}(?:NET/|IB |Net )|^ncclSocket")
 
 
 def told_nccl(s: Situation) -> Hypothesis | None:
@@ -74,19 +75,34 @@ def told_nccl(s: Situation) -> Hypothesis | None:
     if not rows:
         return None
     internal = [row for row in rows if _INTERNAL.search(row[1].text)]
-    # An internal error says more than the errors of peers that follow from it.
+    # An internal error says more than the errors of peers that follow from it, and less than what
+    # a transport says itself.
+    if any(_TRANSPORT.search(event.text) for _, event in rows):
+        internal = []
     rank, event = (internal or rows)[0]
     where = f"rank {rank}" if rank is not None else event.place.path
     what = "an internal error" if internal else "an error of the system or the network"
+    node = "" if internal else _agreed([e for _, e in rows])
     return conclude(
         s,
         "nccl_internal" if internal else "network",
-        f"NCCL reported {what} ({where}: {event.text})",
-        sure="open",
+        f"NCCL reported {what} ({where}: {event.text})"
+        + (f"; all such lines are {node}'s own, or of its peers about it" if node else ""),
+        nodes=[node] if node else [],
+        sure="likely" if node else "open",
         evidence=[e.place for _, e in (internal or rows)[:8]],
         needed=["NCCL_DEBUG=INFO logs of all ranks and NCCL's version", "`dmesg` of the nodes"],
         state=s.end_state,
     )
+
+
+def _agreed(events: Sequence[LogEvent]) -> str:
+    """The node that every line speaks of, as its own or as a peer, seen from two nodes at least."""
+    rows = [e.detail for e in events if "node" in e.detail]
+    told = [{str(row["node"]), str(row.get("peer", row["node"]))} for row in rows]
+    common = set.intersection(*told) if told else set()
+    seen_from = {str(row["node"]) for row in rows}
+    return common.pop() if len(common) == 1 and len(seen_from) > 1 else ""
 
 
 def different_paths(s: Situation) -> Hypothesis | None:
@@ -128,6 +144,9 @@ def one_place(s: Situation) -> Hypothesis | None:
     if len(ranks) < 2 or len(ranks) < len(s.expected_ranks) or s.graph:
         return None
     if len({s.positions[r].op for r in ranks if not s.positions[r].path}) > 1:
+        return None
+    # Different calls of one group that all are to be in at once: the dumps are of several moments.
+    if any(len({v.pending for v in g.views.values() if v.pending}) > 1 for g in s.facts.groups):
         return None
     native = [r for r in ranks if in_nccl_enqueue(s.ranks[r])]
     world = any(set(g.members) >= set(ranks) for g in s.facts.groups)

@@ -76,8 +76,11 @@ class Placed:
 
     @property
     def end_state(self) -> State:
-        """A job that ended by itself did not hang."""
-        return "hung" if self.stuck else "exited"
+        """A job that ended by itself did not hang: nobody took its stack from outside."""
+        alive = [self.ranks[r] for r in self.alive] + [*self.facts.roles.values()]
+        stacks = [*self.facts.unplaced, *(stack for c in alive for stack in c.stacks)]
+        seen = any(stack.tool != "faulthandler" for stack in stacks)
+        return "hung" if self.stuck or (seen and self.facts.outcome is None) else "exited"
 
     def seen_at(self, ranks: Iterable[int], limit: int = 6) -> list[SourceRef]:
         """Where the positions of `ranks` were read."""

@@ -6,6 +6,7 @@ often no rank's.
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.ended import is_victims
@@ -22,7 +23,7 @@ _ROLES = (
 )
 
 
-def role_of(frames: tuple[Frame, ...]) -> str:
+def role_of(frames: Sequence[Frame]) -> str:
     """The role of the innermost frame that has one by its name; empty where none has."""
     for frame in reversed(frames):
         for role, pattern in _ROLES:
@@ -34,7 +35,9 @@ def role_of(frames: tuple[Frame, ...]) -> str:
 def raised(s: Situation) -> Hypothesis | None:
     """A traceback of no rank that ends in given code, and how often it was logged."""
     found = [e for e in s.facts.events if e.kind == "traceback" and not e.detail.get("chained")]
-    own = [(e, role) for e in found if not is_victims(e) and (role := role_of(e.frames))]
+    own = [
+        (e, role) for e in found if not is_victims(e) and (role := role_of(user_frames(e.frames)))
+    ]
     if not own:
         return None
     event, role = own[-1]

@@ -89,19 +89,25 @@ def _asks_for(path: tuple[Frame, ...]) -> bool:
 
 def _hands_over(s: Situation, rank: int) -> bool:
     position = s.positions[rank]
-    inside = _updates(position.path)
-    return inside and (position.kind in _WAITS or _asks_for(position.path))
+    waits = position.kind in _WAITS or _asks_for(position.path) or _polls(position.path)
+    return waits and _frame_of(position.path) is not None
 
 
-@lru_cache(4096)  # many ranks share few paths
-def _updates(path: tuple[Frame, ...]) -> bool:
-    return _frame_of(path) is not None
+# `_wait_for_nccl_ready`, `sync_wait_for_path`: of a file that the other side is to write
+_POLL = re.compile(r"(?:^|_)(?:wait|poll)(?:_|$)")
+
+
+def _polls(path: tuple[Frame, ...]) -> bool:
+    """The user's own innermost function waits by its name."""
+    users = user_frames(path)
+    return bool(users) and _POLL.search(users[-1].function) is not None
 
 
 # Libraries whose own code hands weights over.
 _TRAINERS = re.compile(r"(?:^|/)trl/")
 
 
+@lru_cache(4096)  # many ranks share few paths
 def _frame_of(path: tuple[Frame, ...]) -> Frame | None:
     return weight_update([f for f in path if is_user(f) or _TRAINERS.search(f.file)])
 

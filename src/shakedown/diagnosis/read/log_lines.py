@@ -10,9 +10,7 @@ from shakedown.diagnosis.records import LogKind, clean
 
 _Detail = dict[str, Any]
 # Names that may be all digits and stay names.
-_TEXT = frozenset(
-    {"guid", "desc", "type", "node", "node_b", "call_a", "call_b", "op", "how", "bus", "what"}
-)
+_TEXT = frozenset("guid desc type node node_b peer call_a call_b op how bus what".split())
 
 
 def groups_of(match: re.Match[str]) -> _Detail:
@@ -50,6 +48,25 @@ PATTERNS: list[Row] = [
             r"Detected mismatch between collectives on ranks\. Rank (?P<rank_a>\d{1,7}) is running"
             r" collective: (?P<call_a>.{1,700}?),? but Rank (?P<rank_b>\d{1,7}) is running"
             r" collective: (?P<call_b>.{1,700})"
+        ),
+    ),
+    # torch's own comparisons of what ranks hold: of parameters, of modules, of arguments
+    (
+        "collective_mismatch",
+        ("disagree", "inconsistent", "not match", "mismatch", "must be the same", "expects same"),
+        re.compile(
+            r"^(?:\w+(?:Error|Exception): ).{0,80}?"
+            r"(?:disagree\w*|inconsistent|not match|mismatch|must be the same|expects same)"
+            r".{0,120}?(?:\branks?\b|\brank\d|all process)"
+        ),
+    ),
+    # What a rank writes that ends itself because others let it down, or its GPU does not answer
+    (
+        "gave_up",
+        ("heartbeat monitor timed out", "watchdog got stuck", "taking the entire process down"),
+        re.compile(
+            r"Heartbeat monitor timed out|watchdog got stuck for \d{1,9}|"
+            r"taking the entire process down"
         ),
     ),
     (
@@ -151,6 +168,8 @@ PATTERNS: list[Row] = [
         "gpu_error",
         (
             "cuda error",
+            "hip error",
+            "musa error",
             "cuda_error",
             "xid (pci",
             "uncorrectable",
@@ -158,7 +177,8 @@ PATTERNS: list[Row] = [
             "unhandled",
         ),
         re.compile(
-            r"CUDA error: (?!out of memory)\w.{0,100}|CUDA_ERROR_(?!OUT_OF_MEMORY)[A-Z_]{3,60}"
+            r"\b(?:CUDA|HIP|MUSA) error: (?!out of memory)\w.{0,100}"
+            r"|CUDA_ERROR_(?!OUT_OF_MEMORY)[A-Z_]{3,60}"
             # Xid 45 and 154 follow from another error: NVIDIA's table of Xids.
             r"|Xid \(PCI:(?P<bus>[\w:.]{4,20})\): (?!45,|154,)\d{1,4}(?:, pid='?(?P<pid>\d{1,8}))?"
             r"|[Uu]ncorrectable (?:ECC|NVLink) error|fallen off the bus|[Uu]nhandled cuda error"
@@ -198,7 +218,8 @@ PATTERNS: list[Row] = [
     (
         "exit",
         ("workerdict_0:",),
-        re.compile(r"^\s*name: \w{0,40}WorkerDict_0:(?P<task>\d{1,6})\s*$"),
+        # A tab: in `ray list actors`, of which most live, it is a space.
+        re.compile(r"^\t+name: \w{0,40}WorkerDict_0:(?P<actor>\d{1,6})\s*$"),
     ),
     # Open MPI, twice
     (
@@ -255,10 +276,12 @@ PATTERNS: list[Row] = [
     ),
     (
         "nccl_error",
-        ("ncclinternal", "ncclsystem", "unhandled system error", "nccl warn"),
+        ("ncclinternal", "ncclsystem", "unhandled system error", "nccl warn", "ncclsocket"),
         re.compile(
-            r"ncclInternalError|ncclSystemError|unhandled system error"
-            r"|NCCL WARN .{0,80}(?:Got completion|ibv_|IB |Net |timed out)"
+            r"ncclInternalError|ncclSystemError|unhandled system error|^ncclSocket\w{1,40}: "
+            r"|(?:(?P<node>[\w.-]{1,80}):\d{1,8}:\d{1,8} \[\d{1,3}\] .{0,60}?)?"
+            r"NCCL WARN (?=.{0,80}?(?:Got completion|ibv_|IB |Net |NET/|timed out))"
+            r"(?:.{0,80}?from peer (?P<peer>[\w.-]{1,80}))?"
         ),
     ),
     (

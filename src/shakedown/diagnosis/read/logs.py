@@ -9,6 +9,7 @@ from shakedown.diagnosis.read.candidates import lines_with
 from shakedown.diagnosis.read.cut_off import cut_tracebacks
 from shakedown.diagnosis.read.local_ranks import LOCAL
 from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
+from shakedown.diagnosis.read.numbers import pid_of
 from shakedown.diagnosis.read.placements import node_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.read.step_times import step_lengths
@@ -23,10 +24,15 @@ _OUTER = re.compile(
     r"|[\d/-]{8,10} [\d:.,]{8,16} (?=\[(?:rank|default)))"
 )
 # torch's `[rank3]:` and torchrun's `[default1]:`, whose number is the rank within the node.
-_PREFIX = re.compile(r"^\[(?:(?:rank|trainer)-?(\d{1,6})|default-?(\d{1,4}))\]:? ?", re.I)
+# With `--tee` of torch before 2.0 or torchx it is `[trainer3]:`, or `[trainer3|3]:`.
+_PREFIX = re.compile(
+    r"^\[(?:(?:rank|trainer)-?(\d{1,6})(?:\|\d{1,4})?|default-?(\d{1,4}))\]:? ?", re.I
+)
 # What a library writes into its line: `(PolicyWorker[rank=9] pid=4711) ...`, and torch's watchdog,
 # whose number is the job's rank for the default group alone.
 _RAY_RANK = re.compile(r"^\(\w{1,60}\[rank=(\d{1,6})\]")
+# Ray's and vLLM's own: `(WorkerDict pid=4711, ip=10.0.0.7) `, `(Worker_TP1 pid=1390) `
+_PROCESS = re.compile(r"^\([\w.:=\[\]]{1,80} pid=(\d{1,8})(?:, ip=([\w.:-]{1,60}))?\) ")
 _IN_LINE = re.compile(r"\[(?:PG (?:ID )?0 (?:PG GUID 0)?(?:\(default_pg\) )?)?Rank (\d{1,6})\] ")
 # mpirun --tag-output: `[1,3]<stdout>: `, job and rank.
 # Horovod: `[3]<stderr>:`
@@ -78,7 +84,8 @@ def _telling(lowered: str, rows: Sequence[Row]) -> Sequence[int]:
     return lines_with(lowered, words.union(_SUMMARY) if _ROOT.lower() in lowered else words)
 
 
-_Owner = tuple[int | None, int | None]  # rank, local rank: ranks write between each other's lines
+# Process id, rank, local rank: they write between each other's lines.
+_Owner = tuple[int | None, int | None, int | None]
 # Tracebacks followed at the same time: crafted prefixes could open one a line.
 _MAX_OPEN = 10_000
 
@@ -100,7 +107,7 @@ class _Reader:
             self._line(number, lines[number - 1])
             at = number
         self._between(lines, at, len(lines))
-        for (_, local), tracebacks in self._open.items():
+        for (*_, local), tracebacks in self._open.items():
             last = tracebacks.finish()
             if last is not None:
                 self._events.add(_within(last, local))
@@ -116,13 +123,15 @@ class _Reader:
             if not self._open:
                 break
             line, who, local = _strip(lines[at], self._named)
-            if (who.rank, local) in self._open:
+            if (who.pid, who.rank, local) in self._open:
                 self._follow(at + 1, line, who, local)
 
     def _line(self, number: int, raw: str) -> None:
         line, who, local = _strip(raw, self._named)
         opens = HEAD in line or line.startswith(_CHAINED)
-        if (opens or (who.rank, local) in self._open) and self._follow(number, line, who, local):
+        if (opens or (who.pid, who.rank, local) in self._open) and self._follow(
+            number, line, who, local
+        ):
             return
         found = _line_events(self._source, self._rows, number, line, who)
         rows = (_within(e, e.detail.get("local_rank", local)) for e in found)
@@ -130,7 +139,7 @@ class _Reader:
 
     def _follow(self, number: int, line: str, who: Identity, local: int | None) -> bool:
         """Whether the line is inside a traceback. One that is over leaves no trace."""
-        owner = who.rank, local
+        owner = who.pid, who.rank, local
         tracebacks = self._open.pop(owner, None) or _Tracebacks(self._source)
         ended = tracebacks.feed(number, line, who)
         if ended is not None:
@@ -178,8 +187,11 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
     rank, local = named.rank, None
     if not text:
         return text, named, None
+    pid, host = named.pid, named.host
     if text[0] == "(" and (match := _RAY_RANK.match(text)):
         rank = int(match[1])
+    if text[0] == "(" and (match := _PROCESS.match(text)):
+        pid, host = int(match[1]), match[2] or host
     # Prefixes stack up: kubectl's stands before a time, which stands before torchrun's.
     while _may_be_outer(text) and (match := _OUTER.match(text)):
         text = text[match.end() :]
@@ -196,9 +208,10 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
         text, rank = text[match.end() :], int(match[1])
     if rank is None and "Rank " in text and (match := _IN_LINE.search(text)):
         rank = int(match[1])
-    if rank == named.rank:
+    if rank == named.rank and pid == named.pid:
         return text, named, local
-    return text, Identity(rank, None, named.host, named.role), local
+    pid = None if pid == named.pid else pid_of(pid)
+    return text, Identity(rank, pid, host, named.role), local
 
 
 # A launcher's lines: its log is of all ranks, whatever number its name ends with.
@@ -293,6 +306,14 @@ class _Launcher:
         return 3600 * hours + 60 * minutes + seconds
 
 
+_DIGIT = re.compile(r"\d")
+
+
+def _shape(prefix: str) -> str:
+    """`ERROR 09-10 20:06:15 [core.py:10] ` without its numbers."""
+    return _DIGIT.sub("0", prefix)
+
+
 class _Tracebacks:
     """Follows one traceback at a time through interleaved log lines."""
 
@@ -302,6 +323,7 @@ class _Tracebacks:
         self._line = 0
         self._who = Identity()
         self._chained = False
+        self._prefix = ""  # what a logger writes before every line
         self.inside = False
 
     @property
@@ -311,7 +333,11 @@ class _Tracebacks:
 
     def feed(self, number: int, line: str, who: Identity) -> LogEvent | None:
         """The traceback that this line ends, if any."""
+        if self._prefix and _shape(line[: len(self._prefix)]) == _shape(self._prefix):
+            line = line[len(self._prefix) :]
         if HEAD in line:
+            self._prefix += line[: line.index(HEAD)]
+            line = line[line.index(HEAD) :]
             # Another head before the error's line: the rest of the traceback before was lost.
             ended = self._event("", "") if self.inside else None
             self.inside, self._frames, self._line, self._who = True, [], number, who

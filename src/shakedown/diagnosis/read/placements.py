@@ -18,6 +18,13 @@ _SPAWNED = re.compile(
     r"--local_rank=(\d{1,4})",
     re.M,
 )
+# `(Worker pid=1389) INFO ... rank 0 in world size 2 is assigned as DP rank 0, PP rank 0, ...`
+_ASSIGNED = re.compile(
+    r"^\(\w{1,60} pid=(\d{1,8})[^)\n]{0,60}\) .{0,120}?"
+    r"rank (\d{1,6}) in world size (\d{1,6}) is assigned",
+    re.M,
+)
+ENGINE = "inference"
 _MAPPING = re.compile(r"global_rank_mapping=.{0,60}\{(.{0,20000}?)\}\)")
 _OF_NODE = re.compile(r"'([\w.-]{1,80})': \[([\d, ]{1,4000})\]")
 _WORLD = re.compile(r"\b(?:dist_)?world[_ ]size\W{1,4}(\d{1,5})\b", re.I)
@@ -27,7 +34,7 @@ _KERNEL = re.compile(r"NVRM: |oom-killer|oom-kill:|INFO: task \S{1,40} blocked f
 
 def parse(source: EvidenceFile) -> list[Record]:
     """Placements that the log tells."""
-    return [*_of_nccl(source), *_of_deepspeed(source), *_world(source)]
+    return [*_of_nccl(source), *_of_deepspeed(source), *_of_vllm(source), *_world(source)]
 
 
 def _world(source: EvidenceFile) -> Iterator[TargetName]:
@@ -73,6 +80,17 @@ def _of_deepspeed(source: EvidenceFile) -> Iterator[TargetName]:
         if own and int(local) < len(own) and (process := pid_of(int(pid))):
             who = Identity(rank_of(own[int(local)]), process, clean(node, 80))
             yield TargetName(who, "", source.place())
+
+
+def _of_vllm(source: EvidenceFile) -> Iterator[TargetName]:
+    """Ranks of an engine: those of a trainer beside it are others."""
+    if "is assigned as" not in source.text:
+        return
+    for pid, number, world in _ASSIGNED.findall(source.text)[:10_000]:
+        rank, process = rank_of(int(number)), pid_of(int(pid))
+        if rank is not None and process is not None:
+            who = Identity(rank, process, "", ENGINE)
+            yield TargetName(who, "", source.place(), int(world))
 
 
 def node_of(source: EvidenceFile) -> str | None:
