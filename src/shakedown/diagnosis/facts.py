@@ -267,6 +267,8 @@ def _who_of(event: LogEvent, owners: _Owners, gpus: Mapping[tuple[str, str], Ide
     driver the GPU.
     """
     detail, host = event.detail, event.who.host
+    if "container" in detail:
+        return Identity(host=host)  # of several ranks, whatever number its file's name has
     task = next((detail[key] for key in ("task", "waits", "actor") if key in detail), None)
     if isinstance(task, int):
         return Identity(task)  # one task a rank

@@ -188,6 +188,7 @@ LogKind = Literal[
     "missing_ranks",
     "exit",
     "finished",
+    "progress",
     "starving",
     "too_slow",
     "waiting_weights",

@@ -71,6 +71,7 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
         pipeline.shape_error,
         ended.dead_rank,
         user_code.raised,
+        ended.told_of_nobody,
     ),
     "Do the ranks' calls differ?": [
         # These three before the abort of a receiver: dumps tell whose call differs.
@@ -103,7 +104,12 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
         *_lasting(storage.blocked_on_a_node),
         *_of_a_moment(blocked.blocked_by_ranks, cleanup.uneven),
         # Late, as this rank stands itself: the file system may not be what holds it.
-        *_lasting(storage.heartbeat_and_rank_blocked, blocked.told_missing, blocked.too_few_joined),
+        *_lasting(
+            storage.heartbeat_and_rank_blocked,
+            blocked.told_missing,
+            blocked.too_few_joined,
+            blocked.did_not_time_out,
+        ),
     ],
     "Do ranks wait for each other?": _of_a_moment(
         cycles.crossed_order,

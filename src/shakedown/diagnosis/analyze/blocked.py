@@ -11,7 +11,7 @@ from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, ver
 from shakedown.diagnosis.analyze.places import WAITING
 from shakedown.diagnosis.analyze.position import Position, user_frames
 from shakedown.diagnosis.analyze.situation import Situation
-from shakedown.diagnosis.records import Frame, SourceRef
+from shakedown.diagnosis.records import Frame, LogEvent, SourceRef
 
 
 def blocked_by_ranks(s: Situation) -> Hypothesis | None:
@@ -210,6 +210,51 @@ def too_few_joined(s: Situation) -> Hypothesis | None:
         remedy="see on each node whether its processes started and reach the store's host and port",
         blame="environment",
     )
+
+
+def did_not_time_out(s: Situation) -> Hypothesis | None:
+    """All ranks but one gave one call up, by their watchdogs; of that one there is no word."""
+    calls = {
+        r: (str(e.detail["op"]), e.detail.get("seq"))
+        for r, c in s.ranks.items()
+        if (e := next((e for e in c.events if e.kind == "timeout" and "op" in e.detail), None))
+    }
+    absent = sorted(s.expected_ranks.difference(calls))
+    if len(calls) < 2 or len(set(calls.values())) > 1 or len(absent) != 1:
+        return None
+    if absent[0] in s.ranks and not s.has_no_evidence(absent[0]):
+        return None
+    operation, number = next(iter(calls.values()))
+    work = _unfinished(s)
+    return conclude(
+        s,
+        "rank_busy" if work else "missing_rank",
+        f"{name_ranks(list(calls))} gave up {operation.lower()}"
+        + (f" (number {number})" if number is not None else "")
+        + f"; {name_ranks(absent)} did not, and nothing was given of it"
+        + (f" but, perhaps, {work.text[:80]}" if work else ""),
+        sure="likely",
+        ranks=absent,
+        evidence=[
+            *([work.place] if work else []),
+            *[c.events[0].place for r in list(calls)[:6] if (c := s.ranks[r]).events],
+        ],
+        needed=[f"the log and a stack of {name_ranks(absent)}"],
+        waits=[Block(sorted(calls), absent, f"entered {operation.lower()}")],
+        state="exited" if any(e.kind == "gave_up" for e in s.facts.all_events()) else s.end_state,
+    )
+
+
+# Bars of the training itself: whoever draws them trains like the others.
+_TRAINS = re.compile(r"train|epoch|step|iter|loss", re.I)
+
+
+def _unfinished(s: Situation) -> LogEvent | None:
+    """The last bar of progress that a log of no rank shows, where it is not through."""
+    bars = [e for e in s.facts.events if e.kind == "progress"]
+    if not bars or bars[-1].detail["percent"] >= 100 or _TRAINS.search(bars[-1].detail["what"]):
+        return None
+    return bars[-1]
 
 
 def told_missing(s: Situation) -> Hypothesis | None:

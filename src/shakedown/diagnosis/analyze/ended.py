@@ -11,6 +11,7 @@ from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.job_nodes import of_the_job
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import user_frames
+from shakedown.diagnosis.analyze.servers import went_on
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.records import LogEvent, SourceRef
@@ -125,9 +126,14 @@ def own_cause(component: ComponentFacts) -> Cause | None:
     return _OWN[event.kind]
 
 
+def told_cause(raised: LogEvent) -> Cause | None:
+    """What an exception is by its text alone."""
+    return next((cause for pattern, cause in _RAISED if pattern.search(raised.text)), None)
+
+
 def _cause_of(raised: LogEvent) -> Cause | None:
     """What an exception is, by its text and by the code that it came from."""
-    told = next((cause for pattern, cause in _RAISED if pattern.search(raised.text)), None)
+    told = told_cause(raised)
     users = user_frames(raised.frames)[1:]
     given = any(_GIVEN.search(f.function) or _GIVEN.search(f.file) for f in users)
     return told or ("user_code" if given or _IN_WORKER.search(raised.text) else None)
@@ -289,6 +295,30 @@ def _death(component: ComponentFacts, raised: LogEvent | None) -> tuple[str, lis
         code = component.exit_code
         return (f"signal {-code}" if code < 0 else f"exit code {code}"), places
     return "its process is gone", places
+
+
+_FAILED = frozenset({"traceback", "exit", "abort", "timeout", "gave_up", "server_unhealthy"})
+
+
+def told_of_nobody(s: Situation) -> Hypothesis | None:
+    """A GPU's error or a want of memory of a job that failed, by no rank: of a node at most."""
+    events = [e for e in s.facts.events if e.kind in _OWN and not went_on(s.facts.ends, e)]
+    failed = s.stuck or any(e.kind in _FAILED for e in s.facts.all_events())
+    if not events or not failed:
+        return None
+    hosts = {e.who.host for e in events} - {""}
+    first = events[0]
+    at = f" on {min(hosts)}" if len(hosts) == 1 else ""
+    return conclude(
+        s,
+        _OWN[first.kind],
+        f"{first.text}{at}; which rank it was is not told",
+        nodes=hosts if len(hosts) == 1 else (),
+        sure="likely",
+        evidence=[e.place for e in events[:4]],
+        needed=["which rank runs on that GPU or as that process"],
+        state=s.end_state,
+    )
 
 
 def stopped_rank(s: Situation) -> Hypothesis | None:

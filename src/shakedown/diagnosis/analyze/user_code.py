@@ -9,9 +9,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shakedown.diagnosis.analyze.causes import conclude
-from shakedown.diagnosis.analyze.ended import is_victims
-from shakedown.diagnosis.analyze.model import Hypothesis
+from shakedown.diagnosis.analyze.ended import is_victims, told_cause
+from shakedown.diagnosis.analyze.frames import weight_update
+from shakedown.diagnosis.analyze.model import Cause, Hypothesis
 from shakedown.diagnosis.analyze.position import user_frames
+from shakedown.diagnosis.analyze.servers import went_on
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import Frame, LogEvent
 
@@ -33,27 +35,38 @@ def role_of(frames: Sequence[Frame]) -> str:
 
 
 def raised(s: Situation) -> Hypothesis | None:
-    """A traceback of no rank that ends in given code, and how often it was logged."""
+    """A traceback of no rank whose text or code tells its cause, and how often it was logged."""
     found = [e for e in s.facts.events if e.kind == "traceback" and not e.detail.get("chained")]
-    own = [
-        (e, role) for e in found if not is_victims(e) and (role := role_of(user_frames(e.frames)))
-    ]
-    if not own:
+    own = [e for e in found if not is_victims(e) and not went_on(s.facts.ends, e)]
+    told = [(e, cause) for e in own if (cause := _cause(s, e))]
+    if not told:
         return None
-    event, role = own[-1]
-    times = Counter(e.text for e, _ in own)[event.text]
+    event, cause = told[-1]
+    times = Counter(e.text for e, _ in told)[event.text]
     users = user_frames(event.frames) or list(event.frames)
+    role = role_of(user_frames(event.frames)) if cause == "user_code" else ""
     return conclude(
         s,
-        "user_code",
-        f"{event.text} at {users[-1].file}:{users[-1].line}, in the {role} code"
+        cause,
+        event.text
+        + (f" at {users[-1].file}:{users[-1].line}" if users else "")
+        + (f", in the {role} code" if role else "; which rank it was is not told")
         + (f"; logged {times} times" if times > 1 else ""),
-        roles=[role] if role != "data" else [],
+        roles=[role] if role not in ("", "data") else [],
         sure="seen",
-        evidence=[e.place for e, _ in own[-4:]],
+        evidence=[e.place for e, _ in told[-4:]],
         state=s.end_state,
-        remedy=f"mend the {role} code at that line, then start the stage again",
     )
+
+
+def _cause(s: Situation, event: LogEvent) -> Cause | None:
+    """By its text, by the update of weights that it ended, or by the code that it is given."""
+    told = told_cause(event)
+    if told == "gpu_error" and s.facts.event("oom"):
+        return "out_of_memory"  # NCCL calls every failure of CUDA an unhandled one
+    if told is None and weight_update(event.frames):
+        return "weight_sync_one_sided"
+    return told or ("user_code" if role_of(user_frames(event.frames)) else None)
 
 
 def too_slow(s: Situation) -> Hypothesis | None:

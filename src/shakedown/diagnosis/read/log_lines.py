@@ -10,7 +10,7 @@ from shakedown.diagnosis.records import LogKind, clean
 
 _Detail = dict[str, Any]
 # Names that may be all digits and stay names.
-_TEXT = frozenset("guid desc type node node_b peer call_a call_b op how bus what".split())
+_TEXT = frozenset("guid desc type node node_b peer call_a call_b op how bus what container".split())
 
 
 def groups_of(match: re.Match[str]) -> _Detail:
@@ -156,10 +156,18 @@ PATTERNS: list[Row] = [
     # torch, the kernel (`dmesg`), Slurm. A handful of kernel lines tell of one kill.
     (
         "oom",
-        ("out of memory", "outofmemoryerror", "oom-kill", "oom_kill", "can't allocate memory"),
+        (
+            "out of memory",
+            "outofmemoryerror",
+            "oom-kill",
+            "oom_kill",
+            "can't allocate memory",
+            "oomkilled",
+        ),
         re.compile(
             r"CUDA out of memory|OutOfMemoryError|[Oo]ut of memory: Killed process (?P<pid>\d{1,8})"
             r"|oom-kill:.{0,300}pid=(?P<pid_b>\d{1,8})|oom[-_]kill event|OOM Killed"
+            r"|\b(?P<container>OOMKilled)\b|Cuda failure .{0,12}out of memory"
             r"|DefaultCPUAllocator: can't allocate memory"
         ),
     ),
@@ -183,6 +191,12 @@ PATTERNS: list[Row] = [
             r"|Xid \(PCI:(?P<bus>[\w:.]{4,20})\): (?!45,|154,)\d{1,4}(?:, pid='?(?P<pid>\d{1,8}))?"
             r"|[Uu]ncorrectable (?:ECC|NVLink) error|fallen off the bus|[Uu]nhandled cuda error"
         ),
+    ),
+    # tqdm, with a name
+    (
+        "progress",
+        ("%|",),
+        re.compile(r"^\W{0,10}(?P<what>[A-Z][\w ./()=,-]{2,80}?):\s{1,4}(?P<percent>\d{1,3})%\|"),
     ),
     # torchrun, srun, Slurm
     (
