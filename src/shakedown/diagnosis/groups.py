@@ -1,7 +1,7 @@
 """Process groups matched across ranks by their members, with each rank's counters."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shakedown.diagnosis.records import FlightRecord, GroupStatus, Operation
@@ -46,7 +46,7 @@ def build_groups(records: Mapping[int, FlightRecord], world: tuple[int, ...]) ->
     """
     views: dict[_Key, dict[int, GroupView]] = defaultdict(dict)
     names: dict[_Key, dict[int, str]] = defaultdict(dict)
-    lists, rank_views = _Numbered(), _Views()
+    lists, rank_views = _Numbered(), _Views(_first_number(records.values()))
     for rank, record in sorted(records.items()):
         rank_views.take(record.operations)
         seen: dict[tuple[int, str], int] = defaultdict(int)
@@ -68,6 +68,12 @@ def build_groups(records: Mapping[int, FlightRecord], world: tuple[int, ...]) ->
         for members, key in sorted(found, key=lambda row: (row[0], row[1][1:]))
         if len(members or views[key]) > 1
     ]
+
+
+def _first_number(records: Iterable[FlightRecord]) -> int:
+    """The number of a group's first collective: 1 in torch's own dumps, 0 in some others."""
+    rows = (op for record in records for op in record.operations)
+    return 0 if any(op.seq == 0 and not op.p2p for op in rows) else 1
 
 
 class _Numbered:
@@ -92,7 +98,8 @@ class _Numbered:
 class _Views:
     """Views of one rank's calls by group; a rank with an equal dump shares those of the last."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int) -> None:
+        self._first = first
         self._operations: Sequence[Operation] = ()
         self._by_group: dict[str, list[Operation]] = {}
         self._views: dict[tuple[object, ...], GroupView] = {}
@@ -110,7 +117,7 @@ class _Views:
         # All that the view depends on beside the calls: see `_view`.
         key = (name, len(status.members) == 2, status.enqueued, status.completed)
         if key not in self._views:
-            self._views[key] = _view(self._by_group.get(name, ()), status)
+            self._views[key] = _view(self._by_group.get(name, ()), status, 1 - self._first)
         return self._views[key]
 
 
@@ -119,8 +126,9 @@ def _by_creation(name: str) -> tuple[int, str]:
     return (int(name), "") if name.isdecimal() and len(name) < 10 else (2**31, name)
 
 
-def _view(mine: Sequence[Operation], status: GroupStatus) -> GroupView:
-    collectives = {op.seq: op for op in mine if not op.p2p}
+def _view(mine: Sequence[Operation], status: GroupStatus, shift: int) -> GroupView:
+    """`shift`: what is added to all numbers, so that the first one is 1 and 0 means none."""
+    collectives = {op.seq + shift: op for op in mine if not op.p2p}
     if any(op.p2p for op in mine) and len(status.members) != 2:
         # point-to-point calls advance the counters of the two ranks concerned alone
         status = GroupStatus(status.members, status.description)

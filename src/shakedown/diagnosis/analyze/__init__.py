@@ -124,7 +124,7 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
         *_of_a_moment(one_place.all_in_loader, blocked.start_without_somebody),
         *_lasting(one_place.told_nccl),
         *_of_a_moment(one_place.different_paths, one_place.one_place, one_place.half_done),
-        *_lasting(user_code.too_slow),
+        *_lasting(user_code.too_slow, differ.differed),
     ],
 }
 

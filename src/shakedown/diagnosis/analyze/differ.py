@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.cleanup import left_the_loop
-from shakedown.diagnosis.analyze.divergence import CallDivergence, known_dtypes
+from shakedown.diagnosis.analyze.divergence import CallDivergence, done_unlike, known_dtypes
 from shakedown.diagnosis.analyze.edges import lone_group
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
@@ -40,6 +40,24 @@ def diverged(s: Situation) -> Hypothesis | None:
         needed=[]
         if minority
         else ["which branch is meant to be taken: the history of the ranks does not tell"],
+    )
+
+
+def differed(s: Situation) -> Hypothesis | None:
+    """Calls that differ and are yet done on all ranks: nothing hangs in them."""
+    row = done_unlike(s.facts.groups)
+    if row is None or s.graph or s.waiting:
+        return None
+    cause = _kind(s, row, ())
+    told = _sentence(row, [], sorted(row.calls), dtype=cause == "dtype_mismatch")
+    return conclude(
+        s,
+        cause,
+        f"{told}; all are through with it, and hold other results than they should",
+        sure="open",
+        evidence=s.recorded_at(sorted(row.calls)),
+        needed=["what the job did next: its logs and stacks"],
+        state="unknown",
     )
 
 

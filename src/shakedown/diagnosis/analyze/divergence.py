@@ -46,8 +46,22 @@ def _divergence(group: GroupFacts, *, frames: bool) -> CallDivergence | None:
         return None
     calls = {r: v.operations[start] for r, v in group.views.items()}
     if all(op.done for op in calls.values()) and start == max(common):
-        return None  # it completed everywhere: the ranks only reached it from different lines
+        return None  # it completed everywhere: it holds nobody
     return CallDivergence(group, start, calls)
+
+
+def done_unlike(groups: Sequence[GroupFacts]) -> CallDivergence | None:
+    """The newest call that all members made and are through with, where it differs between them."""
+    for group in groups:
+        newest = {max(v.operations, default=0) for v in group.views.values()}
+        if len(group.views) < 2 or len(newest) > 1 or 0 in newest:
+            continue
+        seq = newest.pop()
+        calls = {r: v.operations[seq] for r, v in group.views.items()}
+        done = all(op.done for op in calls.values())
+        if done and not _same(list(calls.values()), frames=False):
+            return CallDivergence(group, seq, calls)
+    return None
 
 
 def _open_unlike(group: GroupFacts) -> CallDivergence | None:
