@@ -4,16 +4,16 @@ What ended first explains what waits for it.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from shakedown.cluster.nodes import is_node_name
+from shakedown.cluster.nodes import expand_nodelist, is_node_name
+from shakedown.core.errors import UsageError
 from shakedown.diagnosis.analyze.causes import conclude
-from shakedown.diagnosis.analyze.job_nodes import of_the_job
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.servers import went_on
 from shakedown.diagnosis.analyze.situation import Situation
-from shakedown.diagnosis.facts import ComponentFacts
+from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.records import LogEvent, SourceRef
 
 # Errors that a rank dies of because another one went first.
@@ -45,7 +45,7 @@ def root_exception(component: ComponentFacts) -> LogEvent | None:
 def node_dead(s: Situation) -> Hypothesis | None:
     """Slurm says that a node is down and ranks of it, or of nobody else, are silent."""
     down = [n for n in s.facts.nodes if n.down]
-    mine = of_the_job(s.facts, {n.node for n in down})
+    mine = _of_the_job(s.facts, {n.node for n in down})
     down = [n for n in down if n.node in mine or n.state == "NODE_FAIL"]
     events = [e for e in s.facts.all_events() if e.kind == "node"]
     # sacct says NODE_FAIL for all nodes of the job at once (`n[1-2]`): which failed it does not
@@ -71,6 +71,32 @@ def node_dead(s: Situation) -> Hypothesis | None:
         needed=[] if names else [f"`scontrol show node {min(lists)}`: which of them is down"],
         state="exited" if not s.alive else "hung",
     )
+
+
+def _nodes_of_job(facts: Facts) -> set[str]:
+    """Nodes of all jobs that the evidence lists; empty where one of their lists is not known."""
+    found: set[str] = set()
+    for event in facts.all_events():
+        if event.kind != "job":
+            continue
+        listed = str(event.detail.get("nodes", ""))
+        try:
+            found.update(expand_nodelist(listed))
+        except UsageError:  # cut off by a column's width, or none assigned yet
+            return set()
+    return found
+
+
+def _of_the_job(facts: Facts, names: Collection[str]) -> set[str]:
+    """Those of `names` that may be nodes of the job."""
+    mine = {_short(node) for node in _nodes_of_job(facts)}
+    hosts = {_short(c.host) for c in facts.ranks.values() if c.host}
+    return {n for n in names if not mine or _short(n) in mine | hosts}
+
+
+def _short(node: str) -> str:
+    # Slurm lists `n1` where a rank's own host name is `n1.cluster.org`.
+    return node.split(".", 1)[0]
 
 
 def _all_elsewhere(s: Situation, names: set[str]) -> bool:
