@@ -1,6 +1,7 @@
 """`shakedown hang`: analyze files, collect evidence, diagnose a stage."""
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -154,9 +155,10 @@ def _demo(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="shakedown-demo-") as folder,
         resources.files("shakedown.diagnosis").joinpath("demo.tar.gz").open("rb") as packed,
         tarfile.open(fileobj=packed) as archive,
+        contextlib.chdir(folder),  # evidence is told as it is given: here its paths are short
     ):
         archive.extractall(folder, filter="data")
-        attempt = RunPaths(Path(folder) / "run").stage("sft").attempt(1)
+        attempt = RunPaths(Path("run")).stage("sft").attempt(1)
         verdict = diagnose_paths([attempt.root])
     # The recorded run is nobody's to go on with: what a user of another trainer would do.
     own = replace(verdict, next="shakedown hang collect --match train.py --out evidence")
