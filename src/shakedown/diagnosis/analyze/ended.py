@@ -24,6 +24,7 @@ _VICTIM = re.compile(
     r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
     r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
     r"|NCCL (?:[Ee]rror|communicator)|remote process"
+    r"|(?:Actor|RayActor|Node|Owner)(?:Died|Unavailable)?Error|WorkerCrashedError"
     r"|stream synchronize failed|HCCL|hccl|disagreement between rank"
     r"|DDP expects same model across all ranks"
 )

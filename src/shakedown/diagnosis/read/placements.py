@@ -25,6 +25,9 @@ _ASSIGNED = re.compile(
     re.M,
 )
 ENGINE = "inference"
+_TORCHRUN = re.compile(r"(?:torchrun|torch\.distributed\.(?:run|launch)) .{1,600}")
+_EACH = re.compile(r"--nproc[-_]per[-_]node[= ](\d{1,3})\b")
+_NODES = re.compile(r"--nnodes[= ](\S{1,12})")
 _MAPPING = re.compile(r"global_rank_mapping=.{0,60}\{(.{0,20000}?)\}\)")
 _OF_NODE = re.compile(r"'([\w.-]{1,80})': \[([\d, ]{1,4000})\]")
 _WORLD = re.compile(r"\b(?:dist_)?world[_ ]size\W{1,4}(\d{1,5})\b", re.I)
@@ -38,10 +41,23 @@ def parse(source: EvidenceFile) -> list[Record]:
 
 
 def _world(source: EvidenceFile) -> Iterator[TargetName]:
-    """Of all ranks, where a log prints one such number alone: groups have sizes of their own."""
-    sizes = set(_WORLD.findall(source.text)) if "orld" in source.text else set()
+    """Of all ranks, where a log prints one such number alone: groups have sizes of their own.
+
+    Else what the launcher's own command says.
+    """
+    text = source.text
+    sizes = set(map(int, _WORLD.findall(text))) if "orld" in text else set()
+    sizes = sizes or (set(_launched(text)) if "nproc" in text else set())
     if len(sizes) == 1:
-        yield TargetName(Identity(), "", source.place(), world=int(sizes.pop()))
+        yield TargetName(Identity(), "", source.place(), world=sizes.pop())
+
+
+def _launched(text: str) -> Iterator[int]:
+    """`torchrun --nnodes 2 --nproc-per-node=4`: 8, and 4 where no number of nodes is given."""
+    for line in _TORCHRUN.findall(text)[:100]:
+        each, nodes = _EACH.search(line), _NODES.search(line)
+        if each and (nodes is None or nodes[1].isdecimal()):
+            yield int(each[1]) * (int(nodes[1]) if nodes else 1)
 
 
 def _of_nccl(source: EvidenceFile) -> Iterator[TargetName]:
