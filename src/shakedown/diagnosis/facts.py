@@ -388,7 +388,9 @@ def _exit_codes(facts: Facts) -> None:
         for event in component.events:
             if event.kind == "exit":
                 signal = event.detail.get("signal")
-                component.exit_code = -signal if signal else int(event.detail.get("code", 1))
+                code = -signal if signal else int(event.detail.get("code", 1))
+                # What a shell, or a launcher as one, makes of a signal.
+                component.exit_code = 128 - code if 128 < code < 160 else code
     outcome = facts.outcome
     # In both states the supervisor ended all processes: their codes are its own signals.
     if outcome is None or outcome.state in ("hung", "interrupted"):

@@ -4,6 +4,7 @@ What ended first explains what waits for it.
 """
 
 import re
+import signal
 from collections.abc import Collection, Mapping, Sequence
 
 from shakedown.cluster.nodes import expand_nodelist, is_node_name
@@ -25,8 +26,9 @@ _VICTIM = re.compile(
     r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
     r"|NCCL (?:[Ee]rror|communicator)|remote process"
     r"|(?:Actor|RayActor|Node|Owner)(?:Died|Unavailable)?Error|WorkerCrashedError"
-    r"|stream synchronize failed|HCCL|hccl|disagreement between rank"
-    r"|DDP expects same model across all ranks"
+    r"|stream synchronize failed|HCCL|hccl|closed by remote peer"
+    # An error that compares ranks accuses neither.
+    r"|\brank ?\d{1,6}\b.{0,120}\brank ?\d|DDP expects same model across all ranks"
 )
 
 
@@ -185,6 +187,7 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
     killed = [r for r in s.dead if _ended_by_itself(s, r)]
     own = {r: cause for r, c in s.ranks.items() if (cause := own_cause(c)) in _OWN.values()}
+    own = own if _failed(s) else {}
     lone = _lone_traceback(s) if len(s.dead) == 1 and not raised and not own else None
     killed = killed or (s.dead if lone is not None else [])
     # An exception says more than an end. Where all ranks were killed none of them is named.
@@ -268,7 +271,8 @@ def _ended_by_itself(s: Situation, rank: int) -> bool:
     component = s.ranks[rank]
     if _killed(component):
         return True
-    if _is_victim(component):
+    # An abort without a word is the watchdog's more often than not.
+    if _is_victim(component) or component.exit_code == -signal.SIGABRT:
         return False
     others = [c for r, c in s.ranks.items() if r != rank and r not in s.dead]
     survived = any(_is_victim(c) or c.rank in s.waiting for c in others)
@@ -324,14 +328,21 @@ def _death(component: ComponentFacts, raised: LogEvent | None) -> tuple[str, lis
     return "its process is gone", places
 
 
-_FAILED = frozenset({"traceback", "exit", "abort", "timeout", "gave_up", "server_unhealthy"})
+_FAILED = frozenset(
+    {"traceback", "exit", "abort", "timeout", "gave_up", "peer_closed", "server_unhealthy"}
+)
+
+
+def _failed(s: Situation) -> bool:
+    """Whether anything tells that the job did: a want of memory can be caught, and tried again."""
+    found = bool(s.dead) or s.stuck or s.facts.outcome is not None
+    return found or any(e.kind in _FAILED for e in s.facts.all_events())
 
 
 def told_of_nobody(s: Situation) -> Hypothesis | None:
     """A GPU's error or a want of memory of a job that failed, by no rank: of a node at most."""
     events = [e for e in s.facts.events if e.kind in _OWN and not went_on(s.facts.ends, e)]
-    failed = s.stuck or any(e.kind in _FAILED for e in s.facts.all_events())
-    if not events or not failed:
+    if not events or not _failed(s):
         return None
     hosts = {e.who.host for e in events} - {""}
     first = events[0]

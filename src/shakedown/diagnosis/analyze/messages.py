@@ -7,13 +7,19 @@ from collections.abc import Iterator, Sequence
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
-from shakedown.diagnosis.analyze.posts import Post, posts_of
+from shakedown.diagnosis.analyze.posts import FinishedCalls, Post, posts_of
 from shakedown.diagnosis.analyze.situation import Situation
 
 
 def point_to_point(s: Situation) -> Hypothesis | None:
     """Neighbours whose first sends and receives do not fit."""
     posts = {rank: posts_of(s, rank) for rank in s.ranks}
+    done = FinishedCalls(s)
+    # A sender is through with what it sent, also where the receiver expects more.
+    for post in (post for by_peer in posts.values() for row in by_peer.values() for post in row):
+        other = done.by_peer(post)
+        if other and other.sizes != post.sizes and other.sizes and post.sizes:
+            return _shapes(s, post, other)
     for mine, theirs in _pairs(posts):
         fitting = [(a, b) for a in mine for b in theirs if a.sends != b.sends]
         if not fitting:

@@ -8,6 +8,7 @@ from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import Facts
+from shakedown.diagnosis.records import LogEvent
 
 # `demo/stages/sft/attempts/001/evidence/...`
 _ATTEMPT = re.compile(r"^(.{0,400}/attempts/\d{1,6})/|^(attempts/\d{1,6})/")
@@ -173,12 +174,12 @@ def completed(s: Situation) -> Hypothesis | None:
         )
     if outcome is not None and outcome.state == "failed":
         return None  # its supervisor ended the ranks, which leave in order
-    done = next((e for e in s.facts.all_events() if e.kind == "finished"), None)
+    done = _finished(s)
     if done is not None and not any(c.stacks or c.flight or c.beats for c in s.ranks.values()):
         return conclude(
             s,
             "healthy",
-            "torchrun: all processes of its node finished; what failed before was started again",
+            f"the job finished ({done.text}); what failed before was started again, or held nobody",
             sure="seen",
             evidence=[done.place],
             state="exited",
@@ -194,6 +195,21 @@ def completed(s: Situation) -> Hypothesis | None:
             state="exited",
         )
     return None
+
+
+def _finished(s: Situation) -> LogEvent | None:
+    """A launcher says that its ranks ended well, or a trainer does and nothing failed after it."""
+    events = s.facts.all_events()
+    done = max((e for e in events if e.kind == "finished"), key=_line, default=None)
+    failed = [e for e in events if e.kind in ("traceback", "exit", "abort", "timeout", "gave_up")]
+    after = done and [
+        e for e in failed if e.place.path == done.place.path and e.place.line > done.place.line
+    ]
+    return done if done and ("worker group" in done.text or not after) else None
+
+
+def _line(event: LogEvent) -> int:
+    return event.place.line
 
 
 def _left_in_order(s: Situation) -> bool:

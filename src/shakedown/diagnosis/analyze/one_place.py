@@ -10,6 +10,7 @@ from shakedown.diagnosis.analyze.differ import describe
 from shakedown.diagnosis.analyze.frames import library_calls
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import Position, in_nccl_enqueue
+from shakedown.diagnosis.analyze.servers import went_on
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.analyze.storage import seen_twice
 from shakedown.diagnosis.records import LogEvent
@@ -55,6 +56,7 @@ def all_in_loader(s: Situation) -> Hypothesis | None:
 
 
 _INTERNAL = re.compile(r"ncclInternalError")
+_FOLLOWS = re.compile(r"closed by remote peer|ncclSystemError|unhandled system error")
 _TRANSPORT = re.compile(r"NCCL WARN .{0,80}(?:NET/|IB |Net )|^ncclSocket")
 
 
@@ -71,8 +73,16 @@ def told_nccl(s: Situation) -> Hypothesis | None:
         for e in c.events
         if e.kind in ("nccl_error", "traceback")
     ]
-    rows = [(r, e) for r, e in found if e.kind == "nccl_error" or _INTERNAL.search(e.text)]
-    if not rows:
+    ends = [*s.facts.ends, *(end for c in s.ranks.values() for end in c.logs)]
+    rows = [
+        (r, e)
+        for r, e in found
+        if (e.kind == "nccl_error" or _INTERNAL.search(e.text)) and not went_on(ends, e)
+    ]
+    # A peer that closed the connection ended first, for a reason of its own; what NCCL makes of it
+    # tells no more.
+    closed = any("closed by remote peer" in e.text for _, e in rows)
+    if not any(not _FOLLOWS.search(e.text) if closed else True for _, e in rows):
         return None
     internal = [row for row in rows if _INTERNAL.search(row[1].text)]
     # An internal error says more than the errors of peers that follow from it, and less than what
@@ -165,6 +175,7 @@ def one_place(s: Situation) -> Hypothesis | None:
             *([] if world else ["the world size: a rank of which no file tells may be missing"]),
             "NCCL_DEBUG=INFO logs, link error counters, and a second sample after a minute",
         ],
+        state=s.end_state,
     )
 
 

@@ -50,7 +50,11 @@ class Placed:
         outcome = self.facts.outcome
         if outcome is not None:
             return outcome.state == "hung"
-        return bool(set(self.alive) & set(self.waiting))
+        # Who gave up takes its process down; a line of no rank may be any one's.
+        if self.facts.event("gave_up"):
+            return False
+        alive = {r for r in self.alive if self.ranks[r].event("gave_up") is None}
+        return bool(alive & set(self.waiting))
 
     @cached_property
     def waiting(self) -> list[int]:

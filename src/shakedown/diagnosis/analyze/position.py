@@ -79,6 +79,11 @@ _CLEANUP = frozenset(
 _ROWS: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = (
     ("init", re.compile(r"torch/distributed/rendezvous\.py$"), re.compile("")),
     ("init", re.compile(r"shakedown/cluster/store\.py$"), re.compile("")),
+    (
+        "busy",
+        re.compile(r"(?:^|/)datasets/(?:arrow_dataset|utils/py_utils)\.py$"),
+        re.compile("map"),
+    ),
     ("dataloader", re.compile(r"torch/utils/data/(?:dataloader|_utils/\w+)\.py$"), re.compile("")),
     ("compile", re.compile(r"(?:^|/)(?:torch/_(?:dynamo|inductor)|triton)/"), re.compile("")),
     (
@@ -136,7 +141,8 @@ _LIBRARIES = frozenset(
     anyio uvicorn fastapi starlette tqdm wandb safetensors huggingface_hub tokenizers pandas
     pyarrow fsspec apex transformer_engine zmq grpc aiohttp requests urllib3 lightning_fabric nemo
     composer streaming webdataset colossalai bitsandbytes flash_attn liger_kernel unsloth einops
-    scipy sklearn PIL cv2 decord s3fs boto3 botocore hydra omegaconf click typer fire""".split()
+    multiprocess dill scipy sklearn PIL cv2 decord s3fs boto3 botocore hydra omegaconf click typer
+    fire""".split()
 )
 # A user of this package looks for a line of the training loop, which may be ours. The monitor is
 # left out: it watches beside the loop.

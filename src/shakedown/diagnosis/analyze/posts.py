@@ -5,7 +5,6 @@ first between them has to fit together.
 """
 
 import re
-from collections import Counter
 from dataclasses import dataclass
 
 from shakedown.diagnosis.analyze.places import Placed
@@ -59,28 +58,29 @@ def _post(s: Placed, rank: int, record: FlightRecord, op: Operation) -> Post | N
 
 
 class FinishedCalls:
-    """How many sends and receives each rank is through with, by peer."""
+    """The sends and receives that each rank is through with, by peer, in their order."""
 
     def __init__(self, s: Placed) -> None:
         self._placed = s
-        self._ranks: dict[int, Counter[tuple[int, bool]]] = {}
+        self._ranks: dict[int, dict[tuple[int, bool], list[Post]]] = {}
 
-    def by_peer(self, post: Post) -> bool:
-        """The peer is through with its side of a call that is still open here.
+    def by_peer(self, post: Post) -> Post | None:
+        """The peer's side of a call that is still open here, where the peer is through with it.
 
         A batch ends as a whole: a part of it that has met its other half stays open with the rest.
         """
-        mine = self._of(post.rank)[post.peer, post.sends]
-        return self._of(post.peer)[post.rank, not post.sends] > mine
+        mine = self._of(post.rank).get((post.peer, post.sends), [])
+        theirs = self._of(post.peer).get((post.rank, not post.sends), [])
+        return theirs[len(mine)] if len(theirs) > len(mine) else None
 
-    def _of(self, rank: int) -> Counter[tuple[int, bool]]:
+    def _of(self, rank: int) -> dict[tuple[int, bool], list[Post]]:
         if rank not in self._ranks:
+            found = self._ranks[rank] = {}
             component = self._placed.ranks.get(rank)
             record = component.record if component else None
             calls = [op for op in record.operations if op.p2p and op.done] if record else []
-            self._ranks[rank] = Counter(
-                (post.peer, post.sends)
-                for op in calls
-                if record and (post := _post(self._placed, rank, record, op))
-            )
+            for op in sorted(calls, key=lambda op: op.order):
+                post = _post(self._placed, rank, record, op) if record else None
+                if post is not None:
+                    found.setdefault((post.peer, post.sends), []).append(post)
         return self._ranks[rank]

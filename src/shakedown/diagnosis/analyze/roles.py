@@ -24,6 +24,9 @@ def starvation(s: Situation) -> Hypothesis | None:
     if not starving:
         return None
     cause, roles, why, more, sure = _who(s)
+    # A wait for work that a stack alone shows, of whoever was looked at, is what idle ones do.
+    if not s.facts.roles and s.ranks and not any(c.beats or c.events for c in s.ranks.values()):
+        return None
     return conclude(
         s,
         cause,

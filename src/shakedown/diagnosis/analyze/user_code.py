@@ -12,7 +12,7 @@ from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.ended import is_victims, told_cause
 from shakedown.diagnosis.analyze.frames import weight_update
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis
-from shakedown.diagnosis.analyze.position import user_frames
+from shakedown.diagnosis.analyze.position import is_user, user_frames
 from shakedown.diagnosis.analyze.servers import went_on
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import Frame, LogEvent
@@ -66,7 +66,22 @@ def _cause(s: Situation, event: LogEvent) -> Cause | None:
         return "out_of_memory"  # NCCL calls every failure of CUDA an unhandled one
     if told is None and weight_update(event.frames):
         return "weight_sync_one_sided"
-    return told or ("user_code" if role_of(user_frames(event.frames)) else None)
+    given = role_of(user_frames(event.frames)) and _users_own(event)
+    return told or ("user_code" if given else None)
+
+
+# Errors of Python itself: whatever raised them was given something that it cannot work with.
+_OF_PYTHON = re.compile(
+    r"^(?:builtins\.)?(?:Key|Index|Type|Value|Attribute|Name|Assertion|ZeroDivision|NotImplemented"
+    r"|UnicodeDecode|JSONDecode|Recursion)Error\b"
+)
+
+
+def _users_own(event: LogEvent) -> bool:
+    """Raised by the user's own code, or by a library that it gave something wrong."""
+    frames = event.frames
+    raised = bool(frames) and is_user(frames[-1])
+    return raised or _OF_PYTHON.search(event.text) is not None
 
 
 def too_slow(s: Situation) -> Hypothesis | None:
@@ -80,14 +95,17 @@ def too_slow(s: Situation) -> Hypothesis | None:
     if not named:
         return None
     event, role = named[-1]
+    # Of a rollout nobody knows whether the agent, its environment or the server was slow.
+    rollout = str(event.detail.get("what", "")).lower().startswith("rollout")
     return conclude(
         s,
-        "user_code",
-        f"the {role} code takes longer than its time limit, {len(named)} times: {event.text}",
-        roles=[role],
+        "rollout_starvation" if rollout else "user_code",
+        f"{'rollouts take' if rollout else f'the {role} code takes'} longer than the time limit, "
+        f"{len(named)} times: {event.text}",
+        roles=[] if rollout else [role],
         sure="open",
         evidence=[e.place for e, _ in named[-4:]],
-        needed=[f"a stack of the {role}'s worker while it takes that long"],
-        state=s.end_state if s.facts.event("traceback") else "unknown",
-        remedy=f"find what the {role} code waits for, or raise its time limit",
+        needed=[f"a stack of the {'agent' if rollout else role}'s worker while it takes that long"],
+        state=s.end_state if s.facts.event("traceback") else "hung" if rollout else "unknown",
+        remedy="find what it waits for, or raise its time limit",
     )

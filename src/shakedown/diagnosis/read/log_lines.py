@@ -63,10 +63,15 @@ PATTERNS: list[Row] = [
     # What a rank writes that ends itself because others let it down, or its GPU does not answer
     (
         "gave_up",
-        ("heartbeat monitor timed out", "watchdog got stuck", "taking the entire process down"),
+        (
+            "heartbeat monitor timed out",
+            "watchdog got stuck",
+            "taking the entire process down",
+            "watchdog thread terminated",
+        ),
         re.compile(
-            r"Heartbeat monitor timed out|watchdog got stuck for \d{1,9}|"
-            r"taking the entire process down"
+            r"Heartbeat monitor timed out|watchdog got stuck for \d{1,9}"
+            r"|taking the entire process down|watchdog thread terminated with exception"
         ),
     ),
     (
@@ -217,8 +222,21 @@ PATTERNS: list[Row] = [
     ),
     (
         "finished",
-        ("successfully finished",),
-        re.compile(r"worker group successfully finished"),
+        ("successfully finished", "exits successfully", "'train_runtime'"),
+        # torchrun, DeepSpeed, the Trainer of transformers
+        re.compile(
+            r"worker group successfully finished|Process \d{1,8} exits successfully"
+            r"|^\{'train_runtime': "
+        ),
+    ),
+    # Composer's launcher, and others in these words
+    (
+        "exit",
+        ("with exit code", "with signal", "with code"),
+        re.compile(
+            r"\b[Rr]ank (?P<task>\d{1,6}) (?:crashed|failed|died|exited|terminated) with "
+            r"(?:exit )?(?:code|signal) (?P<code>-?\d{1,4})\b"
+        ),
     ),
     # a batch script's shell: `train.sh: line 12: 4711 Killed  python train.py`
     (
@@ -295,6 +313,7 @@ PATTERNS: list[Row] = [
             r"ncclInternalError|ncclSystemError|unhandled system error|^ncclSocket\w{1,40}: "
             r"|(?:(?P<node>[\w.-]{1,80}):\d{1,8}:\d{1,8} \[\d{1,3}\] .{0,60}?)?"
             r"NCCL WARN (?=.{0,80}?(?:Got completion|ibv_|IB |Net |NET/|timed out))"
+            r"(?=.{0,400}?(?i:error|status|fail|timed out|closed|refused|unreachable|async event))"
             r"(?:.{0,80}?from peer (?P<peer>[\w.-]{1,80}))?"
         ),
     ),
