@@ -117,6 +117,7 @@ class Activity:
     cpu: float
     io: int
     output: int
+    timed: int = 0
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,6 @@ def tempered(s: Situation, chosen: Hypothesis) -> Hypothesis:
 
 # Less of one core than a process that only waits takes, py-spy's own reading of it included.
 IDLE_SHARE = 0.02
-# Kernel functions of a sleep that ends by itself.
-_TIMERS = frozenset({"hrtimer_nanosleep", "do_nanosleep", "common_nsleep"})
 
 
 def _by_activity(s: Situation, chosen: Hypothesis) -> Hypothesis | None:
@@ -90,7 +88,6 @@ def _span(states: Sequence[ProcessState]) -> tuple[float, float] | None:
 
 def _does(component: ComponentFacts, s: Situation) -> str:
     """What a component did between its first and last sample; empty where it stood still."""
-    newest = max(component.states, key=lambda row: row.sample)
     rows = sorted((row.activity for row in component.states if row.activity), key=lambda a: a.at)
     first, last = rows[0], rows[-1]
     share = (last.cpu - first.cpu) / (last.at - first.at)
@@ -100,7 +97,7 @@ def _does(component: ComponentFacts, s: Situation) -> str:
         return "printed"
     if last.io > first.io:
         return f"read or wrote {last.io - first.io} bytes"
-    if newest.wchan in _TIMERS:
+    if last.timed:
         return "sleeps until a timer ends"
     return "moved" if component.rank in s.moving and component.role == TRAINER else ""
 

@@ -6,8 +6,9 @@ from collections import defaultdict
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
+from shakedown.diagnosis.analyze.servers import is_step
 from shakedown.diagnosis.analyze.situation import Situation
-from shakedown.diagnosis.facts import Facts
+from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.records import LogEvent
 
 # `demo/stages/sft/attempts/001/evidence/...`
@@ -197,6 +198,29 @@ def completed(s: Situation) -> Hypothesis | None:
     return None
 
 
+def _prints_steps(s: Situation) -> Hypothesis | None:
+    """A rank wrote to its output between two samples, and a log ends with a training step."""
+    wrote = [r for r in s.alive if _wrote(s.ranks[r])]
+    logs = [*s.facts.ends, *(end for c in s.ranks.values() for end in c.logs)]
+    steps = [end for end in logs if is_step(end.last)]
+    if not wrote or not steps or s.dead or s.facts.outcome is not None:
+        return None
+    return conclude(
+        s,
+        "healthy",
+        f"{name_ranks(wrote)} wrote lines between the samples, the last of which is a training "
+        f"step: {steps[-1].last[:120]}",
+        sure="likely",
+        evidence=[end.place for end in steps[-2:]],
+        state="healthy",
+    )
+
+
+def _wrote(component: ComponentFacts) -> bool:
+    rows = sorted((row.activity for row in component.states if row.activity), key=lambda a: a.at)
+    return len(rows) > 1 and rows[-1].output > rows[0].output
+
+
 def _finished(s: Situation) -> LogEvent | None:
     """A launcher says that its ranks ended well, or a trainer does and nothing failed after it."""
     events = s.facts.all_events()
@@ -224,7 +248,7 @@ def progressing(s: Situation) -> Hypothesis | None:
     """Every living rank moved between two samples: slow perhaps, not hung."""
     # All of them: in a hang some ranks may still move towards the call that the others wait in.
     if not s.alive or len(s.moving) < len(s.alive):
-        return None
+        return _prints_steps(s)
     suspected = s.facts.outcome is not None and s.facts.outcome.state == "hung"
     moved = f"all {len(s.moving)} ranks moved between two samples"
     places = [c.beat.place for r in s.moving[:4] if (c := s.ranks[r]).beat]

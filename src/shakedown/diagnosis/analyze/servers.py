@@ -40,11 +40,15 @@ def _said(position: Position) -> str:
 
 
 _WENT_ON = 20  # lines: a client that gives up says so in fewer, with its traceback
-# A line that reports a training step.
-_STEP = re.compile(
-    r"\b(?:step|iter(?:ation)?)\b\W{0,4}\d{1,12}\b.{0,200}?\b(?:loss|reward|grad_?norm|lr|tok)",
-    re.I,
-)
+_NUMBER = r"\b(?:step|iter(?:ation)?|epoch)\b\W{0,4}\d{1,12}\b"
+_METRIC = r"\b(?:\w{0,20}loss|reward|grad_?norm|lr|tok\w*)\b"
+# A line that reports a training step: its number and a metric, in either order.
+_STEP = re.compile(f"{_NUMBER}.{{0,200}}?{_METRIC}|{_METRIC}.{{0,200}}?{_NUMBER}", re.I)
+
+
+def is_step(line: str) -> bool:
+    """Whether a line of a log reports a training step."""
+    return _STEP.search(line) is not None
 
 
 def went_on(ends: Iterable[LogEnd], event: LogEvent) -> bool:
@@ -52,7 +56,7 @@ def went_on(ends: Iterable[LogEnd], event: LogEvent) -> bool:
     return any(
         end.place.path == event.place.path
         and end.place.line > event.place.line
-        and _STEP.search(end.last) is not None
+        and is_step(end.last)
         for end in ends
     )
 

@@ -22,6 +22,7 @@ from shakedown.diagnosis.records import (
     Unattachable,
     clean,
 )
+from shakedown.monitor.collect.proc import TIMERS
 from shakedown.monitor.heartbeat import COUNTS, RECORD_BYTES, Beat, decode
 
 # A CRC-32 in hexadecimal, then the record as JSON: see `decode` in monitor/heartbeat.py.
@@ -113,6 +114,7 @@ class _State:
     cpu: Any = None
     io: Any = None
     output: Any = None
+    timed: Any = None
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,9 @@ def _beats(source: EvidenceFile, body: _Beats) -> list[Record]:
 
 def _activity(state: _State) -> Activity | None:
     """None where one of the numbers is missing or cannot be true."""
-    values = state.at, state.cpu, state.io, state.output
+    # Older collectors looked at the process alone.
+    timed = int(state.wchan in TIMERS) if state.timed is None else state.timed
+    values = state.at, state.cpu, state.io, state.output, timed
     plausible = all(type(v) in (int, float) and 0 <= v < MAX_IO for v in values)
     return Activity(*values) if plausible and state.at else None
 

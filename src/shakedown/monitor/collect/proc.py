@@ -30,13 +30,15 @@ class Activity:
 
     `at`: Unix seconds; `cpu`: seconds of its own and its living descendants' CPU time; `io`:
     bytes that they read and wrote, sockets and pipes included; `output`: how far its stdout and
-    stderr were written, where these are files.
+    stderr were written, where these are files; `timed`: how many of them are in a sleep that ends
+    by itself.
     """
 
     at: float
     cpu: float
     io: int
     output: int = 0
+    timed: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,12 @@ def read_state(pid: int) -> ProcState:
 
 def _activity(pid: int) -> Activity:
     tree = [pid, *_descendants(pid)]
-    return Activity(time.time(), sum(map(_cpu, tree)), sum(map(_io, tree)), _output(pid))
+    timed = sum(_wchan(f"/proc/{each}") in TIMERS for each in tree)
+    return Activity(time.time(), sum(map(_cpu, tree)), sum(map(_io, tree)), _output(pid), timed)
+
+
+# Kernel functions of a sleep that ends by itself.
+TIMERS = frozenset({"hrtimer_nanosleep", "do_nanosleep", "common_nsleep"})
 
 
 def _descendants(pid: int) -> list[int]:
