@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Take the picture of a run's report that the README shows.
 
-    python scripts/screenshot_report.py results/demo docs/img/report.png
+    python scripts/screenshot_report.py results/demo docs/images/report.png
 
 Needs Chromium (`scripts/install_system.sh chromium`). The page is opened from its file, headless,
 with a browser profile of its own that is thrown away.

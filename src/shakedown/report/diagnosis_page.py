@@ -12,8 +12,9 @@ from shakedown.core.paths import AttemptPaths, RunPaths
 from shakedown.core.ranges import ranges
 from shakedown.core.verdict import Verdict
 from shakedown.report import diagnosis_graph, diagnosis_grid
-from shakedown.report.diagnosis_view import View
+from shakedown.report.diagnosis_view import View, has_frames
 from shakedown.report.environment import page_environment
+from shakedown.report.text import plural
 
 _TEMPLATE = "diagnosis.html.j2"
 
@@ -70,6 +71,8 @@ def render(verdict: Verdict, origin: Origin | None = None) -> str:
             diagnosis=view.diagnosis,
             colour=lambda n: colour(n, culprit=culprit[n]),
             ranges=ranges,
+            has_frames=has_frames,
+            plural=plural,
             labels=view.labels,
             cells=cells,
             small=small,

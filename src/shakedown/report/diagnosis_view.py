@@ -14,6 +14,7 @@ from shakedown.diagnosis.advice import spans, steps
 from shakedown.diagnosis.analyze.position import is_user
 from shakedown.diagnosis.records import Frame
 from shakedown.report import stack_tree
+from shakedown.report.text import plural
 
 _FRAME = re.compile(r"(.*) \((.*?)(?::\d+)?\)")
 MAX_EVIDENCE = 60
@@ -61,6 +62,21 @@ class View:
     @property
     def sentence(self) -> str:
         return cut(self.verdict.summary)
+
+    @property
+    def calm(self) -> bool:
+        """Nothing is wrong: what was not given, or not found, is not missing."""
+        return "healthy" in (self.diagnosis["state"], self.diagnosis["cause"])
+
+    @property
+    def moment(self) -> bool:
+        """There is more to see of the ranks than their numbers."""
+        return bool(self.roots or self.graph.nodes or self.timeline)
+
+    @property
+    def wants_recorder(self) -> bool:
+        """The ranks' last calls would tell more, and nobody gave them."""
+        return not self.calm and self.diagnosis["state"] in ("hung", "unknown")
 
     @cached_property
     def labels(self) -> list[str]:
@@ -144,12 +160,13 @@ class View:
         found = (
             [f"ranks seen: {seen:,}, in {sum(formats.values()):,} inputs: {read}"] if read else []
         )
-        count = len(self.all_evidence)
-        found.append(f"{count} piece{'s' if count != 1 else ''} of evidence named below")
+        if self.all_evidence:
+            found.append(f"{plural(len(self.all_evidence), 'piece')} of evidence named below")
         if conflicts:
             found.append(f"conflicting readings: {conflicts}, each lowers it by 0.1")
         else:
-            found.append("no reading of the inputs names anybody else")
+            other = " else" if self.culprits else ""
+            found.append(f"no reading of the inputs names anybody{other}")
         if self.diagnosis["needed"]:
             found.append('it would rise with what is listed as "to be sure"')
         return found
@@ -180,9 +197,25 @@ class View:
         rows = [f for f in self.verdict.findings if f.check == "read"]
         return [Quote(cut(f.subject, 300), cut(str(f.measured), 300)) for f in rows]
 
+    @property
+    def unread(self) -> str:
+        """`1 input was not read, 2 notes`."""
+        told = []
+        if self.skipped:
+            verb = "was" if len(self.skipped) == 1 else "were"
+            told.append(f"{plural(len(self.skipped), 'input')} {verb} not read")
+        if self.notes:
+            told.append(plural(len(self.notes), "note"))
+        return ", ".join(told)
+
     @cached_property
     def notes(self) -> list[str]:
         return [cut(str(f.measured)) for f in self.verdict.findings if f.check == "note"]
+
+
+def has_frames(group: Mapping[str, Any]) -> bool:
+    """A call of this group in the timeline says where in the code it stands."""
+    return any(call["where"] for row in group["rows"] for call in row["calls"])
 
 
 def user_frame(path: Sequence[str]) -> str:

@@ -1,23 +1,46 @@
 """diagnosis.html: what stands on it, how large it gets, and that it bears older verdicts."""
 
 import dataclasses
+import tarfile
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shakedown.core.paths import RunPaths
+from shakedown.core.verdict import Finding, Verdict
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.report.diagnosis_page import Origin, render
+from shakedown.report.diagnosis_view import View
+from shakedown.report.environment import breakable
 from tests.hang_verdicts import large
 
 DATA = Path(__file__).parents[2] / "data"
+HEALTHY: dict[str, Any] = {
+    "state": "healthy",
+    "cause": "healthy",
+    "pattern": None,
+    "culprits": {"ranks": [], "nodes": [], "roles": []},
+    "confidence": 0.9,
+    "classes": [],
+    "wait_for": [],
+    "conflicts": [],
+    "needed": [],
+}
+
+
+def recorded(case: str, folder: Path) -> Verdict:
+    """The diagnosis of a recorded run of the scoreboard."""
+    with tarfile.open(DATA / "scoreboard" / f"{case}.tar.gz") as archive:
+        archive.extractall(folder, filter="data")
+    return diagnose_paths([folder])
 
 
 class Reader(HTMLParser):
     """Headings, text, and whether every element is closed."""
 
-    VOID = frozenset({"meta", "br"})
+    VOID = frozenset({"meta", "br", "wbr"})
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -152,9 +175,59 @@ def test_page_of_a_stage_names_it_and_leads_to_its_evidence_and_its_run(tmp_path
     assert page.count("<a href=") == 2
 
 
-def test_page_of_a_healthy_run_misses_no_dumps() -> None:
+def test_page_of_a_hang_without_dumps_says_how_to_get_them_and_a_healthy_one_does_not() -> None:
     verdict = large(16)
     verdict = dataclasses.replace(verdict, extra={**verdict.extra, "timeline": []})
     assert "No Flight Recorder data" in render(verdict)
-    verdict.extra["diagnosis"]["state"] = "healthy"
-    assert "No Flight Recorder data" not in render(verdict)
+    for state in ("healthy", "slow", "exited"):
+        verdict.extra["diagnosis"]["state"] = state
+        assert "No Flight Recorder data" not in render(verdict)
+
+
+def test_page_of_a_healthy_run_shows_nothing_as_if_it_were_missing(tmp_path: Path) -> None:
+    page = Reader(render(recorded("finished-grpo", tmp_path)))
+    assert page.headings == ["Evidence"]
+    for told in ("no stack", "nobody is named", "Nothing in the inputs"):
+        assert told not in page.text
+    bare = Verdict("hang", "PASS", "30 steps", extra={"diagnosis": HEALTHY})
+    page = Reader(render(bare))
+    assert page.headings == []
+    assert "0 pieces" not in page.text
+    assert "not read" not in page.text
+
+
+def test_what_healthy_ranks_did_is_folded_away_and_no_call_is_a_break(tmp_path: Path) -> None:
+    page = render(recorded("healthy", tmp_path))
+    assert '<details class="moment">' in page
+    assert page.index('<details class="moment">') < page.index("Call paths, merged")
+    assert "Collectives around the break" not in page
+    assert '<span class="mark">' not in page
+    assert Reader(page).open == []
+
+
+def test_inputs_that_were_not_read_are_counted_in_words() -> None:
+    unread = Finding("read", "skip", "config", "a.log", "empty")
+    note = Finding("note", "pass", "config", "", "two attempts")
+    verdict = large(4)
+    for findings, told in (
+        ([unread], "1 input was not read"),
+        ([unread, unread, note], "2 inputs were not read, 1 note"),
+        ([note], "1 note"),
+    ):
+        assert View(dataclasses.replace(verdict, findings=findings)).unread == told
+
+
+@pytest.mark.parametrize(
+    ("text", "pieces"),
+    [
+        ("at step (/srv/train/loop.py:3)", ["at step (/srv/", "train/", "loop.py:3)"]),
+        ("all_reduce of <x>", ["all_reduce of &lt;x&gt;"]),
+        ("PIPELINE_MODEL_PARALLEL_GROUP", ["PIPELINE_", "MODEL_", "PARALLEL_", "GROUP"]),
+        ("Loader.__next__ (torch/data.py:1)", ["Loader.__next__ (torch/", "data.py:1)"]),
+        ("a\x00b\u202e", ["a\\x00b\\u202e"]),
+    ],
+)
+def test_paths_and_long_names_may_wrap_where_they_are_read_best(
+    text: str, pieces: list[str]
+) -> None:
+    assert str(breakable(text)).split("<wbr>") == pieces

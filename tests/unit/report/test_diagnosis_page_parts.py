@@ -135,6 +135,23 @@ def test_hundreds_of_different_waits_still_give_a_graph_that_can_be_drawn() -> N
         assert 0 <= box.y <= drawing.height - diagnosis_graph.HEIGHT
 
 
+def test_a_chain_of_waits_runs_down_with_the_culprit_last_and_fits_a_phone() -> None:
+    rows = [edge("rank 0", "rank 1"), edge("rank 1", "rank 2"), edge("rank 0", "rank 2")]
+    drawing = diagnosis_graph.draw(wait_graph.merge(rows, {}, frozenset({"rank 2"})))
+    assert [box.text for box in drawing.boxes] == ["rank 0", "rank 1", "rank 2"]
+    assert len({box.x for box in drawing.boxes}) == 1
+    assert sorted(box.y for box in drawing.boxes) == [box.y for box in drawing.boxes]
+    assert drawing.width <= 340
+
+
+def test_many_that_wait_for_one_stand_left_of_it() -> None:
+    rows = [edge(f"rank {r}", "rank 9", f"group {r}") for r in range(6)]
+    graph = wait_graph.merge(rows, {r: r for r in range(6)}, frozenset({"rank 9"}))
+    boxes = diagnosis_graph.draw(graph).boxes
+    assert len(boxes) > diagnosis_graph.MAX_DOWN
+    assert max(boxes, key=lambda box: box.x).text == "rank 9"
+
+
 def test_no_waits_give_no_graph() -> None:
     graph = wait_graph.merge([], {}, frozenset())
     assert graph.nodes == ()

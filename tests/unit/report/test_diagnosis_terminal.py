@@ -36,7 +36,7 @@ def test_sections_tell_the_same_as_the_page() -> None:
     lines = render(diagnose_paths([CASE]), 120, full=True).splitlines()
     assert [line for line in lines if line in TITLES] == TITLES
     assert "  * ranks 0, 1: broadcast, log_metrics (hang.py:30) (class A)" in lines
-    assert any(line.startswith("  ranks 0, 1 -> ranks 2, 3 (cycle): broadcast") for line in lines)
+    assert any(line.startswith("  ranks 0, 1 -> ranks 2, 3 (cycle): not entered") for line in lines)
     assert any(line.startswith("  > 5 ") and "broadcast [2] Float" in line for line in lines)
 
 
