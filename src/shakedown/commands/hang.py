@@ -47,9 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         actions.add(
             "collect",
             _collect,
-            "Sample running processes of this host, or of a Slurm job on all its nodes.",
+            "Sample running processes of this host, of a whole Slurm job, or of hosts by ssh.",
             "shakedown hang collect --job 1234 --out evidence",
-            "shakedown hang collect --pid 4711 4712 --out evidence --rounds 3",
+            "shakedown hang collect --match train.py --hosts n1,n2 --out evidence",
         )
     )
     demo = actions.add(
@@ -95,7 +95,17 @@ def _collect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--match", metavar="PATTERN", help="this user's processes, by command line")
     parser.add_argument("--attempt", type=Path, metavar="DIR", help="an attempt with heartbeats")
     parser.add_argument("--job", metavar="ID", help="a running Slurm job, on all its nodes")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="evidence folder")
+    parser.add_argument(
+        "--hosts", metavar="HOSTS", help="with --match: by ssh on n1,n2 or @FILE, a host a line"
+    )
+    parser.add_argument(
+        "--remote-python",
+        metavar="FILE",
+        help="with --hosts: their Python that has shakedown, where it is not the path of this one",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="evidence folder; - prints a tar"
+    )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="copy the ends of these logs")
     parser.add_argument("--rounds", type=int, default=2, help="samples")
     parser.add_argument("--gap", type=float, default=5.0, help="seconds between samples")
@@ -182,17 +192,30 @@ def _print(verdict: "Verdict", stream: TextIO, *, full: bool) -> None:
 
 def _collect(args: argparse.Namespace) -> int:
     from shakedown.core.verdict import Stopwatch, finish
-    from shakedown.monitor.collect import collect_local, missing_ranks
-    from shakedown.monitor.collect.report import verdict_of
 
     watch = Stopwatch()
     if not (1 <= args.rounds <= 100 and 0 <= args.gap <= 3600):
         raise UsageError(
             f"--rounds {args.rounds} --gap {args.gap}: expected 1 to 100, and 0 to 3600 seconds"
         )
+    _one_of(args)
+    if args.hosts is not None:
+        return _collect_hosts(args, watch)
     if args.job is not None and not args.this_node:
         return _collect_job(args, watch)
+    if args.out == Path("-"):
+        return _collect_to_output(args, watch)
+    return finish(_collect_here(args, args.out, watch), None)
+
+
+def _collect_here(args: argparse.Namespace, out: Path, watch: "Stopwatch") -> "Verdict":
+    from shakedown.monitor.collect import collect_local, inside, missing_ranks
+    from shakedown.monitor.collect.report import verdict_of
+
     targets = _targets(args)
+    missed = [] if targets else ["no process was found"]
+    if args.match is not None and inside.contained():
+        missed.append("this is a container: processes outside of it are not seen")
     logs = args.logs
     attempt = AttemptPaths(args.attempt) if args.attempt is not None else None
     first = os.environ.get("SLURM_PROCID", "0") == "0"  # of several nodes one copies the logs
@@ -201,30 +224,71 @@ def _collect(args: argparse.Namespace) -> int:
     # No process is no error: one node of a job without any must not stop the others' collection.
     report = collect_local(
         targets,
-        args.out,
+        out,
         logs=logs,
         rounds=args.rounds,
         gap=args.gap,
         heartbeats=attempt.heartbeats if attempt is not None else None,
         native=args.native,
         always_pyspy=args.py_spy,
-        missed=[] if targets else ["no process was found"],
+        missed=missed,
         # Of --pid and --attempt the user says, or heartbeats do, who is looked at.
         absent=missing_ranks(targets) if args.match or args.job else (),
     )
-    return finish(verdict_of(report, args.out, watch), None)
+    return verdict_of(report, out, watch)
+
+
+def _collect_to_output(args: argparse.Namespace, watch: "Stopwatch") -> int:
+    """The evidence as a tar archive on standard output; what is told goes to standard error."""
+    from shakedown.core.leftovers import private_folder
+    from shakedown.core.verdict import finish
+    from shakedown.monitor.collect import archive
+
+    output = unguarded(sys.stdout)
+    if output.isatty():
+        raise UsageError(
+            "--out -: a terminal cannot take an archive", hint="... --out - | tar x -C evidence"
+        )
+    with private_folder("evidence") as folder, contextlib.redirect_stdout(sys.stderr):
+        out = folder / "evidence"  # what lies beside it would be taken for the job's heartbeats
+        code = finish(_collect_here(args, out, watch), None)
+        archive.pack(out, output.buffer)
+    return code
 
 
 def _collect_job(args: argparse.Namespace, watch: "Stopwatch") -> int:
     from shakedown.core.verdict import finish
     from shakedown.monitor.collect import job
+    from shakedown.monitor.collect.report import verdict_of_nodes
 
-    _one_of(args)
-    options = ["--rounds", str(args.rounds), "--gap", str(args.gap)]
-    options += [*(["--native"] if args.native else []), *(["--py-spy"] if args.py_spy else [])]
     job_id = job.check_job_id(args.job)
-    report = job.collect_job(job_id, args.out, options, (args.rounds - 1) * args.gap)
-    return finish(job.verdict_of(report, job_id, args.out, watch), None)
+    seconds = (args.rounds - 1) * args.gap
+    report = job.collect_job(job_id, args.out, _sampling(args), seconds)
+    return finish(verdict_of_nodes(report, f"job {job_id}", args.out, watch), None)
+
+
+def _collect_hosts(args: argparse.Namespace, watch: "Stopwatch") -> int:
+    from shakedown.core.verdict import finish
+    from shakedown.monitor.collect import hosts
+    from shakedown.monitor.collect.report import verdict_of_nodes
+
+    names = hosts.parse_hosts(args.hosts)
+    # With `=`: a pattern may begin with a dash.
+    options = [f"--match={args.match}", *_sampling(args)]
+    options += [f"--logs={args.logs.absolute()}"] if args.logs is not None else []
+    seconds = (args.rounds - 1) * args.gap
+    python = args.remote_python or sys.executable
+    report = hosts.collect_hosts(names, args.out, options, seconds, python)
+    return finish(verdict_of_nodes(report, f"{len(names)} host(s)", args.out, watch), None)
+
+
+def _sampling(args: argparse.Namespace) -> list[str]:
+    """How samples are taken, for the collectors on other nodes."""
+    options = ["--rounds", str(args.rounds), "--gap", str(args.gap)]
+    return options + [
+        *(["--native"] if args.native else []),
+        *(["--py-spy"] if args.py_spy else []),
+    ]
 
 
 def _one_of(args: argparse.Namespace) -> None:
@@ -234,12 +298,20 @@ def _one_of(args: argparse.Namespace) -> None:
             "say which processes: one of --pid, --match, --attempt and --job",
             hint="shakedown hang collect --help",
         )
+    if args.hosts is not None and args.match is None:
+        raise UsageError(
+            "--hosts goes with --match: process ids differ from host to host, and --job asks Slurm "
+            "for its own nodes",
+            hint="shakedown hang collect --match train.py --hosts n1,n2 --out evidence",
+        )
+    several = args.hosts is not None or (args.job is not None and not args.this_node)
+    if several and args.out == Path("-"):
+        raise UsageError("--out -: a folder is needed for several nodes", hint="--out evidence")
 
 
 def _targets(args: argparse.Namespace) -> "list[Target]":
     from shakedown.monitor.collect import from_attempt, from_job, from_pattern, from_pids
 
-    _one_of(args)
     if args.pid:
         return from_pids(args.pid)
     if args.job is not None:

@@ -2,13 +2,14 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 from shakedown.core.ranges import natural
 from shakedown.diagnosis.groups import GroupFacts, build_groups
+from shakedown.diagnosis.owners import DEFAULT_ROLE, Owners, find_owners
 from shakedown.diagnosis.processes import is_helper, is_launcher
 from shakedown.diagnosis.records import (
     BeatRecord,
@@ -30,7 +31,7 @@ from shakedown.diagnosis.records import (
 )
 from shakedown.diagnosis.watchdog import record_from_watchdog
 
-TRAINER = "trainer"
+TRAINER = DEFAULT_ROLE
 # `python train.py --local_rank=3`, as torch.distributed.launch passes it.
 _RANK_ARGUMENT = re.compile(r"--(?:local[-_]|node[-_]|global[-_])?rank[= ](\d{1,6})\b")
 _ROLE_COMMAND = (
@@ -158,7 +159,7 @@ def build_facts(records: Sequence[Record]) -> Facts:
     """Put every record where it belongs. Pure; the order of `records` does not matter."""
     facts = Facts()
     records, facts.of_engine = _ranks_of_engine(records)
-    owners = _owners(records)
+    owners = find_owners(records)
     names = [record for record in records if isinstance(record, TargetName)]
     facts.world = max((record.world for record in names), default=0)
     gpus = {(t.who.host, t.bus): t.who for t in names if t.bus}
@@ -205,29 +206,6 @@ def _ranks_of_engine(records: Sequence[Record]) -> tuple[Sequence[Record], bool]
     return [*left, *(replace(row, who=replace(row.who, role="")) for row in engines)], True
 
 
-_Owners = Mapping[tuple[str, int], Identity]
-
-
-def _owners(records: Iterable[Record]) -> _Owners:
-    """Process id -> component, from every record that knows both. Hosts reuse process ids."""
-    owners: dict[tuple[str, int], Identity] = {}
-    for record in records:
-        if isinstance(record, BeatRecord):
-            beat = record.beat
-            who = Identity(beat.rank, beat.pid, beat.host, beat.role)
-        elif isinstance(record, NodeState | JobExit):
-            continue
-        else:
-            who = record.who
-        # A child may bear its rank's number in a file name: its own process is not the rank.
-        parent = isinstance(record, Stack) and record.parent_pid is not None
-        if who.pid is None or who.rank is None or parent:
-            continue
-        owners.setdefault((who.host, who.pid), who)
-        owners.setdefault(("", who.pid), who)
-    return owners
-
-
 def _component(facts: Facts, who: Identity) -> ComponentFacts:
     role = who.role or TRAINER
     if role == TRAINER:
@@ -240,11 +218,11 @@ def _component(facts: Facts, who: Identity) -> ComponentFacts:
     return component
 
 
-def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> None:
+def _place(facts: Facts, record: Any, owners: Owners, loose: list[Stack]) -> None:
     who: Identity = record.who
     # py-spy, NVML and /proc know process ids alone; another input tells whose they are.
     if who.pid is not None and who.rank is None:
-        known = owners.get((who.host, who.pid)) or owners.get(("", who.pid))
+        known = owners.of(who.host, who.pid)
         if known and _may_be(record, known):
             who = Identity(known.rank, who.pid, who.host or known.host, known.role)
     if who.rank is None and isinstance(record, Stack):
@@ -254,6 +232,11 @@ def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> No
             who = Identity(int(rank[1]), who.pid, who.host, role)
         elif role:
             who = Identity(None, who.pid, who.host, role)
+    outer = owners.outer_pid(who)
+    if outer is not None and getattr(record, "parent_pid", None) is None:
+        _component(facts, who)  # its children name it by the inner id
+        who = replace(who, pid=outer)
+        record = replace(record, who=replace(record.who, pid=outer))
     if who.rank is not None or who.role not in ("", TRAINER):
         _shelve(facts, who, record)
     elif isinstance(record, Stack):
@@ -262,7 +245,7 @@ def _place(facts: Facts, record: Any, owners: _Owners, loose: list[Stack]) -> No
         _keep(facts, record)
 
 
-def _who_of(event: LogEvent, owners: _Owners, gpus: Mapping[tuple[str, str], Identity]) -> Identity:
+def _who_of(event: LogEvent, owners: Owners, gpus: Mapping[tuple[str, str], Identity]) -> Identity:
     """Whom a line speaks of: srun and mpirun name the task, the kernel and a shell the process, the
     driver the GPU.
     """
@@ -275,7 +258,7 @@ def _who_of(event: LogEvent, owners: _Owners, gpus: Mapping[tuple[str, str], Ide
     if event.who.rank is not None:
         return event.who
     pid = detail.get("pid", detail.get("pid_b"))
-    known = owners.get((host, pid)) or owners.get(("", pid)) if pid else None
+    known = owners.of(host, pid) if pid else None
     if known is None and "bus" in detail:
         # `0000:5d:00`, of which NCCL's lines are compared without the domain
         known = gpus.get((host, str(detail["bus"])[-5:].lower()))

@@ -299,7 +299,8 @@ class RasRank:
 class TargetName:
     """Which process is which component: our collector's own table, or a log.
 
-    `world`: the number of ranks, 0 where it is not told; `bus`: of the rank's GPU, `5d:00`.
+    `world`: the number of ranks, 0 where it is not told; `bus`: of the rank's GPU, `5d:00`;
+    `inner_pid`: the process's id in its own container, where it has another one there.
     """
 
     who: Identity
@@ -307,6 +308,7 @@ class TargetName:
     place: SourceRef
     world: int = 0
     bus: str = ""
+    inner_pid: int | None = None
 
 
 Record = (

@@ -342,7 +342,7 @@ def test_nothing_found_is_written_down_and_exits_0(
     assert main(["hang", "collect", *arguments]) == 0
     assert "no process was found" in capsys.readouterr().out
     (table,) = tmp_path.glob("collected-*.json")
-    assert json.loads(table.read_text())["missed"] == ["no process was found"]
+    assert json.loads(table.read_text())["missed"][0] == "no process was found"
 
 
 @pytest.mark.parametrize(
@@ -357,6 +357,10 @@ def test_nothing_found_is_written_down_and_exits_0(
         ["--pid", "1", "--this-node"],
         ["--job", "1; rm -r /"],
         ["--job", "1", "--match", "x"],
+        ["--pid", "1", "--hosts", "n1"],
+        ["--job", "1", "--hosts", "n1"],
+        ["--hosts", "n1"],
+        ["--match", "x", "--hosts", "n1", "--out", "-"],
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(tmp_path: Path, arguments: list[str]) -> None:

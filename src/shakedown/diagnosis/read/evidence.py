@@ -119,7 +119,7 @@ class _State:
 
 @dataclass(frozen=True)
 class _Target:
-    """A process that the collector read; `missed`: what it could not."""
+    """A process that the collector read; `missed`: what it could not; `inner_pid` as TargetName."""
 
     pid: int
     name: str = ""
@@ -127,6 +127,7 @@ class _Target:
     rank: int | None = None
     states: Sequence[_State] = ()
     missed: Sequence[str] = ()
+    inner_pid: int | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ def _collected(source: EvidenceFile, body: _Collected) -> list[Record]:
 def _target(source: EvidenceFile, row: _Target, host: str) -> list[Record]:
     who = Identity(rank_of(row.rank), pid_of(row.pid), host, clean(row.role, 40))
     place = source.place(0, clean(row.name))
-    records: list[Record] = [TargetName(who, clean(row.name, 80), place)]
+    inner = pid_of(row.inner_pid)
+    records: list[Record] = [TargetName(who, clean(row.name, 80), place, inner_pid=inner)]
     for sample, each in enumerate(row.states[:_MAX_SAMPLES], start=1):
         letter = clean(each.state, 20)[:1]
         wchan, done = clean(each.wchan, 80), _activity(each)

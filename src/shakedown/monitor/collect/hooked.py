@@ -16,7 +16,7 @@ from pathlib import Path
 from shakedown.cluster.guard import look, send_one
 from shakedown.core.errors import StorageError
 from shakedown.core.paths import EvidencePaths
-from shakedown.monitor.collect import proc
+from shakedown.monitor.collect import inside, proc
 
 STACK_SECONDS = 2.0  # the handler runs in microseconds, once the process gets a CPU
 HOOK_SECONDS = 20.0  # half a second of polling, then every rank may import torch._inductor
@@ -67,7 +67,7 @@ def find(pid: int) -> Hook | None:
         recorder = _has_recorder(pid)
         stream = Path(folder) / number
         name, role, rank = match.groups()
-        evidence = Path(target).parent
+        evidence = inside.folder_of(pid, Path(target), stream)
         return Hook(pid, process.started, name, role, int(rank), evidence, stream, recorder)
     return None
 
@@ -169,7 +169,7 @@ def _dump_after(stream: Path, offset: int) -> bytes:
 def request_recorders(hooks: Sequence[Hook]) -> tuple[float, list[str]]:
     """Ask for Flight Recorder dumps: (when, what could not be asked)."""
     asked, missed = time.time(), []
-    for evidence in sorted({h.evidence for h in hooks if h.recorder}):
+    for evidence in _distinct({h.evidence for h in hooks if h.recorder}):
         from shakedown.monitor import hook  # see `_has_recorder`
 
         try:
@@ -177,6 +177,17 @@ def request_recorders(hooks: Sequence[Hook]) -> tuple[float, list[str]]:
         except StorageError as error:
             missed.append(f"flight recorder: {str(error).partition(chr(10))[0]}")
     return asked, missed
+
+
+def _distinct(folders: set[Path]) -> list[Path]:
+    """Several ranks of a container have one folder by several paths: one request is enough."""
+    found: list[Path] = []
+    for folder in sorted(folders):
+        with contextlib.suppress(OSError):
+            if any(folder.samefile(other) for other in found):
+                continue
+        found.append(folder)
+    return found
 
 
 def await_recorders(hooks: Sequence[Hook], asked: float) -> list[Hook]:

@@ -2,31 +2,19 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from shakedown.cluster.nodes import expand_nodelist
 from shakedown.core.errors import UsageError
-from shakedown.core.verdict import Finding, Status, Stopwatch, Verdict
 from shakedown.monitor.collect import logs, slurm
-from shakedown.monitor.collect.steps import Step, collect_nodes
-from shakedown.monitor.collect.writer import COLLECTED, NAMES, Writer, printable
+from shakedown.monitor.collect.report import NodesReport
+from shakedown.monitor.collect.steps import STEP_SECONDS, Step, collect_nodes
+from shakedown.monitor.collect.writer import NAMES, Writer
 
-STEP_SECONDS = 180.0  # for a node whose processes answer py-spy late; the gaps come on top
 _JOB = re.compile(r"[0-9]{1,10}([_+][0-9]{1,7})?")  # 1234, 1234_5 (array), 1234+1 (heterogeneous)
 # A blank or a line's start in front: `ReqNodeList=(null)` must not be read as NodeList.
 _FIELD = re.compile(r"(?:^|\s)(JobId|JobState|NodeList|StdOut|StdErr)=(\S+)")
 _RUNS = frozenset({"RUNNING", "COMPLETING", "STOPPED", "SIGNALING", "STAGE_OUT"})
-
-
-@dataclass
-class JobReport:
-    """What each node of the job gave: `nodes` by name, read or why not."""
-
-    nodes: dict[str, str] = field(default_factory=dict)
-    tables: list[dict[str, object]] = field(default_factory=list)
-    missed: list[str] = field(default_factory=list)
-    written: bool = False  # what was missed is on disk
 
 
 def check_job_id(text: str) -> str:
@@ -43,7 +31,7 @@ def check_job_id(text: str) -> str:
     return text
 
 
-def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) -> JobReport:
+def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) -> NodesReport:
     """Write the evidence of every node to `out`, which all nodes must see.
 
     Args:
@@ -52,7 +40,7 @@ def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) 
 
     Nothing is raised for a node or a controller that fails.
     """
-    writer, report = Writer(out.absolute()), JobReport()
+    writer, report = Writer(out.absolute()), NodesReport()
     described, nodes = _describe(job_id, writer)
     runs = described.get("JobState", "") in _RUNS
     if runs:
@@ -69,10 +57,7 @@ def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) 
         )
     names = sorted({described[key] for key in ("StdOut", "StdErr") if key in described})
     logs.copy_ends([Path(name) for name in names], writer)
-    report.missed = writer.summary()
-    body = {"schema": COLLECTED, "job": job_id, "nodes": report.nodes, "missed": report.missed}
-    report.written = writer.json(NAMES.collected_job, {**body, "files": writer.files})
-    report.missed = writer.summary()
+    report.write(writer, NAMES.collected_job, {"job": job_id})
     return report
 
 
@@ -100,38 +85,3 @@ def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[str]]:
 
 
 _SACCT = "JobID,JobName,State,ExitCode,NodeList"
-
-
-def verdict_of(report: JobReport, job_id: str, out: Path, watch: Stopwatch) -> Verdict:
-    """PASS: every node and process read; WARN: some missed; BLOCKED: even that not written."""
-    findings = [
-        Finding("collect", "pass" if said == "read" else "error", "node", name, measured=said)
-        for name, said in report.nodes.items()
-    ]
-    findings += [Finding("collect", "error", "cluster", job_id, measured=m) for m in report.missed]
-    rows = [row for table in report.tables for row in _rows(table)]
-    findings += [
-        Finding("collect", "warn", "role", str(row.get("name")), measured=row["missed"])
-        for row in rows
-        if row.get("missed")
-    ]
-    read = sum(bool(row.get("sources")) for row in rows)
-    reached = sum(said == "read" for said in report.nodes.values())
-    status: Status = "WARN" if findings and any(f.status != "pass" for f in findings) else "PASS"
-    if not report.written:
-        status = "BLOCKED"
-    return Verdict(
-        stage="hang collect",
-        status=status,
-        summary=f"job {job_id}: {read} of {len(rows)} processes read on {reached} of "
-        f"{len(report.nodes)} nodes, in {printable(str(out))}",
-        findings=findings,
-        started=watch.started,
-        seconds=watch.seconds,
-        next=f"shakedown hang analyze {printable(str(out))}",
-    )
-
-
-def _rows(table: dict[str, object]) -> list[dict[str, object]]:
-    rows = table.get("targets")
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []

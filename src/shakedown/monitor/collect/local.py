@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shakedown.cluster.nodes import is_node_name, node_name
 from shakedown.core.paths import AttemptPaths
-from shakedown.monitor.collect import beats, hooked, logs, node, proc, pyspy
+from shakedown.monitor.collect import beats, hooked, inside, logs, node, proc, pyspy
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.targets import Target
 from shakedown.monitor.collect.writer import BEATS, COLLECTED, NAMES, Writer, printable
@@ -26,7 +26,10 @@ _GONE: dict[str, object] = {"state": "X", "wchan": "", "threads": []}
 
 @dataclass
 class TargetReport:
-    """What was found of one process: states by round, and what could not be read."""
+    """What was found of one process: states by round, and what could not be read.
+
+    `inner_pid`: its id in its own container, None where that is `pid`.
+    """
 
     name: str
     pid: int
@@ -35,6 +38,7 @@ class TargetReport:
     states: list[dict[str, object]] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # files with its stacks
+    inner_pid: int | None = None
 
 
 @dataclass
@@ -112,7 +116,10 @@ class _Collection:
         hooks = [h or hooked.find_by_file(t.pid, t.name, out) for t, h in found]
         self._hooks = [h for h in hooks if h is not None]
         self._stacks = hooked.Stacks(self._hooks)
-        self._rows = {t.pid: TargetReport(t.name, t.pid, t.role, t.rank) for t in self._targets}
+        self._rows = {
+            t.pid: TargetReport(t.name, t.pid, t.role, t.rank, inner_pid=inside.inner_pid(t.pid))
+            for t in self._targets
+        }
         self._label = _label()
         self._node: dict[str, str] = {}
         self.writer = Writer(out)
@@ -187,9 +194,7 @@ class _Collection:
         for dump in dumps:
             name = str(NAMES.in_round(number).pyspy(target.file_name, dump.suffix))
             if dump.error:
-                first = dump.error.splitlines()[0]
-                if not proc.visible(target.pid) and proc.read_state(target.pid).alive:
-                    first = f"no permission: another user's, or more capabilities ({first})"
+                first = _why(target.pid, dump.error.splitlines()[0])
                 row.missed.append(f"round {number}: py-spy {dump.suffix}: {first}")
                 self.writer.text(f"{name}.error.txt", dump.error + "\n")
             elif self.writer.text(name, dump.text):
@@ -233,11 +238,25 @@ class _Collection:
 
     def logs(self, folder: Path) -> None:
         try:
-            paths = logs.logs_in(folder)
+            logs.copy_ends(logs.logs_in(folder), self.writer, folder)
         except OSError as error:
-            self.writer.missed.append(printable(f"logs {folder}: {error.strerror}"))
-            return
-        logs.copy_ends(paths, self.writer, folder)
+            if not (isinstance(error, FileNotFoundError) and self._contained_logs(folder)):
+                self.writer.missed.append(printable(f"logs {folder}: {error.strerror}"))
+
+    def _contained_logs(self, folder: Path) -> int:
+        """Those that the targets' containers have at this path; how many of them have it."""
+        own = [pid for pid in self._rows if not inside.shares_files(pid)]
+        with inside.folders(own, folder.absolute()) as found:
+            for number, place in enumerate(found):
+                below = Path(f"container{number}" if len(found) > 1 else "")
+                try:
+                    paths = logs.logs_in(place)
+                except OSError as error:
+                    text = f"logs {folder} of a container: {error.strerror}"
+                    self.writer.missed.append(printable(text))
+                    continue
+                logs.copy_ends(paths, self.writer, place, below, follow=False)
+            return len(found)
 
     def output(self) -> None:
         """What the processes print, where it goes to files; a dead file system holds its reader."""
@@ -264,6 +283,16 @@ class _Collection:
         report.written = writer.json(NAMES.collected(self._label), _table(report, rounds))
         report.missed = writer.summary()
         return report
+
+
+def _why(pid: int, said: str) -> str:
+    """What py-spy said, and which permission it lacked."""
+    hidden = not proc.visible(pid) and proc.read_state(pid).alive
+    if not hidden and "ermission" not in said and "permitted" not in said:
+        return said
+    lacks = f"{'this container' if inside.contained() else 'this user'} lacks SYS_PTRACE, "
+    lacks = "" if inside.may_trace() else lacks
+    return f"no permission: {lacks}another user's, or more capabilities ({said})"
 
 
 def _label() -> str:

@@ -40,9 +40,20 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
     return entry.is_dir(follow_symlinks=False)
 
 
-def copy_ends(paths: Iterable[Path], writer: Writer, folder: Path | None = None) -> None:
+def copy_ends(
+    paths: Iterable[Path],
+    writer: Writer,
+    folder: Path | None = None,
+    below: Path = Path(),
+    *,
+    follow: bool = True,
+) -> None:
     """Copy the last 256 KiB of each to `logs/NAME`, with its folders below `folder`; one that
     cannot be read is noted.
+
+    Args:
+        below: a folder in `logs` for them.
+        follow: links, which lead out of a container.
     """
     for number, path in enumerate(paths):
         if number == MAX_LOGS:
@@ -50,11 +61,11 @@ def copy_ends(paths: Iterable[Path], writer: Writer, folder: Path | None = None)
             return
         name = path.relative_to(folder) if folder is not None else Path(path.name)
         try:
-            end = _end_of(path)
+            end = _end_of(path, follow=follow)
         except OSError as error:
             writer.missed.append(printable(f"log {path.name}: {error.strerror or error}"))
             continue
-        writer.data(NAMES.logs / name.parent / _NUMBERED.sub(_LETTERS, name.name), end)
+        writer.data(NAMES.logs / below / name.parent / _NUMBERED.sub(_LETTERS, name.name), end)
 
 
 def copy_output(processes: Mapping[int, str], writer: Writer) -> int:
@@ -63,15 +74,13 @@ def copy_output(processes: Mapping[int, str], writer: Writer) -> int:
     A file that several print to is nobody's own: `logs/output.log`, the next `logs/output1.log`.
     Returns how many files there are.
     """
-    printed: dict[str, list[tuple[int, int]]] = {}
+    printed: dict[tuple[int, int] | str, list[tuple[int, int]]] = {}
     for pid in processes:
         for number in (1, 2):
-            target = link(f"/proc/{pid}/fd/{number}")
-            # No pipe, socket or terminal: those have no end to be read.
-            if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
-                printed.setdefault(target, []).append((pid, number))
+            if key := _file_of(pid, number):
+                printed.setdefault(key, []).append((pid, number))
     shared = 0
-    for target, users in list(printed.items())[:MAX_LOGS]:
+    for users in list(printed.values())[:MAX_LOGS]:
         pid, number = users[0]
         name = f"{processes[pid]}.{'out' if number == 1 else 'err'}"
         if len({pid for pid, _ in users}) > 1:
@@ -82,13 +91,30 @@ def copy_output(processes: Mapping[int, str], writer: Writer) -> int:
             if end:
                 writer.data(NAMES.logs / name, end)
         except OSError as error:
+            target = link(f"/proc/{pid}/fd/{number}")
             writer.missed.append(printable(f"output {target}: {error.strerror or error}"))
     return len(printed)
 
 
-def _end_of(path: Path) -> bytes:
+def _file_of(pid: int, number: int) -> tuple[int, int] | str:
+    """Tells the file of a descriptor from all others: its path may be another file in another
+    container. Empty for a pipe, socket or terminal: those have no end to be read.
+    """
+    place = Path(f"/proc/{pid}/fd/{number}")
+    target = link(str(place))
+    if not target.startswith("/") or target.startswith(("/dev/", "/proc/")):
+        return ""
+    try:
+        status = place.stat()
+    except OSError:
+        return target
+    return status.st_dev, status.st_ino
+
+
+def _end_of(path: Path, *, follow: bool = True) -> bytes:
     """Opening a pipe would wait for its writer, and a device has no end: files alone are read."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
     with os.fdopen(descriptor, "rb") as stream:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):

@@ -124,11 +124,14 @@ def _output(pid: int) -> int:
 
 def catches(pid: int, number: signal.Signals) -> bool:
     """Whether the process has a handler for a signal; without one SIGUSR1 would end it."""
-    for line in _read(f"/proc/{pid}/status").splitlines():
-        if line.startswith("SigCgt:"):
-            # A mask in hexadecimal: its bit N - 1 stands for signal N (proc(5)).
-            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+    # A mask in hexadecimal: its bit N - 1 stands for signal N (proc(5)).
+    return bool(int(status(pid, "SigCgt") or "0", 16) >> (number - 1) & 1)
+
+
+def status(pid: int | str, name: str) -> str:
+    """A field of /proc/PID/status; empty where there is none."""
+    rows = (row.partition(":") for row in _read(f"/proc/{pid}/status").splitlines())
+    return next((value.strip() for key, _, value in rows if key == name), "")
 
 
 def all_pids() -> list[int]:

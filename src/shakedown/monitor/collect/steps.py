@@ -18,11 +18,13 @@ from shakedown.core.paths import EvidencePaths
 from shakedown.core.private import open_own
 from shakedown.monitor.collect import slurm
 from shakedown.monitor.collect.bounded import run_bounded
-from shakedown.monitor.collect.writer import COLLECTED, Writer, printable
+from shakedown.monitor.collect.writer import COLLECTED, READ, Writer, printable
 
+STEP_SECONDS = 180.0  # for a node whose processes answer py-spy late; the gaps come on top
 MOST_STEPS = 16  # single steps at once, for nodes that the common step did not reach
 END_SECONDS = 10.0  # for srun to end its tasks when its time is over
-READ = "read"
+# Behind the interpreter. -P: a `queue.py` in the working directory must not shadow Python's own.
+COLLECTOR = ("-P", "-m", "shakedown.cli", "hang", "collect")
 _NODE = re.compile(r"(?:^|\s)NodeName=(\S+).*?\sState=(\S+)", re.DOTALL)
 # An asterisk behind a state, as in IDLE*: the controller does not hear of the node.
 _SILENT = re.compile(r"DOWN|FAIL|NOT_RESPONDING|NO_RESPOND|POWERED|\*")
@@ -103,8 +105,7 @@ def _run(step: Step, nodes: Sequence[str]) -> None:
         # Ctrl-C, not at the second.
         more=[f"--jobid={step.job_id}", "--gres=none", "--quit-on-interrupt"],
     )
-    collector = [sys.executable, "-P", "-m", "shakedown.cli", "hang", "collect"]
-    command = [*srun, *collector, *step.arguments, "--out", str(step.out)]
+    command = [*srun, sys.executable, *COLLECTOR, *step.arguments, "--out", str(step.out)]
     # This process may run in another job, whose variables srun would take for this one's. Without
     # SLURM_CONF srun finds no controller on a cluster that has no /etc/slurm/slurm.conf.
     environment = {
@@ -121,14 +122,18 @@ def _run(step: Step, nodes: Sequence[str]) -> None:
             )
     except OSError:
         return  # no file of these nodes appears, and that is told
-    try:
-        process.wait(timeout=step.limit)
-    except subprocess.TimeoutExpired:
-        process.terminate()
+    end(process, step.limit)
+
+
+def end(process: subprocess.Popen[bytes], seconds: float) -> None:
+    """Wait for the process; after `seconds` it is asked to end, and then killed."""
+    for late in (process.terminate, process.kill):
         try:
-            process.wait(timeout=END_SECONDS)
+            process.wait(timeout=seconds)
+            return
         except subprocess.TimeoutExpired:
-            process.kill()
+            late()
+            seconds = END_SECONDS
 
 
 def _table(out: Path, name: str, began: float) -> dict[str, object] | None:
@@ -146,11 +151,17 @@ def _why(writer: Writer, name: str) -> str:
     """The last line that srun or the node's collector said."""
     for path in (writer.out / f"collect-{name}.srun", writer.out / f"collect-{name}.log"):
         try:
-            lines = path.read_bytes()[-4096:].decode("utf-8", "replace").split("\n")
+            text = told(path.read_bytes()[-4096:])
         except OSError:
             continue
-        told = [line.strip() for line in lines if line.strip()]
-        told = [line for line in told if "error" in line.lower()] or told
-        if told:
-            return f"not read: {printable(told[-1])[:300]}"
+        if text:
+            return f"not read: {text}"
     return f"not read: no file of it in {writer.out}: all nodes must see that folder"
+
+
+def told(data: bytes) -> str:
+    """The last line of a program's messages, one that speaks of an error where there is any."""
+    lines = [line.strip() for line in data.decode("utf-8", "replace").split("\n")]
+    lines = [line for line in lines if line]
+    lines = [line for line in lines if "error" in line.lower()] or lines
+    return printable(lines[-1])[:300] if lines else ""

@@ -18,8 +18,8 @@ from shakedown.monitor.heartbeat import read_heartbeats
 MAX_PID = 2**22  # Linux's own limit
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _LIST_SECONDS = 20.0
-# Collectors of other sessions: they look at the job and are no part of it.
-_OWN = re.compile(r"shakedown\.cli hang collect")
+# Collectors of other sessions, and who started them from another host: no part of the job.
+_OWN = re.compile(r"shakedown(?:\.cli)? hang collect")
 _OF_RANKS = (
     b"RANK=", b"SLURM", b"LOCAL_RANK=", b"LOCAL_WORLD_SIZE=", b"WORLD_SIZE=", b"MASTER_",
 )  # fmt: skip

@@ -16,6 +16,7 @@ NAMES = EvidencePaths(Path())
 
 # As `diagnosis.read.evidence` reads them; its import would cost the collector half its start.
 BEATS, COLLECTED = "shakedown/beats/1", "shakedown/collected/1"
+READ = "read"  # what is said of a node that was; of any other it is why not
 
 
 class Writer:

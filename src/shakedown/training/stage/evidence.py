@@ -8,8 +8,8 @@ from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import Target, collect_local, from_attempt
-from shakedown.monitor.collect.steps import READ, Step, collect_nodes
-from shakedown.monitor.collect.writer import COLLECTED, NAMES, Writer
+from shakedown.monitor.collect.steps import Step, collect_nodes
+from shakedown.monitor.collect.writer import COLLECTED, NAMES, READ, Writer
 from shakedown.monitor.watch import Health
 
 _STEP_SECONDS = 60.0  # one step on other nodes; their ranks have our hook and answer at once
