@@ -2,14 +2,14 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
 from shakedown.core.ranges import natural
 from shakedown.diagnosis.groups import GroupFacts, build_groups
-from shakedown.diagnosis.owners import DEFAULT_ROLE, Owners, find_owners
+from shakedown.diagnosis.owners import DEFAULT_ROLE, Owners, find_owners, ranks_of_engine
 from shakedown.diagnosis.processes import is_helper, is_launcher
 from shakedown.diagnosis.records import (
     BeatRecord,
@@ -158,7 +158,7 @@ class Facts:
 def build_facts(records: Sequence[Record]) -> Facts:
     """Put every record where it belongs. Pure; the order of `records` does not matter."""
     facts = Facts()
-    records, facts.of_engine = _ranks_of_engine(records)
+    records, facts.of_engine = ranks_of_engine(records)
     owners = find_owners(records)
     names = [record for record in records if isinstance(record, TargetName)]
     facts.world = max((record.world for record in names), default=0)
@@ -183,6 +183,7 @@ def build_facts(records: Sequence[Record]) -> Facts:
             _place(facts, record, owners, loose)
     _place_children(facts, loose)
     _place_by_process(facts, loose)
+    _place_states(facts, records)
     _exit_codes(facts)
     for component in facts.ranks.values():
         told = record_from_watchdog(component.events)
@@ -192,18 +193,6 @@ def build_facts(records: Sequence[Record]) -> Facts:
     dumps = {r: c.record for r, c in facts.ranks.items() if c.record}
     facts.groups = build_groups(dumps, tuple(sorted(facts.ranks)))
     return facts
-
-
-def _ranks_of_engine(records: Sequence[Record]) -> tuple[Sequence[Record], bool]:
-    """An inference engine's own ranks count where no other ranks are in evidence."""
-    # By a log; the collector's own table names its rows.
-    engines = [r for r in records if isinstance(r, TargetName) and r.who.role and not r.name]
-    others = [r for r in records if isinstance(r, Stack | BeatRecord | FlightRecord | LogEvent)]
-    ranked = any(isinstance(r, BeatRecord) or r.who.rank is not None for r in others)
-    left = [r for r in records if not (isinstance(r, TargetName) and r.who.role and not r.name)]
-    if ranked or not engines:
-        return left, False
-    return [*left, *(replace(row, who=replace(row.who, role="")) for row in engines)], True
 
 
 def _component(facts: Facts, who: Identity) -> ComponentFacts:
@@ -350,6 +339,16 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
     facts.guessed = len(set(files)) < len(files)
     facts.conflicts.append(_guessed([key for key, _ in ordered]))
     _place_children(facts, loose)
+
+
+def _place_states(facts: Facts, records: Iterable[Record]) -> None:
+    """States of processes whose rank nothing but their stacks tells."""
+    owner = {(c.host, pid): c for c in facts.ranks.values() for pid in c.pids}
+    for record in records:
+        if isinstance(record, ProcessState) and record.who.rank is None and not record.who.role:
+            component = owner.get((record.who.host, record.who.pid or -1))
+            if component is not None and record not in component.states:
+                component.states.append(record)
 
 
 def _guessed(processes: Sequence[tuple[str, int]]) -> str:

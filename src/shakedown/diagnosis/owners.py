@@ -2,12 +2,14 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shakedown.diagnosis.records import (
     BeatRecord,
+    FlightRecord,
     Identity,
     JobExit,
+    LogEvent,
     NodeState,
     Record,
     Stack,
@@ -79,3 +81,15 @@ def _contained(records: Iterable[Record]) -> Iterator[tuple[Identity, int]]:
         who = _known(record)
         if isinstance(record, TargetName) and record.inner_pid is not None and who is not None:
             yield who, record.inner_pid
+
+
+def ranks_of_engine(records: Sequence[Record]) -> tuple[Sequence[Record], bool]:
+    """An inference engine's own ranks count where no other ranks are in evidence."""
+    # By a log; the collector's own table names its rows.
+    engines = [r for r in records if isinstance(r, TargetName) and r.who.role and not r.name]
+    others = [r for r in records if isinstance(r, Stack | BeatRecord | FlightRecord | LogEvent)]
+    ranked = any(isinstance(r, BeatRecord) or r.who.rank is not None for r in others)
+    left = [r for r in records if not (isinstance(r, TargetName) and r.who.role and not r.name)]
+    if ranked or not engines:
+        return left, False
+    return [*left, *(replace(row, who=replace(row.who, role="")) for row in engines)], True

@@ -4,7 +4,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -189,30 +189,34 @@ def _outermost(found: Mapping[int, _Process]) -> list[int]:
     workers = {
         process.pid
         for process in chosen.values()
-        for above in _above(process, chosen)
-        if ranks[above.pid] == ranks[process.pid]
-        and (ranks[process.pid] or above.command == process.command)
+        for above in _above(process.pid, chosen)
+        if ranks[above] == ranks[process.pid]
+        and (ranks[process.pid] or chosen[above].command == process.command)
     }
     return sorted(set(chosen) - workers)
 
 
-def _above(process: _Process, found: Mapping[int, _Process]) -> list[_Process]:
-    """The ancestors that are found, too."""
-    above, pid, seen = [], process.parent, {process.pid}
+def _above(pid: int, found: Collection[int]) -> list[int]:
+    """The ancestors of a process that are found, too."""
+    above, seen, pid = [], {pid}, proc.parent(pid)
     while pid > 1 and pid not in seen:
         seen.add(pid)
         if pid in found:
-            above.append(found[pid])
+            above.append(pid)
         pid = proc.parent(pid)
     return above
 
 
 def _named(pids: Sequence[int], prefix: str = "") -> list[Target]:
-    """A rank that several processes claim is given to none: they belong to different jobs, or
-    one is a worker of the other; each is known by its process id."""
+    """A rank that several processes claim is given to none: they belong to different jobs, and
+    each is known by its process id. A process below another one of its rank is that one's worker.
+    """
     environments = {pid: _environment(pid) for pid in pids}
     launched = any("RANK" in environment for environment in environments.values())
     ranked = [_ranked(pid, environments[pid], launched=launched) for pid in pids]
+    named = {target.pid: target.name for target in ranked if target}
+    workers = {p for p, name in named.items() if name in (named[a] for a in _above(p, named))}
+    ranked = [None if target and target.pid in workers else target for target in ranked]
     claims = Counter(target.name for target in ranked if target)
     return [
         target if target and claims[target.name] == 1 else Target(f"{prefix}pid{pid}", pid)
