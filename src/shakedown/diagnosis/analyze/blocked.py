@@ -229,10 +229,10 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
     return conclude(
         s,
         "rank_busy" if work else "missing_rank",
-        f"{name_ranks(list(calls))} gave up {operation.lower()}"
+        f"{name_ranks(list(calls))} timed out in {operation.lower()}"
         + (f" (number {number})" if number is not None else "")
-        + f"; {name_ranks(absent)} did not, and nothing was given of it"
-        + (f" but, perhaps, {work.text[:80]}" if work else ""),
+        + f"; {name_ranks(absent)} did not, and no line is from it"
+        + (f"; the log ends in {_bar(work)}" if work else ""),
         sure="likely",
         ranks=absent,
         evidence=[
@@ -243,6 +243,10 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
         waits=[Block(sorted(calls), absent, f"entered {operation.lower()}")],
         state="exited" if any(e.kind == "gave_up" for e in s.facts.all_events()) else s.end_state,
     )
+
+
+def _bar(event: LogEvent) -> str:
+    return f"'{event.detail['what']}' at {event.detail['percent']} %"
 
 
 # Bars of the training itself: whoever draws them trains like the others.

@@ -37,6 +37,8 @@ _IN_LINE = re.compile(r"\[(?:PG (?:ID )?0 (?:PG GUID 0)?(?:\(default_pg\) )?)?Ra
 # mpirun --tag-output: `[1,3]<stdout>: `, job and rank.
 # Horovod: `[3]<stderr>:`
 _MPI = re.compile(r"^\[(?:\d{1,4},)?(\d{1,6})\]<std(?:out|err)>: ?")
+# A line that tqdm's bar stands before, as it ends without a line break.
+_BEHIND_BAR = re.compile(r"%\|.{0,4000}?\](?=\[(?:rank|default)\d)")
 _TASK = re.compile(r"^ *(\d{1,5}): ")  # srun --label
 _LOG_NAME = re.compile(
     r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"
@@ -188,6 +190,8 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
     if not text:
         return text, named, None
     pid, host = named.pid, named.host
+    if "%|" in text and (bar := _BEHIND_BAR.search(text)):
+        text = text[bar.end() :]
     if text[0] == "(" and (match := _RAY_RANK.match(text)):
         rank = int(match[1])
     if text[0] == "(" and (match := _PROCESS.match(text)):
