@@ -186,19 +186,10 @@ def _may_be_outer(text: str) -> bool:
 def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
     """Remove `[default1]:[rank3]: ` or srun's `3: `; whose line it is, and its local rank."""
     text = raw.rstrip("\r")
-    rank, local = named.rank, None
     if not text:
         return text, named, None
-    pid, host = named.pid, named.host
-    if "%|" in text and (bar := _BEHIND_BAR.search(text)):
-        text = text[bar.end() :]
-    if text[0] == "(" and (match := _RAY_RANK.match(text)):
-        rank = int(match[1])
-    if text[0] == "(" and (match := _PROCESS.match(text)):
-        pid, host = int(match[1]), match[2] or host
-    # Prefixes stack up: kubectl's stands before a time, which stands before torchrun's.
-    while _may_be_outer(text) and (match := _OUTER.match(text)):
-        text = text[match.end() :]
+    who = _worker(text, named) if text[0] == "(" else named
+    text, rank, local = _without_outer(text), who.rank, None
     if match := _MPI.match(text):
         text, rank = text[match.end() :], int(match[1])
     found = False
@@ -212,10 +203,26 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
         text, rank = text[match.end() :], int(match[1])
     if rank is None and "Rank " in text and (match := _IN_LINE.search(text)):
         rank = int(match[1])
-    if rank == named.rank and pid == named.pid:
+    if rank == named.rank and who.pid == named.pid:
         return text, named, local
-    pid = None if pid == named.pid else pid_of(pid)
-    return text, Identity(rank, pid, host, named.role), local
+    pid = None if who.pid == named.pid else pid_of(who.pid)
+    return text, Identity(rank, pid, who.host, named.role), local
+
+
+def _worker(text: str, named: Identity) -> Identity:
+    """Whose line it is by Ray's or vLLM's own prefix: the rank, or the process."""
+    rank, process = _RAY_RANK.match(text), _PROCESS.match(text)
+    who = replace(named, rank=int(rank[1])) if rank else named
+    return replace(who, pid=int(process[1]), host=process[2] or who.host) if process else who
+
+
+def _without_outer(text: str) -> str:
+    """Prefixes stack up: kubectl's stands before a time, which stands before torchrun's."""
+    if "%|" in text and (bar := _BEHIND_BAR.search(text)):
+        text = text[bar.end() :]
+    while _may_be_outer(text) and (match := _OUTER.match(text)):
+        text = text[match.end() :]
+    return text
 
 
 # A launcher's lines: its log is of all ranks, whatever number its name ends with.
