@@ -118,7 +118,7 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
         cycles.two_threads,
         cycles.one_way,
     ),
-    # No rule from here on names anybody.
+    # From here on no rule names a rank.
     "Are all in one place?": [
         *_lasting(one_place.all_blocked),
         *_of_a_moment(one_place.all_in_loader, blocked.start_without_somebody),
