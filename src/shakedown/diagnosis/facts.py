@@ -122,6 +122,7 @@ class Facts:
     ends: list[LogEnd] = field(default_factory=list)  # of logs that are no rank's or role's
     conflicts: list[str] = field(default_factory=list)
     world: int = 0  # as a log tells it; 0 where none does
+    unread: bool = False  # a process of unknown rank could not be attached to
     of_engine: bool = False  # the ranks are those of an inference engine
     # Ranks were given by process id among several of a node's file: nothing tells one from another.
     guessed: bool = False
@@ -342,13 +343,15 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
 
 
 def _place_states(facts: Facts, records: Iterable[Record]) -> None:
-    """States of processes whose rank nothing but their stacks tells."""
+    """States of processes whose rank nothing but their stacks tells, and one that was not read."""
     owner = {(c.host, pid): c for c in facts.ranks.values() for pid in c.pids}
     for record in records:
         if isinstance(record, ProcessState) and record.who.rank is None and not record.who.role:
             component = owner.get((record.who.host, record.who.pid or -1))
             if component is not None and record not in component.states:
                 component.states.append(record)
+        elif isinstance(record, Unattachable) and record.who == Identity():
+            facts.unread = True
 
 
 def _guessed(processes: Sequence[tuple[str, int]]) -> str:

@@ -203,6 +203,9 @@ def timed_out_apart(s: Situation) -> Hypothesis | None:
     )  # fmt: skip
 
 
+_OF_SIZES = re.compile(r"\bsizes?\b|\bshapes?\b", re.I)
+
+
 def told_mismatch(s: Situation) -> Hypothesis | None:
     """TORCH_DISTRIBUTED_DEBUG=DETAIL compared the calls itself; two ranks, neither is blamed."""
     events = [e for e in s.facts.all_events() if e.kind == "collective_mismatch"]
@@ -213,7 +216,7 @@ def told_mismatch(s: Situation) -> Hypothesis | None:
     if "call_a" not in event.detail:
         return conclude(
             s,
-            "collective_mismatch",
+            "size_mismatch" if _OF_SIZES.search(event.text) else "collective_mismatch",
             f"the ranks do not agree: {event.text}",
             sure="open",
             evidence=[e.place for e in events[:4]],

@@ -29,6 +29,7 @@ _VICTIM = re.compile(
     r"|stream synchronize failed|HCCL|hccl|closed by remote peer"
     # An error that compares ranks accuses neither.
     r"|\brank ?\d{1,6}\b.{0,120}\brank ?\d|DDP expects same model across all ranks"
+    r"|across (?:all )?(?:devices|processes)|in process 0\b"
 )
 
 
@@ -121,7 +122,8 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
     ),
     (
         re.compile(
-            r"(?:CUDA|HIP|MUSA) error|CUDA_ERROR|cuDNN error|CUBLAS_STATUS|[Uu]nhandled cuda error"
+            r"(?:CUDA|HIP|MUSA) error|cudaError[A-Z]|CUDA_ERROR|cuDNN error|CUBLAS_STATUS"
+            r"|[Uu]nhandled cuda error"
         ),
         "gpu_error",
     ),

@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
+from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts
 from shakedown.diagnosis.records import BeatRecord, ProcessState, SourceRef
@@ -49,6 +49,9 @@ def tempered(s: Situation, chosen: Hypothesis) -> Hypothesis:
     going = [r for r in chosen.ranks if r in s.ranks and _counts_on(s.ranks[r])]
     if going and len(going) == len(chosen.ranks):
         return _goes_on(s, going)
+    came = sorted(set(s.waiting) & set(s.moving) - set(chosen.ranks))
+    if came and not any(c.beats for c in s.ranks.values()):
+        return _came_between(s, chosen, came)
     pace = pace_of(s)
     ages = _ages(s, chosen, pace)
     young = [row for row in ages if row.left > 0]
@@ -56,6 +59,21 @@ def tempered(s: Situation, chosen: Hypothesis) -> Hypothesis:
         # The longest patience that is left: after it every named rank is overdue.
         return _too_early(s, chosen, max(young, key=lambda row: row.left))
     return chosen if ages else _by_activity(s, chosen) or _untimed(s, chosen, pace)
+
+
+def _came_between(s: Situation, chosen: Hypothesis, came: Sequence[int]) -> Hypothesis:
+    """Who waits in the last sample and did not in the first: it stands there for a short time."""
+    return Hypothesis(
+        "unknown",
+        f"slow or hung is not known: {name_ranks(came)} came to where {verb(came, 'it', 'they')} "
+        f"{verb(came, 'waits', 'wait')} between the samples ({chosen.sentence})",
+        confidence=0.0,
+        evidence=s.seen_at(came),
+        needed=[f"one more sample {LONG_SECONDS} s later: the same picture then is a hang"],
+        state="unknown",
+        blame="none",
+        second_look_after=LONG_SECONDS,
+    )
 
 
 # Less of one core than a process that only waits takes, py-spy's own reading of it included.

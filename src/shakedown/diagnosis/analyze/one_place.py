@@ -151,6 +151,9 @@ def _in_pipeline(positions: Sequence[Position]) -> bool:
 def one_place(s: Situation) -> Hypothesis | None:
     """Pattern C: every rank waits in the same call and none is behind."""
     ranks = s.waiting
+    # One that could not be read, among processes that nobody counted, may be the one.
+    if s.facts.unread and not s.facts.world:
+        return None
     if len(ranks) < 2 or len(ranks) < len(s.expected_ranks) or s.graph:
         return None
     if len({s.positions[r].op for r in ranks if not s.positions[r].path}) > 1:

@@ -41,7 +41,8 @@ def raised(s: Situation) -> Hypothesis | None:
     told = [(e, cause) for e in own if (cause := _cause(s, e))]
     if not told:
         return None
-    event, cause = told[-1]
+    # A GPU that fails leaves errors of other kinds behind, also in the job that comes after.
+    event, cause = next((row for row in told if row[1] == "gpu_error"), told[-1])
     times = Counter(e.text for e, _ in told)[event.text]
     users = user_frames(event.frames) or list(event.frames)
     role = role_of(user_frames(event.frames)) if cause == "user_code" else ""
@@ -89,7 +90,7 @@ def too_slow(s: Situation) -> Hypothesis | None:
     found: list[tuple[LogEvent, str]] = [
         (e, role_of((Frame(str(e.detail.get("what", "")), ""),)))
         for e in s.facts.all_events()
-        if e.kind == "too_slow"
+        if e.kind == "too_slow" and not went_on(s.facts.ends, e)
     ]
     named = [(e, role) for e, role in found if role]
     if not named:

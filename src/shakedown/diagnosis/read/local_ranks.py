@@ -4,8 +4,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from shakedown.diagnosis.read.names import ELASTIC
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.records import Identity, LogEvent, Record
+from shakedown.diagnosis.records import (
+    FlightRecord,
+    Identity,
+    LogEnd,
+    LogEvent,
+    Record,
+    Stack,
+)
 
 LOCAL = "local"  # key of an event's detail: the rank within its node
 _MARK = re.compile(r"^(?:\S{1,80}: )?\[default-?\d{1,4}\]:", re.M)
@@ -38,7 +46,38 @@ def resolve(records: Sequence[Record], files: Iterable[str]) -> list[Record]:
     offsets = _offsets(records)
     # Of several logs each may be another node's, with the same local ranks.
     alone = len(set(files)) == 1
-    return [_resolved(record, offsets, alone=alone) for record in records]
+    shift = _of_folders(records)
+    return [_shifted(_resolved(r, offsets, alone=alone), shift) for r in records]
+
+
+def _folder(record: Record) -> int | None:
+    """The local rank that a folder of torchrun's logs is named by."""
+    match = ELASTIC.search(record.place.path)
+    return int(match[3]) if match else None
+
+
+def _of_folders(records: Sequence[Record]) -> int:
+    """How far the ranks are above the local ranks that torchrun's folders are named by.
+
+    A line `[rank11]:` in a folder 3 tells it, or the summary's `rank : 11 (local_rank: 3)`.
+    """
+    events = [r for r in records if isinstance(r, LogEvent) and r.who.rank is not None]
+    found = {(e.who.rank or 0) - e.detail[LOCAL] for e in events if LOCAL in e.detail}
+    found |= {
+        e.who.rank - local
+        for e in events
+        if (local := _folder(e)) is not None and e.who.rank is not None and e.who.rank != local
+    }
+    return found.pop() if len(found) == 1 else 0
+
+
+def _shifted(record: Record, shift: int) -> Record:
+    if not shift or not isinstance(record, Stack | LogEvent | LogEnd | FlightRecord):
+        return record
+    local = _folder(record)
+    if local is None or record.who.rank != local:
+        return record  # it says its own rank
+    return replace(record, who=replace(record.who, rank=local + shift))
 
 
 def _offsets(records: Sequence[Record]) -> Mapping[str, int]:

@@ -57,7 +57,7 @@ PATTERNS: list[Row] = [
         re.compile(
             r"^(?:\w+(?:Error|Exception): ).{0,80}?"
             r"(?:disagree\w*|inconsistent|not match|mismatch|must be the same|expects same)"
-            r".{0,120}?(?:\branks?\b|\brank\d|all process)"
+            r".{0,120}?(?:\branks?\b|\brank\d|all process|in process \d|across (?:all )?devices)"
         ),
     ),
     # What a rank writes that ends itself because others let it down, or its GPU does not answer
@@ -322,7 +322,7 @@ PATTERNS: list[Row] = [
         ("timed out after", "timeout after", "exceeded the time"),
         re.compile(
             r"(?P<what>\b(?:rollout|episode|agent|reward|judge|verifier|grader)\w{0,40}).{0,120}?"
-            r"(?:tim(?:ed|e) ?out after|exceeded the time)",
+            r"(?:tim(?:ed|e) ?out after|exceeded the time)(?!.{0,80}[Rr]etry)",
             re.I,
         ),
     ),

@@ -270,7 +270,7 @@ class _Launcher:
     # ` time      : 2024-01-02_10:00:00`, ` rank      : 2 (local_rank: 2)`, and below
     # ` exitcode  : -9 (pid: 4711)`
     _TIME = re.compile(r"^\s*time\s+: (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
-    _RANK = re.compile(r"^\s*rank\s+: (\d{1,6}) \(local_rank: \d{1,4}\)")
+    _RANK = re.compile(r"^\s*rank\s+: (\d{1,6}) \(local_rank: (\d{1,4})\)")
     _CODE = re.compile(r"^\s*exitcode\s+: (-?\d{1,4}) \(pid: (\d{1,8})\)")
     ALIKE_SECONDS = 30.0  # torchrun waits as long for the others to end
 
@@ -278,6 +278,7 @@ class _Launcher:
         self._source = source
         self._root = False
         self._rank: int | None = None
+        self._local = 0
         self._time = ""
         self._others: list[tuple[int, str]] = []  # code, time
         self.summed_up = False
@@ -291,7 +292,7 @@ class _Launcher:
         elif match := self._TIME.match(line):
             self._time = match[1]
         elif match := self._RANK.match(line):
-            self._rank = int(match[1])
+            self._rank, self._local = int(match[1]), int(match[2])
         elif (match := self._CODE.match(line)) and self._rank is not None:
             code, rank, self._rank = int(match[1]), self._rank, None
             if not self._root:
@@ -303,7 +304,8 @@ class _Launcher:
             who = Identity(rank, int(match[2]))
             place = self._source.place(number, line)
             text = f"exit code {code}" if code >= 0 else f"signal {-code}"
-            return [LogEvent("exit", who, text, place, (), {"code": code, "root": True})]
+            detail = {"code": code, "root": True, LOCAL: self._local}
+            return [LogEvent("exit", who, text, place, (), detail)]
         return []
 
     def _alike(self, code: int) -> bool:

@@ -27,7 +27,7 @@ _HEX = re.compile(r"[0-9a-f#._-]*")
 _FOLDER_RANK = re.compile(r"^(?:[a-z]{0,12}[-_])?rank[-_ =]?(\d{1,6})$")
 _FOLDER_HOST = re.compile(r"^((?:node|host)[-_]?\d[a-z0-9-]*)$")
 # torchrun --log-dir: RUN_ID/attempt_N/LOCAL_RANK/stderr.log
-_ELASTIC = re.compile(r"^(.*?)attempt_(\d{1,6})/(\d{1,4})/(?:stdout|stderr|error)\.(?:log|json)")
+ELASTIC = re.compile(r"^(.*?)attempt_(\d{1,6})/(\d{1,4})/(?:stdout|stderr|error)\.(?:log|json)")
 _FEW = 3  # names of which at least two of a series would share a stem
 _DIGITS = re.compile(r"\d+")
 
@@ -82,7 +82,7 @@ def _ranks_of_nodes(found: dict[str, Named]) -> None:
 
 def _ranks_of_torchrun(found: dict[str, Named]) -> None:
     """The newest attempt's folders are local ranks: ranks where there is one node."""
-    rows = {name: match for name in found if (match := _ELASTIC.search(name))}
+    rows = {name: match for name in found if (match := ELASTIC.search(name))}
     newest: dict[str, int] = defaultdict(int)
     for match in rows.values():
         newest[match[1]] = max(newest[match[1]], int(match[2]))
@@ -95,7 +95,7 @@ def _ranks_of_torchrun(found: dict[str, Named]) -> None:
 
 def superseded(names: Iterable[str]) -> Mapping[str, str]:
     """Files of torchrun's earlier attempts, and why they are not read: the last one is judged."""
-    rows = {name: match for name in names if (match := _ELASTIC.search(name))}
+    rows = {name: match for name in names if (match := ELASTIC.search(name))}
     newest: dict[str, int] = defaultdict(int)
     for match in rows.values():
         newest[match[1]] = max(newest[match[1]], int(match[2]))
@@ -151,7 +151,12 @@ def _of_hosts(found: dict[str, Named]) -> None:
 def _numbers(found: dict[str, Named]) -> None:
     """Ranks count from 0: a number far above the count of files is a process or a job."""
     numbers = {number for _, number in found.values() if number is not None}
+    outputs = [n for name, (_, n) in found.items() if n is not None and name.endswith(".out")]
     for name, (identity, number) in found.items():
+        # What Slurm wrote of rounds 18 and 19: tasks would begin at 0.
+        if name.endswith(".out") and min(outputs, default=0) > 1:
+            found[name] = identity, None
+            continue
         # Room for a few files out of a large job; ids of processes and jobs lie far above it.
         if number is not None and number >= 16 * len(numbers) + 64:
             pid = number if 0 < number < 2**22 else None  # the kernel's highest process id
