@@ -1,6 +1,6 @@
 """Diagnose every case of the corpus and count what is right: the judge of the diagnosis.
 
-    python scripts/corpus.py [FOLDER...] [--split tune|held] [--wrong] [--json FILE]
+    python scripts/corpus.py [FOLDER...] [--split NAME] [--wrong] [--json FILE]
 
 A case is a folder with `input/` and `truth.json`, which was written before the case was first
 diagnosed: acceptable states and causes, whom the files alone convict, and who may be named beside.
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("folders", nargs="*", type=Path, default=FOLDERS)
-    parser.add_argument("--split", choices=["", "tune", "held", "first", "second"], default="")
+    parser.add_argument("--split", choices=["", "tune", "held", "first", "second", "final"], default="")
     parser.add_argument("--wrong", action="store_true", help="also print what is not right")
     parser.add_argument("--json", type=Path, help="write the score of each case")
     return parser

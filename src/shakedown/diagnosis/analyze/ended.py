@@ -189,7 +189,7 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
     killed = [r for r in s.dead if _ended_by_itself(s, r)]
     own = {r: cause for r, c in s.ranks.items() if (cause := own_cause(c)) in _OWN.values()}
-    own = own if _failed(s) else {}
+    own = own if failed(s) else {}
     lone = _lone_traceback(s) if len(s.dead) == 1 and not raised and not own else None
     killed = killed or (s.dead if lone is not None else [])
     # An exception says more than an end. Where all ranks were killed none of them is named.
@@ -335,16 +335,20 @@ _FAILED = frozenset(
 )
 
 
-def _failed(s: Situation) -> bool:
+def failed(s: Situation) -> bool:
     """Whether anything tells that the job did: a want of memory can be caught, and tried again."""
     found = bool(s.dead) or s.stuck or s.facts.outcome is not None
-    return found or any(e.kind in _FAILED for e in s.facts.all_events())
+    # The kernel's own words of a kill are of an end.
+    return found or any(
+        e.kind in _FAILED or (e.kind == "oom" and e.detail.keys() & {"pid", "pid_b"})
+        for e in s.facts.all_events()
+    )
 
 
 def told_of_nobody(s: Situation) -> Hypothesis | None:
     """A GPU's error or a want of memory of a job that failed, by no rank: of a node at most."""
     events = [e for e in s.facts.events if e.kind in _OWN and not went_on(s.facts.ends, e)]
-    if not events or not _failed(s):
+    if not events or not failed(s):
         return None
     hosts = {e.who.host for e in events} - {""}
     first = events[0]

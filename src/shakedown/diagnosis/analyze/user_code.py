@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from shakedown.diagnosis.analyze.causes import conclude
-from shakedown.diagnosis.analyze.ended import is_victims, told_cause
+from shakedown.diagnosis.analyze.ended import failed, is_victims, told_cause
 from shakedown.diagnosis.analyze.frames import weight_update
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis
 from shakedown.diagnosis.analyze.position import is_user, user_frames
@@ -90,12 +90,14 @@ def too_slow(s: Situation) -> Hypothesis | None:
     found: list[tuple[LogEvent, str]] = [
         (e, role_of((Frame(str(e.detail.get("what", "")), ""),)))
         for e in s.facts.all_events()
-        if e.kind == "too_slow" and not went_on(s.facts.ends, e)
+        if e.kind == "too_slow"
     ]
     named = [(e, role) for e, role in found if role]
     if not named:
         return None
     event, role = named[-1]
+    if not failed(s):
+        return None  # tried again, and survived
     # Of a rollout nobody knows whether the agent, its environment or the server was slow.
     rollout = str(event.detail.get("what", "")).lower().startswith("rollout")
     return conclude(
@@ -107,6 +109,6 @@ def too_slow(s: Situation) -> Hypothesis | None:
         sure="open",
         evidence=[e.place for e, _ in named[-4:]],
         needed=[f"a stack of the {'agent' if rollout else role}'s worker while it takes that long"],
-        state=s.end_state if s.facts.event("traceback") else "hung" if rollout else "unknown",
+        state=s.end_state,
         remedy="find what it waits for, or raise its time limit",
     )

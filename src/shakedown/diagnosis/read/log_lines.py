@@ -322,7 +322,7 @@ PATTERNS: list[Row] = [
         ("timed out after", "timeout after", "exceeded the time"),
         re.compile(
             r"(?P<what>\b(?:rollout|episode|agent|reward|judge|verifier|grader)\w{0,40}).{0,120}?"
-            r"(?:tim(?:ed|e) ?out after|exceeded the time)(?!.{0,80}[Rr]etry)",
+            r"(?:tim(?:ed|e) ?out after|exceeded the time)",
             re.I,
         ),
     ),
