@@ -74,7 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("folders", nargs="*", type=Path, default=FOLDERS)
-    parser.add_argument("--split", choices=["", "tune", "held", "first", "second", "final"], default="")
+    splits = ["", "tune", "held", "first", "second", "final"]
+    parser.add_argument("--split", choices=splits, default="")
     parser.add_argument("--wrong", action="store_true", help="also print what is not right")
     parser.add_argument("--json", type=Path, help="write the score of each case")
     return parser
