@@ -250,7 +250,7 @@ def _collect_to_output(args: argparse.Namespace, watch: "Stopwatch") -> int:
             "--out -: a terminal cannot take an archive", hint="... --out - | tar x -C evidence"
         )
     with private_folder("evidence") as folder, contextlib.redirect_stdout(sys.stderr):
-        out = folder / "evidence"  # what lies beside it would be taken for the job's heartbeats
+        out = folder / "sampled"  # what lies beside it would be taken for the job's heartbeats
         code = finish(_collect_here(args, out, watch), None)
         archive.pack(out, output.buffer)
     return code
