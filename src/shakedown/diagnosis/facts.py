@@ -185,6 +185,7 @@ def build_facts(records: Sequence[Record]) -> Facts:
     _place_children(facts, loose)
     _place_by_process(facts, loose)
     _place_states(facts, records)
+    _drop_survived(facts)
     _exit_codes(facts)
     for component in facts.ranks.values():
         told = record_from_watchdog(component.events)
@@ -352,6 +353,29 @@ def _place_states(facts: Facts, records: Iterable[Record]) -> None:
                 component.states.append(record)
         elif isinstance(record, Unattachable) and record.who == Identity():
             facts.unread = True
+
+
+# What a program can catch, or try again.
+_CAUGHT = frozenset(
+    {"traceback", "oom", "gpu_error", "nccl_error", "too_slow", "storage", "server_unhealthy"}
+)
+
+
+def _drop_survived(facts: Facts) -> None:
+    """Errors after which the same log reports three steps explain no end and no hang."""
+    components = [*facts.ranks.values(), *facts.roles.values()]
+    ends = [*facts.ends, *(end for c in components for end in c.logs)]
+
+    def left(events: list[LogEvent]) -> list[LogEvent]:
+        return [
+            e
+            for e in events
+            if e.kind not in _CAUGHT or not any(end.outlives(e.place) for end in ends)
+        ]
+
+    facts.events = left(facts.events)
+    for component in components:
+        component.events = left(component.events)
 
 
 def _guessed(processes: Sequence[tuple[str, int]]) -> str:

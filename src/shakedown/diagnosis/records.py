@@ -218,12 +218,25 @@ class LogEvent:
 
 @dataclass(frozen=True)
 class LogEnd:
-    """A log was read: how long it is and its last line."""
+    """A log was read: how many lines it has, and its last one.
+
+    `steps`: the numbers of the last three lines that report a training step.
+    """
 
     who: Identity
     lines: int
     last: str
     place: SourceRef
+    steps: Sequence[int] = ()
+
+    @property
+    def stepping(self) -> bool:
+        """The last line reports a step."""
+        return bool(self.steps) and self.steps[-1] == self.place.line
+
+    def outlives(self, place: SourceRef) -> bool:
+        """Three steps were made after what stands at `place` of this log."""
+        return self.place.path == place.path and len(self.steps) > 2 and self.steps[0] > place.line
 
 
 @dataclass(frozen=True)

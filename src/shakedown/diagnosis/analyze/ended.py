@@ -12,7 +12,6 @@ from shakedown.core.errors import UsageError
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import user_frames
-from shakedown.diagnosis.analyze.servers import went_on
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.records import LogEvent, SourceRef
@@ -347,7 +346,7 @@ def failed(s: Situation) -> bool:
 
 def told_of_nobody(s: Situation) -> Hypothesis | None:
     """A GPU's error or a want of memory of a job that failed, by no rank: of a node at most."""
-    events = [e for e in s.facts.events if e.kind in _OWN and not went_on(s.facts.ends, e)]
+    events = [e for e in s.facts.events if e.kind in _OWN]
     if not events or not failed(s):
         return None
     hosts = {e.who.host for e in events} - {""}

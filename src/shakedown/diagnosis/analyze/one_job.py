@@ -6,7 +6,6 @@ from collections import defaultdict
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
-from shakedown.diagnosis.analyze.servers import is_step
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.records import LogEvent
@@ -202,7 +201,7 @@ def _prints_steps(s: Situation) -> Hypothesis | None:
     """A rank wrote to its output between two samples, and a log ends with a training step."""
     wrote = [r for r in s.alive if _wrote(s.ranks[r])]
     logs = [*s.facts.ends, *(end for c in s.ranks.values() for end in c.logs)]
-    steps = [end for end in logs if is_step(end.last)]
+    steps = [end for end in logs if end.stepping]
     if not wrote or not steps or s.dead or s.facts.outcome is not None:
         return None
     return conclude(

@@ -10,7 +10,6 @@ from shakedown.diagnosis.analyze.differ import describe
 from shakedown.diagnosis.analyze.frames import library_calls
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import Position, in_nccl_enqueue
-from shakedown.diagnosis.analyze.servers import went_on
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.analyze.storage import seen_twice
 from shakedown.diagnosis.records import LogEvent
@@ -73,12 +72,7 @@ def told_nccl(s: Situation) -> Hypothesis | None:
         for e in c.events
         if e.kind in ("nccl_error", "traceback")
     ]
-    ends = [*s.facts.ends, *(end for c in s.ranks.values() for end in c.logs)]
-    rows = [
-        (r, e)
-        for r, e in found
-        if (e.kind == "nccl_error" or _INTERNAL.search(e.text)) and not went_on(ends, e)
-    ]
+    rows = [(r, e) for r, e in found if e.kind == "nccl_error" or _INTERNAL.search(e.text)]
     # A peer that closed the connection ended first, for a reason of its own; what NCCL makes of it
     # tells no more.
     closed = any("closed by remote peer" in e.text for _, e in rows)

@@ -1,6 +1,5 @@
 """What stacks and logs say of roles: a server that stands still, a trainer that went on."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
@@ -40,23 +39,12 @@ def _said(position: Position) -> str:
 
 
 _WENT_ON = 20  # lines: a client that gives up says so in fewer, with its traceback
-_NUMBER = r"\b(?:step|iter(?:ation)?|epoch)\b\W{0,4}\d{1,12}\b"
-_METRIC = r"\b(?:\w{0,20}loss|reward|grad_?norm|lr|tok\w*)\b"
-# A line that reports a training step: its number and a metric, in either order.
-_STEP = re.compile(f"{_NUMBER}.{{0,200}}?{_METRIC}|{_METRIC}.{{0,200}}?{_NUMBER}", re.I)
-
-
-def is_step(line: str) -> bool:
-    """Whether a line of a log reports a training step."""
-    return _STEP.search(line) is not None
 
 
 def went_on(ends: Iterable[LogEnd], event: LogEvent) -> bool:
     """The event's log ends with a training step: what it waited for has come."""
     return any(
-        end.place.path == event.place.path
-        and end.place.line > event.place.line
-        and is_step(end.last)
+        end.place.path == event.place.path and end.place.line > event.place.line and end.stepping
         for end in ends
     )
 

@@ -13,7 +13,6 @@ from shakedown.diagnosis.analyze.ended import failed, is_victims, told_cause
 from shakedown.diagnosis.analyze.frames import weight_update
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis
 from shakedown.diagnosis.analyze.position import is_user, user_frames
-from shakedown.diagnosis.analyze.servers import went_on
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import Frame, LogEvent
 
@@ -37,7 +36,7 @@ def role_of(frames: Sequence[Frame]) -> str:
 def raised(s: Situation) -> Hypothesis | None:
     """A traceback of no rank whose text or code tells its cause, and how often it was logged."""
     found = [e for e in s.facts.events if e.kind == "traceback" and not e.detail.get("chained")]
-    own = [e for e in found if not is_victims(e) and not went_on(s.facts.ends, e)]
+    own = [e for e in found if not is_victims(e)]
     told = [(e, cause) for e in own if (cause := _cause(s, e))]
     if not told:
         return None

@@ -12,7 +12,7 @@ from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
 from shakedown.diagnosis.read.numbers import pid_of
 from shakedown.diagnosis.read.placements import node_of
 from shakedown.diagnosis.read.source import EvidenceFile
-from shakedown.diagnosis.read.step_times import step_lengths
+from shakedown.diagnosis.read.step_times import step_lengths, step_lines
 from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
 from shakedown.diagnosis.records import Frame, Identity, LogEnd, LogEvent, Record, clean
 
@@ -255,9 +255,12 @@ def _line_events(
 
 
 def _end(source: EvidenceFile, named: Identity) -> LogEnd:
-    filled = sum(map(bool, map(str.strip, source.lines)))
-    last = next(filter(str.strip, reversed(source.lines)), "")
-    return LogEnd(named, filled, clean(last), source.place(len(source.lines), last))
+    lines = source.lines
+    filled = sum(map(bool, map(str.strip, lines)))
+    number = next((n for n in range(len(lines), 0, -1) if lines[n - 1].strip()), len(lines))
+    last = lines[number - 1] if lines else ""
+    place = source.place(number, last)
+    return LogEnd(named, filled, clean(last), place, step_lines(lines))
 
 
 class _Launcher:

@@ -2,7 +2,7 @@
 
 import re
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 
 from shakedown.diagnosis.read.source import EvidenceFile
@@ -65,3 +65,32 @@ def _between(text: str) -> Iterator[float]:
             yield (at - before[0]).total_seconds() / (step - before[1])
         if before is None or step != before[1]:
             before = at, step
+
+
+_NUMBER = r"\b(?:step|iter(?:ation)?|epoch)\b\W{0,4}\d{1,12}\b"
+_METRIC = r"\b(?:\w{0,20}loss|reward|grad_?norm|lr|tok\w*)\b"
+# A line that reports a training step: its number and a metric, in either order.
+_STEP = re.compile(f"{_NUMBER}.{{0,200}}?{_METRIC}|{_METRIC}.{{0,200}}?{_NUMBER}", re.I)
+
+
+def is_step(line: str) -> bool:
+    """Whether a line of a log reports a training step."""
+    return _STEP.search(line) is not None
+
+
+def step_lines(lines: Sequence[str]) -> tuple[int, ...]:
+    """The numbers of the last three lines that report a step, among the last 5,000."""
+    found: list[int] = []
+    for number in range(len(lines), max(len(lines) - _LOOKED_AT, 0), -1):
+        line = lines[number - 1]
+        lowered = line[:_LONGEST].lower()
+        if any(word in lowered for word in _WORDS) and is_step(line[:_LONGEST]):
+            found.insert(0, number)
+        if len(found) == STEPS:
+            break
+    return tuple(found)
+
+
+STEPS = 3
+_LOOKED_AT, _LONGEST = 5000, 2000  # lines, characters of a line
+_WORDS = ("step", "iter", "epoch")

@@ -1,0 +1,111 @@
+"""Logs whose loudest line is not the cause: of launchers, of victims, of what was survived."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.hang_foreign import (
+    LOADER,
+    REDUCE,
+    Case,
+    behind,
+    diagnosed,
+    disagreement,
+    launcher,
+    process,
+    ranks,
+    traceback,
+)
+
+OOM = traceback("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB")
+STEPS = "".join(f"step {n} loss 1.25 lr 1e-6\n" for n in (7, 8, 9))
+GAVE_UP = "[rank0]:[E] [PG 0 Rank 0] Heartbeat monitor timed out! Process will be terminated\n"
+FAILED = "E1 elastic/api.py:826] failed (exitcode: {}) local_rank: 0 (pid: 41) of binary: python\n"
+BAR = "Running tokenizer on dataset:   9%|###   | 90/1000 [00:05<01:00, 15.0 examples/s]\n"
+OLD = (
+    "[E ProcessGroupNCCL.cpp:475] [Rank {}] Watchdog caught collective operation timeout: WorkNCCL("
+)
+TIMED_OUT = [
+    f"{OLD.format(r)}SeqNum=2, OpType=ALLREDUCE, Timeout(ms)=1800000)\n" for r in (1, 2, 3)
+]
+PORT = "n{}:41:{} [0] NCCL WARN NET/IB : Got completion from peer n7<40992> with error 12\n"
+SEGFAULT = (
+    "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+)
+WORKER = "(Worker_TP{} pid={}) ERROR 09-10 20:06:15 [core.py:1000] "
+ASSIGNED = (
+    "(Worker pid={}) INFO 09-10 20:05:47 [p.py:1] rank {} in world size 2 is assigned as DP\n"
+)
+CASES = {
+    "abort of whom the monitor ended": Case(
+        {"job.log": GAVE_UP + FAILED.format(-6)}, "unknown", state="exited"
+    ),
+    "exit code without a word": Case({"job.log": FAILED.format(1)}, "unknown", state="exited"),
+    "exit code beside ranks that wait": Case(
+        {**ranks([REDUCE] * 3), "job.log": launcher(3, 1)}, "missing_rank", (3,)
+    ),
+    "kill without a word": Case({"job.log": FAILED.format(-9)}, "missing_rank", (0,), "exited"),
+    "shell's code of a kill": Case(
+        {"job.log": "launch: rank 2 exited with code 137\n"}, "missing_rank", (2,), "exited"
+    ),
+    "memory that was caught": Case(
+        {**ranks([REDUCE, LOADER, REDUCE]), "rank_0.log": OOM + STEPS}, "dataloader", (1,)
+    ),
+    "memory that was not": Case(
+        {"rank_1.txt": process(41, REDUCE), "rank_0.log": STEPS + OOM}, "out_of_memory", (0,)
+    ),
+    "error that compares ranks": Case(
+        {"rank_6.log": traceback("RuntimeError: disagreement between rank0 and rank6: rank0: [1]")},
+        "collective_mismatch", state="exited", pattern="B",
+    ),
+    "error of no rank": Case({"job.log": OOM}, "out_of_memory", state="exited"),
+    "who did not time out": Case(
+        {"job.log": "".join(TIMED_OUT)}, "missing_rank", (0,)
+    ),
+    "who did not time out, at work": Case(
+        {"job.log": BAR + "".join(TIMED_OUT)}, "rank_busy", (0,)
+    ),
+    "node that all lines are about": Case(
+        {"job.log": "".join(PORT.format(n, n) for n in (4, 5, 6))},
+        "network", state="exited", pattern="C", nodes=("n7",),
+    ),
+    "lines of one node about another": Case(
+        {"job.log": PORT.format(4, 4) * 2}, "network", state="exited", pattern="C"
+    ),
+    "folder of torchrun on the second node": Case(
+        {
+            "node1.log": launcher(11, -11).replace("local_rank: 11", "local_rank: 3"),
+            "run/attempt_0/3/stderr.log": SEGFAULT + '  File "/srv/decode.py", line 8 in get\n',
+        },
+        "missing_rank", (11,), "exited",
+    ),
+    "numbers of rounds": Case(
+        {"run.18.out": OOM, "run.19.out": OOM}, "out_of_memory", state="exited"
+    ),
+    "ranks of an engine": Case(
+        {
+            "serve.log": ASSIGNED.format(41, 0) + ASSIGNED.format(42, 1)
+            + behind(WORKER.format(1, 42), traceback("RuntimeError: CUDA error: bad address")),
+            "pyspy.txt": process(41, REDUCE),
+        },
+        "gpu_error", (1,),
+    ),
+    "directory listing of living actors": Case(
+        {**ranks([REDUCE] * 2), "ray.txt": "    state: ALIVE\n    name: abcWorkerDict_0:1\n"},
+        "network", pattern="C",
+    ),
+    "warning of a transport that is no error": Case(
+        {**ranks([REDUCE] * 2), "job.log": "n1:4:4 [0] NCCL WARN NET/OFI Only EFA is supported\n"},
+        "network", pattern="C",
+    ),
+    "finished with train_runtime": Case(
+        {"job.log": OOM + "{'train_runtime': 17.4, 'epoch': 1.0}\n"},
+        "healthy", state="exited",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_loudest_line_is_not_taken_for_the_cause(tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    assert disagreement(diagnosed(tmp_path, case), case) == ""
