@@ -25,3 +25,15 @@ def test_no_answer_gets_worse(scores: list[Score]) -> None:
     assert answers.count("right") >= 405
     assert answers.count("wrong") <= 6
     assert sum(score.exact for score in scores) >= 473
+
+
+@pytest.mark.slow
+def test_misleading_heaps_do_not_mislead_more() -> None:
+    """Cases made to mislead: red herrings near the end, pieces of other jobs and attempts.
+
+    Too many of them still do: the numbers are to be lowered.
+    """
+    scores = judged([DATA / "misleading"])
+    assert len(scores) == 64
+    assert sum(score.answer == "wrong" for score in scores) <= 16
+    assert sum(bool(score.innocents) for score in scores) <= 11
