@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.diagnosis.analyze import analyze
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.records import Frame, Identity, SourceRef, Stack, Thread
 
 TENSOR_PARALLEL = 8

@@ -7,7 +7,7 @@ from typing import Any
 
 from shakedown.core.outcome import Outcome
 from shakedown.diagnosis.analyze import Diagnosis, Hypothesis, analyze
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 
 C10D = "torch/distributed/distributed_c10d.py"

@@ -15,8 +15,9 @@ from shakedown.diagnosis.advice import next_command
 from shakedown.diagnosis.analyze import Diagnosis, analyze
 from shakedown.diagnosis.analyze.model import Hypothesis
 from shakedown.diagnosis.analyze.own import measured_of, places_of
-from shakedown.diagnosis.facts import Facts, build_facts
+from shakedown.diagnosis.facts import Facts
 from shakedown.diagnosis.outline import outline
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import Evidence, read_paths
 from shakedown.diagnosis.read.budget import Budget
 from shakedown.diagnosis.read.evidence import exit_of

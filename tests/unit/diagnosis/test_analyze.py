@@ -11,7 +11,7 @@ from shakedown.core.outcome import Outcome
 from shakedown.diagnosis.analyze import QUESTIONS, Diagnosis, analyze
 from shakedown.diagnosis.analyze.model import CAUSES
 from shakedown.diagnosis.analyze.pattern import judge
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 
 DATA = Path(__file__).parents[2] / "data"

@@ -9,7 +9,7 @@ import pytest
 from shakedown.core.errors import UsageError
 from shakedown.diagnosis.analyze import analyze
 from shakedown.diagnosis.diagnose import diagnose_paths
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.read.unread import why_unread
 from shakedown.diagnosis.records import Unattachable

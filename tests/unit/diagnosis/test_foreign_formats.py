@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shakedown.diagnosis.analyze import analyze
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.read.names import identities
 from shakedown.diagnosis.records import Stack

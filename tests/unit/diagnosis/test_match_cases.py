@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shakedown.diagnosis.analyze import analyze
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 
 Event = dict[str, Any]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shakedown.diagnosis.analyze import Hypothesis, analyze
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 
 LOOP = ["train (train.py:43)", "<module> (train.py:79)"]

@@ -7,7 +7,7 @@ import pytest
 
 from shakedown.diagnosis.analyze import Hypothesis
 from shakedown.diagnosis.diagnose import diagnose_paths
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.records import LogEvent
 from tests.hang_own import (

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from shakedown.diagnosis.analyze import Diagnosis, analyze
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.records import FlightRecord
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shakedown.diagnosis.diagnose import diagnose_paths
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.monitor.collect import collect_local, from_pattern, from_pids, hooked, inside
 from shakedown.monitor.collect.pyspy import find_pyspy

@@ -18,7 +18,7 @@ from shakedown.cli import main
 from shakedown.cluster.nodes import free_port
 from shakedown.core.errors import UsageError
 from shakedown.diagnosis.diagnose import diagnose_paths
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.monitor.collect import archive, from_pattern, hosts
 from shakedown.monitor.collect.writer import Writer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.diagnosis.facts import build_facts
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.records import GpuUse
 from shakedown.monitor.collect import collect_local, gpus, node, ras

@@ -7,8 +7,9 @@ import pytest
 
 from shakedown.core.ranges import named, ranges
 from shakedown.diagnosis import advice, wait_graph
-from shakedown.diagnosis.facts import Facts, build_facts
+from shakedown.diagnosis.facts import Facts
 from shakedown.diagnosis.outline import outline
+from shakedown.diagnosis.placing import build_facts
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.records import FlightRecord, GroupStatus, Identity, Operation, SourceRef
 from shakedown.diagnosis.timeline import break_of, timeline

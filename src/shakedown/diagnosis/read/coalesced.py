@@ -46,7 +46,7 @@ def _folded(operations: Sequence[Operation]) -> Sequence[Operation]:
         if batch and not _together(operations[batch[-1]], op):
             batch.clear()
         batch.append(index)
-    # Left open at the end of the dump. Sends and receives stay: rules_p2p.py judges them by pair.
+    # Left open at the end of the dump. Sends and receives stay: messages.py judges them by pair.
     for batch in batches.values():
         if len(batch) > 1 and not operations[batch[0]].p2p:
             for index in batch:

@@ -1,0 +1,299 @@
+"""From records to facts: every record is put to the component that it speaks of."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from shakedown.core.ranges import natural
+from shakedown.diagnosis.facts import TRAINER, ComponentFacts, Facts
+from shakedown.diagnosis.groups import build_groups
+from shakedown.diagnosis.owners import Owners, find_owners, ranks_of_engine
+from shakedown.diagnosis.processes import is_helper, is_launcher
+from shakedown.diagnosis.records import (
+    BeatRecord,
+    FlightRecord,
+    GpuUse,
+    Identity,
+    JobExit,
+    LogEnd,
+    LogEvent,
+    NodeState,
+    ProcessState,
+    RasRank,
+    Record,
+    Stack,
+    StepLength,
+    TargetName,
+    Unattachable,
+)
+from shakedown.diagnosis.watchdog import record_from_watchdog
+
+# `python train.py --local_rank=3`, as torch.distributed.launch passes it.
+_RANK_ARGUMENT = re.compile(r"--(?:local[-_]|node[-_]|global[-_])?rank[= ](\d{1,6})\b")
+_ROLE_COMMAND = (
+    (re.compile(r"vllm serve|sglang|vllm\.entrypoints|EngineCore"), "inference"),
+    (re.compile(r"orchestrator"), "orchestrator"),
+)
+
+
+def build_facts(records: Sequence[Record]) -> Facts:
+    """Put every record where it belongs. Pure; the order of `records` does not matter."""
+    facts = Facts()
+    records, facts.of_engine = ranks_of_engine(records)
+    owners = find_owners(records)
+    names = [record for record in records if isinstance(record, TargetName)]
+    facts.world = max((record.world for record in names), default=0)
+    gpus = {(t.who.host, t.bus): t.who for t in names if t.bus}
+    loose: list[Stack] = []
+    # Sorted: the facts must not depend on the order in which files were read.
+    for record in sorted(records, key=lambda r: (r.place.path, r.place.line)):
+        if isinstance(record, JobExit):
+            facts.outcome = record
+        elif isinstance(record, NodeState):
+            facts.nodes.append(record)
+        elif isinstance(record, StepLength):
+            facts.step_lengths.append(record)
+        elif isinstance(record, BeatRecord):
+            beat = record.beat
+            who = Identity(beat.rank, beat.pid, beat.host, beat.role)
+            _component(facts, who).beats.append(record)
+        elif isinstance(record, LogEvent):
+            named = replace(record, who=_who_of(record, owners, gpus))
+            _place(facts, named, owners, loose)
+        else:
+            _place(facts, record, owners, loose)
+    _place_children(facts, loose)
+    _place_by_process(facts, loose)
+    _place_states(facts, records)
+    _drop_survived(facts)
+    _exit_codes(facts)
+    for component in facts.ranks.values():
+        told = record_from_watchdog(component.events)
+        # A dump knows all that the watchdog's lines say, and more.
+        if told is not None and not component.flight:
+            component.flight.append(told)
+    dumps = {r: c.record for r, c in facts.ranks.items() if c.record}
+    facts.groups = build_groups(dumps, tuple(sorted(facts.ranks)))
+    return facts
+
+
+def _component(facts: Facts, who: Identity) -> ComponentFacts:
+    role = who.role or TRAINER
+    if role == TRAINER:
+        component = facts.ranks.setdefault(who.rank or 0, ComponentFacts(TRAINER, who.rank or 0))
+    else:
+        component = facts.roles.setdefault(role, ComponentFacts(role, who.rank or 0))
+    component.host = component.host or who.host
+    if who.pid is not None:
+        component.pids.add(who.pid)
+    return component
+
+
+def _place(facts: Facts, record: Any, owners: Owners, loose: list[Stack]) -> None:
+    who: Identity = record.who
+    # py-spy, NVML and /proc know process ids alone; another input tells whose they are.
+    if who.pid is not None and who.rank is None:
+        known = owners.of(who.host, who.pid)
+        if known and _may_be(record, known):
+            who = Identity(known.rank, who.pid, who.host or known.host, known.role)
+    if who.rank is None and isinstance(record, Stack):
+        rank = _RANK_ARGUMENT.search(record.command)
+        role = next((r for p, r in _ROLE_COMMAND if p.search(record.command)), who.role)
+        if rank and record.parent_pid is None:
+            who = Identity(int(rank[1]), who.pid, who.host, role)
+        elif role:
+            who = Identity(None, who.pid, who.host, role)
+    outer = owners.outer_pid(who)
+    if outer is not None and getattr(record, "parent_pid", None) is None:
+        _component(facts, who)  # its children name it by the inner id
+        who = replace(who, pid=outer)
+        record = replace(record, who=replace(record.who, pid=outer))
+    if who.rank is not None or who.role not in ("", TRAINER):
+        _shelve(facts, who, record)
+    elif isinstance(record, Stack):
+        loose.append(record)
+    elif isinstance(record, LogEvent | LogEnd):
+        _keep(facts, record)
+
+
+def _who_of(event: LogEvent, owners: Owners, gpus: Mapping[tuple[str, str], Identity]) -> Identity:
+    """Whom a line speaks of: srun and mpirun name the task, the kernel and a shell the process, the
+    driver the GPU.
+    """
+    detail, host = event.detail, event.who.host
+    if "container" in detail:
+        return Identity(host=host)  # of several ranks, whatever number its file's name has
+    task = next((detail[key] for key in ("task", "waits", "actor") if key in detail), None)
+    if isinstance(task, int):
+        return Identity(task)  # one task a rank
+    if event.who.rank is not None:
+        return event.who
+    pid = detail.get("pid", detail.get("pid_b"))
+    known = owners.of(host, pid) if pid else None
+    if known is None and "bus" in detail:
+        # `0000:5d:00`, of which NCCL's lines are compared without the domain
+        known = gpus.get((host, str(detail["bus"])[-5:].lower()))
+    return known or event.who
+
+
+def _keep(facts: Facts, record: LogEvent | LogEnd) -> None:
+    if isinstance(record, LogEvent):
+        facts.events.append(record)
+    else:
+        facts.ends.append(record)
+
+
+def _may_be(record: Any, known: Identity) -> bool:
+    """GPU rows tell of every process of a host, also of those with a rank's number elsewhere."""
+    return not isinstance(record, GpuUse) or known.host in ("", record.who.host)
+
+
+def _shelve(facts: Facts, who: Identity, record: Any) -> None:
+    """A helper's stack, named after the rank that it works for, is no stack of the rank."""
+    if isinstance(record, Stack) and is_helper(record):
+        _component(facts, Identity(who.rank, None, who.host, who.role)).children.append(record)
+    else:
+        _add(_component(facts, who), record)
+
+
+_SHELVES: Mapping[type, Callable[[ComponentFacts], list[Any]]] = {
+    Stack: attrgetter("stacks"),
+    ProcessState: attrgetter("states"),
+    Unattachable: attrgetter("unattachable"),
+    FlightRecord: attrgetter("flight"),
+    LogEvent: attrgetter("events"),
+    LogEnd: attrgetter("logs"),
+    RasRank: attrgetter("ras"),
+    GpuUse: attrgetter("gpus"),
+}
+
+
+def _add(component: ComponentFacts, record: Any) -> None:
+    if not isinstance(record, TargetName):
+        _SHELVES[type(record)](component).append(record)
+
+
+def _place_children(facts: Facts, loose: list[Stack]) -> None:
+    """A child's stack goes to its parent's component; children of children too."""
+    owner = {pid: c for c in [*facts.ranks.values(), *facts.roles.values()] for pid in c.pids}
+    found = True
+    # As long as something was placed: a child of a child may come before its parent.
+    while found:
+        left = []
+        for stack in loose:
+            component = owner.get(-1 if stack.parent_pid is None else stack.parent_pid)
+            if component is None:
+                left.append(stack)
+                continue
+            component.children.append(stack)
+            if stack.who.pid is not None:
+                owner[stack.who.pid] = component
+        found = len(left) < len(loose)
+        loose[:] = left
+
+
+def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
+    """Without any rank the order of process ids is the best guess: launchers start in order."""
+    parents = {s.who.pid for s in loose}
+    commands = {s.command for s in loose if s.threads and s.command}
+    roots = [
+        s
+        for s in loose
+        if (s.parent_pid or -1) not in parents
+        and not is_launcher(s)
+        and (s.threads or s.command in commands)  # a process that did not answer is one, too
+    ]
+    # Where any rank is known a guess would mix with it.
+    if facts.ranks or not roots:
+        facts.unplaced = [s for s in loose if not is_launcher(s)]
+        return
+    by_process: dict[tuple[str, int], list[Stack]] = defaultdict(list)
+    for number, stack in enumerate(roots):
+        # pasted without process ids: in the order of the text, after those that have one
+        by_process[stack.who.host, stack.who.pid or 2**32 + number].append(stack)
+    chosen = set(map(id, roots))
+    loose[:] = [s for s in loose if id(s) not in chosen]
+    ordered = sorted(by_process.items(), key=lambda row: (natural(row[0][0]), row[0][1]))
+    for rank, ((host, pid), stacks) in enumerate(ordered):
+        component = _component(facts, Identity(rank, pid if pid < 2**32 else None, host))
+        component.stacks += stacks
+    files = [(host, stacks[0].place.path) for (host, _), stacks in ordered if host]
+    facts.guessed = len(set(files)) < len(files)
+    facts.conflicts.append(_guessed([key for key, _ in ordered]))
+    _place_children(facts, loose)
+
+
+def _place_states(facts: Facts, records: Iterable[Record]) -> None:
+    """States of processes whose rank nothing but their stacks tells, and one that was not read."""
+    owner = {(c.host, pid): c for c in facts.ranks.values() for pid in c.pids}
+    for record in records:
+        if isinstance(record, ProcessState) and record.who.rank is None and not record.who.role:
+            component = owner.get((record.who.host, record.who.pid or -1))
+            if component is not None and record not in component.states:
+                component.states.append(record)
+        elif isinstance(record, Unattachable) and record.who == Identity():
+            facts.unread = True
+
+
+# What a program can catch, or try again.
+_CAUGHT = frozenset(
+    {"traceback", "oom", "gpu_error", "nccl_error", "too_slow", "storage", "server_unhealthy"}
+)
+
+
+def _drop_survived(facts: Facts) -> None:
+    """Errors after which the same log reports three steps explain no end and no hang."""
+    components = [*facts.ranks.values(), *facts.roles.values()]
+    ends = [*facts.ends, *(end for c in components for end in c.logs)]
+
+    def left(events: list[LogEvent]) -> list[LogEvent]:
+        return [
+            e
+            for e in events
+            if e.kind not in _CAUGHT or not any(end.outlives(e.place) for end in ends)
+        ]
+
+    facts.events = left(facts.events)
+    for component in components:
+        component.events = left(component.events)
+
+
+def _guessed(processes: Sequence[tuple[str, int]]) -> str:
+    names = [
+        f"{f'{host} {pid}'.strip()} = rank {rank}"
+        for rank, (host, pid) in enumerate(processes[:16])
+        if pid < 2**32
+    ]
+    by = f"process id: {', '.join(names)}" if names else "their order in the text"
+    return f"no input says which process is which rank; ranks were given by {by}"
+
+
+def _exit_codes(facts: Facts) -> None:
+    """`exit_codes` of an outcome are keyed by component name: `trainer-rank1`, `inference`.
+
+    A supervisor ends the siblings of what failed: a signal elsewhere is its own doing.
+    """
+    for component in facts.ranks.values():
+        for event in component.events:
+            if event.kind == "exit":
+                signal = event.detail.get("signal")
+                code = -signal if signal else int(event.detail.get("code", 1))
+                # What a shell, or a launcher as one, makes of a signal.
+                component.exit_code = 128 - code if 128 < code < 160 else code
+    outcome = facts.outcome
+    # In both states the supervisor ended all processes: their codes are its own signals.
+    if outcome is None or outcome.state in ("hung", "interrupted"):
+        return
+    for name, code in outcome.exit_codes.items():
+        if code < 0 and outcome.failed_component and name != outcome.failed_component:
+            continue
+        match = re.fullmatch(r"([A-Za-z_]+?)(?:-(?:rank)?(\d{1,6}))?", name)
+        if match:
+            rank = int(match[2]) if match[2] else None
+            role = match[1].lower()
+            if role == TRAINER and rank is None:
+                continue  # a launcher of several ranks: its code names none of them
+            _component(facts, Identity(rank, None, "", role)).exit_code = code
