@@ -104,6 +104,7 @@ class Facts:
     step_lengths: list[StepLength] = field(default_factory=list)
     ends: list[LogEnd] = field(default_factory=list)  # of logs that are no rank's or role's
     conflicts: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)  # what belongs to an older run
     world: int = 0  # as a log tells it; 0 where none does
     unread: bool = False  # a process of unknown rank could not be attached to
     of_engine: bool = False  # the ranks are those of an inference engine

@@ -12,6 +12,7 @@ from shakedown.diagnosis.facts import TRAINER, ComponentFacts, Facts
 from shakedown.diagnosis.groups import build_groups
 from shakedown.diagnosis.owners import Owners, find_owners, ranks_of_engine
 from shakedown.diagnosis.processes import is_helper, is_launcher
+from shakedown.diagnosis.read.clock import since
 from shakedown.diagnosis.records import (
     BeatRecord,
     FlightRecord,
@@ -29,6 +30,7 @@ from shakedown.diagnosis.records import (
     TargetName,
     Unattachable,
 )
+from shakedown.diagnosis.runs import of_newest_run
 from shakedown.diagnosis.watchdog import record_from_watchdog
 
 # `python train.py --local_rank=3`, as torch.distributed.launch passes it.
@@ -42,6 +44,7 @@ _ROLE_COMMAND = (
 def build_facts(records: Sequence[Record]) -> Facts:
     """Put every record where it belongs. Pure; the order of `records` does not matter."""
     facts = Facts()
+    records, facts.left_out = of_newest_run(records)
     records, facts.of_engine = ranks_of_engine(records)
     owners = find_owners(records)
     names = [record for record in records if isinstance(record, TargetName)]
@@ -244,17 +247,26 @@ _CAUGHT = frozenset(
 )
 
 
+# An end, after which only a job that was started again goes on.
+_FATAL = frozenset({"exit", "abort", "node", "peer_closed", "timeout", "gave_up"})
+
+
+def _survived(event: LogEvent, end: LogEnd) -> bool:
+    """Lines of a step may stand below an end that they came before, as output is buffered."""
+    if not end.outlives(event.place):
+        return False
+    known = event.at is not None and end.steps_at is not None
+    later = known and since(event.at or 0.0, end.steps_at or 0.0) > 0
+    return event.kind in _CAUGHT or (event.kind in _FATAL and later)
+
+
 def _drop_survived(facts: Facts) -> None:
     """Errors after which the same log reports three steps explain no end and no hang."""
     components = [*facts.ranks.values(), *facts.roles.values()]
     ends = [*facts.ends, *(end for c in components for end in c.logs)]
 
     def left(events: list[LogEvent]) -> list[LogEvent]:
-        return [
-            e
-            for e in events
-            if e.kind not in _CAUGHT or not any(end.outlives(e.place) for end in ends)
-        ]
+        return [e for e in events if not any(_survived(e, end) for end in ends)]
 
     facts.events = left(facts.events)
     for component in components:

@@ -168,13 +168,17 @@ class GroupStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class FlightRecord:
-    """One rank's Flight Recorder dump. `groups` keys are the dump's own group names."""
+    """One rank's Flight Recorder dump. `groups` keys are the dump's own group names.
+
+    `at`: when its last call was made, see read/clock.py.
+    """
 
     who: Identity
     groups: Mapping[str, GroupStatus]
     operations: Sequence[Operation]
     place: SourceRef
     sample: int = 0
+    at: float | None = None
 
 
 LogKind = Literal[
@@ -206,7 +210,10 @@ LogKind = Literal[
 
 @dataclass(frozen=True)
 class LogEvent:
-    """A log line, or a traceback, that means something. `detail` holds its parsed numbers."""
+    """A log line, or a traceback, that means something. `detail` holds its parsed numbers.
+
+    `at`: when it was written, in seconds of the year as its log prints the time, see read/clock.py.
+    """
 
     kind: LogKind
     who: Identity
@@ -214,13 +221,15 @@ class LogEvent:
     place: SourceRef
     frames: tuple[Frame, ...] = ()
     detail: Mapping[str, Any] = field(default_factory=dict)
+    at: float | None = None
 
 
 @dataclass(frozen=True)
 class LogEnd:
     """A log was read: how many lines it has, and its last one.
 
-    `steps`: the numbers of the last three lines that report a training step.
+    `steps`: the numbers of the last three lines that report a training step. `span`: its first and
+    its last time, see read/clock.py. `kernel`: it is a node's, of which jobs come and go.
     """
 
     who: Identity
@@ -228,6 +237,9 @@ class LogEnd:
     last: str
     place: SourceRef
     steps: Sequence[int] = ()
+    span: tuple[float, float] | None = None
+    kernel: bool = False
+    steps_at: float | None = None  # when the first of `steps` was
 
     @property
     def stepping(self) -> bool:

@@ -22,18 +22,15 @@ def test_nobody_innocent_is_named(scores: list[Score]) -> None:
 def test_no_answer_gets_worse(scores: list[Score]) -> None:
     """Numbers to be raised with the diagnosis, never lowered."""
     answers = [score.answer for score in scores]
-    assert answers.count("right") >= 405
+    assert answers.count("right") >= 407
     assert answers.count("wrong") <= 6
     assert sum(score.exact for score in scores) >= 473
 
 
 @pytest.mark.slow
 def test_misleading_heaps_do_not_mislead_more() -> None:
-    """Cases made to mislead: red herrings near the end, pieces of other jobs and attempts.
-
-    Too many of them still do: the numbers are to be lowered.
-    """
+    """Cases made to mislead: red herrings near the end, pieces of other jobs and attempts."""
     scores = judged([DATA / "misleading"])
     assert len(scores) == 64
-    assert sum(score.answer == "wrong" for score in scores) <= 16
-    assert sum(bool(score.innocents) for score in scores) <= 11
+    assert sum(score.answer == "wrong" for score in scores) <= 3
+    assert sum(bool(score.innocents) for score in scores) <= 1

@@ -203,16 +203,16 @@ def test_trainer_whose_log_ends_with_a_step_does_not_wait_for_a_batch(
 
 
 @pytest.mark.parametrize(
-    ("lines", "cause", "role"),
-    [(2, "server_unhealthy", "inference"), (60, "rollout_starvation", "orchestrator")],
+    ("lines", "cause", "roles"),
+    [(2, "server_unhealthy", ("inference",)), (60, "rollout_starvation", ())],
     ids=["last words", "went on"],
 )
 def test_server_that_its_client_could_not_reach_once_is_named_only_if_the_client_stopped(
-    tmp_path: Path, lines: int, cause: str, role: str
+    tmp_path: Path, lines: int, cause: str, roles: tuple[str, ...]
 ) -> None:
     more = "".join(f"INFO rollout {i} is done\n" for i in range(lines))
     files = {"trainer.log": WAITED, "orchestrator.log": REFUSED + more}
-    assert mistake(tmp_path, Case(files, cause, roles=(role,))) == ""
+    assert mistake(tmp_path, Case(files, cause, roles=roles)) == ""
 
 
 # The end of the loop

@@ -138,6 +138,7 @@ def analyze(facts: Facts) -> Diagnosis:
     waits = [*chosen.waits, situation.graph]
     if rule.of_a_moment:
         chosen = liveness.tempered(situation, chosen)
+    chosen = storage.explained(situation, chosen)
     chosen = gpu_use.weighed(situation, chosen)
     chosen = _by_node(facts, chosen)
     against = [f"{h.cause}: {h.sentence}" for _, h in spoken[1:] if _contradicts(h, chosen)]
@@ -198,6 +199,7 @@ def _pairs(waits: Sequence[Iterable[Wait]]) -> list[Wait]:
 
 def _notes(facts: Facts) -> list[str]:
     if not facts.unplaced:
-        return []
+        return facts.left_out
     pids = ", ".join(str(s.who.pid) for s in facts.unplaced[:8])
-    return [f"{len(facts.unplaced)} stacks belong to no known rank (process {pids})"]
+    stacks = f"{len(facts.unplaced)} stacks belong to no known rank (process {pids})"
+    return [*facts.left_out, stacks]

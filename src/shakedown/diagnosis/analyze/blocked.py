@@ -23,6 +23,7 @@ def blocked_by_ranks(s: Situation) -> Hypothesis | None:
     kinds = {s.positions[r].kind for r in seen}
     kind = next((k for k in ELSEWHERE if k in kinds and not starts), None)
     named = [r for r in seen if kind in (None, s.positions[r].kind)] or _sole(s, silent)
+    named = [r for r in named if not _timed_out_alike(s, r, _waiters(s, named))]
     first, waiters = s.graph.first_for(named), _waiters(s, named)
     if first is None or _many(s, named, waiters):
         return None
@@ -33,6 +34,17 @@ def blocked_by_ranks(s: Situation) -> Hypothesis | None:
 
 def _waiters(s: Situation, ranks: Collection[int]) -> list[int]:
     return sorted(node for node in s.graph.waiters_of(ranks) if isinstance(node, int))
+
+
+def _timed_out_alike(s: Situation, rank: int, waiters: Collection[int]) -> bool:
+    """Its own log reports a time-out at the number at which the others wait: it waits as they do.
+
+    Dumps and logs do not always call a group alike.
+    """
+    views = [g.views[r] for g in s.facts.groups for r in waiters if r in g.views]
+    numbers = {view.pending for view in views if view.pending}
+    events = s.ranks[rank].events if rank in s.ranks else []
+    return any(e.kind == "timeout" and e.detail.get("seq") in numbers for e in events)
 
 
 def _sole(s: Situation, silent: list[int]) -> list[int]:

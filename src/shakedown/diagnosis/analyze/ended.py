@@ -14,6 +14,7 @@ from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, ver
 from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts, Facts
+from shakedown.diagnosis.read.clock import since
 from shakedown.diagnosis.records import LogEvent, SourceRef
 
 # Errors that a rank dies of because another one went first.
@@ -26,6 +27,9 @@ _VICTIM = re.compile(
     r"|NCCL (?:[Ee]rror|communicator)|remote process"
     r"|(?:Actor|RayActor|Node|Owner)(?:Died|Unavailable)?Error|WorkerCrashedError"
     r"|stream synchronize failed|HCCL|hccl|closed by remote peer"
+    # of a client, whose server is gone or not there yet
+    r"|server can't be reached|APIConnectionError|Max retries exceeded|ClientConnectorError"
+    r"|EngineDeadError"
     # An error that compares ranks accuses neither.
     r"|\brank ?\d{1,6}\b.{0,120}\brank ?\d|DDP expects same model across all ranks"
     r"|across (?:all )?(?:devices|processes)|in process 0\b"
@@ -185,7 +189,7 @@ def _told_otherwise(s: Situation, ended: Sequence[int]) -> bool:
 
 def dead_rank(s: Situation) -> Hypothesis | None:
     """Some ranks are gone, or raised an error of their own, and that explains the others."""
-    raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
+    raised = _uncaught(s)
     killed = [r for r in s.dead if _ended_by_itself(s, r)]
     own = {r: cause for r, c in s.ranks.items() if (cause := own_cause(c)) in _OWN.values()}
     own = own if failed(s) else {}
@@ -195,6 +199,7 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     culprits = sorted({*own, *raised} if own else raised) or (
         killed if len(killed) < max(len(s.ranks), 2) else []
     )
+    culprits = _first_of(s, culprits, raised)
     if not culprits or (not s.dead and not raised and not own):
         return None
     if raised and all(r in s.waiting for r in raised):
@@ -222,6 +227,50 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         needed=["kernel log (dmesg) for out-of-memory kills"] if not raised else [],
         blame="code" if raised else "environment",
     )
+
+
+def _uncaught(s: Situation) -> dict[int, LogEvent]:
+    """Ranks with an exception of their own.
+
+    One that reports a time-out after it, while others with an exception do not, had caught it and
+    went on to wait like all.
+    """
+    raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
+    waited = {
+        r
+        for r in raised
+        if any(e.kind == "timeout" and "seq" in e.detail for e in s.ranks[r].events)
+    }
+    return {r: e for r, e in raised.items() if r not in waited or len(waited) == len(raised)}
+
+
+# Seconds: errors nearer than this may be independent of each other, or their clocks differ.
+_TOGETHER = 5.0
+
+
+def _first_of(s: Situation, ranks: list[int], raised: Mapping[int, LogEvent]) -> list[int]:
+    """Those that ended first, and those with the same error: what comes later follows from it."""
+    ends = {r: raised.get(r) or s.ranks[r].event(*_OWN, "abort", "exit") for r in ranks}
+    timed = {r: e for r, e in ends.items() if e is not None}
+    if len(timed) < len(ends) or len(timed) < 2:
+        return ranks
+    first = next((e for e in timed.values() if all(_not_after(e, o) for o in timed.values())), None)
+    if first is None:
+        return ranks
+    return [r for r, e in timed.items() if _shape_of(e) == _shape_of(first) or not _after(e, first)]
+
+
+def _not_after(event: LogEvent, other: LogEvent) -> bool:
+    known = event.at is not None and other.at is not None
+    return event is other or (known and since(event.at or 0.0, other.at or 0.0) >= 0)
+
+
+def _after(event: LogEvent, first: LogEvent) -> bool:
+    return since(first.at or 0.0, event.at or 0.0) > _TOGETHER
+
+
+def _shape_of(event: LogEvent) -> str:
+    return _NUMBER.sub("#", event.text)
 
 
 def _in_teardown(s: Situation, raised: Mapping[int, LogEvent]) -> bool:
@@ -273,7 +322,8 @@ def _ended_by_itself(s: Situation, rank: int) -> bool:
     if _killed(component):
         return True
     # An abort without a word is the watchdog's more often than not.
-    if _is_victim(component) or component.exit_code == -signal.SIGABRT:
+    aborted = any(e.kind == "exit" and e.detail.get("how") == "Aborted" for e in component.events)
+    if _is_victim(component) or component.exit_code == -signal.SIGABRT or aborted:
         return False
     others = [c for r, c in s.ranks.items() if r != rank and r not in s.dead]
     survived = any(_is_victim(c) or c.rank in s.waiting for c in others)

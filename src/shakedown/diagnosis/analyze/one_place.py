@@ -137,7 +137,9 @@ def different_paths(s: Situation) -> Hypothesis | None:
 
 
 def _in_pipeline(positions: Sequence[Position]) -> bool:
-    """All below a schedule, some between two stages: others may have left it for a collective."""
+    """Two that send, and nobody who does else; or all below a schedule, some between two stages."""
+    if all(p.kind == "p2p" for p in positions):
+        return sum("send" in p.op for p in positions) > 1
     below = all(any("pipelin" in f.file for f in p.path) for p in positions)
     return below and any(p.kind == "p2p" for p in positions)
 

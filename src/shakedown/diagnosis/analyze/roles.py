@@ -178,9 +178,11 @@ def _stuck_orchestrator(orchestrator: ComponentFacts | None) -> _Finding:
     if stack is not None:
         frame = (user_frames(orchestrator.path) or orchestrator.path)[-1]
         why = f"the orchestrator is in {frame}"
+        # Whoever waits for an answer may be waiting for a server, an environment or a reward.
+        if _awaits_answer(orchestrator.path):
+            return "unknown", [], f"{why}, which waits for an answer", places, "open"
         return "rollout_starvation", [ORCHESTRATOR], why, places, "likely"
-    why = "no batch came from the orchestrator"
-    return "rollout_starvation", [ORCHESTRATOR], why, [], "open"
+    return "rollout_starvation", [], "no batch came from the orchestrator", [], "open"
 
 
 def _gone(component: ComponentFacts) -> tuple[str, list[SourceRef]] | None:

@@ -1,17 +1,18 @@
 """Question 4 of file systems: checkpoints that are not written, ranks and heartbeats blocked."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
-from shakedown.diagnosis.analyze.causes import Strength, conclude
+from shakedown.diagnosis.analyze.causes import CONFIDENCE, TABLE, Strength, conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import judge_path
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
-from shakedown.diagnosis.records import Frame, Stack, Thread
+from shakedown.diagnosis.records import Frame, LogEvent, Stack, Thread
 
 _FILE = re.compile(r"checkpoint\w*(?:/\w+)?\.py$")  # a module, or one of a package
 _WAITS = re.compile(r"^(?:wait|join|finalize|finish|flush|result|maybe_wait\w*)$")
@@ -122,6 +123,46 @@ def blocked_on_a_node(s: Situation) -> Hypothesis | None:
         evidence=[*[e.place for e in told[:3]], *s.seen_at(blocked, 3)],
         needed=[] if told else ["the kernel log (`dmesg`) of the node"],
     )
+
+
+# Words of a file system, or of a stream of data, that does not answer.
+_NO_ANSWER = re.compile(
+    r"not responding|blocked for more than|evicted|Input/output error|disconnected from remote",
+    re.I,
+)
+
+
+def explained(s: Situation, chosen: Hypothesis) -> Hypothesis:
+    """Ranks that have not come, whose own log or node tells of storage: that holds them."""
+    if chosen.cause != "missing_rank" or chosen.state != "hung" or not chosen.ranks or s.dead:
+        return chosen
+    found = _told_of(s, chosen.ranks)
+    if not found:
+        return chosen
+    row = TABLE["storage"]
+    return replace(
+        chosen,
+        cause="storage",
+        sentence=f"{chosen.sentence}; {found[0].text}",
+        confidence=min(chosen.confidence, CONFIDENCE["likely"]),
+        evidence=[*chosen.evidence[:6], *[e.place for e in found[:2]]],
+        remedy=row.remedy,
+        blame=row.blame,
+    )
+
+
+def _told_of(s: Situation, ranks: Collection[int]) -> list[LogEvent]:
+    """Events of storage in these ranks' own logs, or in the kernel's log of one node."""
+    known = [s.ranks[r] for r in ranks if r in s.ranks]
+    own = [e for c in known for e in c.events]
+    kernels = {end.place.path for end in s.facts.ends if end.kernel}
+    hosts = {c.host for c in known} - {""}
+    loose = [e for e in s.facts.events if e.place.path in kernels]
+    loose = [e for e in loose if e.kind == "storage" and _NO_ANSWER.search(e.text)]
+    # Where no node of the ranks is known the one node that complains may be theirs.
+    theirs = [e for e in loose if not hosts or e.who.host in hosts | {""}]
+    theirs = theirs if len({e.who.host for e in theirs}) == 1 else []
+    return [e for e in own if e.kind == "storage" and _NO_ANSWER.search(e.text)] + theirs
 
 
 def heartbeat_blocked(s: Situation) -> Hypothesis | None:

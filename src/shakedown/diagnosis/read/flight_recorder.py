@@ -10,6 +10,7 @@ from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
 from shakedown.diagnosis.read import safe_pickle
+from shakedown.diagnosis.read.clock import moment_of
 from shakedown.diagnosis.read.coalesced import folded
 from shakedown.diagnosis.read.numbers import MAX_RANK, count_of, rank_of
 from shakedown.diagnosis.read.source import EvidenceFile
@@ -57,7 +58,8 @@ def parse_json(source: EvidenceFile, body: Any) -> list[Record] | None:
     rank = rank_of(body.get("rank"))
     if rank is not None and who.rank is None:
         who = Identity(rank, who.pid, who.host, who.role)
-    return [FlightRecord(who, groups, folded(operations), source.place(), source.sample)]
+    at = moment_of(count_of(entries[-1].get("time_created_ns"), 0) / 1e9) if entries else None
+    return [FlightRecord(who, groups, folded(operations), source.place(), source.sample, at)]
 
 
 _FIELDS = itemgetter(

@@ -222,11 +222,11 @@ PATTERNS: list[Row] = [
     ),
     (
         "finished",
-        ("successfully finished", "exits successfully", "'train_runtime'"),
-        # torchrun, DeepSpeed, the Trainer of transformers
+        ("successfully finished", "exits successfully", "'train_runtime'", "training finished!"),
+        # torchrun, DeepSpeed, the Trainer of transformers, prime-rl
         re.compile(
             r"worker group successfully finished|Process \d{1,8} exits successfully"
-            r"|^\{'train_runtime': "
+            r"|^\{'train_runtime': |\b[Tt]raining finished!"
         ),
     ),
     # Composer's launcher, and others in these words
@@ -297,6 +297,7 @@ PATTERNS: list[Row] = [
             "not responding",
             "evicted",
             "blocked for more than",
+            "remote data host",
         ),
         re.compile(
             r"Stale file handle|Input/output error|Transport endpoint is not connected"
@@ -304,6 +305,8 @@ PATTERNS: list[Row] = [
             # the kernel: of NFS, of Lustre, and of any task in its uninterruptible sleep
             r"|nfs: server \S{1,80} not responding|LustreError: .{0,200}evicted"
             r"|This client was evicted by|INFO: task \S{1,40} blocked for more than"
+            # Hugging Face datasets, of a stream
+            r"|Got disconnected from remote data host"
         ),
     ),
     (

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shakedown.diagnosis.read.candidates import lines_with
+from shakedown.diagnosis.read.clock import span_of, stamp_of, timed
 from shakedown.diagnosis.read.cut_off import cut_tracebacks
 from shakedown.diagnosis.read.local_ranks import LOCAL
 from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
@@ -65,18 +66,19 @@ def parse(source: EvidenceFile) -> list[Record]:
     # A kernel's log is its node's, whatever number its name ends with.
     if (node := node_of(source)) is not None:
         named = Identity(host=node)
-    elif source.identity.rank is None and _OF_SEVERAL.search(source.text):
+    if source.identity.rank is None and _of_several(source):
         named = replace(named, rank=None)
-    elif named.role and not _ROLE_FILE.search(source.name.lower()) and "[rank" in source.text:
+    if named.role and not _ROLE_FILE.search(source.name.lower()) and "[rank" in source.text:
         named = replace(named, role="")
     lowered = source.text.lower()
     rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
     telling = _telling(lowered, rows)
     cut = cut_tracebacks(source, lambda line: _strip(line, named))
     events = _Reader(source, named, rows).read(telling) if telling else []
-    found: list[Record] = [*(_within(event, local) for event, local in cut), *events]
+    rows_cut = [_within(event, local) for event, local in cut]
+    found: list[Record] = [*timed(source.lines, rows_cut), *timed(source.lines, events)]
     if found or _LOG_NAME.search(source.name.lower()):
-        found += [_end(source, named), *step_lengths(source)]
+        found += [_end(source, named, kernel=node is not None), *step_lengths(source)]
     return found
 
 
@@ -225,10 +227,22 @@ def _without_outer(text: str) -> str:
     return text
 
 
-# A launcher's lines: its log is of all ranks, whatever number its name ends with.
+# A launcher's or a server's lines: the log is of all ranks, whatever number its name ends with.
 _OF_SEVERAL = re.compile(
-    r"torch\.distributed\.run|torch/distributed/run\.py|elastic\.multiprocessing\.api|^srun: ", re.M
+    r"torch\.distributed\.run|torch/distributed/run\.py|elastic\.multiprocessing\.api|^srun: "
+    r"|^\((?:APIServer|EngineCore|Worker)\w{0,20} pid=",
+    re.M,
 )
+_LABEL = re.compile(r"^\[rank(\d{1,6})\]:", re.M)
+
+
+def _of_several(source: EvidenceFile) -> bool:
+    """Whether the lines say of themselves that they are others' than the name's number tells."""
+    labels = set(_LABEL.findall(source.text)) if "[rank" in source.text else set()
+    others = labels - {str(source.trailing)}
+    return bool(others) or _OF_SEVERAL.search(source.text) is not None
+
+
 # `inference.log`, `inference-0.log` is a role's own; `server_build.txt` only sounds like one, and
 # its lines with a rank are the ranks'.
 _ROLE_FILE = re.compile(
@@ -254,13 +268,15 @@ def _line_events(
     return found
 
 
-def _end(source: EvidenceFile, named: Identity) -> LogEnd:
+def _end(source: EvidenceFile, named: Identity, *, kernel: bool) -> LogEnd:
     lines = source.lines
     filled = sum(map(bool, map(str.strip, lines)))
     number = next((n for n in range(len(lines), 0, -1) if lines[n - 1].strip()), len(lines))
     last = lines[number - 1] if lines else ""
     place = source.place(number, last)
-    return LogEnd(named, filled, clean(last), place, step_lines(lines))
+    steps = step_lines(lines)
+    steps_at = stamp_of(lines[steps[0] - 1]) if steps else None
+    return LogEnd(named, filled, clean(last), place, steps, span_of(lines), kernel, steps_at)
 
 
 class _Launcher:

@@ -32,7 +32,10 @@ _MAPPING = re.compile(r"global_rank_mapping=.{0,60}\{(.{0,20000}?)\}\)")
 _OF_NODE = re.compile(r"'([\w.-]{1,80})': \[([\d, ]{1,4000})\]")
 _WORLD = re.compile(r"\b(?:dist_)?world[_ ]size\W{1,4}(\d{1,5})\b", re.I)
 # Lines that only the kernel writes.
-_KERNEL = re.compile(r"NVRM: |oom-killer|oom-kill:|INFO: task \S{1,40} blocked for more than")
+_KERNEL = re.compile(
+    r"NVRM: |oom-killer|oom-kill:|[Oo]ut of memory: Killed process"
+    r"|INFO: task \S{1,40} blocked for more than"
+)
 
 
 def parse(source: EvidenceFile) -> list[Record]:

@@ -1,6 +1,7 @@
 """Slurm's view: `scontrol show node`, `scontrol show job`, `sacct`, `sinfo`."""
 
 import re
+from itertools import chain
 
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import Identity, LogEvent, NodeState, Record, SourceRef, clean
@@ -25,6 +26,7 @@ def parse(source: EvidenceFile) -> list[Record]:
     if not any(word in source.text for word in ("NodeName=", "JobState=", "JobI")):
         return []
     records: list[Record] = []
+    rows: dict[str, list[Record]] = {}  # of sacct by job: `--duplicates` lists a requeued one again
     node, job, is_sacct, columns = "", "", False, list[str]()
     for number, line in enumerate(source.lines, start=1):
         if match := _NODE.search(line):
@@ -40,14 +42,16 @@ def parse(source: EvidenceFile) -> list[Record]:
         if _SACCT_HEAD.match(line):
             is_sacct, columns = True, _cells(line)
         elif is_sacct:
-            records += _row(columns, _cells(line), source.place(number, line))
+            cells = _cells(line)
+            if found := _row(columns, cells, source.place(number, line)):
+                rows[cells[0]] = found
         elif match := _JOB.search(line):
             # `scontrol show job` writes NodeList some lines below JobState.
             rest = "\n".join(source.lines[number - 1 : number + 30])
             listed = _LIST.search(rest)
             row = {"JobID": job, "State": match[1], "NodeList": listed[1] if listed else ""}
             records += _job(row, source.place(number, line))
-    return records
+    return [*records, *chain.from_iterable(rows.values())]
 
 
 def _cells(line: str) -> list[str]:
