@@ -111,7 +111,7 @@ def conclude(
     evidence: Sequence[SourceRef] = (),
     needed: Sequence[str] = (),
     waits: Sequence[Block] = (),
-    state: State = "hung",
+    state: State | None = None,
     remedy: str = "",
     blame: Blame | None = None,
 ) -> Hypothesis:
@@ -133,7 +133,7 @@ def conclude(
         evidence=evidence,
         needed=needed,
         waits=waits,
-        state=state,
+        state=s.end_state if state is None else state,
         remedy=remedy or row.remedy,
         blame=row.blame if blame is None else blame,
     )

@@ -230,7 +230,9 @@ def _threads_inside(s: Situation, rank: int) -> int:
     # Two main threads: the text is of several processes, which nothing tells apart.
     if stack and sum(t.frames[0].function == "<module>" for t in stack.threads if t.frames) > 1:
         return 0
-    main = 1 if judge_path(path).kind in ("collective", "p2p") else 0
+    # In a backward pass the main thread only waits for those that run it.
+    backward = path and path[-1].function in ("_engine_run_backward", "run_backward", "backward")
+    main = judge_path(path).kind in ("collective", "p2p") and not backward
     return main + len(waiting_threads(s.ranks[rank]))
 
 

@@ -191,15 +191,17 @@ def timed_out_apart(s: Situation) -> Hypothesis | None:
         return None
     ranks = sorted(r for row in calls.values() for r in row)
     told = "; ".join(f"{name_ranks(row)} in {call}" for call, row in list(calls.items())[:4])
+    # `allreduce 41 1024`: operation, number and elements
+    parts = [call.split(" ") for call in calls]
+    alike = all(len(row) == 3 and row[:2] == parts[0][:2] for row in parts)
     return conclude(
         s,
-        "collective_mismatch",
+        "size_mismatch" if alike else "collective_mismatch",
         f"ranks timed out in different calls: {told}",
         sure="open",
         evidence=s.seen_at(ranks),
         needed=["Flight Recorder dumps of all ranks: which group each call is of, and who left the "
                 "usual order"],
-        state=s.end_state,
     )  # fmt: skip
 
 
@@ -221,7 +223,6 @@ def told_mismatch(s: Situation) -> Hypothesis | None:
             sure="open",
             evidence=[e.place for e in events[:4]],
             needed=["Flight Recorder dumps of all ranks, to tell which one left the usual order"],
-            state=s.end_state,
         )
     first, second = str(event.detail.get("call_a", "")), str(event.detail.get("call_b", ""))
     ranks = [event.detail.get("rank_a"), event.detail.get("rank_b")]
@@ -239,7 +240,6 @@ def told_mismatch(s: Situation) -> Hypothesis | None:
         sure="likely",
         evidence=[e.place for e in events[:4]],
         needed=["Flight Recorder dumps of all ranks, to tell which one left the usual order"],
-        state=s.end_state,
     )
 
 

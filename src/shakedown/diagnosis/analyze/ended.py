@@ -24,7 +24,7 @@ _VICTIM = re.compile(
     r"|SignalException"
     r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
     r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
-    r"|NCCL (?:[Ee]rror|communicator)|remote process"
+    r"|NCCL (?:[Ee]rror|communicator)|remote process|ncclCommInitRank|unhandled system error"
     r"|(?:Actor|RayActor|Node|Owner)(?:Died|Unavailable)?Error|WorkerCrashedError"
     r"|stream synchronize failed|HCCL|hccl|closed by remote peer"
     # of a client, whose server is gone or not there yet
@@ -41,10 +41,15 @@ def is_victims(event: LogEvent) -> bool:
     return _VICTIM.search(event.text) is not None
 
 
+def _is_feeders(event: LogEvent) -> bool:
+    """Of the thread that feeds a multiprocessing.Queue: it prints what it raised, and goes on."""
+    return any(f.function == "_feed" and f.file.endswith("queues.py") for f in event.frames)
+
+
 def root_exception(component: ComponentFacts) -> LogEvent | None:
     """The first traceback that no peer's death explains."""
     found = [e for e in component.events if e.kind == "traceback" and not e.detail.get("chained")]
-    own = [e for e in found if not is_victims(e)]
+    own = [e for e in found if not is_victims(e) and not _is_feeders(e)]
     # One that is cut off tells the place at most: another tells more.
     return min(own, key=lambda e: not e.detail.get("exception"), default=None)
 
@@ -131,6 +136,10 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
         "gpu_error",
     ),
     (
+        re.compile(r"[Aa]ddress already in use|EADDRINUSE|failed to (?:listen|bind)"),
+        "init_deadlock",
+    ),
+    (
         re.compile(r"DataLoader worker \(pid.{1,40}(?:killed by signal|exited unexpectedly)"),
         "dataloader",
     ),
@@ -215,14 +224,15 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         return None
     why, places = _death(s.ranks[first], raised.get(first))
     gone: Cause = "server_unhealthy" if s.facts.of_engine else "missing_rank"
+    cause = own_cause(s.ranks[first]) or (_cause_of(lone) if lone else None) or gone
     return conclude(
         s,
-        own_cause(s.ranks[first]) or (_cause_of(lone) if lone else None) or gone,
+        cause,
         f"{name_ranks(culprits)} ended: {why}",
-        ranks=culprits,
+        # A port is the configuration's: who came second to it is not at fault.
+        ranks=[] if cause == "init_deadlock" else culprits,
         sure="told",
         evidence=places + [c for r in culprits[1:4] for c in _death(s.ranks[r], raised.get(r))[1]],
-        state=s.end_state,
         remedy="repair what ended it, then start the stage again from its checkpoint",
         needed=["kernel log (dmesg) for out-of-memory kills"] if not raised else [],
         blame="code" if raised else "environment",
@@ -241,7 +251,14 @@ def _uncaught(s: Situation) -> dict[int, LogEvent]:
         for r in raised
         if any(e.kind == "timeout" and "seq" in e.detail for e in s.ranks[r].events)
     }
-    return {r: e for r, e in raised.items() if r not in waited or len(waited) == len(raised)}
+    raised = {r: e for r, e in raised.items() if r not in waited or len(waited) == len(raised)}
+    return {r: e for r, e in raised.items() if not _works(s, r)}
+
+
+def _works(s: Situation, rank: int) -> bool:
+    """Someone took its stack, which is not in its end: what it logged was caught, or a child's."""
+    outside = [stack for stack in s.ranks[rank].stacks if stack.tool != "faulthandler"]
+    return bool(outside) and s.positions[rank].kind not in ("teardown", "dead", "unknown")
 
 
 # Seconds: errors nearer than this may be independent of each other, or their clocks differ.
@@ -303,7 +320,6 @@ def _every_rank(s: Situation, raised: Mapping[int, LogEvent], ended: list[int]) 
         needed=["the configuration and the inputs that all ranks share, and one rank's whole log"]
         if len(kinds) == 1
         else ["the logs with times, to tell which error was first"],
-        state=s.end_state,
         remedy="repair what ended it, then start the stage again from its checkpoint",
         blame="code",
     )
@@ -381,6 +397,7 @@ def _death(component: ComponentFacts, raised: LogEvent | None) -> tuple[str, lis
 
 _FAILED = frozenset(
     {"traceback", "exit", "abort", "timeout", "gave_up", "peer_closed", "server_unhealthy"}
+    | {"nccl_error"}
 )
 
 
@@ -410,7 +427,6 @@ def told_of_nobody(s: Situation) -> Hypothesis | None:
         sure="likely",
         evidence=[e.place for e in events[:4]],
         needed=["which rank runs on that GPU or as that process"],
-        state=s.end_state,
     )
 
 

@@ -52,6 +52,9 @@ def tempered(s: Situation, chosen: Hypothesis) -> Hypothesis:
     came = sorted(set(s.waiting) & set(s.moving) - set(chosen.ranks))
     if came and not any(c.beats for c in s.ranks.values()):
         return _came_between(s, chosen, came)
+    moved = [r for r in chosen.ranks if r in s.moving and len(s.ranks[r].stacks) > 1]
+    if moved and len(moved) == len(chosen.ranks) and not any(s.ranks[r].beats for r in moved):
+        return _look_again(chosen, [f"{name_ranks(moved)} moved"])
     pace = pace_of(s)
     ages = _ages(s, chosen, pace)
     young = [row for row in ages if row.left > 0]
@@ -120,11 +123,16 @@ def _does(component: ComponentFacts, s: Situation) -> str:
     return "moved" if component.rank in s.moving and component.role == TRAINER else ""
 
 
-def _look_again(chosen: Hypothesis, doing: Sequence[str], seconds: float) -> Hypothesis:
+def _look_again(
+    chosen: Hypothesis, doing: Sequence[str], seconds: float | None = None
+) -> Hypothesis:
+    within = (
+        "between the samples" if seconds is None else f"in the {seconds:.0f} s between the samples"
+    )
     more = f" and {len(doing) - 2} more" if len(doing) > 2 else ""
     return Hypothesis(
         "unknown",
-        f"slow or hung is not known: in the {seconds:.0f} s between the samples "
+        f"slow or hung is not known: {within} "
         f"{', '.join(doing[:2])}{more}, and nothing tells how long a step takes "
         f"({chosen.sentence})",
         confidence=0.0,

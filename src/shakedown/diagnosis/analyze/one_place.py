@@ -44,6 +44,9 @@ def all_in_loader(s: Situation) -> Hypothesis | None:
     inside = s.at("dataloader")
     if not inside or len(inside) < len(s.alive):
         return None
+    # In one look at a slow job all may be there, too.
+    if not any(seen_twice(s.ranks[r]) for r in inside) and not s.gave_up:
+        return None
     extra, places = loader_worker(s, inside[0])
     return conclude(
         s,
@@ -56,7 +59,9 @@ def all_in_loader(s: Situation) -> Hypothesis | None:
 
 _INTERNAL = re.compile(r"ncclInternalError")
 _FOLLOWS = re.compile(r"closed by remote peer|ncclSystemError|unhandled system error")
-_TRANSPORT = re.compile(r"NCCL WARN .{0,80}(?:NET/|IB |Net )|^ncclSocket")
+_TRANSPORT = re.compile(
+    r"NCCL WARN .{0,80}(?:NET/|IB |Net |[Ss]ocket|ibv_|timed out)|^ncclSocket|from peer|[Cc]onnect"
+)
 
 
 def told_nccl(s: Situation) -> Hypothesis | None:
@@ -83,6 +88,8 @@ def told_nccl(s: Situation) -> Hypothesis | None:
     # a transport says itself.
     if any(_TRANSPORT.search(event.text) for _, event in rows):
         internal = []
+    elif not internal:
+        return None  # an error of the system: of its memory, its devices or its network
     rank, event = (internal or rows)[0]
     where = f"rank {rank}" if rank is not None else event.place.path
     what = "an internal error" if internal else "an error of the system or the network"
@@ -96,7 +103,6 @@ def told_nccl(s: Situation) -> Hypothesis | None:
         sure="likely" if node else "open",
         evidence=[e.place for _, e in (internal or rows)[:8]],
         needed=["NCCL_DEBUG=INFO logs of all ranks and NCCL's version", "`dmesg` of the nodes"],
-        state=s.end_state,
     )
 
 
@@ -174,7 +180,6 @@ def one_place(s: Situation) -> Hypothesis | None:
             *([] if world else ["the world size: a rank of which no file tells may be missing"]),
             "NCCL_DEBUG=INFO logs, link error counters, and a second sample after a minute",
         ],
-        state=s.end_state,
     )
 
 

@@ -109,7 +109,6 @@ def size_abort(s: Situation) -> Hypothesis | None:
             sure="open",
             evidence=[event.place],
             needed=["TORCH_DISTRIBUTED_DEBUG=DETAIL names the two calls and their ranks"],
-            state=s.end_state,
             remedy="run again with TORCH_DISTRIBUTED_DEBUG=DETAIL",
         )
     sender, near = _sender(s, receiver), pipeline_peers(s, receiver)
@@ -133,7 +132,6 @@ def _mismatch(s: Situation, told: str, odd: Departed, places: Sequence[SourceRef
         sure="told" if odd.places else "seen" if odd.ranks else "open",
         evidence=[*odd.places, *places],
         needed=[] if odd.ranks else ["the shapes that each stage sends and expects"],
-        state=s.end_state,
         remedy="see what changes the micro-batches between that rank's data and its engine"
         if odd.places
         else "",

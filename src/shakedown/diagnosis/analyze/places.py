@@ -12,6 +12,11 @@ from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.records import SourceRef
 
 WAITING = frozenset({"collective", "p2p"})
+# What a log can hold of a job that still runs, or waits; all else is of an end, or raises.
+_GOES_ON = frozenset(
+    {"progress", "starving", "too_slow", "waiting_weights", "staleness", "storage", "missing_ranks"}
+)
+_PORT = "async event"  # NCCL reports a port's state, and tries again
 
 
 class Placed:
@@ -50,11 +55,20 @@ class Placed:
         outcome = self.facts.outcome
         if outcome is not None:
             return outcome.state == "hung"
-        # Who gave up takes its process down; a line of no rank may be any one's.
-        if self.facts.event("gave_up"):
-            return False
-        alive = {r for r in self.alive if self.ranks[r].event("gave_up") is None}
-        return bool(alive & set(self.waiting))
+        # A watchdog that gives up takes its process down, and launchers take the others.
+        return bool(set(self.alive) & set(self.waiting)) and (self.seen_alive or not self.gave_up)
+
+    @cached_property
+    def gave_up(self) -> bool:
+        return any(e.kind == "gave_up" for e in self.facts.all_events())
+
+    @cached_property
+    def seen_alive(self) -> bool:
+        """Someone looked at a process from outside, or NCCL answered for it."""
+        components = [self.ranks[r] for r in self.alive] + [*self.facts.roles.values()]
+        stacks = [*self.facts.unplaced, *(stack for c in components for stack in c.stacks)]
+        looked = any(c.states or any(not row.missing for row in c.ras) for c in components)
+        return looked or any(stack.tool != "faulthandler" for stack in stacks)
 
     @cached_property
     def waiting(self) -> list[int]:
@@ -81,10 +95,12 @@ class Placed:
     @property
     def end_state(self) -> State:
         """A job that ended by itself did not hang: nobody took its stack from outside."""
-        alive = [self.ranks[r] for r in self.alive] + [*self.facts.roles.values()]
-        stacks = [*self.facts.unplaced, *(stack for c in alive for stack in c.stacks)]
-        seen = any(stack.tool != "faulthandler" for stack in stacks)
-        return "hung" if self.stuck or (seen and self.facts.outcome is None) else "exited"
+        if self.stuck or (self.seen_alive and self.facts.outcome is None):
+            return "hung"
+        events = [e for e in self.facts.all_events() if e.kind not in _GOES_ON]
+        if any(_PORT in e.text for e in events):
+            events = [e for e in events if e.kind != "nccl_error"]
+        return "exited" if self.dead or self.facts.outcome or events else "hung"
 
     def seen_at(self, ranks: Iterable[int], limit: int = 6) -> list[SourceRef]:
         """Where the positions of `ranks` were read."""

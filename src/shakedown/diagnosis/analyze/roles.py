@@ -34,6 +34,7 @@ def starvation(s: Situation) -> Hypothesis | None:
         roles=roles,
         sure=sure,
         evidence=[*more, *places][:12],
+        state="hung",
         needed=["logs and stacks of the orchestrator and the server"] if sure == "open" else [],
         waits=[Block(starving if s.ranks else ["trainer"], roles, "brought a training batch")],
     )

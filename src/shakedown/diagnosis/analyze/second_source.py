@@ -56,7 +56,6 @@ def _two_threads(
         sure="told" if named else "likely",
         evidence=s.recorded_at([*called, *others]),
         needed=[] if named else ["the order in which the threads are meant to call"],
-        state=s.end_state,
     )
 
 
@@ -81,7 +80,6 @@ def left_early(s: Situation) -> Hypothesis | None:
             sure="seen",
             evidence=[*places, *s.recorded_at([*short, *training])],
             waits=[Block(training, short, "come to this step: its batches have ended")],
-            state=s.end_state,
         )
     return None
 

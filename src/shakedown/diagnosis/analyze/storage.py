@@ -8,7 +8,7 @@ from functools import lru_cache
 from shakedown.diagnosis.analyze.causes import CONFIDENCE, TABLE, Strength, conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.graph import Block
-from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
+from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import judge_path
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
@@ -134,15 +134,16 @@ _NO_ANSWER = re.compile(
 
 def explained(s: Situation, chosen: Hypothesis) -> Hypothesis:
     """Ranks that have not come, whose own log or node tells of storage: that holds them."""
-    if chosen.cause != "missing_rank" or chosen.state != "hung" or not chosen.ranks or s.dead:
+    if chosen.cause != "missing_rank" or not chosen.ranks or set(chosen.ranks) & set(s.dead):
         return chosen
     found = _told_of(s, chosen.ranks)
     if not found:
         return chosen
-    row = TABLE["storage"]
+    cause: Cause = "dataloader" if "remote data" in found[0].text else "storage"
+    row = TABLE[cause]
     return replace(
         chosen,
-        cause="storage",
+        cause=cause,
         sentence=f"{chosen.sentence}; {found[0].text}",
         confidence=min(chosen.confidence, CONFIDENCE["likely"]),
         evidence=[*chosen.evidence[:6], *[e.place for e in found[:2]]],

@@ -55,7 +55,6 @@ def raised(s: Situation) -> Hypothesis | None:
         roles=[role] if role not in ("", "data") else [],
         sure="seen",
         evidence=[e.place for e, _ in told[-4:]],
-        state=s.end_state,
     )
 
 
@@ -108,6 +107,5 @@ def too_slow(s: Situation) -> Hypothesis | None:
         sure="open",
         evidence=[e.place for e, _ in named[-4:]],
         needed=[f"a stack of the {'agent' if rollout else role}'s worker while it takes that long"],
-        state=s.end_state,
         remedy="find what it waits for, or raise its time limit",
     )

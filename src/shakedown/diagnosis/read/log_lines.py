@@ -311,13 +311,21 @@ PATTERNS: list[Row] = [
     ),
     (
         "nccl_error",
-        ("ncclinternal", "ncclsystem", "unhandled system error", "nccl warn", "ncclsocket"),
+        (
+            "ncclinternal",
+            "ncclsystem",
+            "unhandled system error",
+            "nccl warn",
+            "ncclsocket",
+            "call to connect",
+        ),
         re.compile(
             r"ncclInternalError|ncclSystemError|unhandled system error|^ncclSocket\w{1,40}: "
             r"|(?:(?P<node>[\w.-]{1,80}):\d{1,8}:\d{1,8} \[\d{1,3}\] .{0,60}?)?"
-            r"NCCL WARN (?=.{0,80}?(?:Got completion|ibv_|IB |Net |NET/|timed out))"
-            r"(?=.{0,400}?(?i:error|status|fail|timed out|closed|refused|unreachable|async event))"
-            r"(?:.{0,80}?from peer (?P<peer>[\w.-]{1,80}))?"
+            r"NCCL (?:WARN (?=.{0,80}?(?:Got completion|ibv_|IB |Net |NET/|timed out|[Ss]ocket))"
+            r"|INFO (?=Call to connect returned))"
+            r"(?=.{0,400}?(?i:error|status|fail|timed out|closed|refused|unreachable|no route"
+            r"|async event))(?:.{0,80}?(?:from peer|[Cc]onnect to) (?P<peer>[\w.-]{1,80}))?"
         ),
     ),
     (

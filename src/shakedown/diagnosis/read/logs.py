@@ -102,6 +102,7 @@ class _Reader:
         self._events = _Shelf()
         self._open: dict[_Owner, _Tracebacks] = {}  # of whom every line counts
         self._launcher = _Launcher(source)
+        self._nodes = _EACH_NODE.search(source.text) is not None
 
     def read(self, telling: Sequence[int]) -> list[LogEvent]:
         """The events of the lines with these numbers and of all that they open."""
@@ -138,6 +139,7 @@ class _Reader:
         ):
             return
         found = _line_events(self._source, self._rows, number, line, who)
+        found = list(map(_of_node, found)) if self._nodes else found
         rows = (_within(e, e.detail.get("local_rank", local)) for e in found)
         self._events.add(*rows, *self._launcher.feed(number, line))
 
@@ -156,6 +158,21 @@ class _Reader:
 def _within(event: LogEvent, local: int | None) -> LogEvent:
     """The event with its rank within the node, which other nodes have too."""
     return event if local is None else replace(event, detail={**event.detail, LOCAL: local})
+
+
+# Launchers of which srun starts one a node: its tasks are no ranks.
+_EACH_NODE = re.compile(
+    r"torchrun |torch\.distributed\.(?:run|launch)\b|torch/distributed/(?:run|launcher)"
+    r"|elastic/agent|--nproc[-_]per[-_]node|accelerate[./]commands[./]launch|\[default\d{1,4}\]:"
+)
+
+
+def _of_node(event: LogEvent) -> LogEvent:
+    """The same event of srun's task without its number, which is a node's."""
+    if "task" not in event.detail or not event.detail.get("node"):
+        return event
+    detail = {key: value for key, value in event.detail.items() if key != "task"}
+    return replace(event, detail=detail, who=Identity(host=str(event.detail["node"])))
 
 
 class _Shelf:
