@@ -119,6 +119,7 @@ def _all_elsewhere(s: Situation, names: set[str]) -> bool:
 
 
 # A GPU's own trouble and a want of memory explain what the others' transports then say.
+_KILLED_FOR = "Out Of Memory"  # srun's word of a task
 _OWN: dict[str, Cause] = {"oom": "out_of_memory", "gpu_error": "gpu_error"}
 # What an exception says -> the cause; the first says what DDP tells the rank that did not use all
 # parameters in its last step.
@@ -164,7 +165,7 @@ def own_cause(component: ComponentFacts) -> Cause | None:
     raised, event = root_exception(component), component.event(*_OWN)
     cause = _cause_of(raised) if raised else None
     if cause not in (None, "user_code") or event is None:
-        memory = any(e.detail.get("how") == "Out Of Memory" for e in component.events)
+        memory = any(e.detail.get("how") == _KILLED_FOR for e in component.events)
         return cause or ("out_of_memory" if memory else None)
     return _OWN[event.kind]
 
@@ -351,7 +352,7 @@ _KILLS = frozenset({-4, -7, -8, -9, -11})  # signals that no transport and no la
 
 
 def _killed(component: ComponentFacts) -> bool:
-    words = ("Killed", "Segmentation fault", "Bus error", "Out Of Memory")
+    words = ("Killed", "Segmentation fault", "Bus error", _KILLED_FOR)
     ends = [e.detail for e in component.events if e.kind == "exit"]
     # Ray names the actor whose process is gone.
     return component.exit_code in _KILLS or any(
@@ -413,7 +414,7 @@ def failed(s: Situation) -> bool:
 
 def told_of_nobody(s: Situation) -> Hypothesis | None:
     """A GPU's error or a want of memory of a job that failed, by no rank: of a node at most."""
-    events = [e for e in s.facts.events if e.kind in _OWN]
+    events = [e for e in s.facts.events if e.kind in _OWN or e.detail.get("how") == _KILLED_FOR]
     if not events or not failed(s):
         return None
     hosts = {e.who.host for e in events} - {""}
@@ -421,7 +422,7 @@ def told_of_nobody(s: Situation) -> Hypothesis | None:
     at = f" on {min(hosts)}" if len(hosts) == 1 else ""
     return conclude(
         s,
-        _OWN[first.kind],
+        _OWN.get(first.kind, "out_of_memory"),
         f"{first.text}{at}; which rank it was is not told",
         nodes=hosts if len(hosts) == 1 else (),
         sure="likely",

@@ -1,0 +1,149 @@
+"""What ended: errors that were caught, or are another's; and whether anything ended at all."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.hang_foreign import (
+    LOADER,
+    LOOP,
+    REDUCE,
+    Case,
+    behind,
+    call,
+    check,
+    mistake,
+    pickled,
+    ranks,
+    recorder,
+    traceback,
+)
+
+# Rank 0 has not entered the call that the others wait in.
+BEHIND = {f"trace_rank_{r}": pickled(recorder(r, 4, 9 if r else 8)) for r in range(4)}
+GAVE_UP = (
+    "[rank{0}]:[E1121 10:00:01.1 ProcessGroupNCCL.cpp:700] [Rank {0}] To avoid data inconsistency, "
+    "we are taking the entire process down.\n"
+)
+
+
+@pytest.mark.parametrize(("last", "state"), [("", "hung"), (GAVE_UP.format(2), "exited")])
+def test_a_job_has_ended_once_a_watchdog_takes_its_process_down(
+    tmp_path: Path, last: str, state: str
+) -> None:
+    case = Case({"job.log": last or "step 8\n", **BEHIND}, "missing_rank", (0,), state)
+    assert mistake(tmp_path, case) == ""
+
+
+def test_a_port_that_nccl_reports_ends_nothing(tmp_path: Path) -> None:
+    line = "n{0}:11:12 [0] transport/net_ib.cc:93 NCCL WARN NET/IB : mlx5_0:1 Got async event : "
+    text = "".join(line.format(n) + "port error\n" for n in (1, 1))
+    assert mistake(tmp_path, Case({"job.log": text}, "network", pattern="C")) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ("RuntimeError: The server socket has failed to listen on any address", "init_deadlock"),
+        ("OSError: [Errno 98] Address already in use", "init_deadlock"),
+    ],
+)
+def test_a_port_in_use_convicts_no_rank(tmp_path: Path, error: str, cause: str) -> None:
+    files = {"rank_1.log": traceback(error), "rank_0.log": "starts\n"}
+    assert mistake(tmp_path, Case(files, cause, state="exited")) == ""
+
+
+def test_the_thread_that_feeds_a_queue_goes_on_after_its_error(tmp_path: Path) -> None:
+    feeder = (
+        "Traceback (most recent call last):\n"
+        '  File "/usr/lib/python3.12/multiprocessing/queues.py", line 264, in _feed\n'
+        "RuntimeError: could not unlink the shared memory file /torch_7_1\n"
+    )
+    files = {"rank_0.log": feeder, "rank_1.log": "starts\n"}
+    assert mistake(tmp_path, Case(files, "unknown", state="unknown")) == ""
+
+
+def test_a_rank_that_someone_saw_in_a_call_had_caught_what_it_logged(tmp_path: Path) -> None:
+    files = ranks([REDUCE, LOADER, REDUCE]) | {"rank_0.log": traceback("KeyError: 3")}
+    assert mistake(tmp_path, Case(files, "dataloader", (1,))) == ""
+
+
+SRUN = "srun: error: n7: task 1: Out Of Memory\n"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "named"),
+    [
+        ("", {"ranks": [1], "nodes": []}),
+        ("+ srun torchrun --nproc-per-node 8 train.py\n", {"ranks": [], "nodes": ["n7"]}),
+    ],
+    ids=["a rank", "a node"],
+)
+def test_a_task_of_srun_is_a_node_where_each_starts_several_ranks(
+    tmp_path: Path, launcher: str, named: dict[str, list[object]]
+) -> None:
+    logs = behind("0: ", "step 1\n") + behind("1: ", "step 1\n")
+    case = Case(
+        {"slurm-4711.out": launcher + logs + SRUN},
+        "out_of_memory",
+        tuple(named["ranks"]),  # type: ignore[arg-type]
+        "exited",
+        nodes=tuple(named["nodes"]),  # type: ignore[arg-type]
+    )
+    assert mistake(tmp_path, case) == ""
+
+
+def test_one_look_at_ranks_that_all_load_data_tells_nothing(tmp_path: Path) -> None:
+    found = check(tmp_path, Case(ranks([LOADER, LOADER]), "unknown", state="unknown"))
+    assert found["culprits"]["ranks"] == []
+
+
+BUSY = ("index (data.py:{0})", "build (data.py:90)", *LOOP)
+BARRIER = call("barrier", "build (data.py:95)", *LOOP)
+
+
+@pytest.mark.parametrize(
+    ("then", "cause", "named", "state"),
+    [("40", "missing_rank", (0,), "hung"), ("52", "unknown", (), "unknown")],
+    ids=["stands", "moves"],
+)
+def test_a_rank_that_moves_while_the_others_wait_may_only_be_slow(
+    tmp_path: Path, then: str, cause: str, named: tuple[int, ...], state: str
+) -> None:
+    files: dict[str, str | bytes] = {}
+    for sample, line in ((1, "40"), (2, then)):
+        busy = tuple(frame.format(line) for frame in BUSY)
+        files |= {f"round{sample}/{n}": t for n, t in ranks([busy, BARRIER, BARRIER]).items()}
+    assert mistake(tmp_path, Case(files, cause, named, state)) == ""
+
+
+NFS = "[Fri Nov 21 09:50:00 2025] nfs: server 10.0.0.1 not responding, still trying\n"
+
+
+def test_storage_that_does_not_answer_on_the_missing_ranks_node_is_the_cause(
+    tmp_path: Path,
+) -> None:
+    files = {
+        **BEHIND,
+        "n3/dmesg.txt": NFS
+        + "[Fri Nov 21 09:51:00 2025] INFO: task python:7 blocked for more than 120 s\n",
+    }
+    assert mistake(tmp_path, Case(files, "storage", (0,))) == ""
+
+
+def bare(rank: int, elements: int) -> str:
+    return (
+        f"[rank{rank}]:[E1121 10:00:00.1 ProcessGroupNCCL.cpp:629] [Rank {rank}] Watchdog caught "
+        f"collective operation timeout: WorkNCCL(SeqNum=41, OpType=ALLREDUCE, NumelIn={elements}, "
+        f"NumelOut={elements}, Timeout(ms)=600000) ran for 600021 milliseconds\n"
+    )
+
+
+def test_one_call_with_another_number_of_elements_is_a_size_mismatch(tmp_path: Path) -> None:
+    text = "".join(bare(r, 100 if r else 150) for r in range(4))
+    assert mistake(tmp_path, Case({"job.log": text}, "size_mismatch", pattern="B")) == ""
+
+
+def test_a_requeued_job_is_what_sacct_says_last(tmp_path: Path) -> None:
+    table = "JobID|State|NodeList\n4711|NODE_FAIL|n[1-2]\n4711|COMPLETED|n[1,3]\n"
+    assert mistake(tmp_path, Case({"sacct.txt": table}, "healthy", state="exited")) == ""
