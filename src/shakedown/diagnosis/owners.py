@@ -1,9 +1,11 @@
 """Which component a process is, by its id: on its host, and in its own container."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.records import (
     BeatRecord,
     FlightRecord,
@@ -85,11 +87,35 @@ def _contained(records: Iterable[Record]) -> Iterator[tuple[Identity, int]]:
 
 def ranks_of_engine(records: Sequence[Record]) -> tuple[Sequence[Record], bool]:
     """An inference engine's own ranks count where no other ranks are in evidence."""
-    # By a log; the collector's own table names its rows.
-    engines = [r for r in records if isinstance(r, TargetName) and r.who.role and not r.name]
-    others = [r for r in records if isinstance(r, Stack | BeatRecord | FlightRecord | LogEvent)]
-    ranked = any(isinstance(r, BeatRecord) or r.who.rank is not None for r in others)
-    left = [r for r in records if not (isinstance(r, TargetName) and r.who.role and not r.name)]
-    if ranked or not engines:
-        return left, False
-    return [*left, *(replace(row, who=replace(row.who, role="")) for row in engines)], True
+    if any(map(_of_trainer, records)) or not any(map(_in_engine, records)):
+        return [r for r in records if not _is_table(r)], False
+    return [_as_rank(r) for r in records], True
+
+
+def _is_table(record: Record) -> bool:
+    """By a log; the collector's own table names its rows."""
+    return isinstance(record, TargetName) and bool(record.who.role) and not record.name
+
+
+def _in_engine(record: Record) -> bool:
+    told = isinstance(record, LogEvent) or _is_table(record)
+    return told and record.who.role == ENGINE and record.who.rank is not None  # type: ignore[union-attr]
+
+
+def _as_rank(record: Record) -> Record:
+    if _in_engine(record) and isinstance(record, LogEvent | TargetName):
+        return replace(record, who=replace(record.who, role=""))
+    return record
+
+
+_ENGINE_FILE = re.compile(r"(?:^|/)(?:vllm|sglang)/")
+
+
+def _of_trainer(record: Record) -> bool:
+    """Whether it names a rank that is no engine's."""
+    if isinstance(record, BeatRecord):
+        return True
+    if not isinstance(record, Stack | FlightRecord | LogEvent) or record.who.rank is None:
+        return False
+    frames = [f for t in record.threads for f in t.frames] if isinstance(record, Stack) else []
+    return not _in_engine(record) and not any(_ENGINE_FILE.search(f.file) for f in frames)

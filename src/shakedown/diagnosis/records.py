@@ -191,6 +191,7 @@ LogKind = Literal[
     "timeout",
     "gave_up",
     "missing_ranks",
+    "too_few_gpus",
     "exit",
     "finished",
     "progress",

@@ -257,7 +257,7 @@ def test_all_ranks_with_one_error_end_without_a_culprit(tmp_path: Path) -> None:
     logs = {f"trainer_rank{r}__log": OOM.format(size=20 + r, gpu=r) for r in range(3)}
     verdict = diagnose_paths([folder(tmp_path, **logs)])
     found = verdict.extra["diagnosis"]
-    assert (found["state"], found["cause"]) == ("exited", "unknown")
+    assert (found["state"], found["cause"]) == ("exited", "out_of_memory")
     assert found["culprits"]["ranks"] == []
     assert "all 3 ranks ended with the same error: torch.OutOfMemoryError" in verdict.summary
     assert (verdict.status, int(verdict.exit_code())) == ("BLOCKED", 3)

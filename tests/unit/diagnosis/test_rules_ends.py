@@ -123,7 +123,7 @@ NFS = "[Fri Nov 21 09:50:00 2025] nfs: server 10.0.0.1 not responding, still try
 def test_storage_that_does_not_answer_on_the_missing_ranks_node_is_the_cause(
     tmp_path: Path,
 ) -> None:
-    files = {
+    files: dict[str, str | bytes] = {
         **BEHIND,
         "n3/dmesg.txt": NFS
         + "[Fri Nov 21 09:51:00 2025] INFO: task python:7 blocked for more than 120 s\n",

@@ -18,6 +18,7 @@ from shakedown.diagnosis.analyze import (
     pipeline,
     roles,
     second_source,
+    servers,
     storage,
     user_code,
     weights,
@@ -108,6 +109,7 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
             storage.heartbeat_and_rank_blocked,
             blocked.told_missing,
             blocked.too_few_joined,
+            blocked.too_few_gpus,
             blocked.did_not_time_out,
         ),
     ],
@@ -124,7 +126,7 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
         *_of_a_moment(one_place.all_in_loader, blocked.start_without_somebody),
         *_lasting(one_place.told_nccl),
         *_of_a_moment(one_place.different_paths, one_place.one_place, one_place.half_done),
-        *_lasting(user_code.too_slow, differ.differed),
+        *_lasting(user_code.too_slow, servers.told_dead, differ.differed),
     ],
 }
 

@@ -224,6 +224,23 @@ def too_few_joined(s: Situation) -> Hypothesis | None:
     )
 
 
+def too_few_gpus(s: Situation) -> Hypothesis | None:
+    """The job's nodes have, or show Ray, fewer GPUs than it asks for."""
+    events = [e for e in s.facts.all_events() if e.kind == "too_few_gpus"]
+    if not events:
+        return None
+    return conclude(
+        s,
+        "init_deadlock",
+        f"the job waits for more GPUs than there are: {events[-1].text}",
+        sure="likely",
+        evidence=[e.place for e in events[-4:]],
+        needed=["`ray status`, or the job's node list: which node has not joined"],
+        remedy="see which node has not joined, or ask for as many GPUs as the nodes have",
+        blame="environment",
+    )
+
+
 def did_not_time_out(s: Situation) -> Hypothesis | None:
     """All ranks but one gave one call up, by their watchdogs; of that one there is no word."""
     calls = {

@@ -29,7 +29,7 @@ _VICTIM = re.compile(
     r"|stream synchronize failed|HCCL|hccl|closed by remote peer"
     # of a client, whose server is gone or not there yet
     r"|server can't be reached|APIConnectionError|Max retries exceeded|ClientConnectorError"
-    r"|EngineDeadError"
+    r"|EngineDeadError|other ranks that didn't finish"
     # An error that compares ranks accuses neither.
     r"|\brank ?\d{1,6}\b.{0,120}\brank ?\d|DDP expects same model across all ranks"
     r"|across (?:all )?(?:devices|processes)|in process 0\b"
@@ -310,13 +310,17 @@ def _every_rank(s: Situation, raised: Mapping[int, LogEvent], ended: list[int]) 
         f"{name_ranks(ranks)}: {_death(s.ranks[ranks[0]], raised.get(ranks[0]))[0]}"
         for ranks in list(kinds.values())[:4]
     )
+    one = raised.get(ended[0])
+    cause = told_cause(one) if one is not None and len(kinds) == 1 else None
+    # Where all say it they all left the same parameters out.
+    cause = "user_code" if cause == "conditional_collective" else cause
     return conclude(
         s,
-        "unknown",
+        cause or "unknown",
         f"all {len(ended)} ranks ended with the same error: {first}"
         if len(kinds) == 1
         else f"every rank ended with an error of its own; which was first is not known: {told}",
-        sure="open",
+        sure="likely" if cause else "open",
         evidence=[p for r in ended[:6] for p in _death(s.ranks[r], raised.get(r))[1]],
         needed=["the configuration and the inputs that all ranks share, and one rank's whole log"]
         if len(kinds) == 1

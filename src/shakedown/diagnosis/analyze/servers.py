@@ -1,11 +1,16 @@
 """What stacks and logs say of roles: a server that stands still, a trainer that went on."""
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import path_key
+from shakedown.diagnosis.analyze.model import Hypothesis
 from shakedown.diagnosis.analyze.position import Position, judge_path, user_frames
+from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
+from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.records import LogEnd, LogEvent, SourceRef, Stack
 
 # Waits below a request: a server without work is `idle`, one that computes moves.
@@ -36,6 +41,34 @@ def _said(position: Position) -> str:
     frame = users[-1] if users else None
     python = next((f for f in reversed(position.path) if f.file.endswith(".py") and f.line), None)
     return f"{position.op or position.kind} ({frame or python or 'native code'})"
+
+
+# What an engine, or the router before it, says of its own end.
+_DEAD = re.compile(
+    r"EngineDeadError|EngineCore .{0,60}(?:died|failed)|RPC call to \w+ timed out"
+    r"|no_available_workers|all circuits open",
+    re.I,
+)
+
+
+def told_dead(s: Situation) -> Hypothesis | None:
+    """An engine says that it is dead, and its log does not go on; why it died nothing tells."""
+    events = [
+        e
+        for e in s.facts.all_events()
+        if e.kind in ("server_unhealthy", "traceback") and _DEAD.search(e.text)
+    ]
+    if not events or went_on(s.facts.ends, events[-1]):
+        return None
+    return conclude(
+        s,
+        "server_unhealthy",
+        f"the inference server is dead, or does not answer: {events[0].text}",
+        roles=[ENGINE],
+        sure="likely",
+        evidence=[e.place for e in events[:4]],
+        needed=["the server's own log before that line, and stacks of its workers"],
+    )
 
 
 _WENT_ON = 20  # lines: a client that gives up says so in fewer, with its traceback

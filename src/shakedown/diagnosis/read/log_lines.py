@@ -197,6 +197,18 @@ PATTERNS: list[Row] = [
             r"|[Uu]ncorrectable (?:ECC|NVLink) error|fallen off the bus|[Uu]nhandled cuda error"
         ),
     ),
+    # verl, NeMo RL, vLLM with Ray, Ray's autoscaler
+    (
+        "too_few_gpus",
+        ("available", "resource request", "resource demand"),
+        re.compile(
+            r"[Rr]equested \d{1,6} GPUs, but only \d{1,6} are available"
+            r"|[Tt]otal available GPUs \d{1,6}(?:\.0)? is less than total desired GPUs"
+            r"|number of required GPUs exceeds the total number of available GPUs"
+            r"|No available node types can fulfill resource request"
+            r"|cannot provide a placement group .{0,80}since not enough resources are available"
+        ),
+    ),
     # tqdm, with a name
     (
         "progress",
@@ -373,9 +385,13 @@ PATTERNS: list[Row] = [
             "connectionerror",
             "connecttimeout",
             "connection refused",
+            "rpc call to",
+            "no_available_workers",
+            "circuits open",
         ),
         re.compile(
-            r"EngineDeadError|EngineCore .{0,60}(?:died|failed)"
+            r"EngineDeadError|EngineCore .{0,60}(?:died|failed)|RPC call to \w{1,60} timed out"
+            r"|no_available_workers|all circuits open"
             r"|health ?check .{0,40}(?:failed|timed out)"
             r"|(?:inference )?server .{0,60}(?:unhealthy|not healthy|unreachable|did not answer)"
             r"|(?:httpx\.|openai\.)?(?:ConnectError|APIConnectionError|ConnectTimeout)"

@@ -11,7 +11,7 @@ from shakedown.diagnosis.read.cut_off import cut_tracebacks
 from shakedown.diagnosis.read.local_ranks import LOCAL
 from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
 from shakedown.diagnosis.read.numbers import pid_of
-from shakedown.diagnosis.read.placements import node_of
+from shakedown.diagnosis.read.placements import ENGINE, node_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.read.step_times import step_lengths, step_lines
 from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
@@ -28,6 +28,12 @@ _OUTER = re.compile(
 # With `--tee` of torch before 2.0 or torchx it is `[trainer3]:`, or `[trainer3|3]:`.
 _PREFIX = re.compile(
     r"^\[(?:(?:rank|trainer)-?(\d{1,6})(?:\|\d{1,4})?|default-?(\d{1,4}))\]:? ?", re.I
+)
+# SGLang's own, of which TP counts the ranks of one server: `[2026-02-12 11:38:21 DP0 TP2 EP2] `;
+# and vLLM's: `(Worker_TP2 pid=504) `, `(VllmWorker rank=2 pid=504) `
+_OF_ENGINE = re.compile(
+    r"^(?:\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?: DP\d{1,4})? TP(?P<a>\d{1,4})(?: EP\d{1,4})?\] "
+    r"|\((?:Worker_TP|VllmWorker rank=)(?P<b>\d{1,4}) pid=(?P<pid>\d{1,8})\) )"
 )
 # What a library writes into its line: `(PolicyWorker[rank=9] pid=4711) ...`, and torch's watchdog,
 # whose number is the job's rank for the default group alone.
@@ -129,13 +135,16 @@ class _Reader:
                 break
             line, who, local = _strip(lines[at], self._named)
             if (who.pid, who.rank, local) in self._open:
-                self._follow(at + 1, line, who, local)
+                self._follow(at + 1, line, who, local, who)
 
     def _line(self, number: int, raw: str) -> None:
         line, who, local = _strip(raw, self._named)
         opens = HEAD in line or line.startswith(_CHAINED)
-        if (opens or (who.pid, who.rank, local) in self._open) and self._follow(
-            number, line, who, local
+        # SGLang says whose a traceback is at its head alone.
+        bare = HEAD in line and who.role == ENGINE and who.pid is None
+        owner = self._named if bare else who
+        if (opens or (owner.pid, owner.rank, local) in self._open) and self._follow(
+            number, line, who, local, owner
         ):
             return
         found = _line_events(self._source, self._rows, number, line, who)
@@ -143,9 +152,11 @@ class _Reader:
         rows = (_within(e, e.detail.get("local_rank", local)) for e in found)
         self._events.add(*rows, *self._launcher.feed(number, line))
 
-    def _follow(self, number: int, line: str, who: Identity, local: int | None) -> bool:
+    def _follow(
+        self, number: int, line: str, who: Identity, local: int | None, whose: Identity
+    ) -> bool:
         """Whether the line is inside a traceback. One that is over leaves no trace."""
-        owner = who.pid, who.rank, local
+        owner = whose.pid, whose.rank, local
         tracebacks = self._open.pop(owner, None) or _Tracebacks(self._source)
         ended = tracebacks.feed(number, line, who)
         if ended is not None:
@@ -207,6 +218,10 @@ def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
     text = raw.rstrip("\r")
     if not text:
         return text, named, None
+    if text[0] in "([" and (match := _OF_ENGINE.match(text)):
+        pid = pid_of(int(match["pid"])) if match["pid"] else None
+        who = Identity(int(match["a"] or match["b"]), pid, named.host, ENGINE)
+        return text[match.end() :], who, None
     who = _worker(text, named) if text[0] == "(" else named
     text, rank, local = _without_outer(text), who.rank, None
     if match := _MPI.match(text):
