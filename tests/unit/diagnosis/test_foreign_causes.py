@@ -240,7 +240,7 @@ def test_rank_that_raised_and_waits_in_teardown_is_pattern_a(tmp_path: Path) -> 
 
 def test_rank_that_raised_while_no_stack_shows_the_others_has_ended(tmp_path: Path) -> None:
     files = ranks([TORN]) | RAISED | {f"rank_{r}.log": watchdog(r) for r in (1, 2)}
-    assert mistake(tmp_path, Case(files, "missing_rank", (0,))) == ""
+    assert mistake(tmp_path, Case(files, "user_code", (0,))) == ""
 
 
 def test_most_ranks_past_the_loop_leave_open_who_is_wrong(tmp_path: Path) -> None:

@@ -56,18 +56,18 @@ def old(rank: int, op: str, shape: str) -> str:
 
 CASES: dict[str, Case] = {
     "tracebacks alternate": Case(
-        {"t.log": each(LOST, LOST, OWN)}, "missing_rank", (2,), "exited"
+        {"t.log": each(LOST, LOST, OWN)}, "user_code", (2,), "exited"
     ),
     "behind times": Case(
         {"t.log": behind("2026-01-01T10:00:00.123Z ", each(LOST, LOST, OWN))},
-        "missing_rank", (2,), "exited",
+        "user_code", (2,), "exited",
     ),
     "behind pods": Case(
         {"t.log": behind("[pod/train-1/main] ", each(LOST, LOST, OWN))},
-        "missing_rank", (2,), "exited",
+        "user_code", (2,), "exited",
     ),
     "timed out peers": Case(
-        {"t.log": each(LATE, LATE, CHAINED, LATE)}, "missing_rank", (2,), "exited"
+        {"t.log": each(LATE, LATE, CHAINED, LATE)}, "user_code", (2,), "exited"
     ),
     "watchdog's victim is torchrun's root cause": Case(
         {"t.log": WAITING + BEHIND + launcher(0, -6)}, "missing_rank", (3,)
@@ -81,7 +81,7 @@ CASES: dict[str, Case] = {
     ),
     "watchdog before torch 2.1": Case(
         {f"rank_{r}.log": old(r, "ALLREDUCE", ", TensorShape=[4096]") for r in range(4)},
-        "network", pattern="C",
+        "unknown",
     ),
     "watchdog of 1.13, two calls": Case(
         {f"rank_{r}.log": old(r, "ALLREDUCE" if r else "BROADCAST", "") for r in range(4)},
@@ -98,15 +98,15 @@ CASES: dict[str, Case] = {
         "unknown", state="unknown",
     ),
     "local rank of one node": Case(
-        {"node0.log": behind("[default1]:", OWN)}, "missing_rank", (1,), "exited"
+        {"node0.log": behind("[default1]:", OWN)}, "user_code", (1,), "exited"
     ),
     "local and global rank": Case(
         {"node0.log": "[default0]:x\n", "node1.log": behind("[default1]:[rank3]: ", OWN)},
-        "missing_rank", (3,), "exited",
+        "user_code", (3,), "exited",
     ),
     "torchrun's folders": Case(
         {f"run/attempt_0/{r}/stderr.log": OWN if r == 2 else LOST for r in range(4)},
-        "missing_rank", (2,), "exited",
+        "user_code", (2,), "exited",
     ),
     "crash beside waiting ranks": Case(
         {**ranks([REDUCE] * 4), "rank_2.err": faulthandler(REDUCE, "Segmentation fault")},

@@ -131,7 +131,7 @@ def test_error_of_nccl_after_a_rank_raised_is_its_consequence(tmp_path: Path) ->
     raised = 'Traceback (most recent call last):\n  File "/srv/t.py", line 9, in f\nValueError: x\n'
     lost = "RuntimeError: NCCL error: unhandled system error\n"
     chosen = diagnose(folder(tmp_path, trainer_rank0__log=raised, trainer_rank1__log=lost)).chosen
-    assert (chosen.cause, list(chosen.ranks)) == ("missing_rank", [0])
+    assert (chosen.cause, list(chosen.ranks)) == ("user_code", [0])
 
 
 @pytest.mark.parametrize("call", ["send", "recv"])
@@ -260,7 +260,7 @@ def test_all_ranks_with_one_error_end_without_a_culprit(tmp_path: Path) -> None:
     assert (found["state"], found["cause"]) == ("exited", "out_of_memory")
     assert found["culprits"]["ranks"] == []
     assert "all 3 ranks ended with the same error: torch.OutOfMemoryError" in verdict.summary
-    assert (verdict.status, int(verdict.exit_code())) == ("BLOCKED", 3)
+    assert (verdict.status, int(verdict.exit_code())) == ("FAIL", 1)
     assert found["needed"]
 
 

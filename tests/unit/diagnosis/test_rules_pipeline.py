@@ -124,7 +124,7 @@ def test_stage_that_raises_on_a_shape_is_not_the_one_at_fault_for_that(tmp_path:
 
     assert (found.cause, list(found.ranks)) == ("pipeline_shape_mismatch", [])
     assert found.needed
-    assert (outside.cause, list(outside.ranks)) == ("missing_rank", [3])
+    assert (outside.cause, list(outside.ranks)) == ("user_code", [3])
 
 
 # what a rank's data made, and what its engine ran

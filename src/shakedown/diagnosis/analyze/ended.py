@@ -129,10 +129,11 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
         re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory"),
         "out_of_memory",
     ),
+    # The job asks for a device that it was not given.
+    (re.compile(r"invalid device ordinal|No CUDA GPUs are available"), "user_code"),
     (
         re.compile(
-            r"(?:CUDA|HIP|MUSA) error|cudaError[A-Z]|CUDA_ERROR|cuDNN error|CUBLAS_STATUS"
-            r"|[Uu]nhandled cuda error"
+            r"(?:CUDA|HIP|MUSA) error|Error 802|cudaError[A-Z]|CUDA_ERROR|cuDNN error|CUBLAS_STATUS"
         ),
         "gpu_error",
     ),
@@ -225,7 +226,11 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         return None
     why, places = _death(s.ranks[first], raised.get(first))
     gone: Cause = "server_unhealthy" if s.facts.of_engine else "missing_rank"
-    cause = own_cause(s.ranks[first]) or (_cause_of(lone) if lone else None) or gone
+    told = raised.get(first)
+    # What raised by itself told its reason; `missing_rank` is for those that went without a word.
+    by_itself = told is not None and told.detail.get("exception") and not s.facts.of_engine
+    why_gone: Cause = "user_code" if by_itself else gone
+    cause = own_cause(s.ranks[first]) or (_cause_of(lone) if lone else None) or why_gone
     return conclude(
         s,
         cause,

@@ -226,7 +226,7 @@ def _finished(s: Situation) -> LogEvent | None:
     done = max((e for e in events if e.kind == "finished"), key=_line, default=None)
     failed = [e for e in events if e.kind in ("traceback", "exit", "abort", "timeout", "gave_up")]
     after = done and [
-        e for e in failed if e.place.path == done.place.path and e.place.line > done.place.line
+        e for e in failed if e.place.path != done.place.path or e.place.line > done.place.line
     ]
     return done if done and ("worker group" in done.text or not after) else None
 

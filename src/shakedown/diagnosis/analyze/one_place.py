@@ -144,6 +144,8 @@ def different_paths(s: Situation) -> Hypothesis | None:
 
 def _in_pipeline(positions: Sequence[Position]) -> bool:
     """Two that send, and nobody who does else; or all below a schedule, some between two stages."""
+    if all(any("p2p_communication" in f.file for f in p.path) for p in positions):
+        return True
     if all(p.kind == "p2p" for p in positions):
         return sum("send" in p.op for p in positions) > 1
     below = all(any("pipelin" in f.file for f in p.path) for p in positions)
@@ -162,6 +164,9 @@ def one_place(s: Situation) -> Hypothesis | None:
         return None
     # Different calls of one group that all are to be in at once: the dumps are of several moments.
     if any(len({v.pending for v in g.views.values() if v.pending}) > 1 for g in s.facts.groups):
+        return None
+    # Lines of watchdogs show that all wait, not that none is behind.
+    if not any(c.stacks or (c.record and c.record.operations) for c in s.ranks.values()):
         return None
     native = [r for r in ranks if in_nccl_enqueue(s.ranks[r])]
     world = any(set(g.members) >= set(ranks) for g in s.facts.groups)

@@ -41,7 +41,7 @@ def raised(s: Situation) -> Hypothesis | None:
     if not told:
         return None
     # A GPU that fails leaves errors of other kinds behind, also in the job that comes after.
-    event, cause = next((row for row in told if row[1] == "gpu_error"), told[-1])
+    event, cause = next((row for row in told if row[1] == "gpu_error"), told[0])
     times = Counter(e.text for e, _ in told)[event.text]
     users = user_frames(event.frames) or list(event.frames)
     role = role_of(user_frames(event.frames)) if cause == "user_code" else ""

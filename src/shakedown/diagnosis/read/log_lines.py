@@ -187,14 +187,13 @@ PATTERNS: list[Row] = [
             "xid (pci",
             "uncorrectable",
             "fallen off the bus",
-            "unhandled",
         ),
         re.compile(
-            r"\b(?:CUDA|HIP|MUSA) error: (?!out of memory)\w.{0,100}"
+            r"\b(?:CUDA|HIP|MUSA) error: (?!out of memory|invalid device ordinal)\w.{0,100}"
             r"|CUDA_ERROR_(?!OUT_OF_MEMORY)[A-Z_]{3,60}"
             # Xid 45 and 154 follow from another error: NVIDIA's table of Xids.
             r"|Xid \(PCI:(?P<bus>[\w:.]{4,20})\): (?!45,|154,)\d{1,4}(?:, pid='?(?P<pid>\d{1,8}))?"
-            r"|[Uu]ncorrectable (?:ECC|NVLink) error|fallen off the bus|[Uu]nhandled cuda error"
+            r"|[Uu]ncorrectable (?:ECC|NVLink) error|fallen off the bus"
         ),
     ),
     # verl, NeMo RL, vLLM with Ray, Ray's autoscaler
@@ -329,13 +328,11 @@ PATTERNS: list[Row] = [
             "unhandled system error",
             "nccl warn",
             "ncclsocket",
-            "call to connect",
         ),
         re.compile(
             r"ncclInternalError|ncclSystemError|unhandled system error|^ncclSocket\w{1,40}: "
             r"|(?:(?P<node>[\w.-]{1,80}):\d{1,8}:\d{1,8} \[\d{1,3}\] .{0,60}?)?"
-            r"NCCL (?:WARN (?=.{0,80}?(?:Got completion|ibv_|IB |Net |NET/|timed out|[Ss]ocket))"
-            r"|INFO (?=Call to connect returned))"
+            r"NCCL WARN (?=.{0,80}?(?:Got completion|ibv_|IB |Net |NET/|timed out|[Ss]ocket))"
             r"(?=.{0,400}?(?i:error|status|fail|timed out|closed|refused|unreachable|no route"
             r"|async event))(?:.{0,80}?(?:from peer|[Cc]onnect to) (?P<peer>[\w.-]{1,80}))?"
         ),

@@ -22,7 +22,7 @@ _OUTER = re.compile(
     r"^(?:\[pod/[^\]]{1,120}\] ?|\([^()]{1,80}\) |\[\d{4}-\d\d-\d\d[ T][\d:.,]{8,16}\] "
     r"|[\w.-]{1,60}: (?=\[(?:rank|default))"
     r"|\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-]\d\d:?\d\d) "
-    r"|[\d/-]{8,10} [\d:.,]{8,16} (?=\[(?:rank|default)))"
+    r"|[\d/-]{8,10} [\d:.,]{8,16} (?:(?=\[(?:rank|default))|[\w.-]{1,60}: ))"
 )
 # torch's `[rank3]:` and torchrun's `[default1]:`, whose number is the rank within the node.
 # With `--tee` of torch before 2.0 or torchx it is `[trainer3]:`, or `[trainer3|3]:`.
@@ -210,7 +210,7 @@ class _Shelf:
 
 def _may_be_outer(text: str) -> bool:
     """Most lines have no prefix: a glance costs less than the pattern."""
-    return text[:1] in "[(" or text[10:11] == "T" or "]:" in text[:200]
+    return text[:1] in "[(" or text[10:11] in ("T", " ") or "]:" in text[:200]
 
 
 def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
