@@ -12,46 +12,20 @@ from shakedown.core.errors import UsageError
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import user_frames
+from shakedown.diagnosis.analyze.raised import (
+    KILLED_FOR,
+    OWN,
+    cause_of,
+    is_victims,
+    own_cause,
+    root_exception,
+    shape_of,
+    told_cause,
+)
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.read.clock import since
 from shakedown.diagnosis.records import LogEvent, SourceRef
-
-# Errors that a rank dies of because another one went first.
-_VICTIM = re.compile(
-    r"closed by peer|reset by peer|Broken ?pipe|Socket closed|Watchdog caught|ncclRemoteError"
-    r"|communicator was aborted|KeyboardInterrupt|SystemExit|SIGTERM|[Tt]imed? ?out|DistStoreError"
-    r"|SignalException"
-    r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
-    r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
-    r"|NCCL (?:[Ee]rror|communicator)|remote process|ncclCommInitRank|unhandled system error"
-    r"|(?:Actor|RayActor|Node|Owner)(?:Died|Unavailable)?Error|WorkerCrashedError"
-    r"|stream synchronize failed|HCCL|hccl|closed by remote peer"
-    # of a client, whose server is gone or not there yet
-    r"|server can't be reached|APIConnectionError|Max retries exceeded|ClientConnectorError"
-    r"|EngineDeadError|other ranks that didn't finish"
-    # An error that compares ranks accuses neither.
-    r"|\brank ?\d{1,6}\b.{0,120}\brank ?\d|DDP expects same model across all ranks"
-    r"|across (?:all )?(?:devices|processes)|in process 0\b"
-)
-
-
-def is_victims(event: LogEvent) -> bool:
-    """Whether the error only says that another rank went first."""
-    return _VICTIM.search(event.text) is not None
-
-
-def _is_feeders(event: LogEvent) -> bool:
-    """Of the thread that feeds a multiprocessing.Queue: it prints what it raised, and goes on."""
-    return any(f.function == "_feed" and f.file.endswith("queues.py") for f in event.frames)
-
-
-def root_exception(component: ComponentFacts) -> LogEvent | None:
-    """The first traceback that no peer's death explains."""
-    found = [e for e in component.events if e.kind == "traceback" and not e.detail.get("chained")]
-    own = [e for e in found if not is_victims(e) and not _is_feeders(e)]
-    # One that is cut off tells the place at most: another tells more.
-    return min(own, key=lambda e: not e.detail.get("exception"), default=None)
 
 
 def node_dead(s: Situation) -> Hypothesis | None:
@@ -118,72 +92,6 @@ def _all_elsewhere(s: Situation, names: set[str]) -> bool:
     return whole and "" not in hosts and not hosts & names
 
 
-# A GPU's own trouble and a want of memory explain what the others' transports then say.
-_KILLED_FOR = "Out Of Memory"  # srun's word of a task
-_OWN: dict[str, Cause] = {"oom": "out_of_memory", "gpu_error": "gpu_error"}
-# What an exception says -> the cause; the first says what DDP tells the rank that did not use all
-# parameters in its last step.
-_RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
-    (re.compile(r"Expected to have finished reduction in the prior"), "conditional_collective"),
-    (
-        re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory"),
-        "out_of_memory",
-    ),
-    # The job asks for a device that it was not given.
-    (re.compile(r"invalid device ordinal|No CUDA GPUs are available"), "user_code"),
-    (
-        re.compile(
-            r"(?:CUDA|HIP|MUSA) error|Error 802|cudaError[A-Z]|CUDA_ERROR|cuDNN error|CUBLAS_STATUS"
-        ),
-        "gpu_error",
-    ),
-    (
-        re.compile(r"[Aa]ddress already in use|EADDRINUSE|failed to (?:listen|bind)"),
-        "init_deadlock",
-    ),
-    (
-        re.compile(r"DataLoader worker \(pid.{1,40}(?:killed by signal|exited unexpectedly)"),
-        "dataloader",
-    ),
-    (
-        re.compile(
-            r"No space left|[Qq]uota exceeded|Input/output error|Stale file handle|Read-only"
-        ),
-        "storage",
-    ),
-)
-_IN_WORKER = re.compile(r"^\w+: Caught \w+ in DataLoader worker process")
-# Code that is given to a trainer: of a reward, an agent or the data.
-_GIVEN = re.compile(
-    r"reward|verif|grade|score|agent|episode|__getitem__|__next__|__iter__|collate|tokeni[sz]e"
-    r"|data_?(?:set|loader|gen)|preprocess",
-    re.I,
-)
-
-
-def own_cause(component: ComponentFacts) -> Cause | None:
-    """What a rank's own log gives as the reason of its end."""
-    raised, event = root_exception(component), component.event(*_OWN)
-    cause = _cause_of(raised) if raised else None
-    if cause not in (None, "user_code") or event is None:
-        memory = any(e.detail.get("how") == _KILLED_FOR for e in component.events)
-        return cause or ("out_of_memory" if memory else None)
-    return _OWN[event.kind]
-
-
-def told_cause(raised: LogEvent) -> Cause | None:
-    """What an exception is by its text alone."""
-    return next((cause for pattern, cause in _RAISED if pattern.search(raised.text)), None)
-
-
-def _cause_of(raised: LogEvent) -> Cause | None:
-    """What an exception is, by its text and by the code that it came from."""
-    told = told_cause(raised)
-    users = user_frames(raised.frames)[1:]
-    given = any(_GIVEN.search(f.function) or _GIVEN.search(f.file) for f in users)
-    return told or ("user_code" if given or _IN_WORKER.search(raised.text) else None)
-
-
 def _lone_traceback(s: Situation) -> LogEvent | None:
     """The one exception in logs that name no rank: it is of the rank that ended."""
     found = [e for e in s.facts.events if e.kind == "traceback" and not e.detail.get("chained")]
@@ -202,7 +110,7 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     """Some ranks are gone, or raised an error of their own, and that explains the others."""
     raised = _uncaught(s)
     killed = [r for r in s.dead if _ended_by_itself(s, r)]
-    own = {r: cause for r, c in s.ranks.items() if (cause := own_cause(c)) in _OWN.values()}
+    own = {r: cause for r, c in s.ranks.items() if (cause := own_cause(c)) in OWN.values()}
     own = own if failed(s) else {}
     lone = _lone_traceback(s) if len(s.dead) == 1 and not raised and not own else None
     killed = killed or (s.dead if lone is not None else [])
@@ -230,7 +138,7 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     # What raised by itself told its reason; `missing_rank` is for those that went without a word.
     by_itself = told is not None and told.detail.get("exception") and not s.facts.of_engine
     why_gone: Cause = "user_code" if by_itself else gone
-    cause = own_cause(s.ranks[first]) or (_cause_of(lone) if lone else None) or why_gone
+    cause = own_cause(s.ranks[first]) or (cause_of(lone) if lone else None) or why_gone
     return conclude(
         s,
         cause,
@@ -273,14 +181,18 @@ _TOGETHER = 5.0
 
 def _first_of(s: Situation, ranks: list[int], raised: Mapping[int, LogEvent]) -> list[int]:
     """Those that ended first, and those with the same error: what comes later follows from it."""
-    ends = {r: raised.get(r) or s.ranks[r].event(*_OWN, "abort", "exit") for r in ranks}
+    ends = {r: raised.get(r) or s.ranks[r].event(*OWN, "abort", "exit") for r in ranks}
     timed = {r: e for r, e in ends.items() if e is not None}
     if len(timed) < len(ends) or len(timed) < 2:
         return ranks
     first = next((e for e in timed.values() if all(_not_after(e, o) for o in timed.values())), None)
     if first is None:
         return ranks
-    return [r for r, e in timed.items() if _shape_of(e) == _shape_of(first) or not _after(e, first)]
+    return [
+        r
+        for r, e in timed.items()
+        if shape_of(e.text) == shape_of(first.text) or not _after(e, first)
+    ]
 
 
 def _not_after(event: LogEvent, other: LogEvent) -> bool:
@@ -290,10 +202,6 @@ def _not_after(event: LogEvent, other: LogEvent) -> bool:
 
 def _after(event: LogEvent, first: LogEvent) -> bool:
     return since(first.at or 0.0, event.at or 0.0) > _TOGETHER
-
-
-def _shape_of(event: LogEvent) -> str:
-    return _NUMBER.sub("#", event.text)
 
 
 def _in_teardown(s: Situation, raised: Mapping[int, LogEvent]) -> bool:
@@ -309,7 +217,7 @@ def _every_rank(s: Situation, raised: Mapping[int, LogEvent], ended: list[int]) 
     kinds: dict[str, list[int]] = {}
     for rank in ended:
         text, _ = _death(s.ranks[rank], raised.get(rank))
-        kinds.setdefault(_NUMBER.sub("#", text), []).append(rank)
+        kinds.setdefault(shape_of(text), []).append(rank)
     first, _ = _death(s.ranks[ended[0]], raised.get(ended[0]))
     told = "; ".join(
         f"{name_ranks(ranks)}: {_death(s.ranks[ranks[0]], raised.get(ranks[0]))[0]}"
@@ -335,9 +243,6 @@ def _every_rank(s: Situation, raised: Mapping[int, LogEvent], ended: list[int]) 
     )
 
 
-_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
-
-
 def _ended_by_itself(s: Situation, rank: int) -> bool:
     """Whether the end of a rank is its own, as far as its process and its log tell.
 
@@ -361,7 +266,7 @@ _KILLS = frozenset({-4, -7, -8, -9, -11})  # signals that no transport and no la
 
 
 def _killed(component: ComponentFacts) -> bool:
-    words = ("Killed", "Segmentation fault", "Bus error", _KILLED_FOR)
+    words = ("Killed", "Segmentation fault", "Bus error", KILLED_FOR)
     ends = [e.detail for e in component.events if e.kind == "exit"]
     # Ray names the actor whose process is gone.
     return component.exit_code in _KILLS or any(
@@ -376,7 +281,7 @@ _TRANSPORT = re.compile(r"gloo::|c10::Dist")
 def _aborted_by_peers(component: ComponentFacts) -> bool:
     """A watchdog or a transport ends, by SIGABRT, a rank that others let down: a victim."""
     # That is the rank's own end, whatever its transport threw afterwards.
-    if any(e.kind in _OWN for e in component.events):
+    if any(e.kind in OWN for e in component.events):
         return False
     thrown = [str(e.detail.get("type", "")) for e in component.events if e.kind == "abort"]
     timed_out = any(e.kind in ("timeout", "gave_up") for e in component.events)
@@ -396,7 +301,7 @@ def _death(component: ComponentFacts, raised: LogEvent | None) -> tuple[str, lis
         return f"{raised.text}{at}", [raised.place]
     places = [component.state.place] if component.state else []
     places += [u.place for u in component.unattachable[:1]]
-    event = component.event(*_OWN) or component.event("abort", "exit")
+    event = component.event(*OWN) or component.event("abort", "exit")
     if event is not None:
         return event.text, [event.place, *places]
     if component.exit_code is not None:
@@ -423,7 +328,7 @@ def failed(s: Situation) -> bool:
 
 def told_of_nobody(s: Situation) -> Hypothesis | None:
     """A GPU's error or a want of memory of a job that failed, by no rank: of a node at most."""
-    events = [e for e in s.facts.events if e.kind in _OWN or e.detail.get("how") == _KILLED_FOR]
+    events = [e for e in s.facts.events if e.kind in OWN or e.detail.get("how") == KILLED_FOR]
     if not events or not failed(s):
         return None
     hosts = {e.who.host for e in events} - {""}
@@ -431,7 +336,7 @@ def told_of_nobody(s: Situation) -> Hypothesis | None:
     at = f" on {min(hosts)}" if len(hosts) == 1 else ""
     return conclude(
         s,
-        _OWN.get(first.kind, "out_of_memory"),
+        OWN.get(first.kind, "out_of_memory"),
         f"{first.text}{at}; which rank it was is not told",
         nodes=hosts if len(hosts) == 1 else (),
         sure="likely",

@@ -9,9 +9,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from shakedown.diagnosis.analyze.causes import conclude
-from shakedown.diagnosis.analyze.ended import root_exception
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
+from shakedown.diagnosis.analyze.raised import root_exception
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.records import Frame, SourceRef

@@ -8,45 +8,15 @@ from dataclasses import replace
 from shakedown.diagnosis.read.candidates import lines_with
 from shakedown.diagnosis.read.clock import span_of, stamp_of, timed
 from shakedown.diagnosis.read.cut_off import cut_tracebacks
+from shakedown.diagnosis.read.line_owners import strip
 from shakedown.diagnosis.read.local_ranks import LOCAL
 from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
-from shakedown.diagnosis.read.numbers import pid_of
 from shakedown.diagnosis.read.placements import ENGINE, node_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.read.step_times import step_lengths, step_lines
 from shakedown.diagnosis.read.traceback_lines import HEAD, frame_of
 from shakedown.diagnosis.records import Frame, Identity, LogEnd, LogEvent, Record, clean
 
-# kubectl logs --prefix and --timestamps, Ray, a node's name or a time before torchrun's own prefix
-_OUTER = re.compile(
-    r"^(?:\[pod/[^\]]{1,120}\] ?|\([^()]{1,80}\) |\[\d{4}-\d\d-\d\d[ T][\d:.,]{8,16}\] "
-    r"|[\w.-]{1,60}: (?=\[(?:rank|default))"
-    r"|\d{4}-\d\d-\d\dT[\d:.]{8,20}(?:Z|[+-]\d\d:?\d\d) "
-    r"|[\d/-]{8,10} [\d:.,]{8,16} (?:(?=\[(?:rank|default))|[\w.-]{1,60}: ))"
-)
-# torch's `[rank3]:` and torchrun's `[default1]:`, whose number is the rank within the node.
-# With `--tee` of torch before 2.0 or torchx it is `[trainer3]:`, or `[trainer3|3]:`.
-_PREFIX = re.compile(
-    r"^\[(?:(?:rank|trainer)-?(\d{1,6})(?:\|\d{1,4})?|default-?(\d{1,4}))\]:? ?", re.I
-)
-# SGLang's own, of which TP counts the ranks of one server: `[2026-02-12 11:38:21 DP0 TP2 EP2] `;
-# and vLLM's: `(Worker_TP2 pid=504) `, `(VllmWorker rank=2 pid=504) `
-_OF_ENGINE = re.compile(
-    r"^(?:\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(?: DP\d{1,4})? TP(?P<a>\d{1,4})(?: EP\d{1,4})?\] "
-    r"|\((?:Worker_TP|VllmWorker rank=)(?P<b>\d{1,4}) pid=(?P<pid>\d{1,8})\) )"
-)
-# What a library writes into its line: `(PolicyWorker[rank=9] pid=4711) ...`, and torch's watchdog,
-# whose number is the job's rank for the default group alone.
-_RAY_RANK = re.compile(r"^\(\w{1,60}\[rank=(\d{1,6})\]")
-# Ray's and vLLM's own: `(WorkerDict pid=4711, ip=10.0.0.7) `, `(Worker_TP1 pid=1390) `
-_PROCESS = re.compile(r"^\([\w.:=\[\]]{1,80} pid=(\d{1,8})(?:, ip=([\w.:-]{1,60}))?\) ")
-_IN_LINE = re.compile(r"\[(?:PG (?:ID )?0 (?:PG GUID 0)?(?:\(default_pg\) )?)?Rank (\d{1,6})\] ")
-# mpirun --tag-output: `[1,3]<stdout>: `, job and rank.
-# Horovod: `[3]<stderr>:`
-_MPI = re.compile(r"^\[(?:\d{1,4},)?(\d{1,6})\]<std(?:out|err)>: ?")
-# A line that tqdm's bar stands before, as it ends without a line break.
-_BEHIND_BAR = re.compile(r"%\|.{0,4000}?\](?=\[(?:rank|default)\d)")
-_TASK = re.compile(r"^ *(\d{1,5}): ")  # srun --label
 _LOG_NAME = re.compile(
     r"\.(?:log|out|err|stdout|stderr)(?:\.\d+)?(?:\.gz)?$|(?:^|/)log[^/]*\.txt(?:\.gz)?$|^slurm-.*$"
     r"|(?:^|/)metrics\.jsonl$"
@@ -79,7 +49,7 @@ def parse(source: EvidenceFile) -> list[Record]:
     lowered = source.text.lower()
     rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
     telling = _telling(lowered, rows)
-    cut = cut_tracebacks(source, lambda line: _strip(line, named))
+    cut = cut_tracebacks(source, lambda line: strip(line, named))
     events = _Reader(source, named, rows).read(telling) if telling else []
     rows_cut = [_within(event, local) for event, local in cut]
     found: list[Record] = [*timed(source.lines, rows_cut), *timed(source.lines, events)]
@@ -133,12 +103,12 @@ class _Reader:
         for at in range(first, last):
             if not self._open:
                 break
-            line, who, local = _strip(lines[at], self._named)
+            line, who, local = strip(lines[at], self._named)
             if (who.pid, who.rank, local) in self._open:
                 self._follow(at + 1, line, who, local, who)
 
     def _line(self, number: int, raw: str) -> None:
-        line, who, local = _strip(raw, self._named)
+        line, who, local = strip(raw, self._named)
         opens = HEAD in line or line.startswith(_CHAINED)
         # SGLang says whose a traceback is at its head alone.
         bare = HEAD in line and who.role == ENGINE and who.pid is None
@@ -206,57 +176,6 @@ class _Shelf:
     def ordered(self) -> list[LogEvent]:
         rows = [*self._first.values(), *self._last.values()]
         return sorted((e for row in rows for e in row), key=lambda e: e.place.line)
-
-
-def _may_be_outer(text: str) -> bool:
-    """Most lines have no prefix: a glance costs less than the pattern."""
-    return text[:1] in "[(" or text[10:11] in ("T", " ") or "]:" in text[:200]
-
-
-def _strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
-    """Remove `[default1]:[rank3]: ` or srun's `3: `; whose line it is, and its local rank."""
-    text = raw.rstrip("\r")
-    if not text:
-        return text, named, None
-    if text[0] in "([" and (match := _OF_ENGINE.match(text)):
-        pid = pid_of(int(match["pid"])) if match["pid"] else None
-        who = Identity(int(match["a"] or match["b"]), pid, named.host, ENGINE)
-        return text[match.end() :], who, None
-    who = _worker(text, named) if text[0] == "(" else named
-    text, rank, local = _without_outer(text), who.rank, None
-    if match := _MPI.match(text):
-        text, rank = text[match.end() :], int(match[1])
-    found = False
-    while match := _PREFIX.match(text):
-        text, found = text[match.end() :], True
-        rank = int(match[1]) if match[1] else rank
-        local = int(match[2]) if match[2] else local
-    # The weakest sign: `3: ` can begin any message, so it counts only where nothing else names a
-    # rank.
-    if not found and rank is None and (match := _TASK.match(text)):
-        text, rank = text[match.end() :], int(match[1])
-    if rank is None and "Rank " in text and (match := _IN_LINE.search(text)):
-        rank = int(match[1])
-    if rank == named.rank and who.pid == named.pid:
-        return text, named, local
-    pid = None if who.pid == named.pid else pid_of(who.pid)
-    return text, Identity(rank, pid, who.host, named.role), local
-
-
-def _worker(text: str, named: Identity) -> Identity:
-    """Whose line it is by Ray's or vLLM's own prefix: the rank, or the process."""
-    rank, process = _RAY_RANK.match(text), _PROCESS.match(text)
-    who = replace(named, rank=int(rank[1])) if rank else named
-    return replace(who, pid=int(process[1]), host=process[2] or who.host) if process else who
-
-
-def _without_outer(text: str) -> str:
-    """Prefixes stack up: kubectl's stands before a time, which stands before torchrun's."""
-    if "%|" in text and (bar := _BEHIND_BAR.search(text)):
-        text = text[bar.end() :]
-    while _may_be_outer(text) and (match := _OUTER.match(text)):
-        text = text[match.end() :]
-    return text
 
 
 # A launcher's or a server's lines: the log is of all ranks, whatever number its name ends with.

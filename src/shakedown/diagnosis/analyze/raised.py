@@ -1,0 +1,119 @@
+"""What errors in logs tell: whether it is a rank's own, and what cause its text or code names."""
+
+import re
+from collections.abc import Sequence
+
+from shakedown.diagnosis.analyze.model import Cause
+from shakedown.diagnosis.analyze.position import user_frames
+from shakedown.diagnosis.facts import ComponentFacts
+from shakedown.diagnosis.records import LogEvent
+
+# Errors that a rank dies of because another one went first.
+_VICTIM = re.compile(
+    r"closed by peer|reset by peer|Broken ?pipe|Socket closed|Watchdog caught|ncclRemoteError"
+    r"|communicator was aborted|KeyboardInterrupt|SystemExit|SIGTERM|[Tt]imed? ?out|DistStoreError"
+    r"|SignalException"
+    r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
+    r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
+    r"|NCCL (?:[Ee]rror|communicator)|remote process|ncclCommInitRank|unhandled system error"
+    r"|(?:Actor|RayActor|Node|Owner)(?:Died|Unavailable)?Error|WorkerCrashedError"
+    r"|stream synchronize failed|HCCL|hccl|closed by remote peer"
+    # of a client, whose server is gone or not there yet
+    r"|server can't be reached|APIConnectionError|Max retries exceeded|ClientConnectorError"
+    r"|EngineDeadError|other ranks that didn't finish"
+    # An error that compares ranks accuses neither.
+    r"|\brank ?\d{1,6}\b.{0,120}\brank ?\d|DDP expects same model across all ranks"
+    r"|across (?:all )?(?:devices|processes)|in process 0\b"
+)
+
+
+def is_victims(event: LogEvent) -> bool:
+    """Whether the error only says that another rank went first."""
+    return _VICTIM.search(event.text) is not None
+
+
+def _is_feeders(event: LogEvent) -> bool:
+    """Of the thread that feeds a multiprocessing.Queue: it prints what it raised, and goes on."""
+    return any(f.function == "_feed" and f.file.endswith("queues.py") for f in event.frames)
+
+
+def root_exception(component: ComponentFacts) -> LogEvent | None:
+    """The first traceback that no peer's death explains."""
+    found = [e for e in component.events if e.kind == "traceback" and not e.detail.get("chained")]
+    own = [e for e in found if not is_victims(e) and not _is_feeders(e)]
+    # One that is cut off tells the place at most: another tells more.
+    return min(own, key=lambda e: not e.detail.get("exception"), default=None)
+
+
+# A GPU's own trouble and a want of memory explain what the others' transports then say.
+KILLED_FOR = "Out Of Memory"  # srun's word of a task
+OWN: dict[str, Cause] = {"oom": "out_of_memory", "gpu_error": "gpu_error"}
+# What an exception says -> the cause; the first says what DDP tells the rank that did not use all
+# parameters in its last step.
+_RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
+    (re.compile(r"Expected to have finished reduction in the prior"), "conditional_collective"),
+    (
+        re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory"),
+        "out_of_memory",
+    ),
+    # The job asks for a device that it was not given.
+    (re.compile(r"invalid device ordinal|No CUDA GPUs are available"), "user_code"),
+    (
+        re.compile(
+            r"(?:CUDA|HIP|MUSA) error|Error 802|cudaError[A-Z]|CUDA_ERROR|cuDNN error|CUBLAS_STATUS"
+        ),
+        "gpu_error",
+    ),
+    (
+        re.compile(r"[Aa]ddress already in use|EADDRINUSE|failed to (?:listen|bind)"),
+        "init_deadlock",
+    ),
+    (
+        re.compile(r"DataLoader worker \(pid.{1,40}(?:killed by signal|exited unexpectedly)"),
+        "dataloader",
+    ),
+    (
+        re.compile(
+            r"No space left|[Qq]uota exceeded|Input/output error|Stale file handle|Read-only"
+        ),
+        "storage",
+    ),
+)
+_IN_WORKER = re.compile(r"^\w+: Caught \w+ in DataLoader worker process")
+# Code that is given to a trainer: of a reward, an agent or the data.
+_GIVEN = re.compile(
+    r"reward|verif|grade|score|agent|episode|__getitem__|__next__|__iter__|collate|tokeni[sz]e"
+    r"|data_?(?:set|loader|gen)|preprocess",
+    re.I,
+)
+
+
+def own_cause(component: ComponentFacts) -> Cause | None:
+    """What a rank's own log gives as the reason of its end."""
+    raised, event = root_exception(component), component.event(*OWN)
+    cause = cause_of(raised) if raised else None
+    if cause not in (None, "user_code") or event is None:
+        memory = any(e.detail.get("how") == KILLED_FOR for e in component.events)
+        return cause or ("out_of_memory" if memory else None)
+    return OWN[event.kind]
+
+
+def told_cause(raised: LogEvent) -> Cause | None:
+    """What an exception is by its text alone."""
+    return next((cause for pattern, cause in _RAISED if pattern.search(raised.text)), None)
+
+
+def cause_of(raised: LogEvent) -> Cause | None:
+    """What an exception is, by its text and by the code that it came from."""
+    told = told_cause(raised)
+    users = user_frames(raised.frames)[1:]
+    given = any(_GIVEN.search(f.function) or _GIVEN.search(f.file) for f in users)
+    return told or ("user_code" if given or _IN_WORKER.search(raised.text) else None)
+
+
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+(?:\.\d+)?")
+
+
+def shape_of(text: str) -> str:
+    """The text without its numbers: ranks with one error differ in a device, a size, a process."""
+    return _NUMBER.sub("#", text)
