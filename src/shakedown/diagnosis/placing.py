@@ -78,6 +78,7 @@ def build_facts(records: Sequence[Record]) -> Facts:
         # A dump knows all that the watchdog's lines say, and more.
         if told is not None and not component.flight:
             component.flight.append(told)
+    facts.world = max(facts.world, _world_of_calls(facts))
     dumps = {r: c.record for r, c in facts.ranks.items() if c.record}
     facts.groups = build_groups(dumps, tuple(sorted(facts.ranks)))
     return facts
@@ -244,6 +245,7 @@ def _place_states(facts: Facts, records: Iterable[Record]) -> None:
 # What a program can catch, or try again.
 _CAUGHT = frozenset(
     {"traceback", "oom", "gpu_error", "nccl_error", "too_slow", "storage", "server_unhealthy"}
+    | {"too_few_gpus"}
 )
 
 
@@ -271,6 +273,26 @@ def _drop_survived(facts: Facts) -> None:
     facts.events = left(facts.events)
     for component in components:
         component.events = left(component.events)
+
+
+def _world_of_calls(facts: Facts) -> int:
+    """The number of ranks by the sizes of a gather or scatter of all, as a watchdog prints them."""
+    found = [0]
+    for event in facts.all_events():
+        row = event.detail
+        small, large = sorted((int(row.get("numel_in", 0)), int(row.get("numel_out", 0))))
+        of_all = str(row.get("op", "")).upper() in _OF_ALL and _is_default(event.text)
+        if event.kind == "timeout" and of_all and small and large % small == 0:
+            found.append(large // small)
+    return max(found) if max(found) <= MAX_WORLD else 0
+
+
+_OF_ALL = frozenset({"_ALLGATHER_BASE", "_REDUCE_SCATTER_BASE", "ALLGATHER", "REDUCE_SCATTER"})
+MAX_WORLD = 100_000
+
+
+def _is_default(text: str) -> bool:
+    return "default_pg" in text or "PG 0 " in text
 
 
 def _guessed(processes: Sequence[tuple[str, int]]) -> str:

@@ -68,6 +68,7 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
         ended.node_dead,
         roles.dead_role,
         ended.stopped_rank,
+        blocked.too_few_gpus,
         # Before a dead rank: a stage that raises on a tensor's shape may have received it.
         pipeline.shape_error,
         ended.dead_rank,
@@ -109,7 +110,6 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
             storage.heartbeat_and_rank_blocked,
             blocked.told_missing,
             blocked.too_few_joined,
-            blocked.too_few_gpus,
             blocked.did_not_time_out,
         ),
     ],

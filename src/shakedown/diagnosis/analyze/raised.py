@@ -75,6 +75,7 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
     (
         re.compile(
             r"No space left|[Qq]uota exceeded|Input/output error|Stale file handle|Read-only"
+            r"|PytorchStreamWriter failed|file write failed"
         ),
         "storage",
     ),

@@ -103,8 +103,12 @@ def _who(s: Situation) -> _Finding:
         return "staleness_capacity", [ORCHESTRATOR], why, [event.place], "seen"
     if orchestrator and _waits_for_weights(orchestrator):
         beat = orchestrator.beat
+        if beat is None:
+            # Each waits for the other's files: a folder that they do not share looks like this.
+            why = "the orchestrator waits for new weights, and each for the other"
+            return "rollout_starvation", [], why, [orchestrator.events[-1].place], "likely"
         roles, why, places = _one_sided(orchestrator, server)
-        places.append(beat.place if beat else orchestrator.events[-1].place)
+        places.append(beat.place)
         return "weight_sync_one_sided", roles, why, places, "likely" if roles else "open"
     still = stands_still(server) if server and not (orchestrator and orchestrator.events) else None
     if still is not None:
