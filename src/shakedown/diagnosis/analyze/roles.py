@@ -102,19 +102,22 @@ def _who(s: Situation) -> _Finding:
         why = f"the orchestrator holds rollouts back ({event.text})"
         return "staleness_capacity", [ORCHESTRATOR], why, [event.place], "seen"
     if orchestrator and _waits_for_weights(orchestrator):
-        beat = orchestrator.beat
-        if beat is None:
-            # Each waits for the other's files: a folder that they do not share looks like this.
-            why = "the orchestrator waits for new weights, and each for the other"
-            return "rollout_starvation", [], why, [orchestrator.events[-1].place], "likely"
-        roles, why, places = _one_sided(orchestrator, server)
-        places.append(beat.place)
-        return "weight_sync_one_sided", roles, why, places, "likely" if roles else "open"
+        return _for_weights(orchestrator, server)
     still = stands_still(server) if server and not (orchestrator and orchestrator.events) else None
     if still is not None:
         why = f"the inference server stands in {still[0]} in every sample"
         return "server_unhealthy", [INFERENCE], why, [still[1]], "likely"
     return _stuck_orchestrator(orchestrator)
+
+
+def _for_weights(orchestrator: ComponentFacts, server: ComponentFacts | None) -> _Finding:
+    beat = orchestrator.beat
+    if beat is None:
+        # Each waits for the other's files: a folder that they do not share looks like this.
+        why = "the orchestrator waits for new weights, and each for the other"
+        return "rollout_starvation", [], why, [orchestrator.events[-1].place], "likely"
+    roles, why, places = _one_sided(orchestrator, server)
+    return "weight_sync_one_sided", roles, why, [*places, beat.place], "likely" if roles else "open"
 
 
 # A server's own functions that load new weights, and those in which it handles a request.

@@ -144,7 +144,8 @@ def _within(event: LogEvent, local: int | None) -> LogEvent:
 # Launchers of which srun starts one a node: its tasks are no ranks.
 _EACH_NODE = re.compile(
     r"torchrun |torch\.distributed\.(?:run|launch)\b|torch/distributed/(?:run|launcher)"
-    r"|elastic/agent|--nproc[-_]per[-_]node|accelerate[./]commands[./]launch|\[default\d{1,4}\]:"
+    r"|elastic/agent|--nproc[-_]per[-_]node|accelerate[./]commands[./]launch|accelerate launch "
+    r"|\[default\d{1,4}\]:|\bray start |\bray::|RayTaskError|\(raylet"
 )
 
 
