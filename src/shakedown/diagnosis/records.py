@@ -192,6 +192,7 @@ LogKind = Literal[
     "gave_up",
     "missing_ranks",
     "too_few_gpus",
+    "cancelled",
     "exit",
     "finished",
     "progress",

@@ -12,6 +12,8 @@ from tests.hang_foreign import (
     behind,
     call,
     check,
+    faulthandler,
+    launcher,
     mistake,
     pickled,
     ranks,
@@ -142,6 +144,25 @@ def bare(rank: int, elements: int) -> str:
 def test_one_call_with_another_number_of_elements_is_a_size_mismatch(tmp_path: Path) -> None:
     text = "".join(bare(r, 100 if r else 150) for r in range(4))
     assert mistake(tmp_path, Case({"job.log": text}, "size_mismatch", pattern="B")) == ""
+
+
+def test_a_job_that_slurm_ended_at_its_limit_did_not_hang_for_that(tmp_path: Path) -> None:
+    log = (
+        "step 9 loss 2.0\n"
+        "slurmstepd: error: *** JOB 4711 ON n1 CANCELLED AT 2025-06-02T12:00:29 "
+        "DUE TO TIME LIMIT ***\n"
+        "srun: error: n1: task 0: Exited with exit code 1\n"
+    )
+    files = {"slurm-4711.out": "+ srun torchrun train.py\n" + log}
+    files["run/attempt_0/0/stderr.log"] = faulthandler(REDUCE)
+    assert mistake(tmp_path, Case(files, "unknown", state="exited")) == ""
+
+
+def test_a_rank_killed_beside_a_kill_for_memory_ran_out_of_it(tmp_path: Path) -> None:
+    oom = "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0.\n"
+    text = "+ srun torchrun train.py\n" + launcher(3, -9) + oom
+    case = Case({"slurm-4711.out": text}, "out_of_memory", (3,), "exited")
+    assert mistake(tmp_path, case) == ""
 
 
 def test_a_requeued_job_is_what_sacct_says_last(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
         # Before all rules that compare ranks: those of two jobs tell nothing about each other.
         one_job.mixed_jobs,
         one_job.job_state,
+        one_job.cut_off,
         # Before the rule that believes heartbeats: a rank whose beats are not written seems stuck.
         storage.heartbeat_blocked,
         one_job.progressing,

@@ -25,6 +25,7 @@ from shakedown.diagnosis.analyze.raised import (
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.read.clock import since
+from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.records import LogEvent, SourceRef
 
 
@@ -137,14 +138,19 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     told = raised.get(first)
     # What raised by itself told its reason; `missing_rank` is for those that went without a word.
     by_itself = told is not None and told.detail.get("exception") and not s.facts.of_engine
-    why_gone: Cause = "user_code" if by_itself else gone
+    # The kernel tells of a kill for memory, torchrun of a rank that was killed: of one end.
+    short = not told and s.ranks[first].exit_code == -signal.SIGKILL and _of_memory(s)
+    why_gone: Cause = "user_code" if by_itself else "out_of_memory" if short else gone
     cause = own_cause(s.ranks[first]) or (cause_of(lone) if lone else None) or why_gone
+    # An engine of one process: its rank tells nothing that the server does not.
+    alone = s.facts.of_engine and len(s.expected_ranks) == 1
     return conclude(
         s,
         cause,
-        f"{name_ranks(culprits)} ended: {why}",
+        f"{'the engine' if alone else name_ranks(culprits)} ended: {why}",
         # A port is the configuration's: who came second to it is not at fault.
-        ranks=[] if cause == "init_deadlock" else culprits,
+        ranks=[] if cause == "init_deadlock" or alone else culprits,
+        roles=[ENGINE] if alone else [],
         sure="told",
         evidence=places + [c for r in culprits[1:4] for c in _death(s.ranks[r], raised.get(r))[1]],
         remedy="repair what ended it, then start the stage again from its checkpoint",
@@ -202,6 +208,10 @@ def _not_after(event: LogEvent, other: LogEvent) -> bool:
 
 def _after(event: LogEvent, first: LogEvent) -> bool:
     return since(first.at or 0.0, event.at or 0.0) > _TOGETHER
+
+
+def _of_memory(s: Situation) -> bool:
+    return any(e.kind == "oom" or e.detail.get("how") == KILLED_FOR for e in s.facts.events)
 
 
 def _in_teardown(s: Situation, raised: Mapping[int, LogEvent]) -> bool:

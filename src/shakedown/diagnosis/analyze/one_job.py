@@ -6,6 +6,7 @@ from collections import defaultdict
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
+from shakedown.diagnosis.analyze.raised import is_victims
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.records import LogEvent
@@ -86,6 +87,9 @@ def _two_processes(facts: Facts) -> list[str]:
     return rows[:4]
 
 
+_CONTAINERS = 1000  # process ids that the ranks of a job may share, each in its container
+
+
 def _same_stack_twice(facts: Facts) -> list[str]:
     """One process given as two ranks: a file was copied or renamed.
 
@@ -101,7 +105,9 @@ def _same_stack_twice(facts: Facts) -> list[str]:
                 paths[key].add(path_key(stack.main.frames) if stack.main else ())
     twice = {key: ranks for key, ranks in seen.items() if len(ranks) > 1}
     lone = len(twice) == 1 and len(seen) > 1
-    named = [r for key, r in twice.items() if key[0] or (lone and len(paths[key]) == 1)]
+    # All that was looked at is one process: names count the looks. Containers begin at 1.
+    looks = len(twice) == len(seen) == 1 and min(pid for _, pid in seen) > _CONTAINERS
+    named = [r for key, r in twice.items() if key[0] or looks or (lone and len(paths[key]) == 1)]
     return [f"{name_ranks(list(ranks))} are given as one process" for ranks in named[:4]]
 
 
@@ -146,6 +152,27 @@ def job_state(s: Situation) -> Hypothesis | None:
         evidence=places,
         needed=["the logs of all ranks", "stacks of all ranks (`shakedown hang collect`)"],
         state="exited" if set(states.values()) <= _OVER else "unknown",
+    )
+
+
+def cut_off(s: Situation) -> Hypothesis | None:
+    """The job was ended from outside, and nothing shows that it stood before."""
+    events = s.facts.all_events()
+    found = [e for e in events if e.kind == "cancelled"]
+    failed = [e for e in events if e.kind in _TELLING and not is_victims(e)]
+    # Launchers end with a code of their own once they are told to.
+    failed = [e for e in failed if e.kind != "exit" or e.who.rank is not None]
+    looked = s.seen_alive or any(c.flight or c.beats for c in s.ranks.values())
+    if not found or failed or looked or s.facts.outcome is not None:
+        return None
+    return conclude(
+        s,
+        "unknown",
+        f"the job was ended from outside ({found[0].text}); nothing shows that it stood still",
+        sure="open",
+        evidence=[e.place for e in found[:4]],
+        needed=["the times of the last steps, and how long a step takes"],
+        state="exited",
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from shakedown.diagnosis.read.numbers import pid_of
 from shakedown.diagnosis.read.placements import ENGINE
+from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import Identity
 
 # kubectl logs --prefix and --timestamps, Ray, a node's name or a time before torchrun's own prefix
@@ -44,8 +45,11 @@ def _may_be_outer(text: str) -> bool:
     return text[:1] in "[(" or text[10:11] in ("T", " ") or "]:" in text[:200]
 
 
-def strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
-    """Remove `[default1]:[rank3]: ` or srun's `3: `; whose line it is, and its local rank."""
+def strip(raw: str, named: Identity, *, tasks: bool = True) -> tuple[str, Identity, int | None]:
+    """Remove `[default1]:[rank3]: ` or srun's `3: `; whose line it is, and its local rank.
+
+    `tasks`: srun's tasks are ranks, see `starts_several`.
+    """
     text = raw.rstrip("\r")
     if not text:
         return text, named, None
@@ -65,7 +69,7 @@ def strip(raw: str, named: Identity) -> tuple[str, Identity, int | None]:
     # The weakest sign: `3: ` can begin any message, so it counts only where nothing else names a
     # rank.
     if not found and rank is None and (match := _TASK.match(text)):
-        text, rank = text[match.end() :], int(match[1])
+        text, rank = text[match.end() :], int(match[1]) if tasks else None
     if rank is None and "Rank " in text and (match := _IN_LINE.search(text)):
         rank = int(match[1])
     if rank == named.rank and who.pid == named.pid:
@@ -88,3 +92,16 @@ def _without_outer(text: str) -> str:
     while _may_be_outer(text) and (match := _OUTER.match(text)):
         text = text[match.end() :]
     return text
+
+
+# Launchers of which srun starts one a node: its tasks are no ranks.
+_EACH_NODE = re.compile(
+    r"torchrun |torch\.distributed\.(?:run|launch)\b|torch/distributed/(?:run|launcher)"
+    r"|elastic/agent|--nproc[-_]per[-_]node|accelerate[./]commands[./]launch|accelerate launch "
+    r"|\[default\d{1,4}\]:|\bray start |\bray::|RayTaskError|\(raylet"
+)
+
+
+def starts_several(source: EvidenceFile) -> bool:
+    """Whether srun, if it is srun, starts one task a node of the job that wrote this log."""
+    return _EACH_NODE.search(source.text) is not None

@@ -196,6 +196,11 @@ PATTERNS: list[Row] = [
             r"|[Uu]ncorrectable (?:ECC|NVLink) error|fallen off the bus"
         ),
     ),
+    (
+        "cancelled",
+        ("cancelled at",),
+        re.compile(r"CANCELLED AT \S{1,40} DUE TO (?:TIME LIMIT|PREEMPTION|JOB REQUEUE)"),
+    ),
     # verl, NeMo RL, vLLM with Ray, Ray's autoscaler
     (
         "too_few_gpus",

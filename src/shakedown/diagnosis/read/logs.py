@@ -8,7 +8,7 @@ from dataclasses import replace
 from shakedown.diagnosis.read.candidates import lines_with
 from shakedown.diagnosis.read.clock import span_of, stamp_of, timed
 from shakedown.diagnosis.read.cut_off import cut_tracebacks
-from shakedown.diagnosis.read.line_owners import strip
+from shakedown.diagnosis.read.line_owners import starts_several, strip
 from shakedown.diagnosis.read.local_ranks import LOCAL
 from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
 from shakedown.diagnosis.read.placements import ENGINE, node_of
@@ -49,7 +49,8 @@ def parse(source: EvidenceFile) -> list[Record]:
     lowered = source.text.lower()
     rows = [row for row in PATTERNS if any(word in lowered for word in row[1])]
     telling = _telling(lowered, rows)
-    cut = cut_tracebacks(source, lambda line: strip(line, named))
+    tasks = not starts_several(source)
+    cut = cut_tracebacks(source, lambda line: strip(line, named, tasks=tasks))
     events = _Reader(source, named, rows).read(telling) if telling else []
     rows_cut = [_within(event, local) for event, local in cut]
     found: list[Record] = [*timed(source.lines, rows_cut), *timed(source.lines, events)]
@@ -78,7 +79,7 @@ class _Reader:
         self._events = _Shelf()
         self._open: dict[_Owner, _Tracebacks] = {}  # of whom every line counts
         self._launcher = _Launcher(source)
-        self._nodes = _EACH_NODE.search(source.text) is not None
+        self._nodes = starts_several(source)
 
     def read(self, telling: Sequence[int]) -> list[LogEvent]:
         """The events of the lines with these numbers and of all that they open."""
@@ -103,12 +104,12 @@ class _Reader:
         for at in range(first, last):
             if not self._open:
                 break
-            line, who, local = strip(lines[at], self._named)
+            line, who, local = strip(lines[at], self._named, tasks=not self._nodes)
             if (who.pid, who.rank, local) in self._open:
                 self._follow(at + 1, line, who, local, who)
 
     def _line(self, number: int, raw: str) -> None:
-        line, who, local = strip(raw, self._named)
+        line, who, local = strip(raw, self._named, tasks=not self._nodes)
         opens = HEAD in line or line.startswith(_CHAINED)
         # SGLang says whose a traceback is at its head alone.
         bare = HEAD in line and who.role == ENGINE and who.pid is None
@@ -139,14 +140,6 @@ class _Reader:
 def _within(event: LogEvent, local: int | None) -> LogEvent:
     """The event with its rank within the node, which other nodes have too."""
     return event if local is None else replace(event, detail={**event.detail, LOCAL: local})
-
-
-# Launchers of which srun starts one a node: its tasks are no ranks.
-_EACH_NODE = re.compile(
-    r"torchrun |torch\.distributed\.(?:run|launch)\b|torch/distributed/(?:run|launcher)"
-    r"|elastic/agent|--nproc[-_]per[-_]node|accelerate[./]commands[./]launch|accelerate launch "
-    r"|\[default\d{1,4}\]:|\bray start |\bray::|RayTaskError|\(raylet"
-)
 
 
 def _of_node(event: LogEvent) -> LogEvent:
@@ -182,7 +175,8 @@ class _Shelf:
 # A launcher's or a server's lines: the log is of all ranks, whatever number its name ends with.
 _OF_SEVERAL = re.compile(
     r"torch\.distributed\.run|torch/distributed/run\.py|elastic\.multiprocessing\.api|^srun: "
-    r"|^\((?:APIServer|EngineCore|Worker)\w{0,20} pid=",
+    r"|^\((?:APIServer|EngineCore|Worker)\w{0,20} pid="
+    r"|^\[[\d-]{10} [\d:]{8}(?: [DP]P\d{1,4}){0,2} TP\d",
     re.M,
 )
 _LABEL = re.compile(r"^\[rank(\d{1,6})\]:", re.M)
