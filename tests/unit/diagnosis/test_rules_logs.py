@@ -60,7 +60,7 @@ CASES = {
     ),
     "error of no rank": Case({"job.log": OOM}, "out_of_memory", state="exited"),
     "who did not time out": Case(
-        {"job.log": "".join(TIMED_OUT)}, "missing_rank", (0,)
+        {"job.log": "".join(TIMED_OUT)}, "rank_busy", (0,)
     ),
     "who did not time out, at work": Case(
         {"job.log": BAR + "".join(TIMED_OUT)}, "rank_busy", (0,)

@@ -27,6 +27,8 @@ def blocked_by_ranks(s: Situation) -> Hypothesis | None:
     first, waiters = s.graph.first_for(named), _waiters(s, named)
     if first is None or _many(s, named, waiters):
         return None
+    if all(_timed_out_itself(s, r) for r in named):
+        return _parted(s, named, waiters)
     if starts:
         return _not_joined(s, named, waiters)
     return _not_come(s, named, waiters, silent) if kind is None else _elsewhere(s, named, waiters)
@@ -45,6 +47,24 @@ def _timed_out_alike(s: Situation, rank: int, waiters: Collection[int]) -> bool:
     numbers = {view.pending for view in views if view.pending}
     events = s.ranks[rank].events if rank in s.ranks else []
     return any(e.kind == "timeout" and e.detail.get("seq") in numbers for e in events)
+
+
+def _timed_out_itself(s: Situation, rank: int) -> bool:
+    """Its own watchdog gave a call up: it waits, in another call than the others."""
+    events = s.ranks[rank].events if rank in s.ranks else []
+    return any(e.kind == "timeout" and "op" in e.detail for e in events)
+
+
+def _parted(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis:
+    return conclude(
+        s,
+        "collective_mismatch",
+        f"{name_ranks(named)} and {name_ranks(waiters)} timed out at different numbers of one "
+        "group: they were in different calls before",
+        sure="open",
+        evidence=s.recorded_at([*named, *waiters]),
+        needed=["Flight Recorder dumps of all ranks: the calls before tell where they parted"],
+    )
 
 
 def _sole(s: Situation, silent: list[int]) -> list[int]:
@@ -257,7 +277,8 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
     work = _unfinished(s)
     return conclude(
         s,
-        "rank_busy" if work else "missing_rank",
+        # Rank 0 does what is done once: it evaluates, saves, prepares the data.
+        "rank_busy" if work or absent == [0] else "missing_rank",
         f"{name_ranks(list(calls))} timed out in {operation.lower()}"
         + (f" (number {number})" if number is not None else "")
         + f"; {name_ranks(absent)} did not, and no line is from it"

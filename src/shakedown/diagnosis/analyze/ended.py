@@ -56,7 +56,6 @@ def node_dead(s: Situation) -> Hypothesis | None:
         sure="told" if names else "open",
         evidence=places[:8],
         needed=[] if names else [f"`scontrol show node {min(lists)}`: which of them is down"],
-        state="exited" if not s.alive else "hung",
     )
 
 
@@ -142,14 +141,16 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     short = not told and s.ranks[first].exit_code == -signal.SIGKILL and _of_memory(s)
     why_gone: Cause = "user_code" if by_itself else "out_of_memory" if short else gone
     cause = own_cause(s.ranks[first]) or (cause_of(lone) if lone else None) or why_gone
+    shared = cause == "init_deadlock" or (cause == "storage" and len(culprits) > 1)
     # An engine of one process: its rank tells nothing that the server does not.
     alone = s.facts.of_engine and len(s.expected_ranks) == 1
     return conclude(
         s,
         cause,
         f"{'the engine' if alone else name_ranks(culprits)} ended: {why}",
-        # A port is the configuration's: who came second to it is not at fault.
-        ranks=[] if cause == "init_deadlock" or alone else culprits,
+        # A port is the configuration's: who came second to it is not at fault. What is full for
+        # several ranks is full for all.
+        ranks=[] if shared or alone else culprits,
         roles=[ENGINE] if alone else [],
         sure="told",
         evidence=places + [c for r in culprits[1:4] for c in _death(s.ranks[r], raised.get(r))[1]],

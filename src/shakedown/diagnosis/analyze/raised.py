@@ -21,7 +21,7 @@ _VICTIM = re.compile(
     # of a client, whose server is gone or not there yet
     r"|server can't be reached|APIConnectionError|Max retries exceeded|ClientConnectorError"
     r"|RemoteDisconnected|Remote end closed|ReadTimeout|EngineDeadError"
-    r"|other ranks that didn't finish"
+    r"|other ranks that didn't finish|CheckpointException"
     # An error that compares ranks accuses neither.
     r"|\brank ?\d{1,6}\b.{0,120}\brank ?\d|DDP expects same model across all ranks"
     r"|across (?:all )?(?:devices|processes)|in process 0\b"

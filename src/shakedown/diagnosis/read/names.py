@@ -151,8 +151,19 @@ def _of_hosts(found: dict[str, Named]) -> None:
 def _numbers(found: dict[str, Named]) -> None:
     """Ranks count from 0: a number far above the count of files is a process or a job."""
     numbers = {number for _, number in found.values() if number is not None}
+    logs: dict[str, list[int]] = defaultdict(list)
+    for name, (_, number) in found.items():
+        if number is not None and name.endswith((".log", ".out", ".err")):
+            logs[_stem(name)].append(number)
+    # Ranks count from 0: `worker-1.log` and `worker-2.log` are of nodes, or parts.
+    nodes = {
+        k for k, row in logs.items() if len(row) > 1 and sorted(row) == [*range(1, len(row) + 1)]
+    }
     outputs = [n for name, (_, n) in found.items() if n is not None and name.endswith(".out")]
     for name, (identity, number) in found.items():
+        if number is not None and name.endswith((".log", ".out", ".err")) and _stem(name) in nodes:
+            found[name] = identity, None
+            continue
         # What Slurm wrote of rounds 18 and 19: tasks would begin at 0.
         if name.endswith(".out") and min(outputs, default=0) > 1:
             found[name] = identity, None
