@@ -136,7 +136,7 @@ def test_rank_that_raised_is_named_though_the_others_died_of_it(tmp_path: Path) 
     verdict = diagnose_stage(job.attempt, outcome)
     diagnosis = verdict.extra["diagnosis"]
     assert diagnosis["state"] == "exited"
-    assert diagnosis["cause"] == "missing_rank"
+    assert diagnosis["cause"] == "user_code"
     assert diagnosis["culprits"]["ranks"] == [1]
     assert "loss is not finite" in verdict.summary
 
