@@ -98,8 +98,10 @@ def _is_table(record: Record) -> bool:
 
 
 def _in_engine(record: Record) -> bool:
-    told = isinstance(record, LogEvent) or _is_table(record)
-    return told and record.who.role == ENGINE and record.who.rank is not None  # type: ignore[union-attr]
+    if not isinstance(record, LogEvent | TargetName):
+        return False
+    by_log = isinstance(record, LogEvent) or not record.name
+    return by_log and record.who.role == ENGINE and record.who.rank is not None
 
 
 def _as_rank(record: Record) -> Record:

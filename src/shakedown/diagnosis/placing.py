@@ -244,8 +244,16 @@ def _place_states(facts: Facts, records: Iterable[Record]) -> None:
 
 # What a program can catch, or try again.
 _CAUGHT = frozenset(
-    {"traceback", "oom", "gpu_error", "nccl_error", "too_slow", "storage", "server_unhealthy"}
-    | {"too_few_gpus"}
+    {
+        "traceback",
+        "oom",
+        "gpu_error",
+        "nccl_error",
+        "too_slow",
+        "storage",
+        "server_unhealthy",
+        "too_few_gpus",
+    }
 )
 
 

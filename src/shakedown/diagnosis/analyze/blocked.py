@@ -10,6 +10,7 @@ from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.places import WAITING
 from shakedown.diagnosis.analyze.position import Position, user_frames
+from shakedown.diagnosis.analyze.raised import OWN
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import Frame, LogEvent, SourceRef
 
@@ -27,7 +28,7 @@ def blocked_by_ranks(s: Situation) -> Hypothesis | None:
     first, waiters = s.graph.first_for(named), _waiters(s, named)
     if first is None or _many(s, named, waiters):
         return None
-    if all(_timed_out_itself(s, r) for r in named):
+    if all(_timed_out_apart(s, r, waiters) for r in named):
         return _parted(s, named, waiters)
     if starts:
         return _not_joined(s, named, waiters)
@@ -49,10 +50,12 @@ def _timed_out_alike(s: Situation, rank: int, waiters: Collection[int]) -> bool:
     return any(e.kind == "timeout" and e.detail.get("seq") in numbers for e in events)
 
 
-def _timed_out_itself(s: Situation, rank: int) -> bool:
-    """Its own watchdog gave a call up: it waits, in another call than the others."""
+def _timed_out_apart(s: Situation, rank: int, waiters: Collection[int]) -> bool:
+    """Its own watchdog gave up a call of the group in which the others wait at another number."""
     events = s.ranks[rank].events if rank in s.ranks else []
-    return any(e.kind == "timeout" and "op" in e.detail for e in events)
+    gave_up = any(e.kind == "timeout" and "op" in e.detail for e in events)
+    views = [g.views for g in s.facts.groups if rank in g.views and g.views[rank].pending]
+    return gave_up and any(v[r].pending for v in views for r in waiters if r in v)
 
 
 def _parted(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis:
@@ -247,7 +250,8 @@ def too_few_joined(s: Situation) -> Hypothesis | None:
 def too_few_gpus(s: Situation) -> Hypothesis | None:
     """The job's nodes have, or show Ray, fewer GPUs than it asks for."""
     events = [e for e in s.facts.all_events() if e.kind == "too_few_gpus"]
-    if not events:
+    # A GPU that failed, or had too little memory, was there.
+    if not events or any(e.kind in OWN for e in s.facts.all_events()):
         return None
     return conclude(
         s,
@@ -291,7 +295,7 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
         ],
         needed=[f"the log and a stack of {name_ranks(absent)}"],
         waits=[Block(sorted(calls), absent, f"entered {operation.lower()}")],
-        state="exited" if any(e.kind == "gave_up" for e in s.facts.all_events()) else s.end_state,
+        state="exited" if s.gave_up else None,
     )
 
 

@@ -118,7 +118,8 @@ def conclude(
     """A hypothesis with all that follows from its cause and its culprits.
 
     Victims are all other ranks of the job. `waits`: who waits for whom, where the situation's own
-    graph does not have it. `remedy` and `blame`: where the cause's own row does not fit.
+    graph does not have it. `state`: hung or ended as the evidence shows, unless given. `remedy` and
+    `blame`: where the cause's own row does not fit.
     """
     row = TABLE[cause]
     return Hypothesis(

@@ -133,14 +133,7 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     elif not raised and not own and _told_otherwise(s, culprits):
         return None
     why, places = _death(s.ranks[first], raised.get(first))
-    gone: Cause = "server_unhealthy" if s.facts.of_engine else "missing_rank"
-    told = raised.get(first)
-    # What raised by itself told its reason; `missing_rank` is for those that went without a word.
-    by_itself = told is not None and told.detail.get("exception") and not s.facts.of_engine
-    # The kernel tells of a kill for memory, torchrun of a rank that was killed: of one end.
-    short = not told and s.ranks[first].exit_code == -signal.SIGKILL and _of_memory(s)
-    why_gone: Cause = "user_code" if by_itself else "out_of_memory" if short else gone
-    cause = own_cause(s.ranks[first]) or (cause_of(lone) if lone else None) or why_gone
+    cause = _why_ended(s, first, raised.get(first))
     shared = cause == "init_deadlock" or (cause == "storage" and len(culprits) > 1)
     # An engine of one process: its rank tells nothing that the server does not.
     alone = s.facts.of_engine and len(s.expected_ranks) == 1
@@ -158,6 +151,18 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         needed=["kernel log (dmesg) for out-of-memory kills"] if not raised else [],
         blame="code" if raised else "environment",
     )
+
+
+def _why_ended(s: Situation, rank: int, raised: LogEvent | None) -> Cause:
+    told = own_cause(s.ranks[rank]) or (cause_of(raised) if raised else None)
+    if told is not None or s.facts.of_engine:
+        return told or "server_unhealthy"
+    if raised is not None and raised.detail.get("exception"):
+        return "user_code"
+    # The kernel tells of a kill for memory, torchrun of a rank that was killed: of one end.
+    if raised is None and s.ranks[rank].exit_code == -signal.SIGKILL and _of_memory(s):
+        return "out_of_memory"
+    return "missing_rank"  # it went without a word
 
 
 def _uncaught(s: Situation) -> dict[int, LogEvent]:
@@ -322,8 +327,16 @@ def _death(component: ComponentFacts, raised: LogEvent | None) -> tuple[str, lis
 
 
 _FAILED = frozenset(
-    {"traceback", "exit", "abort", "timeout", "gave_up", "peer_closed", "server_unhealthy"}
-    | {"nccl_error"}
+    {
+        "traceback",
+        "exit",
+        "abort",
+        "timeout",
+        "gave_up",
+        "peer_closed",
+        "server_unhealthy",
+        "nccl_error",
+    }
 )
 
 

@@ -126,13 +126,11 @@ def _does(component: ComponentFacts, s: Situation) -> str:
 def _look_again(
     chosen: Hypothesis, doing: Sequence[str], seconds: float | None = None
 ) -> Hypothesis:
-    within = (
-        "between the samples" if seconds is None else f"in the {seconds:.0f} s between the samples"
-    )
+    within = "" if seconds is None else f"in the {seconds:.0f} s "
     more = f" and {len(doing) - 2} more" if len(doing) > 2 else ""
     return Hypothesis(
         "unknown",
-        f"slow or hung is not known: {within} "
+        f"slow or hung is not known: {within}between the samples "
         f"{', '.join(doing[:2])}{more}, and nothing tells how long a step takes "
         f"({chosen.sentence})",
         confidence=0.0,

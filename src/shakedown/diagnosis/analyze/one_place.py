@@ -143,7 +143,9 @@ def different_paths(s: Situation) -> Hypothesis | None:
 
 
 def _in_pipeline(positions: Sequence[Position]) -> bool:
-    """Two that send, and nobody who does else; or all below a schedule, some between two stages."""
+    """Sends and receives alone, two of them sends; or all ranks inside a pipeline's schedule, some
+    of them in a send or receive.
+    """
     if all(any("p2p_communication" in f.file for f in p.path) for p in positions):
         return True
     if all(p.kind == "p2p" for p in positions):

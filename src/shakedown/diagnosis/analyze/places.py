@@ -14,8 +14,16 @@ from shakedown.diagnosis.records import SourceRef
 WAITING = frozenset({"collective", "p2p"})
 # What a log can hold of a job that still runs, or waits; all else is of an end, or raises.
 _GOES_ON = frozenset(
-    {"progress", "starving", "too_slow", "waiting_weights", "staleness", "storage", "missing_ranks"}
-    | {"too_few_gpus"}
+    {
+        "progress",
+        "starving",
+        "too_slow",
+        "waiting_weights",
+        "staleness",
+        "storage",
+        "missing_ranks",
+        "too_few_gpus",
+    }
 )
 _PORT = "async event"  # NCCL reports a port's state, and tries again
 

@@ -104,4 +104,4 @@ def aborted_call(s: Situation) -> Hypothesis | None:
     told = diverged(s) if events else None
     if told is None:
         return None
-    return replace(told, state=s.end_state, evidence=[events[0].place, *told.evidence])
+    return replace(told, evidence=[events[0].place, *told.evidence])

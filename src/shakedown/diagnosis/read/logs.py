@@ -234,7 +234,7 @@ class _Launcher:
 
     # ` time      : 2024-01-02_10:00:00`, ` rank      : 2 (local_rank: 2)`, and below
     # ` exitcode  : -9 (pid: 4711)`
-    _TIME = re.compile(r"^\s*time\s+: (\d{4}-\d\d-\d\d_\d\d:\d\d:\d\d)")
+    _TIME = re.compile(r"^\s*time\s+: ")
     _RANK = re.compile(r"^\s*rank\s+: (\d{1,6}) \(local_rank: (\d{1,4})\)")
     _CODE = re.compile(r"^\s*exitcode\s+: (-?\d{1,4}) \(pid: (\d{1,8})\)")
     ALIKE_SECONDS = 30.0  # torchrun waits as long for the others to end
@@ -244,8 +244,8 @@ class _Launcher:
         self._root = False
         self._rank: int | None = None
         self._local = 0
-        self._time = ""
-        self._others: list[tuple[int, str]] = []  # code, time
+        self._time: float | None = None
+        self._others: list[tuple[int, float | None]] = []  # code, time
         self.summed_up = False
 
     def feed(self, number: int, line: str) -> list[LogEvent]:
@@ -254,8 +254,8 @@ class _Launcher:
             self._root = True
         elif line.startswith("Failures:"):
             self._root, self._others = False, []
-        elif match := self._TIME.match(line):
-            self._time = match[1]
+        elif self._TIME.match(line):
+            self._time = stamp_of(line)
         elif match := self._RANK.match(line):
             self._rank, self._local = int(match[1]), int(match[2])
         elif (match := self._CODE.match(line)) and self._rank is not None:
@@ -274,14 +274,9 @@ class _Launcher:
         return []
 
     def _alike(self, code: int) -> bool:
-        times = [self._seconds(time) for _, time in self._others] + [self._seconds(self._time)]
-        near = max(times) - min(times) <= self.ALIKE_SECONDS
+        times = [t for t in (*(time for _, time in self._others), self._time) if t is not None]
+        near = not times or max(times) - min(times) <= self.ALIKE_SECONDS
         return bool(self._others) and near and all(code == other for other, _ in self._others)
-
-    def _seconds(self, text: str) -> int:
-        """Of the day, 0 where no time is given."""
-        hours, minutes, seconds = map(int, (text[-8:] or "0:0:0").split(":"))
-        return 3600 * hours + 60 * minutes + seconds
 
 
 _DIGIT = re.compile(r"\d")
