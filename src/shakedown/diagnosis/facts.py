@@ -101,6 +101,7 @@ class Facts:
     outcome: JobExit | None = None
     events: list[LogEvent] = field(default_factory=list)
     unplaced: list[Stack] = field(default_factory=list)
+    processes: list[ProcessState] = field(default_factory=list)  # of no known rank
     step_lengths: list[StepLength] = field(default_factory=list)
     ends: list[LogEnd] = field(default_factory=list)  # of logs that are no rank's or role's
     conflicts: list[str] = field(default_factory=list)

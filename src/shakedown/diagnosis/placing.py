@@ -236,7 +236,9 @@ def _place_states(facts: Facts, records: Iterable[Record]) -> None:
     for record in records:
         if isinstance(record, ProcessState) and record.who.rank is None and not record.who.role:
             component = owner.get((record.who.host, record.who.pid or -1))
-            if component is not None and record not in component.states:
+            if component is None:
+                facts.processes.append(record)
+            elif record not in component.states:
                 component.states.append(record)
         elif isinstance(record, Unattachable) and record.who == Identity():
             facts.unread = True

@@ -127,7 +127,7 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
         *_of_a_moment(one_place.all_in_loader, blocked.start_without_somebody),
         *_lasting(one_place.told_nccl),
         *_of_a_moment(one_place.different_paths, one_place.one_place, one_place.half_done),
-        *_lasting(user_code.too_slow, servers.told_dead, differ.differed),
+        *_lasting(user_code.too_slow, servers.told_dead, differ.differed, one_job.state_alone),
     ],
 }
 

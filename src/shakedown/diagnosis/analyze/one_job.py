@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import path_key
@@ -9,7 +10,7 @@ from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.raised import is_victims
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts, Facts
-from shakedown.diagnosis.records import LogEvent
+from shakedown.diagnosis.records import LogEvent, SourceRef
 
 # `demo/stages/sft/attempts/001/evidence/...`
 _ATTEMPT = re.compile(r"^(.{0,400}/attempts/\d{1,6})/|^(attempts/\d{1,6})/")
@@ -119,40 +120,56 @@ _OVER = frozenset({"FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "BOOT_FAIL", "
 
 
 def job_state(s: Situation) -> Hypothesis | None:
-    """What Slurm says of the job, where nothing else was given but silent logs."""
-    events = s.facts.all_events()
-    states = {str(e.detail["job"]): str(e.detail["state"]) for e in events if e.kind == "job"}
-    given = any(c.stacks or c.flight or c.beats or c.states for c in s.ranks.values())
-    outcome = s.facts.outcome is not None or any(n.down for n in s.facts.nodes)
-    if not states or given or outcome or any(e.kind in _TELLING for e in events):
-        return None
-    told = ", ".join(f"job {job} is {state}" for job, state in list(states.items())[:4])
-    places = [e.place for e in events if e.kind == "job"][:4]
+    """What Slurm says of a job that is over, where nothing else was given but silent logs."""
+    states, places = _in_slurm(s)
     if set(states.values()) == {"COMPLETED"}:
         return conclude(
             s,
-            "healthy", f"Slurm: {told}", sure="seen", evidence=places, state="exited",
+            "healthy", f"Slurm: {_told(states)}", sure="seen", evidence=places, state="exited",
         )  # fmt: skip
     if "OUT_OF_MEMORY" in states.values():
         return conclude(
             s,
             "out_of_memory",
-            f"Slurm: {told}: a process was killed for memory; which one it does not say",
+            f"Slurm: {_told(states)}: a process was killed for memory; which one it does not say",
             sure="open",
             evidence=places,
             needed=["the logs of all ranks and `dmesg` of the nodes, to tell which process it was"],
             state="exited",
             remedy="ask for more memory (--mem), or find what grows",
         )
+    return None
+
+
+def state_alone(s: Situation) -> Hypothesis | None:
+    """Slurm's state of the job and nothing that explains it."""
+    states, places = _in_slurm(s)
+    if not states:
+        return None
     return conclude(
         s,
         "unknown",
-        f"Slurm: {told}; why it says not",
+        f"Slurm: {_told(states)}; why it says not",
         sure="open",
         evidence=places,
         needed=["the logs of all ranks", "stacks of all ranks (`shakedown hang collect`)"],
         state="exited" if set(states.values()) <= _OVER else "unknown",
     )
+
+
+def _in_slurm(s: Situation) -> tuple[Mapping[str, str], list[SourceRef]]:
+    """Each job's state in Slurm, and where it stands; empty where more than that is known."""
+    events = s.facts.all_events()
+    rows = [e for e in events if e.kind == "job"]
+    given = any(c.stacks or c.flight or c.beats or c.states for c in s.ranks.values())
+    outcome = s.facts.outcome is not None or any(n.down for n in s.facts.nodes)
+    if given or outcome or any(e.kind in _TELLING for e in events):
+        return {}, []
+    return {str(e.detail["job"]): str(e.detail["state"]) for e in rows}, [e.place for e in rows[:4]]
+
+
+def _told(states: Mapping[str, str]) -> str:
+    return ", ".join(f"job {job} is {state}" for job, state in list(states.items())[:4])
 
 
 def cut_off(s: Situation) -> Hypothesis | None:

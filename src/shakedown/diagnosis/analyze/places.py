@@ -25,6 +25,9 @@ _GOES_ON = frozenset(
         "too_few_gpus",
     }
 )
+# In a list of processes: what may be a rank or an engine.
+_RUNS = ("RUNNING", "COMPLETING")  # in Slurm
+_PROGRAM = re.compile(r"python|ray::|VLLM::|sglang::")
 _PORT = "async event"  # NCCL reports a port's state, and tries again
 
 
@@ -73,11 +76,13 @@ class Placed:
 
     @cached_property
     def seen_alive(self) -> bool:
-        """Someone looked at a process from outside, or NCCL answered for it."""
+        """Someone looked at a process from outside, NCCL answered for it, or its job runs."""
         components = [self.ranks[r] for r in self.alive] + [*self.facts.roles.values()]
         stacks = [*self.facts.unplaced, *(stack for c in components for stack in c.stacks)]
         looked = any(c.states or any(not row.missing for row in c.ras) for c in components)
-        return looked or any(stack.tool != "faulthandler" for stack in stacks)
+        listed = any(_PROGRAM.search(row.place.text) for row in self.facts.processes)
+        runs = any(e.detail.get("state") in _RUNS for e in self.facts.events if e.kind == "job")
+        return looked or listed or runs or any(stack.tool != "faulthandler" for stack in stacks)
 
     @cached_property
     def waiting(self) -> list[int]:

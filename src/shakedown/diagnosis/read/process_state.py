@@ -36,12 +36,12 @@ _ENV_RANK = re.compile(r"(?:^|\s)(?:RANK|--rank)[= ](\d{1,6})\b")
 
 
 def _table(source: EvidenceFile) -> list[Record]:
-    """`ps -eo pid,stat,wchan,...`, with whatever other columns: known by its head."""
+    """What `ps` or `top` printed, with whatever columns: known by its head."""
     found: list[Record] = []
     columns: list[str] = []
     for number, line in enumerate(source.lines, start=1):
         fields = line.split()
-        if "PID" in fields and {"STAT", "S"} & set(fields) and "WCHAN" in fields:
+        if "PID" in fields and {"STAT", "S"} & set(fields) and {"CMD", "COMMAND", "WCHAN"} & set(fields):
             columns = fields
         elif columns and len(fields) >= len(columns) - 1:
             row = dict(zip(columns, fields, strict=False))
@@ -51,7 +51,7 @@ def _table(source: EvidenceFile) -> list[Record]:
             rank = _ENV_RANK.search(line)
             named = source.who(int(pid))
             who = Identity(int(rank[1]) if rank else None, int(pid), named.host, named.role)
-            wchan = _wchan(row["WCHAN"].strip("-") or None)
+            wchan = _wchan(row.get("WCHAN", "").strip("-") or None)
             found.append(
                 ProcessState(who, letter, wchan, source.place(number, line), source.sample)
             )

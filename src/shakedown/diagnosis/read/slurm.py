@@ -1,4 +1,4 @@
-"""Slurm's view: `scontrol show node`, `scontrol show job`, `sacct`, `sinfo`."""
+"""Slurm's view: `scontrol show node`, `scontrol show job`, `sacct`, `squeue`, `sinfo`."""
 
 import re
 from itertools import chain
@@ -11,7 +11,7 @@ _STATE = re.compile(r"(?:^|\s)State=(\S{1,120})")
 _JOB_ID = re.compile(r"(?:^|\s)JobId=(\S{1,40})")
 _JOB = re.compile(r"(?:^|\s)JobState=([A-Z_]{1,40})\b")
 _LIST = re.compile(r"(?:^|\s)NodeList=(\S{1,200})")
-_SACCT_HEAD = re.compile(r"^\s*JobI[dD]\b.*\bState\b")
+_TABLE_HEAD = re.compile(r"^\s*(?:JobI[dD]\b.*\bState|JOBID\b.*\b(?:ST|STATE))\b")
 # Slurm appends `*` to the state of a node that does not respond: `IDLE*`.
 _DOWN = re.compile(r"DOWN|FAIL|NOT_RESPONDING|NO_RESPOND|\*")
 # sacct cuts its columns: `OUT_OF_ME+`, `CANCELLED+`
@@ -19,15 +19,17 @@ _JOB_STATES = re.compile(
     r"^(PENDING|RUNNING|COMPLETING|COMPLETED|FAILED|TIMEOUT|CANCELLED|OUT_OF_ME|PREEMPTED|NODE_FAIL"
     r"|BOOT_FAIL|DEADLINE|SUSPENDED)"
 )
+# squeue shows these jobs alone unless it is asked for others.
+_SHORT = {"R": "RUNNING", "PD": "PENDING", "CG": "COMPLETING", "S": "SUSPENDED"}
 
 
 def parse(source: EvidenceFile) -> list[Record]:
     """Node and job states; a job's NODE_FAIL is reported for its whole node list."""
-    if not any(word in source.text for word in ("NodeName=", "JobState=", "JobI")):
+    if not any(word in source.text for word in ("NodeName=", "JobState=", "JobI", "JOBID")):
         return []
     records: list[Record] = []
-    rows: dict[str, list[Record]] = {}  # of sacct by job: `--duplicates` lists a requeued one again
-    node, job, is_sacct, columns = "", "", False, list[str]()
+    rows: dict[str, list[Record]] = {}  # of a table by job: sacct's `--duplicates` lists a requeued one again
+    node, job, in_table, columns = "", "", False, list[str]()
     for number, line in enumerate(source.lines, start=1):
         if match := _NODE.search(line):
             node = clean(match[1], 80)
@@ -39,9 +41,9 @@ def parse(source: EvidenceFile) -> list[Record]:
             records.append(NodeState(node, clean(match[1], 80), down, place))
             # One state a node: what follows on further lines belongs to something else.
             node = ""
-        if _SACCT_HEAD.match(line):
-            is_sacct, columns = True, _cells(line)
-        elif is_sacct:
+        if _TABLE_HEAD.match(line):
+            in_table, columns = True, _cells(line)
+        elif in_table:
             cells = _cells(line)
             if found := _row(columns, cells, source.place(number, line)):
                 rows[cells[0]] = found
@@ -60,11 +62,13 @@ def _cells(line: str) -> list[str]:
 
 
 def _row(columns: list[str], cells: list[str], place: SourceRef) -> list[Record]:
-    """A row of sacct; its steps repeat what the job's own row says."""
+    """A row of sacct or squeue; the steps of a job repeat what its own row says."""
     row = dict(zip(columns, cells, strict=False))
-    job = row.get("JobID") or row.get("JobId") or ""
-    if not _JOB_STATES.match(row.get("State", "")):  # a name with blanks shifts the columns
-        row["State"] = next((cell for cell in cells[1:] if _JOB_STATES.match(cell)), "")
+    job = cells[0] if cells else ""
+    row["State"] = row.get("State") or row.get("STATE") or _SHORT.get(row.get("ST", ""), "")
+    if not _JOB_STATES.match(row["State"]):  # a name with blanks shifts the columns
+        named = (_SHORT.get(cell, cell) for cell in cells[1:])
+        row["State"] = next((state for state in named if _JOB_STATES.match(state)), "")
     if not job[:1].isdigit() or "." in job or not row["State"]:
         return []
     return _job({**row, "JobID": job}, place)
