@@ -82,11 +82,17 @@ def not_in_the_call(s: Placed, graph: WaitGraph) -> list[Block]:
         return []  # counters know for whom the others wait: who stands elsewhere is no culprit
     for kind, row in ELSEWHERE.items():
         ranks = sorted(set(s.at(kind)).difference(s.waiting))
-        if row.unsure and 2 * len(ranks) > len(s.alive):
+        if row.unsure and 2 * len(ranks) >= len(s.alive) + (not _on_a_cpu(s, ranks)):
             continue  # by stacks alone the few that wait may have called too much
         if ranks:
             return [Block(s.waiting, ranks, f"come to {_call_of(s)}")]
     return []
+
+
+def _on_a_cpu(s: Placed, ranks: Sequence[int]) -> bool:
+    """Who computes at the only look may be on its way to the next call."""
+    looks = [s.ranks[r].stacks for r in ranks]
+    return all(len(rows) == 1 and rows[0].main and rows[0].main.active for rows in looks)
 
 
 def _call_of(s: Placed) -> str:
