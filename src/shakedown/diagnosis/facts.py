@@ -111,7 +111,6 @@ class Facts:
     of_engine: bool = False  # the ranks are those of an inference engine
     # Ranks were given by process id among several of a node's file: nothing tells one from another.
     guessed: bool = False
-    ordered: bool = False  # ranks are counted in the order of process ids, or of the text
 
     @property
     def expected(self) -> set[int]:

@@ -225,7 +225,7 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
         component = _component(facts, Identity(rank, pid if pid < 2**32 else None, host))
         component.stacks += stacks
     files = [(host, stacks[0].place.path) for (host, _), stacks in ordered if host]
-    facts.guessed, facts.ordered = len(set(files)) < len(files), True
+    facts.guessed = len(set(files)) < len(files)
     facts.conflicts.append(_guessed([key for key, _ in ordered]))
     _place_children(facts, loose)
 

@@ -258,3 +258,77 @@ def test_what_is_not_yet_said_stands_among_the_candidates(tmp_path: Path) -> Non
     assert found["candidates"][0] == {
         "ranks": [1], "nodes": [], "roles": [], "cause": "missing_rank", "weight": 0.8,
     }  # fmt: skip
+
+
+def looked_at(folder: Path, frames: list[str], *, active: bool, waiting: int) -> Path:
+    """One look at rank 0 in `frames` and at `waiting` ranks in a collective."""
+    state = "active" if active else "idle"
+    for rank in range(waiting + 1):
+        path = "\n".join(f"    {f}" for f in (WAITS if rank else frames))
+        mark = state if rank == 0 else "idle"
+        text = f'Process {9 + rank}: python t.py\n\nThread {9 + rank} ({mark}): "MainThread"\n'
+        (folder / f"pyspy_rank{rank}.txt").write_text(f"{text}{path}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("active", "waiting", "named"), [(True, 1, []), (False, 1, [0]), (True, 3, [0])]
+)
+def test_one_of_two_that_computes_at_the_only_look_is_not_named(
+    tmp_path: Path, active: bool, waiting: int, named: list[int]
+) -> None:
+    looked_at(tmp_path, COMPUTES, active=active, waiting=waiting)
+    assert list(diagnose(tmp_path).chosen.ranks) == named
+
+
+MAPS = ["apply (prepare.py:8)", "Dataset._map_single (datasets/arrow_dataset.py:3961)", *LOOP]
+
+
+@pytest.mark.parametrize(
+    ("active", "percent", "state"), [(True, 40, "slow"), (True, 100, "hung"), (False, 40, "hung")]
+)
+def test_rank_that_computes_beside_a_bar_that_is_not_through_is_slow(
+    tmp_path: Path, active: bool, percent: int, state: str
+) -> None:
+    looked_at(tmp_path, MAPS, active=active, waiting=3)
+    bar = f"Running tokenizer: {percent}%|##  | {percent}/100 [00:09<00:14, 4.1 examples/s]\n"
+    (tmp_path / "train.log").write_text(bar)
+    assert diagnose(tmp_path).chosen.state == state
+
+
+def test_rank_that_waits_for_the_lock_of_a_build_is_busy(tmp_path: Path) -> None:
+    lock = ["FileBaton.wait (torch/utils/file_baton.py:49)", "load (setup.py:3)", *LOOP]
+    chosen = diagnose(looked_at(tmp_path, lock, active=False, waiting=3)).chosen
+    assert (chosen.cause, list(chosen.ranks)) == ("rank_busy", [0])
+
+
+RAISED = (
+    "[rank1]: Traceback (most recent call last):\n"
+    '[rank1]:   File "/home/user/train.py", line 9, in step\n'
+    "[rank1]:     raise ValueError(x)\n"
+    "[rank1]: ValueError: bad batch\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("listed", "state"),
+    [
+        ("", "exited"),
+        ("  PID STAT ELAPSED COMMAND\n 4100 Sl 02:10:11 python -u train.py\n", "hung"),
+        ("  PID USER PR NI VIRT RES SHR S %CPU %MEM TIME+ COMMAND\n 41 u 20 0 1g 1g 1g R 99.0 0.1 "
+         "22:48.31 python\n", "hung"),
+        ("  PID STAT ELAPSED COMMAND\n 4100 Ss 02:10:11 -bash\n", "exited"),
+        ("  PID STAT ELAPSED COMMAND\n 4100 Z 02:10:11 [python] <defunct>\n", "exited"),
+        ("JOBID PARTITION NAME USER ST TIME NODES NODELIST(REASON)\n 7 gpu a u R 2:10 1 n1\n",
+         "hung"),
+        ("JOBID PARTITION NAME USER ST TIME NODES NODELIST(REASON)\n 8 gpu a u PD 0:00 1 (Resources"
+         ")\n", "exited"),
+    ],
+)  # fmt: skip
+def test_job_of_which_a_list_shows_a_process_has_not_ended(
+    tmp_path: Path, listed: str, state: str
+) -> None:
+    (tmp_path / "train.log").write_text(RAISED)
+    (tmp_path / "listed.txt").write_text(listed)
+    chosen = diagnose(tmp_path).chosen
+    assert (chosen.state, chosen.cause, list(chosen.ranks)) == (state, "user_code", [1])

@@ -148,7 +148,6 @@ def analyze(facts: Facts) -> Diagnosis:
     conflicts = [*facts.conflicts, *against]
     # 0.1 for each conflict is a judgement, not measured: see docs/hang.md.
     chosen = replace(chosen, confidence=max(chosen.confidence - 0.1 * len(conflicts), 0.1))
-    chosen = _by_order(facts, chosen)
     return Diagnosis(
         chosen=chosen,
         classes=rank_classes(facts.ranks, situation.positions),
@@ -166,16 +165,6 @@ def _candidates(spoken: Sequence[Hypothesis]) -> list[Hypothesis]:
         if row.cause not in ("unknown", "healthy"):
             found.setdefault((row.cause, row.culprits), row)
     return list(found.values())
-
-
-_UNSURE = 0.65  # below: one look that also fits a rank on its way to the next call
-
-
-def _by_order(facts: Facts, chosen: Hypothesis) -> Hypothesis:
-    """A rank's number that only an order tells is not given where little else speaks for it."""
-    if not (facts.ordered and chosen.confidence < _UNSURE and chosen.cause == "rank_busy"):
-        return chosen
-    return replace(chosen, ranks=())
 
 
 def _by_node(facts: Facts, chosen: Hypothesis) -> Hypothesis:

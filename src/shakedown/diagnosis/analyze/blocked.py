@@ -8,11 +8,11 @@ from shakedown.diagnosis.analyze.edges import ELSEWHERE
 from shakedown.diagnosis.analyze.frames import awaits_result
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
-from shakedown.diagnosis.analyze.places import WAITING
+from shakedown.diagnosis.analyze.places import WAITING, bar_of
 from shakedown.diagnosis.analyze.position import Position, user_frames
 from shakedown.diagnosis.analyze.raised import OWN
 from shakedown.diagnosis.analyze.situation import Situation
-from shakedown.diagnosis.records import Frame, LogEvent, SourceRef
+from shakedown.diagnosis.records import Frame, SourceRef
 
 
 def blocked_by_ranks(s: Situation) -> Hypothesis | None:
@@ -278,7 +278,7 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
     if absent[0] in s.ranks and not s.has_no_evidence(absent[0]):
         return None
     operation, number = next(iter(calls.values()))
-    work = _unfinished(s)
+    work = s.unfinished
     return conclude(
         s,
         # Rank 0 does what is done once: it evaluates, saves, prepares the data.
@@ -286,7 +286,7 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
         f"{name_ranks(list(calls))} timed out in {operation.lower()}"
         + (f" (number {number})" if number is not None else "")
         + f"; {name_ranks(absent)} did not, and no line is from it"
-        + (f"; the log ends in {_bar(work)}" if work else ""),
+        + (f"; the log ends in {bar_of(work)}" if work else ""),
         sure="likely",
         ranks=absent,
         evidence=[
@@ -297,22 +297,6 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
         waits=[Block(sorted(calls), absent, f"entered {operation.lower()}")],
         state="exited" if s.gave_up else None,
     )
-
-
-def _bar(event: LogEvent) -> str:
-    return f"'{event.detail['what']}' at {event.detail['percent']} %"
-
-
-# Bars of the training itself: whoever draws them trains like the others.
-_TRAINS = re.compile(r"train|epoch|step|iter|loss", re.I)
-
-
-def _unfinished(s: Situation) -> LogEvent | None:
-    """The last bar of progress that a log of no rank shows, where it is not through."""
-    bars = [e for e in s.facts.events if e.kind == "progress"]
-    if not bars or bars[-1].detail["percent"] >= 100 or _TRAINS.search(bars[-1].detail["what"]):
-        return None
-    return bars[-1]
 
 
 def told_missing(s: Situation) -> Hypothesis | None:

@@ -9,10 +9,12 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from shakedown.diagnosis.analyze.causes import CONFIDENCE
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
+from shakedown.diagnosis.analyze.places import bar_of
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts
-from shakedown.diagnosis.records import BeatRecord, ProcessState, SourceRef
+from shakedown.diagnosis.records import BeatRecord, LogEvent, ProcessState, SourceRef
 from shakedown.monitor.watch import LONG_PHASES, PATIENCE_STEPS, WAITING_PHASES
 
 # Somebody waited for minutes before they were written.
@@ -46,15 +48,8 @@ def tempered(s: Situation, chosen: Hypothesis) -> Hypothesis:
     if chosen.state != "hung" or _waited_long(s):
         return chosen
     # Progress is asked for before patience: it shows at once that the job is slow.
-    going = [r for r in chosen.ranks if r in s.ranks and _counts_on(s.ranks[r])]
-    if going and len(going) == len(chosen.ranks):
-        return _goes_on(s, going)
-    came = sorted(set(s.waiting) & set(s.moving) - set(chosen.ranks))
-    if came and not any(c.beats for c in s.ranks.values()):
-        return _came_between(s, chosen, came)
-    moved = [r for r in chosen.ranks if r in s.moving and len(s.ranks[r].stacks) > 1]
-    if moved and len(moved) == len(chosen.ranks) and not any(s.ranks[r].beats for r in moved):
-        return _look_again(chosen, [f"{name_ranks(moved)} moved"])
+    if (moves := _progress(s, chosen)) is not None:
+        return moves
     pace = pace_of(s)
     ages = _ages(s, chosen, pace)
     young = [row for row in ages if row.left > 0]
@@ -62,6 +57,42 @@ def tempered(s: Situation, chosen: Hypothesis) -> Hypothesis:
         # The longest patience that is left: after it every named rank is overdue.
         return _too_early(s, chosen, max(young, key=lambda row: row.left))
     return chosen if ages else _by_activity(s, chosen) or _untimed(s, chosen, pace)
+
+
+def _progress(s: Situation, chosen: Hypothesis) -> Hypothesis | None:
+    """What those who are named, or those who wait for them, did between two samples."""
+    going = [r for r in chosen.ranks if r in s.ranks and _counts_on(s.ranks[r])]
+    if going and len(going) == len(chosen.ranks):
+        return _goes_on(s, going)
+    if (bar := s.unfinished) and chosen.cause == "rank_busy" and _computes(s, chosen.ranks):
+        return _works(s, chosen, bar)
+    came = sorted(set(s.waiting) & set(s.moving) - set(chosen.ranks))
+    if came and not any(c.beats for c in s.ranks.values()):
+        return _came_between(s, chosen, came)
+    moved = [r for r in chosen.ranks if r in s.moving and len(s.ranks[r].stacks) > 1]
+    if moved and len(moved) == len(chosen.ranks) and not any(s.ranks[r].beats for r in moved):
+        return _look_again(chosen, [f"{name_ranks(moved)} moved"])
+    return None
+
+
+def _computes(s: Situation, ranks: Sequence[int]) -> bool:
+    """Each of them, or a process that it started, was on a CPU when last looked at."""
+    seen = [[*s.ranks[r].stacks[-1:], *s.ranks[r].children] for r in ranks if r in s.ranks]
+    return all(any(row.main and row.main.active for row in rows) for rows in seen)
+
+
+def _works(s: Situation, chosen: Hypothesis, bar: LogEvent) -> Hypothesis:
+    return Hypothesis(
+        "slow_not_hung",
+        f"{name_ranks(chosen.ranks)}, for which the others wait, computes, and the log ends in "
+        f"{bar_of(bar)}: slow, not hung",
+        confidence=CONFIDENCE["likely"],
+        evidence=[bar.place, *s.seen_at(chosen.ranks)],
+        needed=["whether that bar moves"],
+        state="slow",
+        remedy="let it finish before the others wait, or raise the timeout of that call",
+        blame="none",
+    )
 
 
 def _came_between(s: Situation, chosen: Hypothesis, came: Sequence[int]) -> Hypothesis:

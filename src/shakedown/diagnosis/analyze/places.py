@@ -9,7 +9,7 @@ from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.model import State
 from shakedown.diagnosis.analyze.position import Position, position_of
 from shakedown.diagnosis.facts import ComponentFacts, Facts
-from shakedown.diagnosis.records import SourceRef
+from shakedown.diagnosis.records import LogEvent, SourceRef
 
 WAITING = frozenset({"collective", "p2p"})
 # What a log can hold of a job that still runs, or waits; all else is of an end, or raises.
@@ -25,9 +25,11 @@ _GOES_ON = frozenset(
         "too_few_gpus",
     }
 )
-# In a list of processes: what may be a rank or an engine.
 _RUNS = ("RUNNING", "COMPLETING")  # in Slurm
+# In a list of processes: what may be a rank or an engine.
 _PROGRAM = re.compile(r"python|ray::|VLLM::|sglang::")
+# Bars of the training itself: whoever draws them trains like the others.
+_TRAINS = re.compile(r"train|epoch|step|iter|loss", re.I)
 _PORT = "async event"  # NCCL reports a port's state, and tries again
 
 
@@ -80,7 +82,8 @@ class Placed:
         components = [self.ranks[r] for r in self.alive] + [*self.facts.roles.values()]
         stacks = [*self.facts.unplaced, *(stack for c in components for stack in c.stacks)]
         looked = any(c.states or any(not row.missing for row in c.ras) for c in components)
-        listed = any(_PROGRAM.search(row.place.text) for row in self.facts.processes)
+        rows = [row for row in self.facts.processes if row.state not in "ZX"]
+        listed = any(_PROGRAM.search(row.place.text) for row in rows)
         runs = any(e.detail.get("state") in _RUNS for e in self.facts.events if e.kind == "job")
         return looked or listed or runs or any(stack.tool != "faulthandler" for stack in stacks)
 
@@ -90,6 +93,14 @@ class Placed:
         pending = [r for g in self.facts.groups for r, v in g.views.items() if v.pending]
         found = {*self.at(*WAITING), *pending}
         return sorted(r for r in found if self.positions[r].kind not in ("dead", "stopped"))
+
+    @cached_property
+    def unfinished(self) -> LogEvent | None:
+        """The last bar of progress that a log of no rank shows, where it is not through."""
+        bars = [e for e in self.facts.events if e.kind == "progress"]
+        last = bars[-1] if bars else None
+        over = last is None or last.detail["percent"] >= 100 or _TRAINS.search(last.detail["what"])
+        return None if over else last
 
     def has_no_evidence(self, rank: int) -> bool:
         """Neither a dump nor a stack says what a rank did: an empty dump may be a lost history.
@@ -130,6 +141,10 @@ class Placed:
     def moving(self) -> list[int]:
         """Ranks whose counters advanced between two samples."""
         return sorted(r for r, c in self.ranks.items() if _advanced(c))
+
+
+def bar_of(event: LogEvent) -> str:
+    return f"'{event.detail['what']}' at {event.detail['percent']} %"
 
 
 _FAULT = re.compile(r"^Fatal Python error: (?:Segmentation|Bus|Illegal|Floating)")

@@ -85,7 +85,15 @@ _ROWS: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = (
         re.compile("map"),
     ),
     ("dataloader", re.compile(r"torch/utils/data/(?:dataloader|_utils/\w+)\.py$"), re.compile("")),
-    ("compile", re.compile(r"(?:^|/)(?:torch/_(?:dynamo|inductor)|triton)/"), re.compile("")),
+    # a build of kernels, or the wait for the lock of another process's
+    (
+        "compile",
+        re.compile(
+            r"(?:^|/)(?:torch/_(?:dynamo|inductor)|triton)/"
+            r"|torch/utils/(?:file_baton|cpp_extension)\.py$"
+        ),
+        re.compile(""),
+    ),
     (
         "storage",
         re.compile(r"torch/(?:serialization|distributed/checkpoint/\w+)\.py$|safetensors/"),

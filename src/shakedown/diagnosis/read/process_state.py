@@ -41,7 +41,11 @@ def _table(source: EvidenceFile) -> list[Record]:
     columns: list[str] = []
     for number, line in enumerate(source.lines, start=1):
         fields = line.split()
-        if "PID" in fields and {"STAT", "S"} & set(fields) and {"CMD", "COMMAND", "WCHAN"} & set(fields):
+        if (
+            "PID" in fields
+            and {"STAT", "S"} & set(fields)
+            and {"CMD", "COMMAND", "WCHAN"} & set(fields)
+        ):
             columns = fields
         elif columns and len(fields) >= len(columns) - 1:
             row = dict(zip(columns, fields, strict=False))

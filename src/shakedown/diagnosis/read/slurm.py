@@ -28,7 +28,9 @@ def parse(source: EvidenceFile) -> list[Record]:
     if not any(word in source.text for word in ("NodeName=", "JobState=", "JobI", "JOBID")):
         return []
     records: list[Record] = []
-    rows: dict[str, list[Record]] = {}  # of a table by job: sacct's `--duplicates` lists a requeued one again
+    rows: dict[
+        str, list[Record]
+    ] = {}  # of a table by job: sacct's `--duplicates` lists a requeued one again
     node, job, in_table, columns = "", "", False, list[str]()
     for number, line in enumerate(source.lines, start=1):
         if match := _NODE.search(line):
