@@ -25,6 +25,7 @@ BAR = "Running tokenizer on dataset:   9%|###   | 90/1000 [00:05<01:00, 15.0 exa
 OLD = (
     "[E ProcessGroupNCCL.cpp:475] [Rank {}] Watchdog caught collective operation timeout: WorkNCCL("
 )
+LATE = OLD + "SeqNum=2, OpType=ALLREDUCE, Timeout(ms)=1800000)\n"
 TIMED_OUT = [
     f"{OLD.format(r)}SeqNum=2, OpType=ALLREDUCE, Timeout(ms)=1800000)\n" for r in (1, 2, 3)
 ]
@@ -36,7 +37,63 @@ WORKER = "(Worker_TP{} pid={}) ERROR 09-10 20:06:15 [core.py:1000] "
 ASSIGNED = (
     "(Worker pid={}) INFO 09-10 20:05:47 [p.py:1] rank {} in world size 2 is assigned as DP\n"
 )
+UNIT = (
+    "n{0}:{1}:9 [0] NCCL INFO ncclCommInitRank comm 0x1 rank {2} nranks 4 cudaDev 0 busId {3}000\n"
+)
+UNITS = "".join(
+    UNIT.format(node, 40 + rank, rank, bus)
+    for rank, (node, bus) in enumerate([(1, "5d"), (1, "9b"), (2, "5d"), (2, "9b")])
+)
+XID = "May 16 02:14:37 n2 kernel: NVRM: Xid (PCI:0000:{}:00): {}, {}fatal XC0 i0 Link 09\n"
+ECC = "[E ProcessGroupNCCL.cpp:916] [Rank {}] NCCL watchdog thread terminated with exception: CUDA "
+ECC += "error: uncorrectable NVLink error detected\n"
+CLOSED = "n1:41:88 [0] misc/socket.cc:50 NCCL WARN socketProgress{}\n"
+CHILD = traceback("RuntimeError: One of the subprocesses has abruptly died during map operation.")
+KILL = "[Thu Aug 29 15:26:02 2024] Memory cgroup out of memory: Killed process 98127 (python)\n"
+SCHEDULES = "torch/distributed/pipelining/schedules.py"
+DEAD = "(EngineCore pid=20) ERROR 10-13 09:06:27 [core.py:708] EngineCore failed to start.\n"
 CASES = {
+    "error of a GPU that its peers log as theirs": Case(
+        {"job.log": UNITS + ECC.format(2) + ECC.format(3),
+         "journal.txt": XID.format("9b", 149, "") + XID.format("5d", 145, "Non")},
+        "gpu_error", (3,), "exited",
+    ),
+    "machine's rank in a name": Case(
+        {"n1_machine_rank0.log": "step 1\n", "n2_machine_rank1.log": ECC.format(3)},
+        "gpu_error", (3,), "exited",
+    ),
+    "lines of several ranks in one's file": Case(
+        {"out.0": "step 1\n", "out.1": ECC.format(2) + LATE.format(1)},
+        "gpu_error", (2,), "exited",
+    ),
+    "server that answers with an error": Case(
+        {"job.log": "Traceback (most recent call last):\n"
+         '  File "/srv/agents/episode.py", line 9, in run_episode\n    await post()\n'
+         "aiohttp.ClientResponseError: 500, message='Internal Server Error', url='http://n1/v1'\n"},
+        "unknown", state="unknown",
+    ),
+    "worker of a map": Case({"rank0.log": CHILD}, "dataloader", (0,), "exited"),
+    "worker of a map, killed for memory": Case(
+        {"rank0.log": CHILD, "dmesg.txt": KILL}, "out_of_memory", (0,), "exited"
+    ),
+    "connection that a peer closed": Case(
+        {"job.log": CLOSED.format(": Connection closed by remote peer n2<4951>")
+         + CLOSED.format("Opt: Call to recv from n2<4951> failed : Connection reset by peer")},
+        "unknown", state="unknown",
+    ),
+    "engine without room": Case(
+        {"engine.log": "(Worker pid=9) ERROR Error while creating shared memory segment "
+         "/dev/shm/nccl-Ew (size 33030528), error: No space left on device (28)\n" + DEAD},
+        "storage", state="exited",
+    ),
+    "what a program prints of itself": Case(
+        {"job.log": "Process 41: signal handler: got signal 15, exiting\n" + OOM},
+        "out_of_memory", state="exited",
+    ),
+    "all in the receives of a pipeline": Case(
+        ranks([[f"_step_microbatches ({SCHEDULES}:664)", *REDUCE[-2:]]] * 4),
+        "unknown",
+    ),
     "abort of whom the monitor ended": Case(
         {"job.log": GAVE_UP + FAILED.format(-6)}, "unknown", state="exited"
     ),

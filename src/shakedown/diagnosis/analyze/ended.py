@@ -132,8 +132,9 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         raised = {first: lone}
     elif not raised and not own and _told_otherwise(s, culprits):
         return None
-    why, places = _death(s.ranks[first], raised.get(first))
     cause = _why_ended(s, first, raised.get(first))
+    culprits = _of_the_gpu(s, culprits) if cause == "gpu_error" else culprits
+    why, places = _death(s.ranks[culprits[0]], raised.get(culprits[0]))
     shared = cause == "init_deadlock" or (cause == "storage" and len(culprits) > 1)
     # An engine of one process: its rank tells nothing that the server does not.
     alone = s.facts.of_engine and len(s.expected_ranks) == 1
@@ -153,8 +154,20 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     )
 
 
+def _of_the_gpu(s: Situation, ranks: list[int]) -> list[int]:
+    """Those of whose GPU the driver itself tells: NVLink's peers log its error as their own."""
+    told = [r for r in ranks if any(_is_drivers(e) for e in s.ranks[r].events)]
+    return told or ranks
+
+
+def _is_drivers(event: LogEvent) -> bool:
+    return event.kind == "gpu_error" and "bus" in event.detail and "Nonfatal" not in event.text
+
+
 def _why_ended(s: Situation, rank: int, raised: LogEvent | None) -> Cause:
     told = own_cause(s.ranks[rank]) or (cause_of(raised) if raised else None)
+    if told == "dataloader" and _of_memory(s):
+        return "out_of_memory"  # its workers are what the kernel killed
     if told is not None or s.facts.of_engine:
         return told or "server_unhealthy"
     if raised is not None and raised.detail.get("exception"):

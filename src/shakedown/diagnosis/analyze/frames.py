@@ -58,7 +58,7 @@ LEAVES: Sequence[Row] = (
         "collective",
         _ANY,
         re.compile(
-            r"^_?(?:dist_)?(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier)(?:_\w+)?$"
+            r"^_?(?:dist_|mpi_|tp_|cp_|pp_)?(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier)(?:_\w+)?$"
             r"|^_?dist_(?:reduce|sum|mean|max|min)$"
         ),
     ),

@@ -58,7 +58,10 @@ def all_in_loader(s: Situation) -> Hypothesis | None:
 
 
 _INTERNAL = re.compile(r"ncclInternalError")
-_FOLLOWS = re.compile(r"closed by remote peer|ncclSystemError|unhandled system error")
+_CLOSED = re.compile(r"closed by remote peer")
+_FOLLOWS = re.compile(
+    r"closed by remote peer|socketProgress|ncclSystemError|unhandled system error"
+)
 _TRANSPORT = re.compile(
     r"NCCL WARN .{0,80}(?:NET/|IB |Net |[Ss]ocket|ibv_|timed out)|^ncclSocket|from peer|[Cc]onnect"
 )
@@ -80,7 +83,7 @@ def told_nccl(s: Situation) -> Hypothesis | None:
     rows = [(r, e) for r, e in found if e.kind == "nccl_error" or _INTERNAL.search(e.text)]
     # A peer that closed the connection ended first, for a reason of its own; what NCCL makes of it
     # tells no more.
-    closed = any("closed by remote peer" in e.text for _, e in rows)
+    closed = any(_CLOSED.search(e.text) for _, e in rows)
     if not any(not _FOLLOWS.search(e.text) if closed else True for _, e in rows):
         return None
     internal = [row for row in rows if _INTERNAL.search(row[1].text)]
@@ -157,18 +160,7 @@ def _in_pipeline(positions: Sequence[Position]) -> bool:
 def one_place(s: Situation) -> Hypothesis | None:
     """Pattern C: every rank waits in the same call and none is behind."""
     ranks = s.waiting
-    # One that could not be read, among processes that nobody counted, may be the one.
-    if s.facts.unread and not s.facts.world:
-        return None
-    if len(ranks) < 2 or len(ranks) < len(s.expected_ranks) or s.graph:
-        return None
-    if len({s.positions[r].op for r in ranks if not s.positions[r].path}) > 1:
-        return None
-    # Different calls of one group that all are to be in at once: the dumps are of several moments.
-    if any(len({v.pending for v in g.views.values() if v.pending}) > 1 for g in s.facts.groups):
-        return None
-    # Lines of watchdogs show that all wait, not that none is behind.
-    if not any(c.stacks or (c.record and c.record.operations) for c in s.ranks.values()):
+    if len(ranks) < 2 or len(ranks) < len(s.expected_ranks) or s.graph or not _one_call(s, ranks):
         return None
     native = [r for r in ranks if in_nccl_enqueue(s.ranks[r])]
     world = any(set(g.members) >= set(ranks) for g in s.facts.groups)
@@ -188,6 +180,23 @@ def one_place(s: Situation) -> Hypothesis | None:
             "NCCL_DEBUG=INFO logs, link error counters, and a second sample after a minute",
         ],
     )
+
+
+def _one_call(s: Situation, ranks: Sequence[int]) -> bool:
+    """Whether it is one collective that all wait in, as far as anything tells."""
+    # One that could not be read, among processes that nobody counted, may be the one.
+    if s.facts.unread and not s.facts.world:
+        return False
+    # Each waits for another one's send: that all stand in one line does not tell that all came.
+    if any(s.positions[r].kind == "p2p" for r in ranks):
+        return False
+    if len({s.positions[r].op for r in ranks if not s.positions[r].path}) > 1:
+        return False
+    # Different calls of one group that all are to be in at once: the dumps are of several moments.
+    if any(len({v.pending for v in g.views.values() if v.pending}) > 1 for g in s.facts.groups):
+        return False
+    # Lines of watchdogs show that all wait, not that none is behind.
+    return any(c.stacks or (c.record and c.record.operations) for c in s.ranks.values())
 
 
 def _common_call(s: Situation, rank: int) -> str:

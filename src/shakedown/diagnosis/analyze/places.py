@@ -85,7 +85,12 @@ class Placed:
         rows = [row for row in self.facts.processes if row.state not in "ZX"]
         listed = any(_PROGRAM.search(row.place.text) for row in rows)
         runs = any(e.detail.get("state") in _RUNS for e in self.facts.events if e.kind == "job")
-        return looked or listed or runs or any(stack.tool != "faulthandler" for stack in stacks)
+        return (
+            looked
+            or listed
+            or runs
+            or any(stack.threads and stack.tool != "faulthandler" for stack in stacks)
+        )
 
     @cached_property
     def waiting(self) -> list[int]:

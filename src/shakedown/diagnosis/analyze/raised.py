@@ -20,6 +20,8 @@ _VICTIM = re.compile(
     r"|stream synchronize failed|HCCL|hccl|closed by remote peer"
     # of a client, whose server is gone or not there yet
     r"|server can't be reached|APIConnectionError|Max retries exceeded|ClientConnectorError"
+    r"|InternalServerError|ServerDisconnectedError|\bstatus(?:_code| code)?[=:] ?5\d\d\b"
+    r"|\b50[0234] Server Error|\b50[0234], message=|Server error '50"
     r"|RemoteDisconnected|Remote end closed|ReadTimeout|EngineDeadError"
     r"|other ranks that didn't finish|CheckpointException"
     # An error that compares ranks accuses neither.
@@ -70,7 +72,10 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
         "init_deadlock",
     ),
     (
-        re.compile(r"DataLoader worker \(pid.{1,40}(?:killed by signal|exited unexpectedly)"),
+        re.compile(
+            r"DataLoader worker \(pid.{1,40}(?:killed by signal|exited unexpectedly)"
+            r"|[Oo]ne of the subprocesses has abruptly died"
+        ),
         "dataloader",
     ),
     (

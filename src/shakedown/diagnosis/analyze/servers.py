@@ -51,6 +51,9 @@ _DEAD = re.compile(
 )
 
 
+_FULL = "No space left"
+
+
 def told_dead(s: Situation) -> Hypothesis | None:
     """An engine says that it is dead, and its log does not go on; why it died nothing tells."""
     events = [
@@ -60,6 +63,12 @@ def told_dead(s: Situation) -> Hypothesis | None:
     ]
     if not events or went_on(s.facts.ends, events[-1]):
         return None
+    full = next((e for e in s.facts.all_events() if e.kind == "storage" and _FULL in e.text), None)
+    if full is not None:
+        return conclude(
+            s, "storage", f"the inference server ended: {full.text}", sure="likely",
+            evidence=[full.place, events[0].place],
+        )  # fmt: skip
     return conclude(
         s,
         "server_unhealthy",

@@ -62,8 +62,9 @@ def raised(s: Situation) -> Hypothesis | None:
 def _cause(s: Situation, event: LogEvent) -> Cause | None:
     """By its text, by the update of weights that it ended, or by the code that it is given."""
     told = told_cause(event)
-    if told == "gpu_error" and s.facts.event("oom"):
-        return "out_of_memory"  # NCCL calls every failure of CUDA an unhandled one
+    # NCCL calls every failure of CUDA an unhandled one; a loader's worker is killed for memory.
+    if told in ("gpu_error", "dataloader") and s.facts.event("oom"):
+        return "out_of_memory"
     if told is None and weight_update(event.frames):
         return "weight_sync_one_sided"
     given = role_of(user_frames(event.frames)) and _users_own(event)

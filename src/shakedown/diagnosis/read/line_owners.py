@@ -31,7 +31,7 @@ _OF_ENGINE = re.compile(
 _RAY_RANK = re.compile(r"^\(\w{1,60}\[rank=(\d{1,6})\]")
 # Ray's and vLLM's own: `(WorkerDict pid=4711, ip=10.0.0.7) `, `(Worker_TP1 pid=1390) `
 _PROCESS = re.compile(r"^\([\w.:=\[\]]{1,80} pid=(\d{1,8})(?:, ip=([\w.:-]{1,60}))?\) ")
-_IN_LINE = re.compile(r"\[(?:PG (?:ID )?0 (?:PG GUID 0)?(?:\(default_pg\) )?)?Rank (\d{1,6})\] ")
+IN_LINE = re.compile(r"\[(?:PG (?:ID )?0 (?:PG GUID 0)?(?:\(default_pg\) )?)?Rank (\d{1,6})\] ")
 # mpirun --tag-output: `[1,3]<stdout>: `, job and rank.
 # Horovod: `[3]<stderr>:`
 _MPI = re.compile(r"^\[(?:\d{1,4},)?(\d{1,6})\]<std(?:out|err)>: ?")
@@ -70,7 +70,7 @@ def strip(raw: str, named: Identity, *, tasks: bool = True) -> tuple[str, Identi
     # rank.
     if not found and rank is None and (match := _TASK.match(text)):
         text, rank = text[match.end() :], int(match[1]) if tasks else None
-    if rank is None and "Rank " in text and (match := _IN_LINE.search(text)):
+    if rank is None and "Rank " in text and (match := IN_LINE.search(text)):
         rank = int(match[1])
     if rank == named.rank and who.pid == named.pid:
         return text, named, local

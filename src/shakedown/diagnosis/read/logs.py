@@ -8,7 +8,7 @@ from dataclasses import replace
 from shakedown.diagnosis.read.candidates import lines_with
 from shakedown.diagnosis.read.clock import span_of, stamp_of, timed
 from shakedown.diagnosis.read.cut_off import cut_tracebacks
-from shakedown.diagnosis.read.line_owners import starts_several, strip
+from shakedown.diagnosis.read.line_owners import IN_LINE, starts_several, strip
 from shakedown.diagnosis.read.local_ranks import LOCAL
 from shakedown.diagnosis.read.log_lines import PATTERNS, Row, groups_of
 from shakedown.diagnosis.read.placements import ENGINE, node_of
@@ -179,12 +179,13 @@ _OF_SEVERAL = re.compile(
     r"|^\[[\d-]{10} [\d:]{8}(?: [DP]P\d{1,4}){0,2} TP\d",
     re.M,
 )
-_LABEL = re.compile(r"^\[rank(\d{1,6})\]:", re.M)
+_LABEL = re.compile(rf"^\[rank(\d{{1,6}})\]:|{IN_LINE.pattern}", re.M)
 
 
 def _of_several(source: EvidenceFile) -> bool:
     """Whether the lines say of themselves that they are others' than the name's number tells."""
-    labels = set(_LABEL.findall(source.text)) if "[rank" in source.text else set()
+    written = "[rank" in source.text or "Rank " in source.text
+    labels = {a or b for a, b in _LABEL.findall(source.text)} if written else set()
     others = labels - {str(source.trailing)}
     return bool(others) or _OF_SEVERAL.search(source.text) is not None
 

@@ -15,7 +15,7 @@ from shakedown.diagnosis.records import Identity
 Named = tuple[Identity, int | None]  # identity, and the bare number that may be a rank
 
 _LOCAL = re.compile(r"(?:^|[^a-z])local[-_]?rank[-_ =]?(\d{1,4})(?!\d)")
-_NO_RANK = re.compile(r"(?:^|[^a-z])(?:node|group)[-_]?rank[-_ =]?\d")
+_NO_RANK = re.compile(r"(?:^|[^a-z])(?:node|group|machine)[-_]?rank[-_ =]?\d")
 # `slurm-4711.out`, `slurm-4711_3.out`: a job's number, with that of its array task.
 _JOB = re.compile(
     r"^(?:slurm|job|jobid|sacct|scontrol|squeue|sinfo)[-_.]?\d+(?:_\d+)?(?:\.[a-z]+)*$"

@@ -112,12 +112,23 @@ def _of_vllm(source: EvidenceFile) -> Iterator[TargetName]:
             yield TargetName(who, "", source.place(), int(world))
 
 
+# `May 16 02:14:37 n1 kernel: NVRM: ...`, as syslog and journalctl write it, or the shell in which
+# somebody asked: `[root@n1 ~]# dmesg -T`
+_LOGGED_BY = re.compile(
+    r"^[A-Z][a-z]{2} [ \d]\d [\d:]{8} (\S{1,80}) kernel: "
+    r"|^\[?(?:[\w.-]{1,40}@)?([A-Za-z][\w.-]{1,79})[ :][^\n#$]{0,80}[#$] [^\n]{0,40}\bdmesg\b",
+    re.M,
+)
+
+
 def node_of(source: EvidenceFile) -> str | None:
-    """The node of a kernel's log, by its file or its folder; None where it is no such log."""
+    """The node of a kernel's log, by its lines, its file or its folder; None for any other log."""
     if not _KERNEL.search(source.text):
         return None
     if source.identity.host:
         return source.identity.host
+    if len(hosts := {a or b for a, b in _LOGGED_BY.findall(source.text)}) == 1:
+        return clean(hosts.pop(), 80)
     *folders, leaf = source.name.split("/")
     stem = leaf.split(".", 1)[0]
     named = re.search(r"\d", stem) and not re.match(r"(?:dmesg|kern|messages|syslog|journal)", stem)
