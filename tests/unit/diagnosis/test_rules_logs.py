@@ -86,6 +86,9 @@ CASES = {
          "/dev/shm/nccl-Ew (size 33030528), error: No space left on device (28)\n" + DEAD},
         "storage", state="exited",
     ),
+    "two reasons and no time": Case(
+        {**ranks([REDUCE] * 3), "job.log": launcher(3, 1), "dmesg.txt": KILL}, "unknown"
+    ),
     "what a program prints of itself": Case(
         {"job.log": "Process 41: signal handler: got signal 15, exiting\n" + OOM},
         "out_of_memory", state="exited",

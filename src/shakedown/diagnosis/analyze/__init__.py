@@ -26,6 +26,7 @@ from shakedown.diagnosis.analyze import (
 from shakedown.diagnosis.analyze.classes import rank_classes
 from shakedown.diagnosis.analyze.graph import Wait
 from shakedown.diagnosis.analyze.model import Diagnosis, Hypothesis, name_ranks
+from shakedown.diagnosis.analyze.raised import OWN, is_full
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import Facts
 
@@ -143,6 +144,7 @@ def analyze(facts: Facts) -> Diagnosis:
         chosen = liveness.tempered(situation, chosen)
     chosen = storage.explained(situation, chosen)
     chosen = gpu_use.weighed(situation, chosen)
+    chosen = _or_another_reason(situation, chosen)
     chosen = _by_node(facts, chosen)
     against = [f"{h.cause}: {h.sentence}" for _, h in spoken[1:] if _contradicts(h, chosen)]
     conflicts = [*facts.conflicts, *against]
@@ -165,6 +167,29 @@ def _candidates(spoken: Sequence[Hypothesis]) -> list[Hypothesis]:
         if row.cause not in ("unknown", "healthy"):
             found.setdefault((row.cause, row.culprits), row)
     return list(found.values())
+
+
+# What can follow from a want of memory, a failed GPU or node, or a full disk.
+_FOLLOWS = frozenset(
+    {
+        "rank_busy", "missing_rank", "network", "nccl_internal", "init_deadlock",
+        "server_unhealthy", "rollout_starvation", "weight_sync_one_sided", "host_sync_divergence",
+    }
+)  # fmt: skip
+_REASONS = frozenset({*OWN, "node"})
+
+
+def _or_another_reason(s: Situation, chosen: Hypothesis) -> Hypothesis:
+    """Two reasons of which nothing tells that one follows from the other."""
+    events = [e for e in s.facts.all_events() if e.kind in _REASONS or is_full(e)]
+    other = next((e for e in events if e.place not in chosen.evidence), None)
+    if chosen.cause not in _FOLLOWS or other is None:
+        return chosen
+    return replace(
+        one_place.unknown(s),
+        sentence=f"{chosen.sentence}, or {other.text}: which of the two came first is not known",
+        evidence=[*chosen.evidence[:4], other.place],
+    )
 
 
 def _by_node(facts: Facts, chosen: Hypothesis) -> Hypothesis:

@@ -86,6 +86,13 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
         "storage",
     ),
 )
+
+
+def is_full(event: LogEvent) -> bool:
+    """Of a file system without room: what is full for one is full for all that share it."""
+    return event.kind == "storage" and "No space left" in event.text
+
+
 _IN_WORKER = re.compile(r"^\w+: Caught \w+ in DataLoader worker process")
 # Code that is given to a trainer: of a reward, an agent or the data.
 _GIVEN = re.compile(

@@ -8,6 +8,7 @@ from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.model import Hypothesis
 from shakedown.diagnosis.analyze.position import Position, judge_path, user_frames
+from shakedown.diagnosis.analyze.raised import is_full
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.read.placements import ENGINE
@@ -51,9 +52,6 @@ _DEAD = re.compile(
 )
 
 
-_FULL = "No space left"
-
-
 def told_dead(s: Situation) -> Hypothesis | None:
     """An engine says that it is dead, and its log does not go on; why it died nothing tells."""
     events = [
@@ -63,7 +61,7 @@ def told_dead(s: Situation) -> Hypothesis | None:
     ]
     if not events or went_on(s.facts.ends, events[-1]):
         return None
-    full = next((e for e in s.facts.all_events() if e.kind == "storage" and _FULL in e.text), None)
+    full = next(filter(is_full, s.facts.all_events()), None)
     if full is not None:
         return conclude(
             s, "storage", f"the inference server ended: {full.text}", sure="likely",
