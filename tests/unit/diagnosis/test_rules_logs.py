@@ -50,6 +50,8 @@ ECC += "error: uncorrectable NVLink error detected\n"
 CLOSED = "n1:41:88 [0] misc/socket.cc:50 NCCL WARN socketProgress{}\n"
 CHILD = traceback("RuntimeError: One of the subprocesses has abruptly died during map operation.")
 KILL = "[Thu Aug 29 15:26:02 2024] Memory cgroup out of memory: Killed process 98127 (python)\n"
+ROOM = behind("2026-01-05 09:00:30 ", traceback("OSError: [Errno 28] No space left on device"))
+ASKS = ("_read_status (http/client.py:292)", "post (requests/sessions.py:637)", *REDUCE[-2:])
 SCHEDULES = "torch/distributed/pipelining/schedules.py"
 DEAD = "(EngineCore pid=20) ERROR 10-13 09:06:27 [core.py:708] EngineCore failed to start.\n"
 CASES = {
@@ -85,6 +87,42 @@ CASES = {
         {"engine.log": "(Worker pid=9) ERROR Error while creating shared memory segment "
          "/dev/shm/nccl-Ew (size 33030528), error: No space left on device (28)\n" + DEAD},
         "storage", state="exited",
+    ),
+    "error that any library raises": Case(
+        {"rank_0.log": traceback("RuntimeError: Gloo connectFullMesh failed with no error"),
+         "rank_1.log": "step 1\n"},
+        "unknown", state="unknown",
+    ),
+    "exit code beside victims": Case(
+        {"job.log": "srun: error: n2: task 1: Exited with exit code 1\n",
+         "rank_0.log": traceback("ncclInternalError: Internal check failed.")},
+        "nccl_internal", state="exited", pattern="C",
+    ),
+    "watchdog after a look": Case(
+        {**ranks([REDUCE] * 2), "rank_2.log": traceback("ValueError: weights are zero"),
+         "job.log": GAVE_UP},
+        "user_code", (2,), "exited",
+    ),
+    "trainer that still waits": Case(
+        {"envs.log": traceback("KeyError: 'hidden'").replace("train.py", "agents/episode.py"),
+         "rank_0.log": "09:58:41 Waiting for training batch to arrive\n"},
+        "user_code", roles=("agent",),
+    ),
+    "log that goes on": Case(
+        {"job.log": "2026-01-05 09:00:00 start\n" + ROOM + "2026-01-05 09:30:00 still 9 rows\n"},
+        "storage",
+    ),
+    "log that ends with it": Case(
+        {"job.log": "2026-01-05 09:00:00 start\n" + ROOM + "2026-01-05 09:00:40 bye\n"},
+        "storage", state="exited",
+    ),
+    "request to a server that failed": Case(
+        {**ranks([ASKS, REDUCE, REDUCE, REDUCE]),
+         "vllm_serve.log": "(Worker pid=9) step\n" + traceback("ValueError: the prompt is longer")},
+        "server_unhealthy", roles=("inference",),
+    ),
+    "request to a server of which nothing is known": Case(
+        ranks([ASKS, REDUCE, REDUCE, REDUCE]), "rank_busy", (0,)
     ),
     "two reasons and no time": Case(
         {**ranks([REDUCE] * 3), "job.log": launcher(3, 1), "dmesg.txt": KILL}, "unknown"

@@ -193,12 +193,12 @@ def _or_another_reason(s: Situation, chosen: Hypothesis) -> Hypothesis:
 
 
 def _by_node(facts: Facts, chosen: Hypothesis) -> Hypothesis:
-    """Where no input says which process is which rank, the node is what is known of a culprit."""
+    """Where no input says which process is which rank nobody is named: a file's name is no node."""
     hosts = {facts.ranks[r].host for r in chosen.ranks if r in facts.ranks}
     if not facts.guessed or not hosts or "" in hosts:
         return chosen
-    told = f"{chosen.sentence}; ranks are counted by process id, the culprit's node is known"
-    return replace(chosen, ranks=(), nodes=sorted({*chosen.nodes, *hosts}), sentence=told)
+    told = f"{chosen.sentence}; ranks are counted by process id: which one it is nothing tells"
+    return replace(chosen, ranks=(), sentence=told)
 
 
 def _contradicts(other: Hypothesis, chosen: Hypothesis) -> bool:

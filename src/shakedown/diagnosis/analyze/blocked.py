@@ -5,14 +5,15 @@ from collections.abc import Collection, Sequence
 
 from shakedown.diagnosis.analyze.causes import Strength, conclude
 from shakedown.diagnosis.analyze.edges import ELSEWHERE
-from shakedown.diagnosis.analyze.frames import awaits_result
+from shakedown.diagnosis.analyze.frames import awaits_result, calls_out
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.places import WAITING, bar_of
 from shakedown.diagnosis.analyze.position import Position, user_frames
 from shakedown.diagnosis.analyze.raised import OWN
 from shakedown.diagnosis.analyze.situation import Situation
-from shakedown.diagnosis.records import Frame, SourceRef
+from shakedown.diagnosis.read.placements import ENGINE
+from shakedown.diagnosis.records import Frame, LogEvent, SourceRef
 
 
 def blocked_by_ranks(s: Situation) -> Hypothesis | None:
@@ -91,6 +92,8 @@ def _elsewhere(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis
     first = s.positions[named[0]]
     row = ELSEWHERE[first.kind]
     extra, places = loader_worker(s, named[0]) if first.kind == "dataloader" else ("", [])
+    if failed := _failed_server(s, named):
+        return _asks_a_server(s, named, failed)
     cause = row.cause
     if cause == "missing_rank":
         cause = "init_deadlock" if _initialises(s) else _own_code(first)
@@ -108,6 +111,25 @@ def _elsewhere(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis
         needed=["Flight Recorder dumps: the collective that the GPUs wait in"]
         if others.kind == "host_sync"
         else [],
+    )
+
+
+def _failed_server(s: Situation, ranks: Sequence[int]) -> LogEvent | None:
+    """An error in the server's own log, where all of `ranks` wait for an answer to a request."""
+    server = s.facts.roles.get(ENGINE)
+    asks = all(calls_out(s.positions[r].path) for r in ranks)
+    return server.event("traceback", "abort", "exit", *OWN) if server and asks else None
+
+
+def _asks_a_server(s: Situation, ranks: list[int], failed: LogEvent) -> Hypothesis:
+    return conclude(
+        s,
+        "server_unhealthy",
+        f"{name_ranks(ranks)} {verb(ranks, 'waits', 'wait')} for an answer of the inference "
+        f"server, which failed: {failed.text}",
+        roles=[ENGINE],
+        sure="likely",
+        evidence=[failed.place, *s.seen_at(ranks)],
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shakedown.diagnosis.analyze.classes import path_key
+from shakedown.diagnosis.analyze.frames import weight_update
 from shakedown.diagnosis.analyze.graph import Block, WaitGraph
 from shakedown.diagnosis.analyze.model import Cause
 from shakedown.diagnosis.analyze.places import Placed
@@ -82,6 +83,8 @@ def not_in_the_call(s: Placed, graph: WaitGraph) -> list[Block]:
         return []  # counters know for whom the others wait: who stands elsewhere is no culprit
     for kind, row in ELSEWHERE.items():
         ranks = sorted(set(s.at(kind)).difference(s.waiting))
+        if row.unsure and all(weight_update(s.positions[r].path) for r in s.waiting):
+            continue  # they wait for the engines that take the weights
         if row.unsure and 2 * len(ranks) >= len(s.alive) + (not _on_a_cpu(s, ranks)):
             continue  # by stacks alone the few that wait may have called too much
         if ranks:

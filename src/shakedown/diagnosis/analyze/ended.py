@@ -16,6 +16,7 @@ from shakedown.diagnosis.analyze.raised import (
     KILLED_FOR,
     OWN,
     cause_of,
+    is_vague,
     is_victims,
     own_cause,
     root_exception,
@@ -184,7 +185,8 @@ def _uncaught(s: Situation) -> dict[int, LogEvent]:
     One that reports a time-out after it, while others with an exception do not, had caught it and
     went on to wait like all.
     """
-    raised = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
+    found = {r: e for r, c in s.ranks.items() if (e := root_exception(c)) is not None}
+    raised = {r: e for r, e in found.items() if cause_of(e) or not is_vague(e)}
     waited = {
         r
         for r in raised
@@ -286,7 +288,8 @@ def _ended_by_itself(s: Situation, rank: int) -> bool:
     if _is_victim(component) or component.exit_code == -signal.SIGABRT or aborted:
         return False
     others = [c for r, c in s.ranks.items() if r != rank and r not in s.dead]
-    survived = any(_is_victim(c) or c.rank in s.waiting for c in others)
+    coded = component.exit_code is not None or any(e.kind == "exit" for e in component.events)
+    survived = any((_is_victim(c) and not coded) or c.rank in s.waiting for c in others)
     # Gone without a code or a last word, like all others: nothing tells them apart.
     return survived or (bool(others) and component.exit_code is None)
 

@@ -1,7 +1,7 @@
 """Where every component stands, before anything is concluded from it."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 
@@ -9,6 +9,8 @@ from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.model import State
 from shakedown.diagnosis.analyze.position import Position, position_of
 from shakedown.diagnosis.facts import ComponentFacts, Facts
+from shakedown.diagnosis.read.clock import since
+from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.records import LogEvent, SourceRef
 
 WAITING = frozenset({"collective", "p2p"})
@@ -30,6 +32,9 @@ _RUNS = ("RUNNING", "COMPLETING")  # in Slurm
 _PROGRAM = re.compile(r"python|ray::|VLLM::|sglang::")
 # Bars of the training itself: whoever draws them trains like the others.
 _TRAINS = re.compile(r"train|epoch|step|iter|loss", re.I)
+_WAITS = frozenset({"starving", "waiting_weights"})
+_ENDS = frozenset({"exit", "abort", "gave_up", "node"})
+_GOES_ON_FOR = 600.0  # seconds; launchers and Ray end what is left within minutes
 _PORT = "async event"  # NCCL reports a port's state, and tries again
 
 
@@ -70,7 +75,7 @@ class Placed:
         if outcome is not None:
             return outcome.state == "hung"
         # A watchdog that gives up takes its process down, and launchers take the others.
-        return bool(set(self.alive) & set(self.waiting)) and (self.seen_alive or not self.gave_up)
+        return bool(set(self.alive) & set(self.waiting)) and not self.gave_up
 
     @cached_property
     def gave_up(self) -> bool:
@@ -125,12 +130,35 @@ class Placed:
     @property
     def end_state(self) -> State:
         """A job that ended by itself did not hang: nobody took its stack from outside."""
-        if self.stuck or (self.seen_alive and self.facts.outcome is None):
+        if self.stuck or (self.seen_alive and self.facts.outcome is None and not self.gave_up):
             return "hung"
         events = [e for e in self.facts.all_events() if e.kind not in _GOES_ON]
+        if self._goes_on_after(events):
+            return "hung"
         if any(_PORT in e.text for e in events):
             events = [e for e in events if e.kind != "nccl_error"]
         return "exited" if self.dead or self.facts.outcome or events else "hung"
+
+    def _goes_on_after(self, errors: Sequence[LogEvent]) -> bool:
+        """A log ends in a wait, or goes on for minutes after the last error; none tells an end.
+
+        A server's tells nothing: it outlives those that it serves.
+        """
+        if not errors or {e.kind for e in errors} & _ENDS or self.dead:
+            return False
+        components = [
+            *self.ranks.values(),
+            *(c for r, c in self.facts.roles.items() if r != ENGINE),
+        ]
+        if any(c.events and c.events[-1].kind in _WAITS for c in components):
+            return True
+        times = [e.at for e in errors]
+        if None in times:
+            return False
+        logs = [*self.facts.ends, *(log for c in components for log in c.logs)]
+        ends = [log.span[1] for log in logs if log.span and not log.kernel]
+        last = max(t for t in times if t is not None)
+        return any(since(last, end) > _GOES_ON_FOR for end in ends)
 
     def seen_at(self, ranks: Iterable[int], limit: int = 6) -> list[SourceRef]:
         """Where the positions of `ranks` were read."""

@@ -72,7 +72,7 @@ _INIT = frozenset(
 _TEARDOWN = frozenset("destroy_process_group _shutdown_backend _abort_process_group".split())
 _CLEANUP = frozenset(
     "destroy_process_group __exit__ __aexit__ close destroy cleanup _cleanup shutdown teardown "
-    "finalize stop terminate _exit_function _run_exitfuncs on_exit atexit_handler".split()
+    "finalize finish stop terminate _exit_function _run_exitfuncs on_exit atexit_handler".split()
 )
 # The path is read from the inside out, so a row that fits an inner frame wins over one that fits an
 # outer one; among rows of one frame the first wins.
@@ -260,6 +260,9 @@ def judge_path(path: tuple[Frame, ...], active: bool | None = None) -> Position:
     # py-spy saw the thread on a CPU: it computes and does not wait.
     if kind == "user" and active:
         kind = "busy"
+    elif kind == "user" and frame is None:
+        # An actor without a task; else inside of a library that says nothing.
+        kind = "idle" if only_hosts(path) else "unknown"
     cleanup = kind in ("collective", "p2p", "teardown") and _in_cleanup(path, users)
     return Position(kind, op, path, frame, cleanup)
 

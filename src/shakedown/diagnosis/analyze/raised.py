@@ -10,7 +10,7 @@ from shakedown.diagnosis.records import LogEvent
 
 # Errors that a rank dies of because another one went first.
 _VICTIM = re.compile(
-    r"closed by peer|reset by peer|Broken ?pipe|Socket closed|Watchdog caught|ncclRemoteError"
+    r"closed by peer|reset by peer|Broken ?pipe|Socket closed|Watchdog caught|nccl[A-Z]\w+Error"
     r"|communicator was aborted|KeyboardInterrupt|SystemExit|SIGTERM|[Tt]imed? ?out|DistStoreError"
     r"|SignalException"
     r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
@@ -33,6 +33,14 @@ _VICTIM = re.compile(
 def is_victims(event: LogEvent) -> bool:
     """Whether the error only says that another rank went first."""
     return _VICTIM.search(event.text) is not None
+
+
+_VAGUE = re.compile(r"^(?:builtins\.)?(?:RuntimeError|Exception)\b")
+
+
+def is_vague(event: LogEvent) -> bool:
+    """Of a type that any library raises for any reason, also for what another process did."""
+    return _VAGUE.search(event.text) is not None
 
 
 def _is_feeders(event: LogEvent) -> bool:

@@ -71,7 +71,8 @@ def told_dead(s: Situation) -> Hypothesis | None:
         s,
         "server_unhealthy",
         f"the inference server is dead, or does not answer: {events[0].text}",
-        roles=[ENGINE],
+        # Where all ranks are the engine's own it is the job, which nobody accuses.
+        roles=[] if s.facts.of_engine else [ENGINE],
         sure="likely",
         evidence=[e.place for e in events[:4]],
         needed=["the server's own log before that line, and stacks of its workers"],

@@ -193,7 +193,7 @@ def _of_several(source: EvidenceFile) -> bool:
 # `inference.log`, `inference-0.log` is a role's own; `server_build.txt` only sounds like one, and
 # its lines with a rank are the ranks'.
 _ROLE_FILE = re.compile(
-    r"(?:^|/)(?:inference|orchestrator|vllm|sglang|server|engine)[-_.\d]*(?:log|out|err)"
+    r"(?:^|/)(?:rollout[-_])?(?:inference|orchestrator|vllm|sglang|server|engine)[-_.\d]*(?:log|out|err)"
 )
 
 
