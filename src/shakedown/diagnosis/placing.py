@@ -252,6 +252,7 @@ _CAUGHT = frozenset(
         "gpu_error",
         "nccl_error",
         "too_slow",
+        "missing_ranks",
         "storage",
         "server_unhealthy",
         "too_few_gpus",

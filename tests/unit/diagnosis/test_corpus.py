@@ -22,9 +22,9 @@ def test_nobody_innocent_is_named(scores: list[Score]) -> None:
 def test_no_answer_gets_worse(scores: list[Score]) -> None:
     """Numbers to be raised with the diagnosis, never lowered."""
     answers = [score.answer for score in scores]
-    assert answers.count("right") >= 599
-    assert answers.count("wrong") <= 17
-    assert sum(score.exact for score in scores) >= 746
+    assert answers.count("right") >= 700
+    assert answers.count("wrong") <= 25
+    assert sum(score.exact for score in scores) >= 892
 
 
 @pytest.mark.slow

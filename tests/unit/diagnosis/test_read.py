@@ -43,6 +43,7 @@ def stacks(records: list[Record]) -> list[Stack]:
         ("# Rank 12", 12, 41),
         ("[rank7]:", 7, 41),
         ("----- host n1 rank 5 -----", 5, 41),
+        ("$ ssh n1 py-spy dump --pid 41      # rank 6", 6, 41),
         ("", None, 41),
     ],
 )

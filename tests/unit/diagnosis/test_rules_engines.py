@@ -60,7 +60,9 @@ def test_fewer_gpus_than_asked_for_are_nobodys_fault(tmp_path: Path, line: str) 
 
 def test_a_device_that_the_job_was_not_given_is_no_error_of_a_gpu(tmp_path: Path) -> None:
     error = "torch.AcceleratorError: CUDA error: invalid device ordinal"
-    assert mistake(tmp_path, Case({"job.log": traceback(error)}, "user_code", (), "exited")) == ""
+    assert (
+        mistake(tmp_path, Case({"job.log": traceback(error)}, "init_deadlock", (), "exited")) == ""
+    )
 
 
 def test_an_end_of_another_log_is_not_the_jobs_where_one_failed(tmp_path: Path) -> None:

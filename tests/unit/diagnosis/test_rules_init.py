@@ -33,3 +33,21 @@ def test_rank_that_never_loads_its_model_is_named_by_what_all_ranks_are_in(
 
     assert (diagnosis["state"], diagnosis["cause"]) == ("hung", cause)
     assert diagnosis["culprits"]["ranks"] == [2]
+
+
+@pytest.mark.parametrize(("tasks", "absent"), [((0, 0), [2, 3]), ((0, 1), [])])
+def test_ranks_that_two_nodes_count_from_0_do_not_tell_who_is_missing(
+    tmp_path: Path, tasks: tuple[int, int], absent: list[int]
+) -> None:
+    waits = (
+        "{}: [2023-01-17 22:14:51,673][c10d][INFO] - Waiting in store based barrier to initialize "
+        "process group for rank: {}, key: store_based_barrier_key:1 (world_size=4, worker_count=2, "
+        "timeout=0:30:00)\n"
+    )
+    lines = [waits.format(task, rank) for task in tasks for rank in (0, 1)]
+    (tmp_path / "slurm.out").write_text("".join(lines))
+
+    diagnosis = diagnose_paths([tmp_path]).extra["diagnosis"]
+
+    assert diagnosis["cause"] == "init_deadlock"
+    assert diagnosis["culprits"]["ranks"] == absent

@@ -51,7 +51,8 @@ CLOSED = "n1:41:88 [0] misc/socket.cc:50 NCCL WARN socketProgress{}\n"
 CHILD = traceback("RuntimeError: One of the subprocesses has abruptly died during map operation.")
 KILL = "[Thu Aug 29 15:26:02 2024] Memory cgroup out of memory: Killed process 98127 (python)\n"
 ROOM = behind("2026-01-05 09:00:30 ", traceback("OSError: [Errno 28] No space left on device"))
-ASKS = ("_read_status (http/client.py:292)", "post (requests/sessions.py:637)", *REDUCE[-2:])
+READS = ("_read_status (http/client.py:292)", "post (requests/sessions.py:637)")
+ASKS = (*READS, "generate (trl/extras/vllm_client.py:203)", *REDUCE[-2:])
 SCHEDULES = "torch/distributed/pipelining/schedules.py"
 DEAD = "(EngineCore pid=20) ERROR 10-13 09:06:27 [core.py:708] EngineCore failed to start.\n"
 CASES = {
@@ -122,7 +123,10 @@ CASES = {
         "server_unhealthy", roles=("inference",),
     ),
     "request to a server of which nothing is known": Case(
-        ranks([ASKS, REDUCE, REDUCE, REDUCE]), "rank_busy", (0,)
+        ranks([ASKS, REDUCE, REDUCE, REDUCE]), "server_unhealthy"
+    ),
+    "request for anything else": Case(
+        ranks([(*READS, *REDUCE[-2:]), REDUCE, REDUCE, REDUCE]), "rank_busy", (0,)
     ),
     "two reasons and no time": Case(
         {**ranks([REDUCE] * 3), "job.log": launcher(3, 1), "dmesg.txt": KILL}, "unknown"

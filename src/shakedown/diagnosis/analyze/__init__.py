@@ -13,6 +13,7 @@ from shakedown.diagnosis.analyze import (
     gpu_use,
     liveness,
     messages,
+    nodes,
     one_job,
     one_place,
     pipeline,
@@ -67,7 +68,7 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
         one_job.progressing,
     ),
     "Has something ended, or been stopped?": _lasting(
-        ended.node_dead,
+        nodes.node_dead,
         roles.dead_role,
         ended.stopped_rank,
         blocked.too_few_gpus,

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 
 from shakedown.diagnosis.analyze.causes import Strength, conclude
 from shakedown.diagnosis.analyze.edges import ELSEWHERE
-from shakedown.diagnosis.analyze.frames import awaits_result, calls_out
+from shakedown.diagnosis.analyze.frames import asks_to_generate, awaits_result
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.places import WAITING, bar_of
@@ -13,7 +13,7 @@ from shakedown.diagnosis.analyze.position import Position, user_frames
 from shakedown.diagnosis.analyze.raised import OWN
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.read.placements import ENGINE
-from shakedown.diagnosis.records import Frame, LogEvent, SourceRef
+from shakedown.diagnosis.records import Frame, SourceRef
 
 
 def blocked_by_ranks(s: Situation) -> Hypothesis | None:
@@ -92,8 +92,8 @@ def _elsewhere(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis
     first = s.positions[named[0]]
     row = ELSEWHERE[first.kind]
     extra, places = loader_worker(s, named[0]) if first.kind == "dataloader" else ("", [])
-    if failed := _failed_server(s, named):
-        return _asks_a_server(s, named, failed)
+    if all(asks_to_generate(s.positions[r].path) for r in named):
+        return _asks_a_server(s, named)
     cause = row.cause
     if cause == "missing_rank":
         cause = "init_deadlock" if _initialises(s) else _own_code(first)
@@ -114,22 +114,19 @@ def _elsewhere(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis
     )
 
 
-def _failed_server(s: Situation, ranks: Sequence[int]) -> LogEvent | None:
-    """An error in the server's own log, where all of `ranks` wait for an answer to a request."""
+def _asks_a_server(s: Situation, ranks: list[int]) -> Hypothesis:
+    """They wait for what a server generates; whether it failed its own log tells."""
     server = s.facts.roles.get(ENGINE)
-    asks = all(calls_out(s.positions[r].path) for r in ranks)
-    return server.event("traceback", "abort", "exit", *OWN) if server and asks else None
-
-
-def _asks_a_server(s: Situation, ranks: list[int], failed: LogEvent) -> Hypothesis:
+    failed = server.event("traceback", "abort", "exit", *OWN) if server else None
     return conclude(
         s,
         "server_unhealthy",
-        f"{name_ranks(ranks)} {verb(ranks, 'waits', 'wait')} for an answer of the inference "
-        f"server, which failed: {failed.text}",
-        roles=[ENGINE],
-        sure="likely",
-        evidence=[failed.place, *s.seen_at(ranks)],
+        f"{name_ranks(ranks)} {verb(ranks, 'waits', 'wait')} for an answer of the inference server"
+        + (f", which failed: {failed.text}" if failed else ""),
+        roles=[ENGINE] if failed else [],
+        sure="likely" if failed else "open",
+        evidence=[*([failed.place] if failed else []), *s.seen_at(ranks)],
+        needed=[] if failed else ["the server's log and stack, and whether it answers /health"],
     )
 
 
@@ -252,7 +249,10 @@ def too_few_joined(s: Situation) -> Hypothesis | None:
         return None
     waiting = {int(e.detail["waits"]) for e in events if "waits" in e.detail}
     # As many say that they wait as have joined: then it is all others that have not.
-    absent = sorted(set(range(world)) - waiting) if len(waiting) == joined else []
+    # Unless a rank waits in two tasks: each node counts its own ranks from 0.
+    sources = {(e.detail["waits"], e.detail.get("by")) for e in events if "waits" in e.detail}
+    alone = len(waiting) == joined == len(sources)
+    absent = sorted(set(range(world)) - waiting) if alone else []
     who = f"{name_ranks(absent)} did not come" if absent else "who is missing is not known"
     return conclude(
         s,

@@ -179,6 +179,11 @@ def waits_for_rollouts(path: Sequence[Frame], users: Sequence[Frame]) -> str:
     return next(names, "") if calls_out(path) else ""
 
 
+def asks_to_generate(path: Sequence[Frame]) -> bool:
+    """A request to another process that generates, by any function on the path."""
+    return calls_out(path) and any(_GENERATES.search(f.function) for f in path)
+
+
 def weight_update(frames: Sequence[Frame]) -> Frame | None:
     """The innermost frame that hands weights to an inference engine, or takes them there."""
     return next((f for f in reversed(frames) if _WEIGHTS.search(f.function)), None)

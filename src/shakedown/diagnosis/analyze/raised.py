@@ -26,7 +26,7 @@ _VICTIM = re.compile(
     r"|other ranks that didn't finish|CheckpointException"
     # An error that compares ranks accuses neither.
     r"|\brank ?\d{1,6}\b.{0,120}\brank ?\d|DDP expects same model across all ranks"
-    r"|across (?:all )?(?:devices|processes)|in process 0\b"
+    r"|across (?:all )?(?:devices|processes|GPUs|ranks)|in process 0\b"
 )
 
 
@@ -68,7 +68,7 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
         "out_of_memory",
     ),
     # The job asks for a device that it was not given.
-    (re.compile(r"invalid device ordinal|No CUDA GPUs are available"), "user_code"),
+    (re.compile(r"invalid device ordinal|No CUDA GPUs are available"), "init_deadlock"),
     (
         re.compile(
             r"(?:CUDA|HIP|MUSA) error|Error 802|cudaError[A-Z]|CUDA_ERROR|cuDNN error|CUBLAS_STATUS"

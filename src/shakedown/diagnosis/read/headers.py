@@ -32,11 +32,15 @@ _BEGINS = re.compile(
     r"|[\w.-]{1,80} \| ",
     re.I,
 )
+# `$ ssh n1 py-spy dump --pid 41207   # rank 0`: a command with a remark on whom it is of.
+_REMARK = re.compile(r"^[^#]{0,200}\bpy-spy dump\b[^#]{0,120}(?=#\s*rank\b)")
 _ROLE = re.compile(r"(?<![a-z])(trainer|orchestrator|inference)(?![a-z])", re.I)
 
 
 def header(line: str) -> Identity | None:
     """Who the lines after this one speak of; None when the line is no header."""
+    if "py-spy dump" in line and (match := _REMARK.match(line)):
+        line = line[match.end() :]
     if not line or len(line) > 4 * MAX_HEADER or not _BEGINS.match(line):
         return None
     if match := _ANSIBLE.match(line):
@@ -63,7 +67,7 @@ def header(line: str) -> Identity | None:
 
 def has_header(lines: Sequence[str]) -> bool:
     """Whether any of the lines is a header."""
-    return any(map(header, filter(_BEGINS.match, lines)))
+    return any(header(line) for line in lines if _BEGINS.match(line) or "py-spy dump" in line)
 
 
 def _inside_rules(line: str) -> str | None:

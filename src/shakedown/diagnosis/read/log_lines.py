@@ -187,6 +187,7 @@ PATTERNS: list[Row] = [
             "xid (pci",
             "uncorrectable",
             "fallen off the bus",
+            "an illegal ",
         ),
         re.compile(
             r"\b(?:CUDA|HIP|MUSA) error: (?!out of memory|invalid device ordinal)\w.{0,100}"
@@ -194,6 +195,7 @@ PATTERNS: list[Row] = [
             # Xid 45 and 154 follow from another error: NVIDIA's table of Xids.
             r"|Xid \(PCI:(?P<bus>[\w:.]{4,20})\): (?!45,|154,)\d{1,4}(?:, pid='?(?P<pid>\d{1,8}))?"
             r"|[Uu]ncorrectable (?:ECC|NVLink) error|fallen off the bus"
+            r"|an illegal (?:memory access|instruction) was encountered"
         ),
     ),
     (

@@ -120,7 +120,7 @@ class _Reader:
             return
         found = _line_events(self._source, self._rows, number, line, who)
         found = list(map(_of_node, found)) if self._nodes else found
-        rows = (_within(e, e.detail.get("local_rank", local)) for e in found)
+        rows = (_told_by(_within(e, e.detail.get("local_rank", local)), who) for e in found)
         self._events.add(*rows, *self._launcher.feed(number, line))
 
     def _follow(
@@ -140,6 +140,13 @@ class _Reader:
 def _within(event: LogEvent, local: int | None) -> LogEvent:
     """The event with its rank within the node, which other nodes have too."""
     return event if local is None else replace(event, detail={**event.detail, LOCAL: local})
+
+
+def _told_by(event: LogEvent, who: Identity) -> LogEvent:
+    """The event with the task that wrote it, where its line names a rank by itself."""
+    if "waits" not in event.detail or who.rank is None:
+        return event
+    return replace(event, detail={**event.detail, "by": who.rank})
 
 
 def _of_node(event: LogEvent) -> LogEvent:
