@@ -356,10 +356,7 @@ PATTERNS: list[Row] = [
     (
         "starving",
         ("waiting for",),
-        re.compile(
-            r"[Ww]aiting for (?:the )?(?:training|next|rollout) batch(?:es)?(?: to arrive)?"
-            r"|[Ww]aiting for rollouts?\b"
-        ),
+        re.compile(r"[Ww]aiting for (?:(?:the )?(?:training|next|rollout) batch|rollouts?\b)"),
     ),
     (
         "waiting_weights",
@@ -378,8 +375,7 @@ PATTERNS: list[Row] = [
     (
         "server_unhealthy",
         (
-            "enginedead",
-            "enginecore ",
+            "engine",
             "health",
             "unreachable",
             "did not answer",
