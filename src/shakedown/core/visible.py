@@ -33,6 +33,11 @@ def masked(text: str) -> str:
     return _HIDDEN.sub("?", text)
 
 
+def is_visible(text: str) -> bool:
+    """Whether `visible` and `masked` leave the text as it is."""
+    return _HIDDEN.search(text) is None
+
+
 def _escaped(found: re.Match[str]) -> str:
     code = ord(found[0])
     # How os.fsdecode hands on a byte that is not UTF-8: `surrogateescape`, PEP 383.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.paths import AttemptPaths, RunPaths, StagePaths
-from shakedown.core.visible import masked
+from shakedown.core.visible import is_visible, masked
 
 MAX_CHARS = 2000  # of a line that are shown
 _BLOCK = 1 << 20  # of a log and look
@@ -123,16 +123,24 @@ class LogFollower:
         if (last and at_end) or not (end or at_end):
             end = len(chunk)
         self._offsets[path] = begin + end
-        return [clean(raw) for raw in chunk[:end].removesuffix(b"\n").split(b"\n")] if end else []
+        return _clean_all(chunk[:end].removesuffix(b"\n")) if end else []
 
 
 def merged(
     follower: LogFollower, logs: Mapping[str, Path], *, last: bool = False
-) -> Iterator[tuple[str, str]]:
-    """What was added to each log, (component, line), log by log."""
+) -> Iterator[tuple[str, list[str]]]:
+    """What was added to each log, (component, lines), log by log."""
     for name, path in logs.items():
         while lines := follower.new_lines(path, last=last):
-            yield from ((name, line) for line in lines)
+            yield name, lines
+
+
+def _clean_all(block: bytes) -> list[str]:
+    text = block.decode("utf-8", "replace")
+    # Most logs have nothing to clean: to look once at a MiB takes a tenth of looking at its lines.
+    if is_visible(text) and "\t" not in text:
+        return [_bounded(line) for line in text.split("\n")]
+    return [clean(raw) for raw in block.split(b"\n")]
 
 
 def clean(raw: bytes) -> str:
@@ -142,7 +150,10 @@ def clean(raw: bytes) -> str:
     """
     states = raw.decode("utf-8", "replace").split("\r")
     text = _ESCAPES.sub("", next((s for s in reversed(states) if s.strip()), ""))
-    text = masked(text.replace("\t", "    ").replace("\n", " "))
+    return _bounded(masked(text.replace("\t", "    ").replace("\n", " ")))
+
+
+def _bounded(text: str) -> str:
     left = len(text) - MAX_CHARS
     return f"{text[:MAX_CHARS]} ... {left} more" if left > 0 else text.rstrip()
 

@@ -25,8 +25,13 @@ def two_logs(attempt: AttemptPaths) -> None:
     write_text(attempt.log("orchestrator"), "c\n")
 
 
+def everything(follower: LogFollower, path: Path) -> list[str]:
+    blocks = merged(follower, {"log": path}, last=True)
+    return [line for _, lines in blocks for line in lines]
+
+
 def whole(path: Path) -> list[str]:
-    return [line for _, line in merged(LogFollower(), {"log": path}, last=True)]
+    return everything(LogFollower(), path)
 
 
 @pytest.mark.parametrize("end", ["\n", ""])
@@ -38,7 +43,7 @@ def test_the_tail_is_the_end_of_the_whole(count: int, end: str, attempt: Attempt
 
     follower.skip_to_tail(log, count)
 
-    assert [line for _, line in merged(follower, {"log": log}, last=True)] == whole(log)[-count:]
+    assert everything(follower, log) == whole(log)[-count:]
 
 
 @pytest.mark.parametrize(
@@ -56,6 +61,14 @@ def test_the_tail_is_the_end_of_the_whole(count: int, end: str, attempt: Attempt
 )
 def test_a_line_is_what_a_terminal_may_see(raw: bytes, text: str) -> None:
     assert clean(raw) == text
+
+
+@pytest.mark.parametrize("odd", [b"\x1b[32mgreen", b"a\tb", b" 10%\r 55%", b"\xff", b"x" * 5000])
+def test_lines_beside_an_odd_one_are_what_each_is_alone(odd: bytes, attempt: AttemptPaths) -> None:
+    rows = [b"plain  ", "größer".encode(), odd, b"", b"last"]
+    for lines in (rows, rows[:2] + rows[3:]):
+        attempt.log("trainer-rank0").write_bytes(b"\n".join(lines))
+        assert whole(attempt.log("trainer-rank0")) == [clean(line) for line in lines]
 
 
 def test_a_line_without_end_is_cut_and_the_next_one_is_whole(attempt: AttemptPaths) -> None:
