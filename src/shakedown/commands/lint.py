@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     config = load_config(*args.config)
-    verdict = judge_config(config, " + ".join(map(str, layers(*args.config))))
+    verdict = judge_config(config, layers(*args.config))
     if args.resolved:
         print(dump_config(config))
     code = finish(verdict, None, strict=args.strict)

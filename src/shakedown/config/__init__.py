@@ -1,6 +1,7 @@
 """Typed, strict configuration; imports without torch."""
 
 from shakedown.config.load import (
+    Written,
     dump_config,
     layers,
     load_config,
@@ -36,6 +37,7 @@ __all__ = [
     "PreflightConfig",
     "ServeConfig",
     "StageConfig",
+    "Written",
     "dump_config",
     "layers",
     "load_config",

@@ -1,5 +1,7 @@
 """Read YAML files into a `Config`, with errors that name the key and the nearest valid one."""
 
+import contextlib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -23,7 +25,8 @@ def load_config(*paths: Path) -> Config:
         ConfigError: a file is missing or is not YAML; a key is unknown, missing or wrong.
     """
     below = layers(*paths)
-    return parse_config(_merged(below), where=" + ".join(str(path) for path in below))
+    where = " + ".join(str(path) for path in below)
+    return parse_config(_merged(below), where=where, paths=below)
 
 
 def layers(*paths: Path) -> tuple[Path, ...]:
@@ -57,8 +60,10 @@ def _is_whole(body: Mapping[str, Any]) -> bool:
     return bool(body.get("stages"))
 
 
-def parse_config(body: Mapping[str, Any], *, where: str = "config") -> Config:
-    """Validate a mapping.
+def parse_config(
+    body: Mapping[str, Any], *, where: str = "config", paths: Sequence[Path] = ()
+) -> Config:
+    """Validate a mapping; `paths`: the files that it is of, to tell where a fault is written.
 
     Raises:
         ConfigError: lists every fault with its key, what was given and what is valid.
@@ -66,7 +71,8 @@ def parse_config(body: Mapping[str, Any], *, where: str = "config") -> Config:
     try:
         return Config.model_validate(_in_order(_tuples(dict(body))))
     except ValidationError as error:
-        faults = [_explain(fault) for fault in error.errors()]
+        written = Written(paths)
+        faults = [_explain(fault, written) for fault in error.errors()]
         listed = "\n  ".join(faults)
         raise ConfigError(
             f"{where}: {len(faults)} fault(s)\n  {listed}",
@@ -148,15 +154,70 @@ def _in_order(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "stages": {name: stages[name] for name in first + rest}}
 
 
-def _explain(fault: Any) -> str:
+_MAX_KEYS = 10_000  # aliases can make a short file long without end
+_MAX_DEPTH = 12
+
+
+class Written:
+    """Where the keys of a config are written. The last of several files counts."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        """Reads the files, which have been read before; what is no longer YAML tells nothing."""
+        self._places: dict[tuple[str, ...], str] = {}
+        for path in paths:
+            with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+                root = yaml.compose(path.read_text(encoding="utf-8"), _Loader)
+                self._read(path, root, ())
+
+    def _read(self, path: Path, node: yaml.Node | None, above: tuple[str, ...]) -> None:
+        if not isinstance(node, yaml.MappingNode) or len(above) > _MAX_DEPTH:
+            return
+        for key, value in node.value:
+            if len(self._places) >= _MAX_KEYS:
+                return
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            mark = key.start_mark
+            here = (*above, str(key.value))
+            self._places[here] = f"{path}:{mark.line + 1}:{mark.column + 1}"
+            self._read(path, value, here)
+
+    def at(self, key: str) -> str:
+        """`FILE:LINE:COLUMN` of a dotted key, or of the nearest section around it; else empty."""
+        parts = tuple(key.split("."))
+        found = (self._places.get(parts[:end]) for end in range(len(parts), 0, -1))
+        return next((place for place in found if place), "")
+
+
+def _explain(fault: Any, written: Written) -> str:
     location = [str(part) for part in fault["loc"]]
     key = ".".join(location)
+    place = written.at(key)
+    begin = f"{place}: {key or 'config'}" if place else key or "config"
     if fault["type"] == "extra_forbidden":
         valid = _valid_keys(location[:-1])
-        return f"{key}: unknown key{did_you_mean(location[-1], valid)}; valid: {', '.join(valid)}"
+        return f"{begin}: unknown key{did_you_mean(location[-1], valid)}; valid: {', '.join(valid)}"
     if fault["type"] == "missing":
-        return f"{key}: missing"
-    return f"{key or 'config'}: {fault['msg']}, got {fault['input']!r:.120}"
+        return f"{begin}: missing"
+    given = fault["input"]
+    told = f"{begin}: {fault['msg']}, got {given!r:.120}"
+    return told + _read_otherwise(given, text=fault["type"] in ("literal_error", "string_type"))
+
+
+# Numbers for people that YAML 1.1 takes for text: it wants a point, and a sign after the e.
+_NEARLY_A_NUMBER = re.compile(r"[-+]?\d[\d_]{0,30}(?:\.\d{0,30})?[eE][-+]?\d{1,4}")
+
+
+def _read_otherwise(given: object, *, text: bool) -> str:
+    """What YAML made of a value that people write for another one. `text`: text was expected."""
+    if text and isinstance(given, bool):
+        return "; YAML reads on, off, yes and no as true and false: put it in quotes"
+    if isinstance(given, str) and _NEARLY_A_NUMBER.fullmatch(given):
+        mantissa, _, power = given.lower().partition("e")
+        point = "" if "." in mantissa else ".0"
+        sign = "" if power[0] in "+-" else "+"
+        return f"; YAML reads it as text: write {mantissa}{point}e{sign}{power}"
+    return ""
 
 
 def _valid_keys(location: list[str]) -> list[str]:

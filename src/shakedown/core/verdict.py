@@ -190,6 +190,8 @@ def _finding_line(finding: Finding) -> str:
         parts.append(f"expected {finding.expected}")
     if finding.remedy:
         parts.append(f"-> {finding.remedy}")
+    if finding.scope == "config" and finding.evidence:
+        parts.append(f"at {finding.evidence[0]}")
     return ", ".join(parts)
 
 

@@ -1,10 +1,13 @@
 """Lint of a config against the rewards, faults and engines that exist here."""
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from shakedown.agents.reward_pool import RewardLimits, reward_fault
 from shakedown.agents.rewards import REWARDS, is_own
-from shakedown.config import Config
+from shakedown.config import Config, Written
 from shakedown.config.lint import lint
 from shakedown.core.errors import ConfigError
 from shakedown.core.verdict import Finding, Stopwatch, Verdict, counted, status_of
@@ -31,10 +34,12 @@ def faults_of(findings: list[Finding]) -> list[Finding]:
     return [finding for finding in findings if finding.status != "warn"]
 
 
-def judge_config(config: Config, where: str) -> Verdict:
-    """The findings as a verdict; `where` names the files of the config."""
+def judge_config(config: Config, paths: Sequence[Path]) -> Verdict:
+    """The findings as a verdict; `paths`: the files of the config, in which each has its place."""
     clock = Stopwatch()
-    findings = findings_of(config)
+    where, written = " + ".join(map(str, paths)), Written(paths)
+    places = ((f, written.at(f.subject)) for f in findings_of(config))
+    findings = [replace(f, evidence=[place]) if place else f for f, place in places]
     return Verdict(
         stage="lint",
         status=status_of(findings),

@@ -257,3 +257,14 @@ def test_ranks_a_node_are_those_of_the_fullest_node(
     stage = shipped.stages["sft"].model_copy(update={"allocation": allocation, "nodes": nodes})
 
     assert ranks_a_node(stage, shipped.serve, gpus) == ranks
+
+
+def test_what_lint_finds_has_its_place_in_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    overlay = _with(tmp_path, "fsdp:d3")
+
+    code = main(["lint", str(DEMO), str(overlay)])
+
+    assert code == 2
+    assert f"expected a multiple of 3 ranks, at {overlay}:1:" in capsys.readouterr().out

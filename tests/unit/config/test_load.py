@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shakedown.config import dump_config, load_config, merge, parse_config
+from shakedown.config import Written, dump_config, load_config, merge, parse_config
 from shakedown.core.errors import ConfigError, ExitCode
 from shakedown.training.lint import findings_of
 
@@ -81,6 +81,77 @@ def test_a_fault_of_an_overlay_names_both_files(
 
     assert f"config/config.yaml + {overlay}: 1 fault(s)" in str(caught.value)
     assert "did you mean 'engine'?" in str(caught.value)
+
+
+PLACES = """\
+seed: 7
+stages:
+  sft:
+    optimizer: &shared
+      {given}
+  grpo: {{optimizer: *shared}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("lr: 2e-3", "lr: Input should be a valid number, got '2e-3'; YAML reads it as text: write "
+         "2.0e-3"),
+        ("lr: 1E4", "write 1.0e+4"),
+        ("l_r: 1.0", "stages.sft.optimizer.l_r: unknown key (did you mean 'lr'?)"),
+        ("lr: fast", "got 'fast'\n"),
+    ],
+)  # fmt: skip
+def test_a_fault_says_where_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, told: str
+) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text(PLACES.format(given=given), encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(overlay)
+
+    assert told in f"{caught.value}\n"
+    assert f"{overlay}:5:7: " in str(caught.value)
+
+
+@pytest.mark.parametrize(("given", "hint"), [("debug: off", True), ("steps: off", False)])
+def test_off_where_a_word_was_meant_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, hint: bool
+) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text(f"stages:\n  sft:\n    {given}\n", encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+
+    with pytest.raises(ConfigError) as caught:
+        load_config(overlay)
+
+    assert ("put it in quotes" in str(caught.value)) == hint
+    assert f"{overlay}:3:5: " in str(caught.value)
+
+
+def test_the_last_file_that_writes_a_key_is_its_place(tmp_path: Path) -> None:
+    paths = [tmp_path / name for name in ("a.yaml", "b.yaml", "gone.yaml")]
+    paths[0].write_text("run: a\nserve: {engine: vllm}\n", encoding="utf-8")
+    paths[1].write_text("\nserve:\n  max_model_len: 9\n", encoding="utf-8")
+
+    written = Written(paths)
+
+    assert written.at("run") == f"{paths[0]}:1:1"
+    assert written.at("serve.engine") == f"{paths[0]}:2:9"
+    assert written.at("serve.max_model_len") == f"{paths[1]}:3:3"
+    assert written.at("serve.lease") == f"{paths[1]}:2:1"
+    assert written.at("seed") == ""
+
+
+def test_aliases_without_end_have_places_within_bounds(tmp_path: Path) -> None:
+    rows = ["a0: &a0 {x: 1, y: 2}"]
+    rows += [f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}" for n in range(1, 40)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(rows), encoding="utf-8")
+
+    assert Written([tmp_path / "bomb.yaml"]).at("a0") == f"{tmp_path / 'bomb.yaml'}:1:1"
 
 
 def test_resolved_form_loads_to_the_same_config(tmp_path: Path) -> None:
