@@ -201,18 +201,18 @@ def _explain(fault: Any, written: Written) -> str:
         return f"{begin}: missing"
     given = fault["input"]
     told = f"{begin}: {fault['msg']}, got {given!r:.120}"
-    return told + _read_otherwise(given, text=fault["type"] in ("literal_error", "string_type"))
+    return told + _read_otherwise(given, fault["type"])
 
 
 # Numbers for people that YAML 1.1 takes for text: it wants a point, and a sign after the e.
 _NEARLY_A_NUMBER = re.compile(r"[-+]?\d[\d_]{0,30}(?:\.\d{0,30})?[eE][-+]?\d{1,4}")
 
 
-def _read_otherwise(given: object, *, text: bool) -> str:
-    """What YAML made of a value that people write for another one. `text`: text was expected."""
-    if text and isinstance(given, bool):
+def _read_otherwise(given: object, fault: str) -> str:
+    """What YAML made of a value that people write for another one; `fault`: pydantic's type."""
+    if fault in ("literal_error", "string_type") and isinstance(given, bool):
         return "; YAML reads on, off, yes and no as true and false: put it in quotes"
-    if isinstance(given, str) and _NEARLY_A_NUMBER.fullmatch(given):
+    if fault == "float_type" and isinstance(given, str) and _NEARLY_A_NUMBER.fullmatch(given):
         mantissa, _, power = given.lower().partition("e")
         point = "" if "." in mantissa else ".0"
         sign = "" if power[0] in "+-" else "+"

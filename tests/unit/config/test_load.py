@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shakedown.cli import main
 from shakedown.config import Written, dump_config, load_config, merge, parse_config
 from shakedown.core.errors import ConfigError, ExitCode
 from shakedown.training.lint import findings_of
@@ -130,6 +131,22 @@ def test_off_where_a_word_was_meant_is_explained(
 
     assert ("put it in quotes" in str(caught.value)) == hint
     assert f"{overlay}:3:5: " in str(caught.value)
+
+
+@pytest.mark.parametrize("given", ["steps: 1e3", "allocation: 1e3"])
+def test_a_number_is_not_advised_where_it_would_be_refused_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], given: str
+) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text(f"stages:\n  sft:\n    {given}\n", encoding="utf-8")
+    monkeypatch.chdir(ROOT)
+
+    code = main(["lint", str(overlay)])
+
+    said = capsys.readouterr()
+    assert code == ExitCode.USAGE
+    assert f"{overlay}:3:5" in said.out + said.err
+    assert "1.0e+3" not in said.out + said.err
 
 
 def test_the_last_file_that_writes_a_key_is_its_place(tmp_path: Path) -> None:
