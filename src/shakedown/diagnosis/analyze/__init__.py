@@ -146,7 +146,7 @@ def analyze(facts: Facts) -> Diagnosis:
     chosen = storage.explained(situation, chosen)
     chosen = gpu_use.weighed(situation, chosen)
     chosen = _or_another_reason(situation, chosen)
-    chosen = _by_node(facts, chosen)
+    chosen = _unless_guessed(facts, chosen)
     against = [f"{h.cause}: {h.sentence}" for _, h in spoken[1:] if _contradicts(h, chosen)]
     conflicts = [*facts.conflicts, *against]
     # 0.1 for each conflict is a judgement, not measured: see docs/hang.md.
@@ -193,7 +193,7 @@ def _or_another_reason(s: Situation, chosen: Hypothesis) -> Hypothesis:
     )
 
 
-def _by_node(facts: Facts, chosen: Hypothesis) -> Hypothesis:
+def _unless_guessed(facts: Facts, chosen: Hypothesis) -> Hypothesis:
     """Where no input says which process is which rank nobody is named: a file's name is no node."""
     hosts = {facts.ranks[r].host for r in chosen.ranks if r in facts.ranks}
     if not facts.guessed or not hosts or "" in hosts:

@@ -58,7 +58,6 @@ def all_in_loader(s: Situation) -> Hypothesis | None:
 
 
 _INTERNAL = re.compile(r"ncclInternalError")
-_CLOSED = re.compile(r"closed by remote peer")
 _FOLLOWS = re.compile(
     r"closed by remote peer|socketProgress|ncclSystemError|unhandled system error"
 )
@@ -83,7 +82,7 @@ def told_nccl(s: Situation) -> Hypothesis | None:
     rows = [(r, e) for r, e in found if e.kind == "nccl_error" or _INTERNAL.search(e.text)]
     # A peer that closed the connection ended first, for a reason of its own; what NCCL makes of it
     # tells no more.
-    closed = any(_CLOSED.search(e.text) for _, e in rows)
+    closed = any("closed by remote peer" in e.text for _, e in rows)
     if not any(not _FOLLOWS.search(e.text) if closed else True for _, e in rows):
         return None
     internal = [row for row in rows if _INTERNAL.search(row[1].text)]
