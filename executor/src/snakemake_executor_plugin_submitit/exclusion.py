@@ -120,22 +120,21 @@ def with_excluded(parameters: Parameters, nodes: Iterable[str]) -> Parameters:
     return {**parameters, "exclude": ",".join(names)} if names else parameters
 
 
-def nodes_of_file(path: Path) -> list[str]:
+def nodes_of_file(path: Path, resource: str = "exclude_file") -> list[str]:
     """Node names, one a line, `#` begins a comment; none when there is no such file.
 
     Raises:
         ResourceError: it cannot be read, or holds something else than names.
     """
+    where = f"resource {resource}={str(path)!r}"
     try:
         with path.open(encoding="utf-8") as stream:
             text = stream.read(_FILE_LIMIT + 1)
     except FileNotFoundError:
         return []
     except (OSError, UnicodeDecodeError) as error:
-        raise ResourceError(f"resource exclude_file={str(path)!r}: {error}") from error
+        raise ResourceError(f"{where}: {error}") from error
     if len(text) > _FILE_LIMIT:
-        raise ResourceError(
-            f"resource exclude_file={str(path)!r}: more than {_FILE_LIMIT} characters"
-        )
+        raise ResourceError(f"{where}: more than {_FILE_LIMIT} characters")
     names = [line.partition("#")[0].strip() for line in text.splitlines()]
-    return node_names(",".join(names), f"resource exclude_file={str(path)!r}")
+    return node_names(",".join(names), where)

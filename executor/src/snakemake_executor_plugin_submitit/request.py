@@ -189,6 +189,7 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
     "slurm_account": option,
     "slurm_extra": line,
     "exclude_file": line,
+    "node_file": line,
     "gpu_model": _model,
     "exclude": _nodes,
     "nodelist": _nodes,

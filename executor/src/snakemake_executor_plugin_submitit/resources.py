@@ -18,6 +18,7 @@
 | `clusters`, `cluster`, `slurm_cluster` | `--clusters` |
 | `exclude`, `nodelist` | the option of that name |
 | `exclude_file` | its node names, one a line, join `--exclude` when the job is submitted |
+| `node_file` | its node names, one a line, are the only ones for the job, where they are enough |
 | `exclusive` (true, or a text such as `user`) | `--exclusive[=text]` |
 | `requeue` (false) | `--no-requeue` |
 | `checkpoint_seconds` | `--signal=B:USR2@N`: warned so early, saved, requeued, resumed |

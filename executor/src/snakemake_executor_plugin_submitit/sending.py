@@ -103,8 +103,24 @@ class Sender:
             parameters.setdefault("account", self._guessed)
         if prepared.exclude_file is not None:
             nodes.update(nodes_of_file(prepared.exclude_file))
+        if prepared.node_file is not None:
+            wanted = int(parameters.get("nodes", 1))
+            nodes |= self._all_but(prepared.node_file, nodes, wanted, prepared.label)
         # Sorted, as jobs with equal texts of it go out together (`send`).
         return dict(sorted(with_excluded(parameters, nodes).items()))
+
+    def _all_but(self, file: Path, avoided: set[str], wanted: int, label: str) -> set[str]:
+        """The nodes that the file does not name: sbatch knows no "some of these and no other"."""
+        named = set(slurm.expand(",".join(nodes_of_file(file, "node_file"))))
+        only = named - set(slurm.expand(",".join(avoided)))
+        if len(only) >= wanted:
+            return set(slurm.all_nodes()) - only
+        if only:
+            self._logger.warning(
+                f"{label}: {wanted} node(s) are asked for, of those it may have {len(only)} are"
+                " left: it may run on others"
+            )
+        return set()
 
     def _guess_account(self, refusal: str, parameters: Parameters) -> bool:
         """Whether a job that names no account may go out once more, with a guessed one."""

@@ -21,8 +21,8 @@ class Prepared:
     """A job that is ready for sbatch.
 
     `label`: its rule and wildcards; `log_folder`: where its log belongs, below that of all logs.
-    `exclude_file`: None when it names none. `accounts`: those to choose from, none when the job
-    names none. `warnings`: to be said once.
+    `exclude_file`, `node_file`: None when it names none. `accounts`: those to choose from, none
+    when the job names none. `warnings`: to be said once.
     """
 
     job: Any
@@ -33,6 +33,7 @@ class Prepared:
     parameters: Parameters
     checkpoints: bool
     exclude_file: Path | None
+    node_file: Path | None = None
     accounts: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -64,7 +65,7 @@ def prepare(
             parameters["partition"] = partition
         else:
             warnings.append(f"{job.name}: no partition fits ({reasons}); Slurm's default holds")
-    exclude_file = asked.resources.get("exclude_file")
+    exclude_file, node_file = (asked.resources.get(f"{use}_file") for use in ("exclude", "node"))
     return Prepared(
         job,
         identify(job),
@@ -74,6 +75,7 @@ def prepare(
         parameters,
         checkpoints=checkpoint_seconds(asked) > 0,
         exclude_file=Path(exclude_file) if exclude_file else None,
+        node_file=Path(node_file) if node_file else None,
         accounts=asked.accounts,
         warnings=tuple(warnings),
     )

@@ -7,6 +7,7 @@ import pytest
 from sender_desk import Cluster, Desk, ready
 from slurm_programs import Programs
 
+from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.journal import name_ending, open_runs
 from snakemake_executor_plugin_submitit.outbox import StoppedError
 from snakemake_executor_plugin_submitit.slurm import SlurmError
@@ -240,6 +241,40 @@ def test_lost_nodes_and_those_of_the_file_are_excluded_as_they_are_now(
         "n9,n1,n[4-5]",
         "n1",
     ]
+
+
+@pytest.fixture
+def five_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "all_nodes", lambda: {"n1", "n2", "n3", "n4", "n5"})
+    monkeypatch.setattr(slurm, "expand", lambda text: text.split(",") if text else [])
+
+
+@pytest.mark.usefixtures("five_nodes")
+def test_a_job_runs_on_the_nodes_of_its_file_alone(
+    desk: Desk, cluster: Cluster, tmp_path: Path
+) -> None:
+    only, bad = tmp_path / "good_nodes.txt", tmp_path / "bad_nodes.txt"
+    only.write_text("n1\nn2\nn3\n")
+    bad.write_text("n3\n")
+
+    desk.sender().send(
+        [ready("a", node_file=only, exclude_file=bad, parameters={"nodes": 2}), ready("b")]
+    )
+
+    assert [batch.parameters.get("exclude") for batch in cluster.batches] == ["n3,n4,n5", None]
+
+
+@pytest.mark.usefixtures("five_nodes")
+def test_a_file_that_names_too_few_nodes_binds_nobody(
+    desk: Desk, cluster: Cluster, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    only = tmp_path / "good_nodes.txt"
+    only.write_text("n1\n")
+
+    desk.sender().send([ready("a", node_file=only, parameters={"nodes": 2})])
+
+    assert [batch.parameters.get("exclude") for batch in cluster.batches] == [None]
+    assert "it may run on others" in caplog.text
 
 
 def test_a_bad_file_of_nodes_fails_its_own_jobs_alone(
