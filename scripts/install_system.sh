@@ -16,6 +16,8 @@ PATH=$PATH:/usr/local/sbin:/usr/sbin:/sbin
 declare -A SLURM=(
   [slurmctld]=slurmctld [slurmd]=slurmd [slurmdbd]=slurmdbd [sbatch]=slurm-client
   [munged]=munge
+  # the tests' clusters whose nodes have a network each, and the faults of these networks
+  [ip]=iproute2 [nft]=nftables
   [mariadbd]='mariadb-server-core|mariadb-server-core-10.6'
   [mariadb]='mariadb-client-core|mariadb-client-core-10.6'
 )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from private_slurm import config, ports, processes
+from private_slurm import config, networks, ports, processes
 from private_slurm.config import ACCOUNTING, Plan
 from private_slurm.daemons import SEARCH_PATH, Daemon, await_up, client, daemons, launch, log_end
 from private_slurm.errors import USAGE, ClusterError
@@ -60,6 +60,7 @@ def start(
     memory_mb: int = 16000,
     base_port: int = 0,
     first_job_id: int = 0,
+    own_networks: bool = False,
     settings: Sequence[str] = (),
 ) -> Cluster:
     """Start a cluster and wait until every node is idle.
@@ -72,6 +73,7 @@ def start(
         memory_mb: what each node claims.
         base_port: first of 2 + nodes ports; 0 probes free ones.
         first_job_id: 0 takes one that no earlier cluster has used.
+        own_networks: each node in a network namespace of its own (root alone may).
         settings: further lines of slurm.conf, `Name=value`.
 
     Raises:
@@ -99,6 +101,7 @@ def start(
         cpus=cpus,
         memory_mb=memory_mb,
         gpu_files=_gpu_files(folder / "gpu"),
+        network=networks.free_network() if own_networks else "",
         settings=list(settings),
     )
     return _start(plan)
@@ -109,6 +112,7 @@ def _start(plan: Plan) -> Cluster:
     try:
         save(Cluster(plan, started))
         _write_files(plan)
+        networks.create(plan)
         _bring_up(plan, started)
     except BaseException:
         _end_all(plan, started)
@@ -333,6 +337,7 @@ def _end_all(plan: Plan, recorded: Sequence[Process]) -> None:
     groups += [[p for p in recorded if p.name == name] for name in behind]
     rest = [process for group in groups for process in processes.end(group)]
     rest += processes.end(processes.of_cluster(plan.folder, plan.name), seconds=3.0)
+    networks.remove(plan)
     if rest:
         names = ", ".join(f"{process.name} (pid {process.pid})" for process in rest)
         raise ClusterError(f"still alive after SIGKILL: {names}")

@@ -68,6 +68,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
     add("--memory-mb", type=int, default=16000, help="memory that each node claims")
     add("--base-port", type=int, default=0, help="first of the ports; 0 probes free ones")
     add("--first-job-id", type=int, default=0, help="0 takes one that was not used before")
+    help_line = "each node in a network namespace with a host name and an address (needs root)"
+    add("--own-networks", action="store_true", help=help_line)
     help_line = "a further line of slurm.conf; may be repeated"
     add("--set", dest="settings", action="append", default=[], metavar="NAME=V", help=help_line)
 
@@ -81,6 +83,7 @@ def _started(arguments: argparse.Namespace) -> cluster.Cluster:
         memory_mb=arguments.memory_mb,
         base_port=arguments.base_port,
         first_job_id=arguments.first_job_id,
+        own_networks=arguments.own_networks,
         settings=arguments.settings,
     )
 

@@ -1,9 +1,11 @@
 """The cluster's plan and the text of its configuration files. Pure: no I/O."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+# The controller's host name where nodes have networks of their own.
+CONTROLLER = "ctl"
 ACCOUNTING = ("db", "filetxt", "none")
 
 # Slurm's default of MaxJobId.
@@ -16,6 +18,8 @@ class Plan:
     """One cluster. `memory_mb` and `cpus` are what each node claims to have, not what exists.
 
     `gpu_files`: device files that stand for each node's GPUs; empty means nodes without GPUs.
+    `network`: the first three numbers of the nodes' own network, `10.77.3`, where each node has a
+    network namespace, a host name and an address; empty where all share this machine's loopback.
     `settings`: further lines of slurm.conf; they outrank the cluster's own.
     """
 
@@ -31,6 +35,7 @@ class Plan:
     cpus: int = 4
     memory_mb: int = 16000
     gpu_files: Sequence[str] = ()
+    network: str = ""
     settings: Sequence[str] = ()
 
     @property
@@ -40,6 +45,25 @@ class Plan:
     @property
     def name(self) -> str:
         return f"private{self.controller_port}"
+
+    @property
+    def hosts(self) -> Mapping[str, str]:
+        """Host name -> address of the controller and the nodes."""
+        names = [CONTROLLER, *self.nodes] if self.network else [self.hostname, *self.nodes]
+        # .1 is this machine's own end, for clients.
+        return {
+            name: f"{self.network}.{number}" if self.network else "127.0.0.1"
+            for number, name in enumerate(names, 2)
+        }
+
+    @property
+    def controller(self) -> str:
+        """The host name of the controller's machine."""
+        return CONTROLLER if self.network else self.hostname
+
+    def namespace(self, host: str) -> str:
+        """The network namespace of a node or of the controller, as `ip netns` names it."""
+        return f"{self.name}-{host}"
 
     @property
     def etc(self) -> Path:
@@ -85,7 +109,7 @@ def render_slurm_conf(plan: Plan) -> str:
 def _identity(plan: Plan) -> list[str]:
     return [
         f"ClusterName={plan.name}",
-        f"SlurmctldHost={plan.hostname}(127.0.0.1)",
+        f"SlurmctldHost={plan.controller}({plan.hosts[plan.controller]})",
         f"SlurmUser={plan.user}",
         f"SlurmdUser={plan.user}",
         f"SlurmctldPort={plan.controller_port}",
@@ -140,7 +164,7 @@ def _accounting(plan: Plan) -> list[str]:
     if plan.accounting == "db":
         return [
             "AccountingStorageType=accounting_storage/slurmdbd",
-            "AccountingStorageHost=127.0.0.1",
+            f"AccountingStorageHost={plan.hosts[plan.controller]}",
             f"AccountingStoragePort={plan.database_port}",
             # AuthInfo alone leaves sacct and sacctmgr on the system's munge socket.
             f"AccountingStoragePass={plan.munge_socket}",
@@ -155,7 +179,8 @@ def _accounting(plan: Plan) -> list[str]:
 def _nodes(plan: Plan) -> list[str]:
     gres = f" Gres=gpu:{len(plan.gpu_files)}" if plan.gpu_files else ""
     lines = [
-        f"NodeName={name} NodeHostname={plan.hostname} NodeAddr=127.0.0.1 Port={port}"
+        f"NodeName={name} NodeHostname={name if plan.network else plan.hostname}"
+        f" NodeAddr={plan.hosts[name]} Port={port}"
         f" CPUs={plan.cpus} Boards=1 SocketsPerBoard=1 CoresPerSocket={plan.cpus}"
         f" ThreadsPerCore=1 RealMemory={plan.memory_mb}{gres} State=UNKNOWN"
         for name, port in zip(plan.nodes, plan.node_ports, strict=True)
@@ -189,8 +214,8 @@ def render_slurmdbd_conf(plan: Plan) -> str:
         [
             "AuthType=auth/munge",
             f"AuthInfo=socket={plan.munge_socket}",
-            "DbdHost=localhost",
-            "DbdAddr=127.0.0.1",
+            f"DbdHost={plan.controller if plan.network else 'localhost'}",
+            f"DbdAddr={plan.hosts[plan.controller]}",
             f"DbdPort={plan.database_port}",
             f"SlurmUser={plan.user}",
             f"LogFile={plan.log}/slurmdbd.log",

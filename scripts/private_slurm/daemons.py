@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from private_slurm import networks
 from private_slurm.config import Plan
 from private_slurm.errors import ClusterError
 from private_slurm.processes import MARKER, NODE_MARKER, Process, is_alive, spawn, wait_until
@@ -50,10 +51,12 @@ def daemons(plan: Plan) -> Iterator[Daemon]:
     if plan.accounting == "db":
         yield _mariadbd(plan)
         yield _slurmdbd(plan)
-    yield Daemon("slurmctld", ["slurmctld", "-D"], lambda: _succeeds(plan, "scontrol", "ping"))
+    controller = [*networks.inside(plan, plan.controller), "slurmctld", "-D"]
+    yield Daemon("slurmctld", controller, lambda: _succeeds(plan, "scontrol", "ping"))
     for name, port in zip(plan.nodes, plan.node_ports, strict=True):
-        command = ["slurmd", "-D", "-N", name]
-        yield Daemon(f"slurmd-{name}", command, _listens(port), extra={NODE_MARKER: name})
+        command = [*networks.inside(plan, name), "slurmd", "-D", "-N", name]
+        up = _listens(port, plan.hosts[name])
+        yield Daemon(f"slurmd-{name}", command, up, extra={NODE_MARKER: name})
 
 
 def _munged(plan: Plan) -> Daemon:
@@ -95,20 +98,20 @@ def _mariadbd(plan: Plan) -> Daemon:
 
 
 def _slurmdbd(plan: Plan) -> Daemon:
-    listens = _listens(plan.database_port)
+    listens = _listens(plan.database_port, plan.hosts[plan.controller])
     return Daemon(
         "slurmdbd",
-        ["slurmdbd", "-D"],
+        [*networks.inside(plan, plan.controller), "slurmdbd", "-D"],
         # The port opens before the tables are made.
         lambda: listens() and _succeeds(plan, "sacctmgr", "-n", "list", "cluster"),
         seconds=60.0,
     )
 
 
-def _listens(port: int) -> Callable[[], bool]:
+def _listens(port: int, address: str = "127.0.0.1") -> Callable[[], bool]:
     def ask() -> bool:
         try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            socket.create_connection((address, port), timeout=1).close()
         except OSError:
             return False
         return True
