@@ -11,7 +11,8 @@ the ranks tell each other there is signed.
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,24 @@ class Ranks:
         self._device = device
         self._key = key
         self._decisions = 0
+
+    @contextmanager
+    def failing_last(self, part: str) -> Iterator[None]:
+        """Let rank 0, which holds the store, fail in `part` only after the others are through it.
+
+        What is wrong with a shared input is wrong on every rank: one that comes a moment later
+        would meet a broken connection, and tell of that instead. No rank is waited for for long:
+        it may stand in a collective with the one that failed.
+        """
+        try:
+            yield
+        except Exception:
+            with suppress(dist.DistError):  # rank 0 did not wait: what failed here is to be told
+                self._store.add(f"{part}-heard", 1)
+            if self.rank == 0:
+                self._wait_until_heard(part, by=self.world_size)
+            raise
+        self._store.add(f"{part}-heard", 1)
 
     def sum(self, values: Mapping[str, float]) -> dict[str, float]:
         """(collective) Add up numbers by name; the names must be the same on all ranks."""

@@ -1,5 +1,6 @@
 """A long load beats for every tensor, and ranks hear of another one's failure."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,30 @@ def test_a_rank_that_hears_of_a_failure_repeats_its_sentence(
             ranks.all_reduce_or_raise({"loss": 2.0}, None)
 
         assert store.get("1-failure-heard") == b"1"
+
+
+def test_the_rank_that_holds_the_store_fails_after_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = []
+
+    def load(ranks: Ranks) -> None:
+        with pytest.raises(FileNotFoundError), ranks.failing_last("load"):
+            (tmp_path / "missing").unlink()
+        failed.append(ranks.rank)
+
+    with group_of_one(tmp_path):
+        first, last = ranks_of_one()[0], ranks_of_one()[0]
+        for rank, ranks in enumerate((first, last)):
+            monkeypatch.setattr(ranks, "rank", rank)
+            monkeypatch.setattr(ranks, "world_size", 2)
+        thread = threading.Thread(target=load, args=(first,))
+        thread.start()
+        thread.join(0.3)
+        load(last)
+        thread.join()
+
+    assert failed == [1, 0]
 
 
 def test_a_rank_that_heard_of_a_failure_leaves_a_sentence_and_no_traceback(
