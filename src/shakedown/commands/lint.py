@@ -5,27 +5,32 @@ from pathlib import Path
 
 from shakedown.commands.arguments import add_strict
 from shakedown.config import dump_config, layers, load_config
-from shakedown.core.errors import ExitCode
+from shakedown.config.foreign import judge_foreign
+from shakedown.core.errors import ExitCode, UsageError
 from shakedown.core.verdict import finish
 from shakedown.training.lint import judge_config
 
 EXAMPLES = (
-    "shakedown lint config/config.yaml",
     "shakedown lint config/config.yaml my.yaml --resolved",
+    "shakedown lint gsm8k_grpo.yaml",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="+", type=Path, help="YAML files, later ones lie over")
+    parser.add_argument("config", nargs="+", type=Path, help="later files lie over earlier ones")
     parser.add_argument("--resolved", action="store_true", help="print the resolved config too")
     add_strict(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    config = load_config(*args.config)
-    verdict = judge_config(config, layers(*args.config))
-    if args.resolved:
-        print(dump_config(config))
+    verdict = judge_foreign(args.config)
+    if verdict is None:
+        config = load_config(*args.config)
+        verdict = judge_config(config, layers(*args.config))
+        if args.resolved:
+            print(dump_config(config))
+    elif args.resolved:
+        raise UsageError("--resolved is for configs of shakedown")
     code = finish(verdict, None, strict=args.strict)
     # A fault in a config is a config error, whoever finds it.
     return int(ExitCode.USAGE) if verdict.status == "FAIL" else code

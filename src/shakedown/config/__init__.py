@@ -1,6 +1,7 @@
 """Typed, strict configuration; imports without torch."""
 
 from shakedown.config.load import (
+    WORKFLOW_CONFIG,
     Written,
     dump_config,
     layers,
@@ -20,11 +21,13 @@ from shakedown.config.schema import (
     ModelConfig,
     OptimizerConfig,
     PreflightConfig,
+    ProfileConfig,
     ServeConfig,
     StageConfig,
 )
 
 __all__ = [
+    "WORKFLOW_CONFIG",
     "AgentsConfig",
     "ClusterConfig",
     "Config",
@@ -35,6 +38,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerConfig",
     "PreflightConfig",
+    "ProfileConfig",
     "ServeConfig",
     "StageConfig",
     "Written",

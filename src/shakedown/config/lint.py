@@ -1,6 +1,7 @@
 """What a config says that cannot work, beyond types: found before anything is started."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from shakedown.cluster.allocation import Part, parse_allocation
@@ -24,6 +25,10 @@ def lint(
         engines: the dimensions of an allocation that each training engine has.
     """
     findings = [*_lint_data(config, rewards), *_lint_serve(config)]
+    agent = _lint_agent("agents.target", config.agents.target)
+    # A run without GRPO trains without agents; the agent checks alone would fail.
+    trains = any(stage.algorithm == "grpo" for stage in config.stages.values())
+    findings += agent if trains else [replace(found, status="warn") for found in agent]
     for name, stage in config.stages.items():
         findings += _lint_stage(f"stages.{name}", stage, config.serve, faults, engines)
     return [*findings, *lint_places(config)]
@@ -73,11 +78,10 @@ def _lint_data(config: Config, rewards: Collection[str]) -> list[Finding]:
             remedy = did_you_mean(value, FORMATS).strip(" ()")
             findings.append(_fail("data", f"data.{key}", value, expected, remedy))
     model = config.model.source
-    # A name on the hub has at most one slash: `owner/name`.
-    looks_local = model.startswith((".", "/")) or model.count("/") > 1
-    looks_local = looks_local or (model != "demo" and Path(model).is_dir())
-    if looks_local and not (Path(model) / "config.json").is_file():
-        expected = "`demo`, a Hugging Face folder with config.json, or a hub name"
+    # A name on the hub has one slash: `owner/name`.
+    looks_local = model.startswith((".", "/")) or model.count("/") != 1 or Path(model).is_dir()
+    if model != "demo" and looks_local and not (Path(model) / "config.json").is_file():
+        expected = "`demo`, a Hugging Face folder with config.json, or a hub name: owner/name"
         findings.append(_fail("model", "model.source", model, expected))
     return findings
 
@@ -114,7 +118,8 @@ def _lint_stage(
     # Only data parallelism cuts a batch: tensor and pipeline ranks take the same rows.
     findings += _lint_sizes(key, stage, part.size("d"))
     if stage.grpo:
-        findings += _lint_agent(f"{key}.grpo", stage.grpo.agent)
+        if stage.grpo.agent:
+            findings += _lint_agent(f"{key}.grpo.agent", stage.grpo.agent)
         findings += _lint_server_of(f"{key}.grpo", stage.grpo, serve)
     if stage.fault and stage.fault.kind not in faults:
         remedy = f"choose one{did_you_mean(stage.fault.kind, faults)}"
@@ -144,13 +149,16 @@ def _lint_engine(
 
 
 def _lint_agent(key: str, target: str) -> list[Finding]:
-    """An own agent class is where it is said to be; it is imported where it runs."""
+    """An agent class is where it is said to be."""
     place, colon, name = target.rpartition(":")
-    found = not place.endswith(".py") or Path(place).is_file()
-    if not target or (colon and name.isidentifier() and place and found):
+    path = Path(place)
+    found = not place.endswith(".py") or path.is_file()
+    if colon and name.isidentifier() and place and found:
         return []
     expected = "`path/to/file.py:Class` of an existing file, or `package.module:Class`"
-    return [_fail("agent", f"{key}.agent", target, expected)]
+    siblings = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    remedy = did_you_mean(path.name, siblings).strip(" ()")
+    return [_fail("agent", key, target, expected, remedy)]
 
 
 def _lint_server_of(key: str, grpo: GrpoConfig, serve: ServeConfig) -> list[Finding]:

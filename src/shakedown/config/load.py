@@ -12,6 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from shakedown.config.schema import Config
+from shakedown.config.toml_places import toml_places
 from shakedown.core.errors import ConfigError, did_you_mean
 from shakedown.core.files import write_text
 
@@ -47,14 +48,14 @@ def layers(*paths: Path) -> tuple[Path, ...]:
 def _merged(paths: Sequence[Path]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for path in paths:
-        merged = merge(merged, _read_yaml(path))
+        merged = merge(merged, read_yaml(path))
     return merged
 
 
 def _is_whole(body: Mapping[str, Any]) -> bool:
     """Stages, and no key of them missing; wrong values are another matter."""
     try:
-        Config.model_validate(_in_order(_tuples(dict(body))))
+        Config.model_validate(_tuples(dict(body)))
     except ValidationError as error:
         return all(fault["type"] != "missing" for fault in error.errors())
     return bool(body.get("stages"))
@@ -69,7 +70,7 @@ def parse_config(
         ConfigError: lists every fault with its key, what was given and what is valid.
     """
     try:
-        return Config.model_validate(_in_order(_tuples(dict(body))))
+        return _in_order(Config.model_validate(_tuples(dict(body))))
     except ValidationError as error:
         written = Written(paths)
         faults = [_explain(fault, written) for fault in error.errors()]
@@ -100,12 +101,17 @@ def write_resolved(config: Config, path: Path) -> None:
     write_text(path, dump_config(config))
 
 
-def _read_yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """The mapping of one file.
+
+    Raises:
+        ConfigError: missing, not YAML, or no mapping.
+    """
     try:
         body = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # also no UTF-8, and dates that do not exist
         raise ConfigError(f"{path} is not YAML: {error}") from error
     except RecursionError as error:
         raise ConfigError(f"{path} is not YAML for us: nested too deeply") from error
@@ -144,14 +150,10 @@ def _tuples(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "stages": fixed}
 
 
-def _in_order(body: dict[str, Any]) -> dict[str, Any]:
-    """Put `stages` into the order of `order`: merging overlays does not keep a mapping's order."""
-    order, stages = body.get("order"), body.get("stages")
-    if not isinstance(order, list) or not isinstance(stages, Mapping):
-        return body
-    first = [name for name in order if isinstance(name, str) and name in stages]
-    rest = [name for name in stages if name not in first]
-    return {**body, "stages": {name: stages[name] for name in first + rest}}
+def _in_order(config: Config) -> Config:
+    """With the stages that `order` names, in its order: merging overlays does not keep one."""
+    stages = {name: config.stages[name] for name in config.order or config.stages}
+    return config.model_copy(update={"stages": stages})
 
 
 _MAX_KEYS = 10_000  # aliases can make a short file long without end
@@ -162,15 +164,29 @@ class Written:
     """Where the keys of a config are written. The last of several files counts."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        """Reads the files, which have been read before; what is no longer YAML tells nothing."""
+        """Reads the files, which were read before; what is no longer readable tells nothing."""
         self._places: dict[tuple[str, ...], str] = {}
-        for path in paths:
+        self._files: dict[tuple[str, ...], int] = {}
+        for number, path in enumerate(paths):
+            self._lists: set[int] = set()
             with contextlib.suppress(OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
-                root = yaml.compose(path.read_text(encoding="utf-8"), _Loader)
-                self._read(path, root, ())
+                text = path.read_text(encoding="utf-8")
+                if path.suffix == ".toml":
+                    for key, (line, column) in toml_places(text).items():
+                        self._places[key] = f"{path}:{line}:{column}"
+                else:
+                    self._read(path, number, yaml.compose(text, _Loader), ())
 
-    def _read(self, path: Path, node: yaml.Node | None, above: tuple[str, ...]) -> None:
-        if not isinstance(node, yaml.MappingNode) or len(above) > _MAX_DEPTH:
+    def _read(
+        self, path: Path, number: int, node: yaml.Node | None, above: tuple[str, ...]
+    ) -> None:
+        if len(above) > _MAX_DEPTH:
+            return
+        if isinstance(node, yaml.SequenceNode) and id(node) not in self._lists:
+            self._lists.add(id(node))  # aliases can nest one list in itself without end
+            for index, item in enumerate(node.value):
+                self._read(path, number, item, (*above, str(index)))
+        if not isinstance(node, yaml.MappingNode):
             return
         for key, value in node.value:
             if len(self._places) >= _MAX_KEYS:
@@ -180,13 +196,23 @@ class Written:
             mark = key.start_mark
             here = (*above, str(key.value))
             self._places[here] = f"{path}:{mark.line + 1}:{mark.column + 1}"
-            self._read(path, value, here)
+            self._files[here] = number
+            self._read(path, number, value, here)
 
     def at(self, key: str) -> str:
         """`FILE:LINE:COLUMN` of a dotted key, or of the nearest section around it; else empty."""
         parts = tuple(key.split("."))
         found = (self._places.get(parts[:end]) for end in range(len(parts), 0, -1))
         return next((place for place in found if place), "")
+
+    def below(self, section: str) -> list[str]:
+        """Names of the keys of a section at the top, in any of the files."""
+        return [key[1] for key in self._places if len(key) > 1 and key[:-1] == (section,)]
+
+    def is_over(self, first: str, second: str) -> bool:
+        """Whether the first of two dotted keys is written in a later file than the second."""
+        files = [self._files.get(tuple(key.split(".")), -1) for key in (first, second)]
+        return files[0] > files[1]
 
 
 def _explain(fault: Any, written: Written) -> str:
@@ -201,6 +227,8 @@ def _explain(fault: Any, written: Written) -> str:
         return f"{begin}: missing"
     given = fault["input"]
     told = f"{begin}: {fault['msg']}, got {given!r:.120}"
+    if given is None and location[:1] == ["stages"] and len(location) == len(("stages", "name")):
+        return f"{told}; to leave a stage out, name the others in `order`"
     return told + _read_otherwise(given, fault["type"])
 
 
@@ -212,6 +240,8 @@ def _read_otherwise(given: object, fault: str) -> str:
     """What YAML made of a value that people write for another one; `fault`: pydantic's type."""
     if fault in ("literal_error", "string_type") and isinstance(given, bool):
         return "; YAML reads on, off, yes and no as true and false: put it in quotes"
+    if fault == "string_type" and isinstance(given, int | float):
+        return "; YAML reads it as a number (3:5 as 3 x 60 + 5): put it in quotes"
     if fault == "float_type" and isinstance(given, str) and _NEARLY_A_NUMBER.fullmatch(given):
         mantissa, _, power = given.lower().partition("e")
         point = "" if "." in mantissa else ".0"

@@ -7,7 +7,7 @@ from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
 
 # What bounds an engine's share of a GPU's memory; without it, it takes almost all.
-_MEMORY_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
+MEMORY_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
 
 def server_part(serve: ServeConfig) -> Part:
@@ -128,7 +128,7 @@ def _does_not_fit(
 def _lint_memory(config: Config) -> list[Finding]:
     """On a GPU that is shared the engine must leave memory to the trainer."""
     serve = config.serve
-    option = _MEMORY_OPTIONS.get(serve.engine)
+    option = MEMORY_OPTIONS.get(serve.engine)
     shared = serve.share_gpus and any(stage.grpo for stage in config.stages.values())
     # Both `--option=0.4` and `--option`, `0.4`.
     given = any(word.split("=")[0] == option for word in serve.extra_args)

@@ -1,10 +1,20 @@
 """The typed, strict configuration of a run. Every key is explained in config/config.yaml."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
+from shakedown.core.errors import did_you_mean
 from shakedown.core.home import expand_home
 from shakedown.core.paths import RunPaths
 
@@ -67,6 +77,9 @@ class PreflightConfig(Section):
     min_free_disk_gb: Annotated[float, Field(ge=0)] = 2.0
     min_shm_mb: Annotated[float, Field(ge=0)] = 64.0
     probe_timeout: Seconds = 60.0
+    spare_nodes: NonNegative = 0
+    pin_nodes: bool = True
+    exclude_hours: Annotated[float, Field(ge=0)] = 24.0
 
 
 class ServeConfig(Section):
@@ -110,6 +123,51 @@ class FaultConfig(Section):
     kind: str
     rank: NonNegative = 1
     step: Positive = 3
+
+
+class ProfileConfig(Section):
+    """Profile the workers that `workers` names over the steps of `steps`.
+
+    As NeMo RL's NRL_NSYS_WORKER_PATTERNS and NRL_NSYS_PROFILE_STEP_RANGE: shell wildcards with
+    commas between, and `start:stop`, where steps count from 1 and `stop` is not profiled. `all`
+    is the whole run.
+    """
+
+    workers: str
+    steps: str
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The wildcards, without blanks around them and without empty ones."""
+        return tuple(part.strip() for part in self.workers.split(",") if part.strip())
+
+    @property
+    def bounds(self) -> tuple[int, int | None]:
+        """First step, and the first that is not profiled any more; None: there is none."""
+        if self.steps == "all":
+            return 1, None
+        start, _, stop = self.steps.partition(":")
+        return int(start), int(stop)
+
+    @field_validator("steps")
+    @classmethod
+    def _steps_are_a_range(cls, steps: str) -> str:
+        plain = re.sub(r"\s", "", steps)  # it becomes a part of file names
+        if plain == "all":
+            return plain
+        match = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", plain)
+        if match is None or not 1 <= int(match[1]) < int(match[2]):
+            raise ValueError(
+                f"expected start:stop with 1 <= start < stop (such as 3:5 for steps 3 and 4), "
+                f"or all, got {steps!r:.60}"
+            )
+        return plain
+
+    @model_validator(mode="after")
+    def _names_a_worker(self) -> "ProfileConfig":
+        if not self.patterns:
+            raise ValueError("`workers` names none: expected patterns such as *policy*,*vllm*")
+        return self
 
 
 class OptimizerConfig(Section):
@@ -185,6 +243,7 @@ class StageConfig(Section):
     debug: Literal["off", "info", "detail", "blocking"] = "off"
     grpo: GrpoConfig | None = None
     fault: FaultConfig | None = None
+    profile: ProfileConfig | None = None
 
     @model_validator(mode="after")
     def _each_sink_once(self) -> "StageConfig":
@@ -200,7 +259,7 @@ class StageConfig(Section):
 
 
 class Config(Section):
-    """A whole run: `results/<run>/` is written from it."""
+    """A whole run: `results/<run>/` is written from it. `order`: stages that run; empty: all."""
 
     run: Name
     results: Place = "results"
@@ -213,19 +272,30 @@ class Config(Section):
     serve: ServeConfig = ServeConfig()
     agents: AgentsConfig
     consistency: ConsistencyConfig = ConsistencyConfig()
-    order: list[Name] = []
     stages: dict[Name, StageConfig]
+    order: list[Name] = []  # below `stages`, which its validator looks at
 
     @property
     def paths(self) -> RunPaths:
         """Where the run's results lie."""
         return RunPaths(Path(self.results) / self.run)
 
-    @model_validator(mode="after")
-    def _order_names_every_stage(self) -> "Config":
-        if not self.stages:
+    @field_validator("stages")
+    @classmethod
+    def _has_a_stage(cls, stages: dict[str, StageConfig]) -> dict[str, StageConfig]:
+        if not stages:
             raise ValueError("`stages` is empty: list at least one training stage")
-        if self.order and sorted(self.order) != sorted(self.stages):
-            known = ", ".join(self.stages)
-            raise ValueError(f"`order` must name each stage of `stages` once: {known}")
-        return self
+        return stages
+
+    @field_validator("order")
+    @classmethod
+    def _order_names_stages(cls, order: list[str], info: ValidationInfo) -> list[str]:
+        stages = info.data.get("stages", {})  # missing where they are at fault themselves
+        for name in order if stages else ():
+            if name not in stages:
+                known = ", ".join(stages)
+                guess = did_you_mean(name, stages)
+                raise ValueError(f"`order` names no stage by {name!r}{guess}; stages: {known}")
+        if len(set(order)) < len(order):
+            raise ValueError(f"`order` names a stage twice: {', '.join(order)}")
+        return order

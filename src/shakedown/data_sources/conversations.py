@@ -37,7 +37,7 @@ def load_rows(source: str, *, limit: int | None = None) -> list[Row]:
 def iter_rows(source: str, *, limit: int | None = None) -> Iterator[Row]:
     """The rows of `load_rows`, one at a time as they are read."""
     for place, body in placed_rows(source, limit=limit, lines=_dataset_lines):
-        yield _checked(body, place)
+        yield row_of(body, place)
 
 
 def _dataset_lines(path: Path) -> Iterator[str]:
@@ -59,7 +59,12 @@ def _dataset_lines(path: Path) -> Iterator[str]:
         yield row["text"]
 
 
-def _checked(body: Mapping[str, Any], place: str) -> Row:
+def row_of(body: Mapping[str, Any], place: str) -> Row:
+    """The row that an object of `placed_rows` is.
+
+    Raises:
+        UsageError: it lacks `messages` or `answer`, or they are of another form; names the place.
+    """
     fault = _fault(body)
     if fault:
         raise UsageError(f"{place}: {fault}", hint=f"expected {_FORM}")

@@ -1,11 +1,10 @@
-"""Lint of a config against the rewards, faults and engines that exist here."""
+"""Lint of a config against the rewards, faults and engines that exist here, and by the rules."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shakedown.agents.reward_pool import RewardLimits, reward_fault
 from shakedown.agents.rewards import REWARDS, is_own
 from shakedown.config import Config, Written
 from shakedown.config.lint import lint
@@ -13,23 +12,29 @@ from shakedown.core.errors import ConfigError
 from shakedown.core.verdict import Finding, Stopwatch, Verdict, counted, status_of
 from shakedown.training.engines import DIMENSIONS
 from shakedown.training.faults import KINDS
+from shakedown.training.lint_rules import apply_rules, read_inputs
+from shakedown.training.lint_rules.inputs import advice
+from shakedown.training.lint_rules.own_code import own_code
 
 
 def findings_of(config: Config) -> list[Finding]:
-    """Lint against the rewards, faults and engines that exist here.
+    """All that is wrong with a config, or suspicious.
 
-    A user's own reward is imported, in a process of its own: its code may do anything.
+    A user's own reward is called, in a process of its own, and so is an agent's module imported
+    that does not show its class: their code may do anything.
     """
     reward, own = config.data.reward, is_own(config.data.reward)
-    # `lint` compares names: a user's own reward passes there, and is judged by its import below.
+    # `lint` compares names: a user's own reward passes there, and is judged by its calls below.
     rewards = [*REWARDS, reward] if own else list(REWARDS)
     findings = lint(config, rewards=rewards, faults=KINDS, engines=DIMENSIONS)
-    limits = RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb)
-    fault = asyncio.run(reward_fault(reward, limits)) if own else ""
-    return [*findings, _reward_finding(reward, fault)] if fault else findings
+    # Data of an unknown format cannot be read, and nothing be said of them.
+    if any(finding.subject == "data.format" for finding in findings):
+        return findings
+    inputs = read_inputs(config)
+    return [*findings, *apply_rules(inputs), *asyncio.run(own_code(inputs))]
 
 
-def faults_of(findings: list[Finding]) -> list[Finding]:
+def faults_of(findings: Sequence[Finding]) -> list[Finding]:
     """What stops a run; the others are advice."""
     return [finding for finding in findings if finding.status != "warn"]
 
@@ -37,9 +42,8 @@ def faults_of(findings: list[Finding]) -> list[Finding]:
 def judge_config(config: Config, paths: Sequence[Path]) -> Verdict:
     """The findings as a verdict; `paths`: the files of the config, in which each has its place."""
     clock = Stopwatch()
-    where, written = " + ".join(map(str, paths)), Written(paths)
-    places = ((f, written.at(f.subject)) for f in findings_of(config))
-    findings = [replace(f, evidence=[place]) if place else f for f, place in places]
+    where = " + ".join(map(str, paths))
+    findings = [*_placed(findings_of(config), paths), *_left_out(config, Written(paths))]
     return Verdict(
         stage="lint",
         status=status_of(findings),
@@ -50,28 +54,39 @@ def judge_config(config: Config, paths: Sequence[Path]) -> Verdict:
     )
 
 
-def _reward_finding(reward: str, fault: str) -> Finding:
-    return Finding(
-        check="reward",
-        status="fail",
-        scope="config",
-        subject="data.reward",
-        measured=reward,
-        expected="a function (completion, answer) -> float",
-        blame="user",
-        remedy=fault,
-    )
+def _left_out(config: Config, written: Written) -> list[Finding]:
+    """Stages that `order` does not name, written beside it or over it: perhaps forgotten there.
+
+    An overlay leaves stages of the files below it out by an `order` of its own.
+    """
+    names = [name for name in written.below("stages") if name not in config.stages]
+    keys = [f"stages.{name}" for name in names if not written.is_over("order", f"stages.{name}")]
+    told = [advice("order", key, "not in `order`", "each stage that is to run") for key in keys]
+    return [replace(each, evidence=[written.at(each.subject)]) for each in told]
 
 
-def require_sound(config: Config, where: str) -> Config:
-    """Return the config.
+def _placed(findings: Sequence[Finding], paths: Sequence[Path]) -> list[Finding]:
+    """Each with `FILE:LINE:COLUMN` of its key as evidence."""
+    written = Written(paths)
+    places = ((finding, written.at(finding.subject)) for finding in findings)
+    return [replace(found, evidence=[place]) if place else found for found, place in places]
+
+
+def require_sound(config: Config, paths: Sequence[Path]) -> Config:
+    """Return the config; `paths`: its files, in which each fault has its place.
 
     Raises:
         ConfigError: lint has something against it.
     """
-    findings = faults_of(findings_of(config))
+    findings = _placed(faults_of(findings_of(config)), paths)
     if not findings:
         return config
-    rows = [f"{f.subject}: got {f.measured!r}, expected {f.expected}. {f.remedy}" for f in findings]
-    listed = "\n  ".join(rows)
+    listed = "\n  ".join(map(_row, findings))
+    where = " + ".join(map(str, paths)) or "config"
     raise ConfigError(f"{where}: {len(findings)} fault(s)\n  {listed}")
+
+
+def _row(finding: Finding) -> str:
+    place = "".join(f"{each}: " for each in finding.evidence)
+    told = f"got {finding.measured!r}, expected {finding.expected}. {finding.remedy}"
+    return f"{place}{finding.subject}: {told}"

@@ -11,15 +11,31 @@ from shakedown.config.lint import trainer_world
 from shakedown.config.places import ranks_a_node
 from shakedown.core.verdict import Finding
 from shakedown.training.engines import DIMENSIONS, ENGINES
-from shakedown.training.lint import findings_of, require_sound
+from shakedown.training.lint import faults_of, findings_of, require_sound
 
 DEMO = Path(__file__).parents[3] / "config" / "config.yaml"
 EXAMPLES = sorted((DEMO.parent / "examples").glob("*.yaml"))
 
 
+# Not looked up: nothing is said of its heads and layers, which would not fit every allocation.
+HUB_MODEL = """\
+model: {source: some/model}
+serve: {max_model_len: 1024}
+stages: {grpo: {grpo: {max_tokens: 512}}}
+"""
+
+
+def _files(tmp_path: Path, change: Path) -> list[Path]:
+    """The demo with a model of the hub, and a change over it."""
+    model = tmp_path / "model.yaml"
+    model.write_text(HUB_MODEL, encoding="utf-8")
+    return [DEMO, model, change]
+
+
 def _with(tmp_path: Path, allocation: str, batch_size: int = 128) -> Path:
     path = tmp_path / "change.yaml"
-    path.write_text(f"stages: {{sft: {{allocation: '{allocation}', batch_size: {batch_size}}}}}\n")
+    stages = f"stages: {{sft: {{allocation: '{allocation}', batch_size: {batch_size}}}}}\n"
+    path.write_text(stages, encoding="utf-8")
     return path
 
 
@@ -31,7 +47,7 @@ def test_an_engine_has_the_dimensions_of_its_row_and_no_others(
 ) -> None:
     row = DIMENSIONS[backend]
 
-    found = findings_of(load_config(DEMO, _with(tmp_path, f"{backend}:{letter}2")))
+    found = findings_of(load_config(*_files(tmp_path, _with(tmp_path, f"{backend}:{letter}2"))))
 
     said = [(f.subject, f.expected.splitlines()[0]) for f in found]
     no_row = f"{backend} with no dimensions but {', '.join(sorted(row))}"
@@ -61,7 +77,7 @@ def test_every_engine_has_a_row_of_dimensions() -> None:
 def test_an_allocation_that_an_engine_can_do_is_sound(
     tmp_path: Path, allocation: str, world: int
 ) -> None:
-    config = load_config(DEMO, _with(tmp_path, allocation))
+    config = load_config(*_files(tmp_path, _with(tmp_path, allocation)))
 
     assert findings_of(config) == []
     assert trainer_world(config.stages["sft"]) == world
@@ -78,7 +94,7 @@ def test_an_allocation_that_an_engine_can_do_is_sound(
 def test_an_allocation_that_no_engine_can_do_is_found(
     tmp_path: Path, allocation: str, expected: str
 ) -> None:
-    found = findings_of(load_config(DEMO, _with(tmp_path, allocation)))
+    found = findings_of(load_config(*_files(tmp_path, _with(tmp_path, allocation))))
 
     assert [(f.subject, f.expected) for f in found] == [("stages.sft.allocation", expected)]
 
@@ -87,7 +103,7 @@ def test_an_allocation_that_no_engine_can_do_is_found(
 def test_a_batch_is_shared_by_the_data_ranks_alone(
     tmp_path: Path, allocation: str, sound: bool
 ) -> None:
-    found = findings_of(load_config(DEMO, _with(tmp_path, allocation, batch_size=4)))
+    found = findings_of(load_config(*_files(tmp_path, _with(tmp_path, allocation, batch_size=4))))
 
     assert [f.check for f in found] == ([] if sound else ["batch"])
 
@@ -98,7 +114,7 @@ GPUS = "cluster: {nodes: 2, gpus_per_node: 8}\n"
 def _findings(tmp_path: Path, overlay: str) -> list[Finding]:
     path = tmp_path / "change.yaml"
     path.write_text(overlay, encoding="utf-8")
-    return findings_of(load_config(DEMO, path))
+    return findings_of(load_config(*_files(tmp_path, path)))
 
 
 @pytest.mark.parametrize(
@@ -180,12 +196,12 @@ def test_what_fits_badly_is_a_warning_that_stops_nothing(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (found,) = _findings(tmp_path, overlay)
-    paths = [str(DEMO), str(tmp_path / "change.yaml")]
+    paths = list(map(str, _files(tmp_path, tmp_path / "change.yaml")))
     config = load_config(*map(Path, paths))
 
     assert (found.status, found.subject) == ("warn", subject)
     assert words in f"{found.expected} {found.remedy}"
-    assert require_sound(config, "here") == config
+    assert require_sound(config, []) == config
     assert (main(["lint", *paths]), main(["lint", "--strict", *paths])) == (0, 1)
     assert subject in capsys.readouterr().out
 
@@ -223,11 +239,13 @@ def test_an_agent_that_is_not_there_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agent: str, sound: bool
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.py").touch()
+    own = "class Mine:\n    async def run(self, data, **given):\n        return 1.0\n"
+    (tmp_path / "own.py").write_text(own, encoding="utf-8")
+    overlay = f"agents: {{target: 'own.py:Mine'}}\nstages: {{grpo: {{grpo: {{agent: '{agent}'}}}}}}"
 
-    found = _findings(tmp_path, f"stages: {{grpo: {{grpo: {{agent: '{agent}'}}}}}}")
+    found = faults_of(_findings(tmp_path, overlay))
 
-    assert [f.subject for f in found] == ([] if sound else ["stages.grpo.grpo.agent"])
+    assert {f.subject for f in found} == (set() if sound else {"stages.grpo.grpo.agent"})
 
 
 def test_a_model_folder_without_a_config_is_found(
@@ -236,8 +254,8 @@ def test_a_model_folder_without_a_config_is_found(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "mine").mkdir(parents=True)
 
-    assert [f.subject for f in _findings(tmp_path, "model: {source: models/mine}")] == [
-        "model.source"
+    assert "model.source" in [
+        f.subject for f in _findings(tmp_path, "model: {source: models/mine}")
     ]
 
 

@@ -9,7 +9,7 @@ import yaml
 from shakedown.cli import main
 from shakedown.config import Written, dump_config, load_config, merge, parse_config
 from shakedown.core.errors import ConfigError, ExitCode
-from shakedown.training.lint import findings_of
+from shakedown.training.lint import faults_of, findings_of
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = ROOT / "config" / "config.yaml"
@@ -235,14 +235,33 @@ def test_stages_follow_the_order_and_not_the_overlay() -> None:
     assert list(config.stages) == ["sft", "grpo"]
 
 
-@pytest.mark.parametrize("order", [["sft"], ["sft", "grpo", "dpo"], ["sft", "sft", "grpo"]])
-def test_order_that_does_not_name_every_stage_once_is_refused(order: list[str]) -> None:
-    with pytest.raises(ConfigError, match="must name each stage of `stages` once: sft, grpo"):
+@pytest.mark.parametrize(
+    ("order", "fault"),
+    [
+        (["sft", "grp"], r"no stage by 'grp' \(did you mean 'grpo'\?\); stages: sft, grpo"),
+        (["sft", "sft", "grpo"], "a stage twice: sft, sft, grpo"),
+    ],
+)
+def test_an_order_of_other_stages_is_refused(order: list[str], fault: str) -> None:
+    with pytest.raises(ConfigError, match=fault):
         parse_config({**_shipped(), "order": order})
 
 
+@pytest.mark.parametrize("order", [["grpo"], ["sft"], ["grpo", "sft"]])
+def test_the_stages_of_a_run_are_those_of_its_order(order: list[str]) -> None:
+    config = parse_config({**_shipped(), "order": order})
+
+    assert list(config.stages) == order
+    assert parse_config(yaml.safe_load(dump_config(config))) == config
+
+
+def test_a_stage_that_is_null_is_refused_with_the_way_to_leave_it_out() -> None:
+    with pytest.raises(ConfigError, match="name the others in `order`"):
+        parse_config(merge(_shipped(), {"stages": {"sft": None}}))
+
+
 def _linted(change: dict[str, Any]) -> dict[str, str]:
-    findings = findings_of(parse_config(merge(_shipped(), {"data": change})))
+    findings = faults_of(findings_of(parse_config(merge(_shipped(), {"data": change}))))
     return {finding.subject: f"{finding.expected} {finding.remedy}" for finding in findings}
 
 

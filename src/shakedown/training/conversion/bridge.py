@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from shakedown.core.errors import ConfigError
-from shakedown.training.conversion.shape import FAMILIES
+from shakedown.training.engines import FAMILIES
 
 _MODULE = "megatron.bridge"
 # Not to be installed with their dependencies: those name an older transformers than is used here.

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shakedown.core.errors import ConfigError
+from shakedown.training.engines import FAMILIES
 
-FAMILIES = ("llama", "qwen2", "qwen3")
 # megatron-core's Llama 3 frequencies have these numbers fixed (RotaryEmbedding._apply_scaling).
 _LLAMA3 = {
     "low_freq_factor": 1.0,

@@ -27,6 +27,17 @@ DIMENSIONS: dict[str, frozenset[str]] = {
     "megatron": frozenset("dtp"),
 }
 
+# Backend name -> the fields of EngineOptions that it has.
+OPTIONS: dict[str, frozenset[str]] = {
+    "archon": frozenset({"activation_checkpointing"}),
+    "fsdp": frozenset({"activation_checkpointing", "compile"}),
+    "megatron": frozenset({"distributed_optimizer"}),
+}
+
+# Model types whose layers the engines can take apart: Archon's and Megatron's own, and FSDP's over
+# `t`. The dense decoders of transformers that have the same parts.
+FAMILIES = ("llama", "qwen2", "qwen3")
+
 
 def engine_class(allocation: str) -> "type[TrainEngine]":
     """The engine of an allocation such as `fsdp:d2`.

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 from shakedown.core.errors import ShakedownError
 from shakedown.training.batch import TokenBatch
+from shakedown.training.engines import OPTIONS
 from shakedown.training.engines.archon_model import (
     EMBEDDING,
     HEAD,
@@ -42,7 +43,7 @@ class ArchonEngine(DTensorEngine):
     """One rank's part of a dense causal language model of transformers, with AdamW."""
 
     name = "archon"
-    available_options = frozenset({"activation_checkpointing"})
+    available_options = OPTIONS[name]
     _model: Stage
 
     def load(self, folder: Path, *, updates: int) -> None:

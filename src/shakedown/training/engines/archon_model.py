@@ -14,8 +14,7 @@ from torch import nn
 
 from shakedown.core.errors import ConfigError
 from shakedown.training.batch import TokenBatch
-from shakedown.training.conversion.shape import FAMILIES
-from shakedown.training.engines import tensor_parallel
+from shakedown.training.engines import FAMILIES, tensor_parallel
 from shakedown.training.engines.dcp_store import read_state
 from shakedown.training.engines.scoring import kept_columns
 

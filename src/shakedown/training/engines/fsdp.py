@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shakedown.core.errors import ConfigError
 from shakedown.training.batch import TokenBatch
-from shakedown.training.engines import tensor_parallel
+from shakedown.training.engines import OPTIONS, tensor_parallel
 from shakedown.training.engines.base import LossFunction, OnMicroBatch, Scores
 from shakedown.training.engines.dcp_store import read_state
 from shakedown.training.engines.dtensor_engine import (
@@ -42,7 +42,7 @@ class FsdpEngine(DTensorEngine):
     """A causal language model under FSDP2 with AdamW."""
 
     name = "fsdp"
-    available_options = frozenset({"activation_checkpointing", "compile"})
+    available_options = OPTIONS[name]
 
     def load(self, folder: Path, *, updates: int) -> None:
         """AdamW's own count of updates is part of the state."""

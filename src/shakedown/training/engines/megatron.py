@@ -12,7 +12,7 @@ import torch
 
 from shakedown.training.batch import TokenBatch
 from shakedown.training.conversion.bridge import needs_bridge
-from shakedown.training.engines import megatron_cpu
+from shakedown.training.engines import OPTIONS, megatron_cpu
 from shakedown.training.engines.base import (
     LossFunction,
     OnMicroBatch,
@@ -30,7 +30,7 @@ class MegatronEngine(TrainEngine):
     """One rank's part of a model under Megatron."""
 
     name = "megatron"
-    available_options = frozenset({"distributed_optimizer"})
+    available_options = OPTIONS[name]
 
     def snapshot(self) -> Snapshot:
         return self._stage.snapshot(updates=self.updates)

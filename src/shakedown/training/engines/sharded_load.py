@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from shakedown.core.errors import UsageError
 from shakedown.models import huggingface
-from shakedown.training.conversion.shape import FAMILIES
+from shakedown.training.engines import FAMILIES
 from shakedown.training.engines.dcp_store import LoadPlanner, first_reason
 
 _PLAIN = frozenset({"F32", "F16", "BF16"})  # what a copy into float32 keeps exactly

@@ -1,0 +1,156 @@
+"""What the rules judge: the config, and what it names here. Reads files, runs nothing."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+
+from shakedown.config import Config, StageConfig
+from shakedown.core.errors import ShakedownError
+from shakedown.core.verdict import Finding
+from shakedown.data_sources import Row, parse_source, placed_rows, row_of
+from shakedown.training.assets import DEMO
+from shakedown.training.demo import addition_rows
+from shakedown.training.lint_rules.model_sizes import ModelSizes, demo_sizes, read_sizes
+
+_MOST_ROWS = 500  # that are read; all that a rule says of rows it says of these
+_MOST_LINE = 1 << 20  # characters: a longer line is not read by lint
+_MOST_COUNTED = 1 << 26  # bytes of a file whose rows are counted: some hundredths of a second
+_PARQUET = b"PAR1"
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+class _LongLineError(Exception):
+    """A line is longer than lint reads."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The first rows of a source; `count`: of all of it, None where that is not known here."""
+
+    first: Sequence[Row] = ()
+    count: int | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All that a rule may look at.
+
+    Attributes:
+        sizes: of a model that is here; None for one of the hub.
+        memory_folders: mount points of file systems in this machine's memory.
+    """
+
+    config: Config
+    sizes: ModelSizes | None = None
+    train: Rows = field(default=Rows())
+    heldout: Rows = field(default=Rows())
+    memory_folders: tuple[Path, ...] = ()
+
+    @property
+    def stages(self) -> Iterator[tuple[str, StageConfig]]:
+        """Each stage with its key."""
+        return ((f"stages.{name}", stage) for name, stage in self.config.stages.items())
+
+    @property
+    def demo_model(self) -> bool:
+        """Whether the model is the demo's, in which each character is a token."""
+        return self.config.model.source == DEMO
+
+
+def read_inputs(config: Config) -> Inputs:
+    """Look at the model's folder, the first rows and the mounts."""
+    source = config.model.source
+    return Inputs(
+        config,
+        demo_sizes() if source == DEMO else read_sizes(Path(source)),
+        _rows(config, config.data.train, heldout=False),
+        _rows(config, config.data.heldout, heldout=True),
+        _memory_folders(),
+    )
+
+
+def _rows(config: Config, text: str, *, heldout: bool) -> Rows:
+    if text == DEMO:
+        return _demo_rows(config, heldout=heldout)
+    source = parse_source(text, form=config.data.format, heldout=heldout)
+    path = Path(source.place)
+    # `datasets` reads the hub and parquet: too slow for lint, and another extra.
+    if source.hub or not path.is_file():
+        return Rows()
+    if path.suffix == ".parquet":
+        return _parquet(path)
+    rows: list[Row] = []
+    try:
+        for place, body in placed_rows(str(source), limit=_MOST_ROWS, lines=_short_lines):
+            rows.append(row_of(body, place))
+    except _LongLineError:
+        pass  # the rows before it are judged
+    except ShakedownError as error:
+        return Rows(fault=str(error))
+    return Rows(rows, _count(path))
+
+
+def _parquet(path: Path) -> Rows:
+    try:
+        with path.open("rb") as stream:
+            begin = stream.read(len(_PARQUET))
+    except OSError as error:
+        return Rows(fault=f"cannot read {path}: {error.strerror}")
+    return Rows() if begin == _PARQUET else Rows(fault=f"{path} is no parquet file")
+
+
+def _demo_rows(config: Config, *, heldout: bool) -> Rows:
+    """A few of the problems: all are alike."""
+    size = config.data.heldout_size if heldout else config.data.train_size
+    bodies = addition_rows(train_size=3, heldout_size=3, seed=config.seed)[heldout]
+    return Rows([row_of(body, DEMO) for body in bodies], size)
+
+
+def _short_lines(path: Path) -> Iterator[str]:
+    """Up to the first line that is too long for here, which may be all of a hostile file.
+
+    Raises:
+        _LongLineError: there it is.
+    """
+    with path.open(encoding="utf-8-sig") as stream:
+        while line := stream.readline(_MOST_LINE):
+            if len(line) == _MOST_LINE:
+                raise _LongLineError
+            yield line
+
+
+def _count(path: Path) -> int | None:
+    if path.stat().st_size > _MOST_COUNTED:
+        return None
+    with path.open("rb") as stream:
+        return sum(1 for line in stream if line.strip())
+
+
+def _memory_folders() -> tuple[Path, ...]:
+    try:
+        lines = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ()
+    fields = (line.split() for line in islice(lines.splitlines(), 10_000))
+    return tuple(Path(each[1]) for each in fields if len(each) > 2 and each[2] in _IN_MEMORY)
+
+
+def fault(check: str, subject: str, measured: object, expected: str, remedy: str = "") -> Finding:
+    """What stops a run, at the key `subject`; in one line, as a hint may be in a second one."""
+    return Finding(
+        check=check,
+        status="fail",
+        scope="config",
+        subject=subject,
+        measured=measured,
+        expected=" ".join(expected.split()),
+        blame="user",
+        remedy=" ".join(remedy.split()),
+    )
+
+
+def advice(check: str, subject: str, measured: object, expected: str, remedy: str = "") -> Finding:
+    """What is suspicious, and stops nothing."""
+    return replace(fault(check, subject, measured, expected, remedy), status="warn")

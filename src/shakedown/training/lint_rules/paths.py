@@ -1,0 +1,70 @@
+"""Paths that every node has to see."""
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from shakedown.agents.rewards import is_own
+from shakedown.core.verdict import Finding
+from shakedown.data_sources import parse_source
+from shakedown.training.lint_rules.inputs import Inputs, advice, fault
+
+# A node's own on most clusters; a site may share any of them, hence a warning.
+_NODE_LOCAL = re.compile(
+    r"/(tmp|var/tmp|dev/shm|run|raid|ssd|nvme|local|(mnt|media|scratch|data)/(local|nvme|ssd))"
+    r"([_-]?(scratch|tmp|disk)|\d+)?(?=/|$)"
+)
+
+
+def results_without_wildcards(inputs: Inputs) -> Iterator[Finding]:
+    """Snakemake takes what stands in braces in the path of an output for a wildcard."""
+    results = inputs.config.results
+    if "{" in results or "}" in results:
+        yield fault("results", "results", results, "a path without { and }")
+
+
+def shared_between_nodes(inputs: Inputs) -> Iterator[Finding]:
+    """With jobs on other nodes no path lies where each node has files of its own.
+
+    Only whole paths are judged: relative ones lie where the user works.
+    """
+    cluster = inputs.config.cluster
+    if cluster.nodes == 1 and cluster.launcher == "local":
+        return
+    for key, text in _places(inputs):
+        found = _node_local(Path(text), inputs.memory_folders)
+        if found:
+            expected = "a file system that all nodes share"
+            remedy = f"on most clusters each node has a {found} of its own"
+            yield advice("shared", key, text, expected, remedy)
+
+
+def _node_local(path: Path, memory_folders: Iterable[Path]) -> str:
+    """The folder above a whole path that each node has for itself, or an empty string."""
+    if not path.is_absolute():
+        return ""
+    for each in (path, path.resolve()):
+        named = _NODE_LOCAL.match(str(each))
+        if named:
+            return named[0]
+        for folder in memory_folders:
+            if each.is_relative_to(folder):
+                return str(folder)
+    return ""
+
+
+def _places(inputs: Inputs) -> Iterator[tuple[str, str]]:
+    """Keys with the path that each names; what names none is left out."""
+    config, data = inputs.config, inputs.config.data
+    yield "results", config.results
+    yield "model.source", config.model.source
+    for key, text in (("data.train", data.train), ("data.heldout", data.heldout)):
+        source = parse_source(text, form=data.format)
+        if not source.hub:
+            yield key, source.place
+    if is_own(data.reward):
+        yield "data.reward", data.reward.rpartition(":")[0]
+    yield "agents.target", config.agents.target.rpartition(":")[0]
+    for key, stage in inputs.stages:
+        if stage.grpo and stage.grpo.agent:
+            yield f"{key}.grpo.agent", stage.grpo.agent.rpartition(":")[0]

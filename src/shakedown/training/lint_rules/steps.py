@@ -1,0 +1,118 @@
+"""Numbers of a stage against its steps, its rows and its ranks."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from shakedown.cluster.allocation import parse_allocation
+from shakedown.config import StageConfig
+from shakedown.core.errors import UsageError
+from shakedown.core.verdict import Finding
+from shakedown.training.assets import DEMO
+from shakedown.training.demo import PAIRS
+from shakedown.training.engines import OPTIONS
+from shakedown.training.faults import KINDS, START
+from shakedown.training.lint_rules.inputs import Inputs, advice, fault
+from shakedown.training.metrics.sinks import SINKS
+
+
+def warm_up(inputs: Inputs) -> Iterator[Finding]:
+    """The learning rate reaches what `lr` says. A short try of a long run does not: a warning."""
+    for key, stage in inputs.stages:
+        warmup = stage.optimizer.warmup_steps
+        if warmup > stage.steps:
+            subject, expected = (
+                f"{key}.optimizer.warmup_steps",
+                f"at most {key}.steps, {stage.steps}",
+            )
+            reached = stage.optimizer.lr * stage.steps / warmup
+            remedy = f"the learning rate ends at {reached:.2g} of {stage.optimizer.lr:.2g}"
+            yield advice("warm-up", subject, warmup, expected, remedy)
+
+
+def checkpoints(inputs: Inputs) -> Iterator[Finding]:
+    """A stage that is cut off has something to go on from."""
+    for key, stage in inputs.stages:
+        if stage.checkpoint_every > stage.steps:
+            subject, every = f"{key}.checkpoint_every", stage.checkpoint_every
+            expected = f"at most {key}.steps, {stage.steps}"
+            remedy = "there is no checkpoint before the end: cut off, the stage begins anew"
+            yield advice("checkpoint", subject, every, expected, remedy)
+
+
+def batches(inputs: Inputs) -> Iterator[Finding]:
+    """A batch has no row twice, and a micro batch is a part of a rank's share."""
+    rows = inputs.train.count
+    for key, stage in inputs.stages:
+        if rows is not None and stage.batch_size > rows:
+            expected = f"at most the {rows} rows of data.train"
+            subject, remedy = f"{key}.batch_size", "the same rows stand in a batch several times"
+            yield advice("batch", subject, stage.batch_size, expected, remedy)
+        share, micro = _share(stage), stage.micro_batch_size
+        if micro is not None and share is not None and micro > share:
+            subject, expected = f"{key}.micro_batch_size", f"at most a rank's share, {share}"
+            yield advice("batch", subject, micro, expected, "it cuts nothing")
+
+
+def _share(stage: StageConfig) -> int | None:
+    """Sequences of a rank; None where an agent makes as many as it likes."""
+    if stage.grpo and stage.grpo.agent:
+        return None
+    try:
+        ranks = parse_allocation(stage.allocation).parts[0].size("d")
+    except UsageError:
+        return None
+    return stage.batch_size * (stage.grpo.group_size if stage.grpo else 1) // ranks
+
+
+def engine_options(inputs: Inputs) -> Iterator[Finding]:
+    """What a stage asks of its engine the engine has."""
+    for key, stage in inputs.stages:
+        backend = stage.allocation.partition(":")[0].strip()
+        for name in ("activation_checkpointing", "compile"):
+            if getattr(stage, name) and name not in OPTIONS.get(backend, {name}):
+                expected = f"false: the {backend} engine does not have it"
+                yield fault("engine", f"{key}.{name}", True, expected, "or use an fsdp allocation")
+
+
+def sinks(inputs: Inputs) -> Iterator[Finding]:
+    """The packages of a stage's sinks are there; the nodes may have others than this machine."""
+    for key, stage in inputs.stages:
+        for name in stage.sinks:
+            row = SINKS[name]
+            if importlib.util.find_spec(row.package) is None:
+                expected = f"the package {row.package}, which is not installed here"
+                yield advice("sinks", f"{key}.sinks", name, expected, row.install)
+
+
+def evaluation(inputs: Inputs) -> Iterator[Finding]:
+    """There are as many held-out rows as are to be measured."""
+    rows = inputs.heldout.count
+    for key, stage in inputs.stages:
+        if rows is not None and stage.eval_samples > rows:
+            subject, expected = f"{key}.eval_samples", f"at most the {rows} rows of data.heldout"
+            remedy = f"{rows} are measured"
+            yield advice("evaluation", subject, stage.eval_samples, expected, remedy)
+
+
+def faults(inputs: Inputs) -> Iterator[Finding]:
+    """An injected fault has a step to strike at; START faults strike before the first."""
+    for key, stage in inputs.stages:
+        fault = stage.fault
+        if fault is None or fault.kind not in KINDS:
+            continue
+        kind = KINDS[fault.kind]
+        if kind.place not in START and fault.step > stage.steps:
+            expected = f"at most {key}.steps, {stage.steps}"
+            yield advice("fault", f"{key}.fault.step", fault.step, expected, "it never strikes")
+        if kind.role == "orchestrator" and not stage.grpo:
+            subject, expected = f"{key}.fault.kind", "a fault of trainer ranks: sft has no rollouts"
+            yield advice("fault", subject, fault.kind, expected, "it never strikes")
+
+
+def demo_problems(inputs: Inputs) -> Iterator[Finding]:
+    """The demo has so many problems in all."""
+    data = inputs.config.data
+    if DEMO in (data.train, data.heldout) and data.train_size + data.heldout_size > PAIRS:
+        expected = f"at most {PAIRS - data.heldout_size} beside data.heldout_size"
+        remedy = f"the demo has {PAIRS} problems in all"
+        yield fault("data", "data.train_size", data.train_size, expected, remedy)
