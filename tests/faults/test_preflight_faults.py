@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from shakedown.cluster.nodes import free_port
 from shakedown.core.verdict import Verdict, read_verdict
 
 HERE = socket.gethostname()
@@ -63,9 +64,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ("port_busy", 1, "ports"),
         ("invisible_file", 1, "visibility"),
         ("model_unreadable", 1, "paths"),
-        ("probe_hang", 3, "paths"),
+        ("probe_hang", 3, "memory"),
         ("probe_dead", 3, "answer"),
-        pytest.param("gloo_dead", 1, "gloo_worker", marks=pytest.mark.slow),
+        pytest.param("gloo_dead", 1, "network_worker", marks=pytest.mark.slow),
     ],
 )
 def test_every_injected_fault_is_found_and_blamed_on_this_node(
@@ -74,7 +75,8 @@ def test_every_injected_fault_is_found_and_blamed_on_this_node(
     model = tmp_path / "model"
     model.write_text("x")
 
-    ended = run(tmp_path / "out", "--fake-fault", fault, "--timeout", "4", "--path", str(model))
+    asked = ["--timeout", "4", "--path", str(model), "--port", str(free_port(""))]
+    ended = run(tmp_path / "out", "--fake-fault", fault, *asked)
 
     wrong = {
         f.check for f in verdict_of(tmp_path / "out").findings if f.status in ("fail", "error")

@@ -18,7 +18,7 @@ rule agents:
     resources:
         **placement(),
         gpu=0,
-        exclude_file=str(RUN.preflight.bad_nodes),
+        exclude_file=str(RUN.excluded_nodes),
     params:
         section=section("agents", "serve", "model", "data"),
         out=RUN.agents.root,

@@ -8,13 +8,22 @@ import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
+from snakemake.logging import logger
 
 from shakedown.training.lint import require_sound
-from shakedown.config import dump_config, parse_config, write_resolved
+from shakedown.config import (
+    WORKFLOW_CONFIG,
+    dump_config,
+    layers,
+    parse_config,
+    write_resolved,
+)
 from shakedown.config.places import ranks_a_node
 from shakedown.core.errors import ShakedownError
 from shakedown.core.private import close_to_others, let_group_read, own_folder
 from shakedown.core.visible import visible
+from shakedown.monitor.workflow import WorkflowRun
+from shakedown.preflight.history import exclude_known
 
 # A prefix replaces Snakemake's own strict mode, so it has to ask for it again: without pipefail
 # a command that fails in front of `| tee` would count as done.
@@ -26,9 +35,18 @@ shell.prefix(
 
 
 def checked_config():
-    """The typed config, or a workflow error with every fault and the nearest valid names."""
+    """The typed config, or a workflow error with every fault, its place and what is valid.
+
+    It is of the same files as `shakedown lint` reads of the same overlays: a file that is a whole
+    run does not lie over config/config.yaml, whose stages and values would be mixed into it.
+    """
+    settings = workflow.config_settings
     try:
-        return require_sound(parse_config(config), "config")
+        paths = layers(*map(Path, settings.configfiles))
+        body = config if WORKFLOW_CONFIG in paths else settings.overwrite_config
+        # What `--config` says stands in no file.
+        places = () if settings.config else paths
+        return require_sound(parse_config(body, paths=places), places)
     except ShakedownError as error:
         raise WorkflowError(visible(str(error))) from None
 
@@ -41,7 +59,7 @@ close_to_others()
 RUN = CONFIG.paths
 SERVER = "policy"
 STAGES = list(CONFIG.stages)
-LOGS = RUN.root / "logs"
+LOGS = RUN.logs
 
 
 def own_results():
@@ -65,6 +83,12 @@ def write_config():
     text = dump_config(CONFIG)
     if not RUN.config.exists() or RUN.config.read_text(encoding="utf-8") != text:
         write_resolved(CONFIG, RUN.config)
+
+
+def write_workflow(executor_settings):
+    """Say who runs it and where its jobs are noted; another executor notes none there."""
+    jobs = getattr(executor_settings, "folder", ".snakemake/submitit")
+    WorkflowRun.here(jobs).write(RUN.workflow)
 
 
 def place_server(launcher):
@@ -128,6 +152,26 @@ def placement():
         "slurm_account": CONFIG.cluster.account,
         "gpu_model": CONFIG.cluster.gpu_model,
     }
+
+
+def preflight_nodes():
+    return CONFIG.cluster.nodes + CONFIG.preflight.spare_nodes
+
+
+def checked_nodes():
+    """The file of nodes that stages run on; jobs without GPUs may run on any other."""
+    return str(RUN.preflight.good_nodes) if CONFIG.preflight.pin_nodes else ""
+
+
+def keep_off_known_nodes():
+    """What is known of the nodes by other runs, and by a refused try of this one."""
+    hours = CONFIG.preflight.exclude_hours
+    try:
+        names = exclude_known(RUN.node_history, hours, RUN.excluded_nodes)
+    except ShakedownError as error:
+        raise WorkflowError(visible(str(error))) from None
+    if names:
+        logger.info(f"keeping off {', '.join(names)}: shakedown preflight history")
 
 
 def stage_gpus(wildcards):

@@ -21,7 +21,7 @@ rule consistency:
     resources:
         **placement(),
         gpu=0,
-        exclude_file=str(RUN.preflight.bad_nodes),
+        exclude_file=str(RUN.excluded_nodes),
     params:
         section=section("consistency", "serve", "model", "data", "seed"),
         out=RUN.consistency.root,

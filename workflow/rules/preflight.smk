@@ -15,8 +15,9 @@ rule preflight:
         "../envs/shakedown.yaml"
     resources:
         **placement(),
-        nodes=CONFIG.cluster.nodes,
-        gpu=CONFIG.cluster.gpus_per_node * CONFIG.cluster.nodes,
+        nodes=preflight_nodes(),
+        gpu=CONFIG.cluster.gpus_per_node * preflight_nodes(),
+        exclude_file=str(RUN.excluded_nodes),
     params:
         section=section("cluster", "preflight"),
         out=RUN.preflight.root,

@@ -14,7 +14,7 @@ rule serve:
         section=section("serve", "model"),
         config=RUN.config,
         out=RUN.server(SERVER).root,
-        bad_nodes=RUN.preflight.bad_nodes,
+        bad_nodes=RUN.excluded_nodes,
     shell:
         "shakedown serve start --config {params.config:q} --assets {input.assets:q} "
         "--out {params.out:q} --launcher $SHAKEDOWN_LAUNCHER --bad-nodes {params.bad_nodes:q} "

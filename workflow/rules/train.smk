@@ -14,7 +14,8 @@ rule train:
     threads: stage_threads
     resources:
         **placement(),
-        exclude_file=str(RUN.preflight.bad_nodes),
+        exclude_file=str(RUN.excluded_nodes),
+        node_file=checked_nodes(),
         nodes=stage_nodes,
         gpu=stage_gpus,
     params:

@@ -3,14 +3,16 @@
 The grammar is AReaL's (its single-engine strings and the combined legacy form):
 
     allocation = group { "+" group }          groups have GPUs of their own
-    group      = part { "|" part }            parts of a group share GPUs
+    group      = dims                         the trainer, behind inference engines alone
+               | part { "|" part }            parts of a group share GPUs
     part       = BACKEND [ "[" NAME "]" ] ":" ( dims | hybrid )
     dims       = LETTER SIZE { LETTER SIZE }  in any order, sizes >= 1
     hybrid     = "(" "attn" ":" dims "|" "ffn" ":" dims ")"     the brackets may be left out
 
 White space between tokens is ignored. Letters: d data, t tensor, p pipeline, c context, e expert.
 World size is d*t*p*c: expert parallelism reuses the same GPUs. Beyond AReaL: a dimension given
-twice is refused, and a hybrid part may have a name.
+twice is refused, and a hybrid part may have a name. `sglang:d8+d8` is what AReaL took until 2026-03
+and some of its examples still say: the trainer is megatron when p or e is above 1, else fsdp.
 """
 
 import re
@@ -120,12 +122,14 @@ class _Parser:
     def allocation(self) -> Allocation:
         groups = [self._group()]
         while self._take(r"\+"):
-            groups.append(self._group())
+            serving = all(part.backend in INFERENCE for group in groups for part in group)
+            groups.append(self._group(behind_servers=serving))
         self._check_names([part for group in groups for part in group], chain=len(groups) > 1)
         return Allocation(tuple(groups))
 
-    def _group(self) -> tuple[Part, ...]:
-        parts = [self._part()]
+    def _group(self, *, behind_servers: bool = False) -> tuple[Part, ...]:
+        bare = behind_servers and self._peek(r"[dtpce]\s*[0-9]")
+        parts = [self._bare_trainer() if bare else self._part()]
         while self._take(r"\|"):
             part = self._part()
             begin = self.starts[-1]
@@ -157,6 +161,14 @@ class _Parser:
         if backend == "fsdp":
             self._check_fsdp(dims)
         return Part(backend, name, _sizes(dims), _world(_sizes(dims)))
+
+    def _bare_trainer(self) -> Part:
+        """Dimensions without a backend: as AReaL chose it before it wanted one to be named."""
+        self.starts.append(self._next())
+        dims = _sizes(self._dims("dtpce", "a trainer"))
+        self._check_end()
+        split = any(dims.get(letter, 1) > 1 for letter in "pe")
+        return Part("megatron" if split else "fsdp", None, dims, _world(dims))
 
     def _backend(self) -> str:
         self.starts.append(self._next())

@@ -4,6 +4,7 @@ import os
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shakedown.core.errors import UsageError
@@ -119,16 +120,33 @@ def node_addresses(names: Sequence[str]) -> dict[str, str]:
     for name in names:
         if not is_node_name(name):
             raise UsageError(f"not a node name: {name[:100]!r}")
-    known = _slurm_addresses(names) if "SLURM_JOB_ID" in os.environ else {}
-    return {name: known.get(name, name) for name in names}
+    known = slurm_nodes(names) if "SLURM_JOB_ID" in os.environ else {}
+    return {name: known[name].address if name in known else name for name in names}
 
 
-def _slurm_addresses(names: Sequence[str]) -> dict[str, str]:
+@dataclass(frozen=True)
+class SlurmNode:
+    """What the controller says of a node. `state`: such as `MIXED*`, where `*` is no answer."""
+
+    address: str
+    state: str
+    reason: str = ""
+
+    @property
+    def lost(self) -> str:
+        """Why nothing can run there; empty where something can."""
+        flags = set(re.split(r"[+*]", self.state))
+        gone = flags & {"DOWN", "FAIL", "NOT_RESPONDING"} or self.state.endswith("*")
+        why = f" ({self.reason})" if self.reason else ""
+        return f"Slurm's controller has it as {self.state}{why}" if gone else ""
+
+
+def slurm_nodes(names: Sequence[str]) -> dict[str, SlurmNode]:
+    """Name -> what the controller says of it; empty where it does not answer."""
     import subprocess  # a tenth of the start of whoever needs a node's name alone
 
     try:
-        # scontrol gives up by itself after MessageTimeout, 10 s by default. Without its answer
-        # the names are used as they are.
+        # scontrol gives up by itself after MessageTimeout, 10 s by default.
         shown = subprocess.run(
             ["scontrol", "show", "node", ",".join(names), "--oneliner"],
             capture_output=True,
@@ -138,9 +156,37 @@ def _slurm_addresses(names: Sequence[str]) -> dict[str, str]:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return {}
-    # One node a line: NodeName=n1 Arch=x86_64 ... NodeAddr=10.0.0.1 NodeHostName=n1 ...
-    found = re.findall(r"\bNodeName=(\S+).*?\bNodeAddr=(\S+)", shown)
-    return {name: address for name, address in found if is_node_name(name)}
+    found = (_slurm_node(line) for line in shown.splitlines())
+    return {name: node for name, node in found if is_node_name(name) and name in names}
+
+
+def _slurm_node(line: str) -> tuple[str, SlurmNode]:
+    """A line of scontrol: NodeName=n1 ... NodeAddr=10.0.0.1 ... State=IDLE ... Reason=words [..]"""
+
+    def value(key: str) -> str:
+        found = re.search(rf"(?:^| ){key}=(\S*)", line)
+        return found[1] if found else ""
+
+    reason = re.search(r" Reason=(.*?)(?= \w+=|$)", line)
+    name = value("NodeName")
+    return name, SlurmNode(value("NodeAddr") or name, value("State"), reason[1] if reason else "")
+
+
+def slurm_leaves() -> dict[str, list[str]]:
+    """Leaf switch -> its nodes, as of topology.conf; empty where Slurm knows no tree."""
+    import subprocess
+
+    try:
+        command = ["scontrol", "show", "topology"]
+        shown = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    # SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[1-16]
+    found = re.findall(r"^SwitchName=(\S+) Level=0 .*?\bNodes=(\S+)", shown.stdout, re.MULTILINE)
+    try:
+        return {name: expand_nodelist(nodes) for name, nodes in found}
+    except UsageError:
+        return {}
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -21,8 +21,13 @@ if TYPE_CHECKING:
 PORT_TAKEN = "another process has the port of the ranks' store"  # known by it: stage/port_race.py
 
 
-def open_store(address: str, port: int, *, rank: int, size: int, timeout: timedelta) -> "TCPStore":
+def open_store(
+    address: str, port: int, *, rank: int, size: int | None, timeout: timedelta
+) -> "TCPStore":
     """(by all of `size` ranks) A store that listens on rank 0's `address`.
+
+    With `size` None nobody waits for the others, and rank 0 may leave the choice of the port to
+    the system by 0; the store's `port` tells it.
 
     Raises:
         LaunchError: (rank 0) it cannot listen there.
@@ -33,7 +38,7 @@ def open_store(address: str, port: int, *, rank: int, size: int, timeout: timede
     if rank:
         return TCPStore(address, port, size, timeout=timeout)
     with _listen(address, port) as listener:
-        here = listener.getsockname()[0]
+        here, port = listener.getsockname()[:2]
         # The store owns the socket from here on.
         return TCPStore(
             here, port, size, is_master=True, timeout=timeout, master_listen_fd=listener.detach()

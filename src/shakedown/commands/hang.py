@@ -8,6 +8,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import time
 from dataclasses import replace
 from functools import partial
 from importlib import resources
@@ -20,6 +21,8 @@ from shakedown.core.paths import AttemptPaths
 from shakedown.core.visible import unguarded
 
 if TYPE_CHECKING:
+    from shakedown.core.outcome import Outcome
+    from shakedown.core.paths import StagePaths
     from shakedown.core.verdict import Stopwatch, Verdict
     from shakedown.monitor.collect import Target
 
@@ -335,6 +338,39 @@ def _diagnose(args: argparse.Namespace) -> int:
         hint=f"shakedown hang analyze --budget 2 {attempt.evidence}",
     )
     write_page(verdict, stage.diagnosis_html, Origin(attempt))
+    _remember_nodes(verdict, stage, outcome_of(attempt))
     code = finish(verdict, stage.diagnosis, strict=args.strict)
     print(f"  page: {stage.diagnosis_html}", flush=True)
     return int(ExitCode.OK) if args.report_only else code
+
+
+# Causes that lie in the machine: the same stage may well complete on another node.
+_OF_THE_NODE = ("node_dead", "gpu_error")
+
+
+def _remember_nodes(verdict: "Verdict", stage: "StagePaths", outcome: "Outcome | None") -> None:
+    """A node that a stage failed by is kept off the next try, as one that preflight refused."""
+    from shakedown.cluster.nodes import is_node_name
+    from shakedown.commands.arguments import run_config
+    from shakedown.core.paths import RunPaths
+    from shakedown.preflight.history import Look, exclude_known, remember
+
+    found = verdict.extra["diagnosis"]
+    ranks, nodes = (found["culprits"][kind] for kind in ("ranks", "nodes"))
+    if found["cause"] not in _OF_THE_NODE:
+        return
+    # Slurm's names of nodes, which a host's own name need not be.
+    where = outcome.rank_nodes if outcome is not None else ()
+    named = [where[rank] for rank in ranks if rank < len(where)] or nodes
+    nodes = sorted({node for node in named if is_node_name(str(node))})
+    run = RunPaths(stage.root.parent.parent)
+    if not nodes or not run.config.is_file():
+        return
+    now = time.time()
+    reason = f"{found['cause']} in stage {stage.root.name}"
+    looks = [Look(now, run.root.name, node, ok=False, reason=reason) for node in nodes]
+    remember(run.node_history, looks)
+    exclude_known(
+        run.node_history, run_config([run.config]).preflight.exclude_hours, run.excluded_nodes
+    )
+    print(f"hang: later jobs keep off {', '.join(nodes)} (shakedown preflight history)", flush=True)

@@ -2,28 +2,56 @@
 
 import argparse
 import os
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from shakedown.cluster.nodes import allocation_nodes
+from shakedown.cluster.nodes import allocation_nodes, node_name
 from shakedown.commands.arguments import above_zero, add_strict, place, run_config, whole
 from shakedown.config import Config
-from shakedown.core.errors import StorageError, UsageError
+from shakedown.config.places import stage_placement
+from shakedown.core.errors import ExitCode, StorageError, UsageError
 from shakedown.core.paths import PreflightPaths
 from shakedown.core.verdict import finish, render_text
-from shakedown.preflight.model import FAULTS, Expectations, Tier, parse_fault
+from shakedown.data_sources.source import HUB_PREFIX, parse_source
+from shakedown.preflight.checks.baseline import read_baseline, record_baseline
+from shakedown.preflight.faults import FAULTS, parse_fault
+from shakedown.preflight.model import Expectations, Tier
+from shakedown.preflight.once import MODES, check_this_node
 
+if TYPE_CHECKING:
+    from shakedown.preflight.run import Checked
+
+_ONCE_SECONDS = 10.0  # Slurm ends a HealthCheckProgram after 60 s, and a job waits for its Prolog
 EXAMPLES = (
     "shakedown preflight --nodes 2 --expect-gpus 8 --out results/preflight",
-    "shakedown preflight --config config/config.yaml --tier standard",
+    "shakedown preflight history --config config/config.yaml",
 )
+
+
+def _history_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "action", nargs="?", choices=["history"], help="history: what became of each node so far"
+    )
+    parser.add_argument(
+        "--history", type=Path, metavar="FILE", help="the nodes' history (default: the config's)"
+    )
+    parser.add_argument("--forgive", metavar="NODE", help="with history: forget a repaired node")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments; those that are left out come from the config, if one is given."""
+    _history_arguments(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="a run's config file")
     parser.add_argument("--nodes", type=whole(1, 65536), metavar="N", help="nodes the run needs")
+    parser.add_argument(
+        "--spare-nodes",
+        type=whole(0, 65536),
+        metavar="N",
+        help="further nodes, in place of bad ones",
+    )
     parser.add_argument(
         "--tier", choices=get_args(Tier), help="how much to do (default: the config's, or quick)"
     )
@@ -56,6 +84,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND[:NODE]",
         help=f"inject a fault: {', '.join(FAULTS)}",
     )
+    parser.add_argument(
+        "--once",
+        choices=MODES,
+        help="this node alone, in one line, with the exit codes that the caller reads",
+    )
+    parser.add_argument(
+        "--baseline", type=Path, metavar="FILE", help="compare with recorded values"
+    )
+    parser.add_argument(
+        "--record-baseline", type=Path, metavar="FILE", help="record the nodes' values, if good"
+    )
     add_strict(parser)
 
 
@@ -70,31 +109,89 @@ def run(args: argparse.Namespace) -> int:
     from shakedown.preflight.settings import Settings
 
     config = run_config([args.config]) if args.config else None
+    if args.action == "history":
+        return _history(args, config)
+    if args.once:
+        return _run_once(args, config)
     out = args.out or (config.paths.preflight.root if config else None)
     if out is None:
         raise UsageError("where should the results go? give --out DIR or --config FILE")
     want = _expectations(args, config)
-    nodes = allocation_nodes()[: want.nodes]  # fewer than wanted is a finding, not a usage error
+    spares = config.preflight.spare_nodes if config else 0
+    spares = args.spare_nodes if args.spare_nodes is not None else spares
+    # fewer than wanted is a finding, not a usage error
+    nodes = allocation_nodes()[: want.nodes + spares]
     settings = Settings(
         nodes=nodes,
         out=out,
         want=want,
         slurm="SLURM_JOB_ID" in os.environ,
         srun_args=config.cluster.srun_args if config else (),
+        spares=max(0, len(nodes) - want.nodes),
         limit=args.timeout or (config.preflight.probe_timeout if config else 20.0),
         burn=args.burn_seconds,
         ports=args.port,
-        paths=[*args.path, *(_local_paths(config) if config else [])],
         faults=[parse_fault(text, nodes) for text in args.fake_fault],
         say=lambda text: print(f"preflight: {text}", flush=True),
     )
     checked = run_preflight(settings)
     try:
         checked.write(out)
+        _remember(checked, args, config)
+        if args.record_baseline and checked.verdict.status in ("PASS", "WARN"):
+            record_baseline(args.record_baseline, checked.reports)
         return finish(checked.verdict, PreflightPaths(out).verdict, strict=args.strict)
     except StorageError:
         print(render_text(checked.verdict))  # what was found must not be lost with the disk
         raise
+
+
+def _remember(checked: "Checked", args: argparse.Namespace, config: Config | None) -> None:
+    """Into the nodes' history, which decides what later jobs keep off."""
+    from shakedown.preflight.history import exclude_known, remember
+
+    path = args.history or (config.paths.node_history if config else None)
+    if path is None or "SLURM_JOB_ID" not in os.environ:  # this machine alone is no cluster's node
+        return
+    remember(path, checked.looks(config.run if config else ""))
+    if config:
+        hours = config.preflight.exclude_hours
+        exclude_known(path, hours, config.paths.excluded_nodes)
+
+
+def _history(args: argparse.Namespace, config: Config | None) -> int:
+    """Print every node's record, the most failures first."""
+    from shakedown.preflight.history import REPEATED, excluded, forgive, records
+
+    path = args.history or (config.paths.node_history if config else None)
+    if path is None:
+        raise UsageError("whose history? give --history FILE or --config FILE")
+    if args.forgive:
+        print(f"{args.forgive}: {forgive(path, args.forgive)} judgement(s) forgotten")
+        return int(ExitCode.OK)
+    hours = config.preflight.exclude_hours if config else 24.0
+    kept_off = excluded(path, hours)
+    found = records(path)
+    if not found:
+        print(f"no node has been judged yet: {path}")
+    for record in found:
+        state = "kept off" if record.node in kept_off else "in use"
+        often = ", repeatedly" if record.failures >= REPEATED else ""
+        why = f": {'; '.join(record.reasons[:3])}" if record.reasons else ""
+        last = time.strftime("%Y-%m-%d %H:%M", time.gmtime(record.last.time))
+        print(
+            f"{record.node}  {state}  failed {record.failures} of {record.looks}{often}"
+            f"  last {last} UTC{why}"
+        )
+    return int(ExitCode.OK)
+
+
+def _run_once(args: argparse.Namespace, config: Config | None) -> int:
+    want = replace(_expectations(args, config), nodes=1)
+    faults = [parse_fault(text, [node_name()]) for text in args.fake_fault]
+    line, status = check_this_node(want, limit=args.timeout or _ONCE_SECONDS, faults=faults)
+    print(line)
+    return MODES[args.once][status]
 
 
 def _expectations(args: argparse.Namespace, config: Config | None) -> Expectations:
@@ -106,17 +203,25 @@ def _expectations(args: argparse.Namespace, config: Config | None) -> Expectatio
         "min_free_disk_gb": args.min_free_disk_gb,
         "min_shm_mb": args.min_shm_mb,
     }
-    base = {}
+    base: dict[str, Any] = {}
     if config:
         base = {
             "nodes": config.cluster.nodes,
             "gpus": config.cluster.gpus_per_node,
+            "gpu_model": config.cluster.gpu_model,
+            "model": config.model.source if Path(config.model.source).is_dir() else "",
             "tier": config.preflight.tier,
             "min_free_disk_gb": config.preflight.min_free_disk_gb,
             "min_shm_mb": config.preflight.min_shm_mb,
         }
     elif args.nodes is None:
         base = {"nodes": len(allocation_nodes())}
+    if config:
+        base["hub"], base["parts"] = _from_hub(config), _parts(config)
+        base["trainers"] = _trainers(config)
+    if args.baseline:
+        base["baseline"] = read_baseline(args.baseline)
+    base["paths"] = [*args.path, *(_local_paths(config) if config else [])]
     return Expectations(**{**base, **{k: v for k, v in given.items() if v is not None}})
 
 
@@ -124,6 +229,40 @@ def _local_paths(config: Config) -> Sequence[str]:
     """Files that every node must read: the config's entries that are written as paths."""
     entries = (config.model.source, config.data.train, config.data.heldout)
     return [entry for entry in dict.fromkeys(entries) if _is_path(entry)]
+
+
+def _from_hub(config: Config) -> list[str]:
+    """Names of the hub, with their kind in front, as its cache has them."""
+    model = config.model.source
+    names = [] if model == "demo" or _is_path(model) else [f"models/{model}"]
+    for entry in (config.data.train, config.data.heldout):
+        place = parse_source(entry, form=config.data.format).place
+        if place.startswith(HUB_PREFIX):
+            names.append(f"datasets/{place.removeprefix(HUB_PREFIX).partition(':')[0]}")
+    return list(dict.fromkeys(names))
+
+
+def _parts(config: Config) -> list[tuple[str, str]]:
+    """The reward, the agents and the sinks of the run, by kind and name."""
+    agents = [config.agents.target]
+    agents += [stage.grpo.agent for stage in config.stages.values() if stage.grpo]
+    sinks = [sink for stage in config.stages.values() for sink in stage.sinks]
+    parts = [("reward", config.data.reward)]
+    parts += [("agent", agent) for agent in agents if agent]
+    parts += [("sink", sink) for sink in sinks]
+    return list(dict.fromkeys(parts))
+
+
+def _trainers(config: Config) -> list[int]:
+    """Numbers of the nodes on which a GRPO stage's trainer stands."""
+    gpus = config.cluster.gpus_per_node
+    found: set[int] = set()
+    for stage in config.stages.values():
+        if stage.grpo and gpus:
+            found |= set(stage_placement(stage, config.serve, gpus).parts[0].nodes)
+        elif stage.grpo:
+            found |= set(range(stage.nodes))
+    return sorted(found)
 
 
 def _is_path(entry: str) -> bool:

@@ -1,7 +1,7 @@
 """How one attempt of a training stage ended: the file that diagnosis, gate and report read."""
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -36,6 +36,7 @@ class Outcome:
     """`state` and one `sentence`; `exit_codes` by component, negative for a signal.
 
     `stalled` says, for a hung attempt, which components stood still, since when and in which phase.
+    `rank_nodes`: the node of each trainer rank, in the order of ranks.
     """
 
     stage: str
@@ -45,6 +46,7 @@ class Outcome:
     failed_component: str = ""
     exit_codes: Mapping[str, int] = field(default_factory=dict)
     stalled: Mapping[str, Any] = field(default_factory=dict)
+    rank_nodes: Sequence[str] = ()
     steps: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)
     started: str = ""

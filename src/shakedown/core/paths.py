@@ -47,8 +47,13 @@ class PreflightPaths(StepPaths):
 
     @property
     def bad_nodes(self) -> Path:
-        """Names of nodes to keep away from, one a line."""
+        """Names of nodes that failed, one a line."""
         return self.root / "bad_nodes.txt"
+
+    @property
+    def good_nodes(self) -> Path:
+        """Names of nodes that passed with each other, one a line: later jobs run on these."""
+        return self.root / "good_nodes.txt"
 
     @property
     def logs(self) -> Path:
@@ -244,6 +249,11 @@ class AttemptPaths:
         return self.root / "evidence"
 
     @property
+    def profiles(self) -> Path:
+        """What `shakedown debug nsys` shows: a folder a host."""
+        return self.root / "profiles"
+
+    @property
     def outcome(self) -> Path:
         return self.root / "outcome.json"
 
@@ -266,6 +276,11 @@ class AttemptPaths:
     def stop(self) -> Path:
         """Empty until somebody asks the ranks to save and stop."""
         return self.root / "stop"
+
+    @property
+    def debug(self) -> Path:
+        """Processes that stand for a debugger, and their tokens; see `debug.stops`."""
+        return self.root / "debug"
 
     @property
     def exchange(self) -> Path:
@@ -379,6 +394,26 @@ class RunPaths:
     @property
     def config(self) -> Path:
         return self.root / "config.resolved.yaml"
+
+    @property
+    def node_history(self) -> Path:
+        """What became of each node in all runs of the results folder (preflight/history.py)."""
+        return self.root.parent / "node_history.sqlite"
+
+    @property
+    def excluded_nodes(self) -> Path:
+        """Names of nodes that every job of the run keeps off, one a line."""
+        return self.root / "excluded_nodes.txt"
+
+    @property
+    def workflow(self) -> Path:
+        """Which process runs the workflow, and where it notes its jobs; see `monitor.workflow`."""
+        return self.root / "workflow.json"
+
+    @property
+    def logs(self) -> Path:
+        """What each rule of the workflow printed."""
+        return self.root / "logs"
 
     @property
     def preflight(self) -> PreflightPaths:

@@ -1,19 +1,25 @@
 """Pure: nodes' facts and the network report in, findings and the list of bad nodes out."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
-from typing import Any
 
-from shakedown.core.verdict import Finding, FindingStatus
+from shakedown.core.verdict import Finding, FindingStatus, Scope
+from shakedown.preflight.check import Fleet, Judgement, NodeJudge
+from shakedown.preflight.checks import CHECKS
 from shakedown.preflight.judge_network import network_findings
-from shakedown.preflight.model import Expectations, Facts, NetworkReport, NodeReport
-from shakedown.preflight.rules import RULES
+from shakedown.preflight.model import CheckReport, Expectations, Facts, NodeReport
+from shakedown.preflight.observed import (
+    NetworkReport,
+    clocks,
+    failing_pairs,
+    node_of,
+    without_failures,
+)
 
 Reports = Mapping[str, NodeReport]
+# What a judge raises on facts of another version, or damaged ones.
+_DAMAGED = (KeyError, TypeError, ValueError, AttributeError, IndexError)
 _WORST_FIRST: tuple[FindingStatus, ...] = ("fail", "error", "warn")
-MAX_CLOCK_SKEW_FAIL = 30.0  # seconds; munge and Kerberos give up at 300
 
 
 def judge(
@@ -23,6 +29,7 @@ def judge(
     want: Expectations,
     *,
     command: Facts | None = None,
+    sees: Facts | None = None,
     silent: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """All findings.
@@ -32,17 +39,15 @@ def judge(
         reports: node -> report.
         network: None when it was not run.
         command: the environment of the command that started the run, to compare with.
+        sees: which nodes' files the machine of that command misses.
         silent: node -> why there is no report (the end of its log).
     """
+    fleet = Fleet(reports, want, command, sees, _clocks(network))
     findings = [
         *_node_count(nodes, want),
         *_answers(nodes, reports, silent or {}),
-        *_node_findings(reports, want),
-        *_environment(reports, command),
-        *_clocks(reports, network, want),
-        *_visibility(reports),
-        *_loopback(reports),
-        *_same_paths(reports),
+        *_node_findings(fleet),
+        *_comparisons(fleet),
         *(network_findings(network, want) if network else []),
     ]
     return _merge_common(findings, nodes)
@@ -52,6 +57,27 @@ def bad_nodes(findings: Sequence[Finding], nodes: Sequence[str]) -> list[str]:
     """Nodes to exclude: those with a failed or impossible check of their own."""
     bad = {f.subject for f in findings if f.scope == "node" and f.status in ("fail", "error")}
     return sorted(bad & set(nodes))
+
+
+def usable_nodes(
+    findings: Sequence[Finding], nodes: Sequence[str], network: NetworkReport
+) -> list[str]:
+    """Nodes that are good, of which no two failed with each other."""
+    bad = bad_nodes(findings, nodes)
+    failing = {
+        frozenset(map(node_of, pair)) for pair in failing_pairs(network.reach, network.pairs)
+    }
+    return without_failures([node for node in nodes if node not in bad], failing)
+
+
+def concerns(finding: Finding, nodes: Collection[str]) -> bool:
+    """Whether a finding is about these nodes: about one or two of them, or about all."""
+    if finding.scope not in ("node", "pair"):
+        return True
+    return set(finding.subject.split(",")) <= {
+        *nodes,
+        *(f"{node}#{n}" for node in nodes for n in (0, 1)),
+    }
 
 
 def _node_count(nodes: Sequence[str], want: Expectations) -> list[Finding]:
@@ -88,221 +114,76 @@ def _answers(nodes: Sequence[str], reports: Reports, silent: Mapping[str, str]) 
     ]
 
 
-def _node_findings(reports: Reports, want: Expectations) -> list[Finding]:
+def _clocks(network: NetworkReport | None) -> dict[str, float]:
+    """Node -> seconds ahead of most others; empty where there are too few to tell."""
+    found = clocks(network.reach) if network else {}
+    return {node_of(name): ahead for name, ahead in found.items()}
+
+
+def _node_findings(fleet: Fleet) -> list[Finding]:
+    """What each node measured, judged by itself; and what could not be measured."""
     findings = []
-    for node, report in reports.items():
-        for check, row in report.checks.items():
+    for node, report in fleet.reports.items():
+        for name, row in report.checks.items():
+            check = CHECKS.get(name)
             if row.error:
-                findings.append(_could_not_run(check, node, row.error, row.seconds))
-            elif check in RULES:
-                findings.append(_apply(check, node, row.facts, want, row.seconds))
+                findings.append(_could_not_run(name, "node", node, row.error, row.seconds))
+            elif check and check.judge:
+                findings.append(_judged(name, check.judge, node, row, fleet.want))
     return findings
 
 
-def _apply(check: str, node: str, facts: Facts, want: Expectations, seconds: float) -> Finding:
+def _judged(name: str, rule: NodeJudge, node: str, row: CheckReport, want: Expectations) -> Finding:
     try:
-        outcome = RULES[check](facts, want)
-    except (KeyError, TypeError, ValueError) as error:  # facts from another version, or damaged
-        return _could_not_run(check, node, f"facts not understood: {error!r}", seconds)
+        return _finding(name, node, rule(row.facts, want), row.seconds)
+    except _DAMAGED as error:
+        return _could_not_run(name, "node", node, f"facts not understood: {error!r}", row.seconds)
+
+
+def _comparisons(fleet: Fleet) -> list[Finding]:
+    """What the nodes measured, compared with each other."""
+    findings = []
+    for name, check in CHECKS.items():
+        if not check.compare or not check.wanted(fleet.want):
+            continue
+        try:
+            judged = check.compare(fleet)
+        except _DAMAGED as error:
+            why = f"facts not understood: {error!r}"
+            findings.append(_could_not_run(name, "cluster", "all nodes", why))
+        else:
+            findings += [_finding(name, node, result) for node, result in judged.items()]
+    return findings
+
+
+def _finding(check: str, node: str, result: Judgement, seconds: float = 0.0) -> Finding:
     return Finding(
         check,
-        outcome.status,
+        result.status,
         "node",
         node,
-        measured=outcome.measured,
-        expected=outcome.expected,
-        unit=outcome.unit,
-        blame="none" if outcome.status in ("pass", "skip") else outcome.blame,
-        remedy=outcome.remedy,
+        measured=result.measured,
+        expected=result.expected,
+        unit=result.unit,
+        blame="none" if result.status in ("pass", "skip") else result.blame,
+        remedy=result.remedy,
         seconds=seconds,
     )
 
 
-def _could_not_run(check: str, node: str, why: str, seconds: float = 0.0) -> Finding:
+def _could_not_run(
+    check: str, scope: Scope, subject: str, why: str, seconds: float = 0.0
+) -> Finding:
     return Finding(
         check,
         "error",
-        "node",
-        node,
+        scope,
+        subject,
         measured=why,
         expected="a result",
         blame="node",
         seconds=seconds,
     )
-
-
-def facts_of(reports: Reports, check: str) -> dict[str, Facts]:
-    """Node -> facts of one check, where it ran."""
-    rows = {node: report.checks.get(check) for node, report in reports.items()}
-    return {node: row.facts for node, row in rows.items() if row and not row.error}
-
-
-def _environment(reports: Reports, command: Facts | None) -> list[Finding]:
-    """Every node's environment against the most common one; the command's own breaks a tie."""
-    environments = facts_of(reports, "environment")
-    if not environments:
-        return []
-    votes = Counter(_signature(facts) for facts in environments.values())
-    own = _signature(command) if command else None
-    if own is not None:
-        votes[own] += 1
-    usual = max(votes, key=lambda signature: (votes[signature], signature == own))
-    usual_facts = next(f for f in [command, *environments.values()] if f and _signature(f) == usual)
-    findings = []
-    for node, facts in environments.items():
-        differences = _differences(facts, usual_facts)
-        same_software = all(facts[key] == usual_facts[key] for key in ("python", "digest"))
-        findings.append(
-            Finding(
-                "environment",
-                "pass" if not differences else "warn" if same_software else "fail",
-                "node",
-                node,
-                measured=differences or facts["digest"],
-                expected="the same on all nodes and here",
-                blame="environment" if differences else "none",
-                remedy="use one shared environment, or install the same" if differences else "",
-            )
-        )
-    return findings
-
-
-def _signature(facts: Facts) -> tuple[str, str, str]:
-    return str(facts["python"]), str(facts["digest"]), str(sorted(facts["variables"].items()))
-
-
-def _differences(facts: Facts, usual: Facts) -> dict[str, str]:
-    """What differs: `name` -> `here, elsewhere`; at most 10."""
-    found = {}
-    if facts["python"] != usual["python"]:
-        found["python"] = f"{facts['python']}, elsewhere {usual['python']}"
-    for section in ("packages", "variables"):
-        here, there = facts[section], usual[section]
-        for name in sorted(here.keys() | there.keys()):
-            if here.get(name) != there.get(name):
-                found[name] = f"{here.get(name, 'missing')}, elsewhere {there.get(name, 'missing')}"
-    # Bounded: two environments may differ in hundreds of packages.
-    return dict(list(found.items())[:10])
-
-
-def _clocks(reports: Reports, network: NetworkReport | None, want: Expectations) -> list[Finding]:
-    """Seconds ahead of the others: exact over the network, else at least what the reply's window
-    proves."""
-    exact = {
-        name.partition("#")[0]: ahead for name, ahead in (network.clock if network else {}).items()
-    }
-    findings = []
-    for node, facts in facts_of(reports, "clock").items():
-        bound = _outside(facts["now"], reports[node].reply)
-        # What the window proves counts first: over the network a clock is compared with the first
-        # member's, which may itself be the wrong one.
-        ahead = bound if abs(bound) > want.max_clock_skew else exact.get(node, bound)
-        size = abs(ahead)
-        status: FindingStatus = "pass" if size <= want.max_clock_skew else "warn"
-        findings.append(
-            Finding(
-                "clock",
-                "fail" if size > MAX_CLOCK_SKEW_FAIL else status,
-                "node",
-                node,
-                measured=round(ahead, 3),
-                expected=f"within {want.max_clock_skew:g}",
-                unit="s ahead",
-                blame="none" if status == "pass" else "node",
-                remedy="" if status == "pass" else "start chrony or ntpd on the node",
-            )
-        )
-    return findings
-
-
-def _outside(now: float, window: Sequence[float]) -> float:
-    """How far `now` lies outside the window; 0 inside, or where there is none."""
-    if len(window) != 2:
-        return 0.0
-    sent, got = window
-    return max(0.0, now - got) + min(0.0, now - sent)
-
-
-def _visibility(reports: Reports) -> list[Finding]:
-    """Who does not see whose file. Nodes without a report left none and are left out."""
-    facts = facts_of(reports, "visibility")
-    unseen = {n: [m for m in row["missing"] if m in facts] for n, row in facts.items()}
-    unseen_by = {m: [n for n in unseen if m in unseen[n]] for m in facts}
-    findings = []
-    for node, row in facts.items():
-        others = len(facts) - 1
-        hidden = node in unseen_by[node] or 0 < others == len(unseen_by[node])
-        # blind to a node that nobody sees: that is the other node's fault
-        blind = [m for m in unseen[node] if len(unseen_by[m]) < others or hidden]
-        if hidden:
-            measured: Any = f"its file is not seen by {', '.join(unseen_by[node])}"
-        else:
-            measured = f"does not see files of {', '.join(blind)}" if blind else "sees all"
-        late = row["listed"]
-        bad = hidden or bool(blind)
-        findings.append(
-            Finding(
-                "visibility",
-                "fail" if bad else "warn" if late else "pass",
-                "node",
-                node,
-                measured=f"only after `ls`: {', '.join(late)}" if late and not bad else measured,
-                expected="every node's file seen by all",
-                blame="node" if bad else "environment" if late else "none",
-                remedy="is the results folder on the shared file system?" if bad else "",
-            )
-        )
-    return findings
-
-
-def _loopback(reports: Reports) -> list[Finding]:
-    """Several machines whose names point at loopback: each would wait for the others at itself."""
-    # Common where Debian was installed: its /etc/hosts gives the host's own name 127.0.1.1.
-    machines = {facts["boot_id"] for facts in facts_of(reports, "host").values()}
-    if len(machines) < 2:
-        return []
-    findings = []
-    for node, facts in facts_of(reports, "names").items():
-        if facts["addresses"] and all(
-            a.startswith("127.") or a == "::1" for a in facts["addresses"]
-        ):
-            findings.append(
-                Finding(
-                    "loopback",
-                    "warn",
-                    "node",
-                    node,
-                    measured=facts["addresses"],
-                    expected="an address that the other nodes reach",
-                    blame="environment",
-                    remedy="set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, or fix /etc/hosts",
-                )
-            )
-    return findings
-
-
-def _same_paths(reports: Reports) -> list[Finding]:
-    """A given path must hold the same files on every node."""
-    facts = facts_of(reports, "paths")
-    rows = [(path, node, row) for node, f in facts.items() for path, row in f["paths"].items()]
-    findings = []
-    for path, group in groupby(sorted(rows, key=lambda r: r[:2]), key=lambda r: r[0]):
-        digests = {node: row["digest"] for _, node, row in group if "digest" in row}
-        usual = Counter(digests.values()).most_common(1)
-        for node in [n for n, digest in digests.items() if digest != usual[0][0]]:
-            findings.append(
-                Finding(
-                    "same_files",
-                    "fail",
-                    "node",
-                    node,
-                    measured=f"{path}: other names or sizes than on {usual[0][1]} node(s)",
-                    expected="the same files on every node",
-                    blame="environment",
-                    remedy="copy the files again",
-                )
-            )
-    return findings
 
 
 def _merge_common(findings: Sequence[Finding], nodes: Sequence[str]) -> list[Finding]:

@@ -1,224 +1,306 @@
-"""Pure: the network report's findings; who is at fault for a pair that failed."""
+"""Pure: the network report's findings."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 
-from shakedown.core.verdict import Finding
-from shakedown.preflight.model import Expectations, Facts, NetworkReport, PairResult
+from shakedown.core.verdict import Finding, FindingStatus
+from shakedown.preflight.model import Expectations, Facts
+from shakedown.preflight.observed import (
+    Explained,
+    NetworkReport,
+    Observation,
+    PairResult,
+    bad_members,
+    node_of,
+    pairs_explained,
+    reach_explained,
+)
 from shakedown.preflight.outliers import slow_ones
 
-
-def suspects(pairs: Sequence[PairResult]) -> dict[str, int]:
-    """Member -> number of failed pairs, for members that have no passed one yet."""
-    # A member that has exchanged data once works: other pairs of it fail by partner or link.
-    passed = {name for pair in pairs if pair.ok for name in (pair.a, pair.b)}
-    failed: dict[str, int] = {}
-    for pair in pairs:
-        if not pair.ok:
-            for name in (pair.a, pair.b):
-                if name not in passed:
-                    failed[name] = failed.get(name, 0) + 1
-    return failed
-
-
-def culprits(pairs: Sequence[PairResult]) -> set[str]:
-    """Suspects that failed with two partners, one of which is known to be good.
-
-    A member that met only other suspects may itself be good.
-    """
-    counted = suspects(pairs)
-    failed = [(p.a, p.b) for p in pairs if not p.ok]
-    met_good = {a for a, b in failed if b not in counted} | {
-        b for a, b in failed if a not in counted
-    }
-    return {name for name, failures in counted.items() if failures >= 2 and name in met_good}
+_ENOUGH = 28  # pairs that are repeated, those of eight nodes: a minute or two
+_LISTED = 5
+_RULE = "below 95 % of the others with modified z < -3.5 (of fewer than 9: 90 %, -2.5)"
 
 
 def network_findings(network: NetworkReport, want: Expectations) -> list[Finding]:
-    """Findings over all-reduce, pairs, and, beyond the quick tier, speed."""
-    findings = [*_absent(network), *_all_reduce(network), *_pairs(network)]
+    """Findings over workers, connections, pairs, the all-reduce and speeds.
+
+    What involves a member that gave no answer is that member's finding alone.
+    """
+    gone = network.absent.keys()
+    reach = [r for r in network.reach if not {r.a, r.b} & gone]
+    pairs = [p for p in network.pairs if not {p.a, p.b} & gone]
+    bad = bad_members(reach, pairs)
+    findings = [
+        *_absent(network),
+        *_exchanges("reach", reach_explained(reach), [r.seconds for r in reach if r.ok]),
+        *_exchanges("pairs", pairs_explained(pairs), [p.seconds for p in pairs if p.ok]),
+        *_all_reduce(network),
+    ]
     if want.tier != "quick":
-        findings += [*_gemm(network.gemm), *_bandwidth(network.pairs)]
+        findings += [*_processors(network.work, want)]
+        findings += _bandwidth([p for p in pairs if p.ok and not {p.a, p.b} & bad])
     return findings
-
-
-def _node(member: str) -> str:
-    return member.partition("#")[0]
 
 
 def _absent(network: NetworkReport) -> list[Finding]:
-    gave_none = {_node(member): why for member, why in network.absent.items()}
-    excluded = [
+    # Where no worker at all gave a result, the launch is at fault rather than the nodes.
+    others = len(network.members) > 0
+    silent: dict[str, str] = {}
+    for member, why in network.absent.items():
+        silent.setdefault(node_of(member), why)
+    rows = [(node, why, "fail" if others else "error") for node, why in silent.items()]
+    # Of nodes that Slurm lost its own words say so.
+    rows += [(node, why, "fail" if others else "error") for node, why in network.excluded.items()]
+    return [
         Finding(
-            "gloo_worker",
-            "error",
+            "network_worker",
+            status,  # type: ignore[arg-type]
             "node",
             node,
             measured=why,
-            expected="takes part",
+            expected="answers in every round",
             blame="node",
+            remedy="is the node up, and does `python -c 'import torch'` work there?",
         )
-        for node, why in network.excluded.items()
-    ]
-    return excluded + [
-        Finding(
-            "gloo_worker",
-            # Where no worker at all gave a result, the launch is at fault rather than the nodes.
-            "fail" if len(network.absent) < len(network.members) else "error",
-            "node",
-            node,
-            measured=why or "ended without a result",
-            expected="takes part",
-            blame="node",
-            remedy="does `python -c 'import torch'` work there?",
-        )
-        for node, why in gave_none.items()
+        for node, why, status in rows
     ]
 
 
-def _all_reduce(network: NetworkReport) -> list[Finding]:
-    if not network.all_reduce:
-        return []
-    wrong = {name: error for name, error in network.all_reduce.items() if error}
-    size = len(network.members)
-    complete = len(network.all_reduce) == size and not wrong
-    return [
-        Finding(
-            "gloo_all_reduce",
-            "pass" if complete else "fail",
-            "cluster",
-            f"{size} members",
-            measured=wrong or f"{network.all_reduce_seconds:g} s",
-            expected="the right sum on every member",
-            blame="none" if complete else "link",
-            remedy="" if complete else "see the pairs; GLOO_SOCKET_IFNAME chooses the interface",
-            seconds=network.all_reduce_seconds,
-        )
-    ]
-
-
-def _pairs(network: NetworkReport) -> list[Finding]:
-    """Failed with two partners: the node. Passed with another: the link. Else undecided."""
-    counted = suspects(network.pairs)
-    culprit = culprits(network.pairs)
-    findings = [_bad_node(name, network.pairs) for name in sorted(culprit)]
-    for pair in network.pairs:
-        if not pair.ok and _node(pair.a) == _node(pair.b):
-            findings.append(_local_failure(pair))
-        elif pair.ok or not culprit & {pair.a, pair.b}:
-            findings.append(_pair_finding(pair, counted))
+def _exchanges(check: str, found: Explained, seconds: Sequence[float]) -> list[Finding]:
+    """One finding a bad member, a link and an undecided failure; one for all that worked."""
+    findings = []
+    members: dict[str, list[str]] = {}
+    for end in sorted(found.bad):
+        members.setdefault(end.strip(">"), []).append(end)
+    for member, ends in members.items():
+        findings.append(_bad_member(check, member, {end: found.bad[end] for end in ends}))
+    findings += [_failed(check, row, "the link between them", ()) for row in found.links]
+    findings += [_failed(check, row, "not sure", _ends(found.unsure)) for row in found.unsure]
+    if seconds:
+        spread = f"{len(seconds)}, the slowest in {max(seconds):g} s"
+        findings.append(Finding(check, "pass", "cluster", "exchanges that worked", measured=spread))
     return findings
 
 
-def _bad_node(name: str, pairs: Sequence[PairResult]) -> Finding:
-    failed = [p for p in pairs if not p.ok and name in (p.a, p.b)]
-    partners = [p.b if p.a == name else p.a for p in failed]
+_DIRECTIONS = {"out": "connections from it", "in": "connections to it", "": "exchanges with it"}
+
+
+def _bad_member(check: str, member: str, ends: Mapping[str, Sequence[Observation]]) -> Finding:
+    parts = []
+    for end, rows in ends.items():
+        way = "in" if end.startswith(">") else "out" if end.endswith(">") else ""
+        others = sorted({other.strip(">") for row in rows for other in row.ends if other != end})
+        listed = ", ".join(others[:_LISTED]) + (" ..." if len(others) > _LISTED else "")
+        parts.append(f"{_DIRECTIONS[way]} fail with {listed}: {rows[0].error}")
     return Finding(
-        "gloo_pairs",
+        check,
         "fail",
         "node",
-        _node(name),
-        measured=f"no exchange with {', '.join(partners)}: {failed[-1].error}",
-        expected="exchanges with every partner",
+        node_of(member),
+        measured="; ".join(parts),
+        expected="works with every partner, as they do with each other",
         blame="node",
-        remedy="drain the node; look at its interface, firewall and GLOO_SOCKET_IFNAME",
+        remedy="drain the node; look at its firewall, interface and GLOO_SOCKET_IFNAME",
     )
 
 
-def _local_failure(pair: PairResult) -> Finding:
+def _ends(rows: Iterable[Observation]) -> set[str]:
+    return {end.strip(">") for row in rows for end in row.ends}
+
+
+def _failed(check: str, row: Observation, who: str, suspects: Iterable[str]) -> Finding:
+    first, second = (end.strip(">") for end in row.ends)
+    if node_of(first) == node_of(second):
+        return _local(check, row)
+    arrow = "->" if row.ends[0].endswith(">") else "-"
+    remedy = f"{who} is at fault, or a passing fault: run preflight again"
+    if suspects:
+        others = f"with a third node: srun -w {first},NODE and srun -w {second},NODE"
+        remedy = f"{who} whether {first} or {second} is at fault; try each {others}"
     return Finding(
-        "gloo_pairs",
+        check,
+        "fail",
+        "pair",
+        f"{first},{second}",
+        measured=f"{first} {arrow} {second}: {row.error}",
+        expected="exchanges data",
+        blame="link",
+        remedy=remedy,
+    )
+
+
+def _local(check: str, row: Observation) -> Finding:
+    return Finding(
+        check,
         "fail",
         "node",
-        _node(pair.a),
-        measured=pair.error,
+        node_of(row.ends[0].strip(">")),
+        measured=row.error,
         expected="two processes of this node exchange data",
         blame="node",
         remedy="look at the loopback interface, firewall and GLOO_SOCKET_IFNAME",
     )
 
 
-def _pair_finding(pair: PairResult, counted: Mapping[str, int]) -> Finding:
-    undecided = {pair.a, pair.b} & counted.keys()
-    remedy = "the link between them, or a passing fault: run preflight again"
-    if undecided:
-        remedy = f"no healthy partner was left to try {', '.join(sorted(undecided))} with"
-    return Finding(
-        "gloo_pairs",
-        "pass" if pair.ok else "fail",
-        "pair",
-        f"{pair.a},{pair.b}",
-        measured=pair.mb_per_s if pair.ok else pair.error,
-        expected="exchanges data",
-        unit="MB/s" if pair.ok else "",
-        blame="none" if pair.ok else "link",
-        remedy="" if pair.ok else remedy,
-        seconds=pair.seconds,
-    )
+def _all_reduce(network: NetworkReport) -> list[Finding]:
+    if not network.all_reduce:
+        return []
+    wrong = {name: error for name, error in network.all_reduce.items() if error}
+    status: FindingStatus = "fail" if wrong else "pass"
+    return [
+        Finding(
+            "all_reduce",
+            status,
+            "cluster",
+            f"{len(network.all_reduce)} members, {network.backend}",
+            measured=dict(list(wrong.items())[:_LISTED]) or f"{network.all_reduce_seconds:g} s",
+            expected="the right sum on every member",
+            blame="link" if wrong else "none",
+            remedy="every pair of them works: run preflight again, then look at switches"
+            if wrong
+            else "",
+            seconds=network.all_reduce_seconds,
+        )
+    ]
 
 
-def _gemm(gemm: Mapping[str, Facts]) -> list[Finding]:
-    """Equal bits every time; and no device far slower than its peers of the same kind."""
+def _processors(work: Mapping[str, Facts], want: Expectations) -> list[Finding]:
+    """Equal bits every time, GPUs where GPUs are expected, and none slower than its peers."""
+    slow = _slow_devices(work)
     findings = []
-    slow: dict[str, float] = {}
-    for kind in {str(facts["kind"]) for facts in gemm.values()}:
-        slow |= slow_ones({m: f["gflops"] for m, f in gemm.items() if f["kind"] == kind})
-    for member, facts in gemm.items():
-        node = _node(member)
-        bad = facts["unstable"]
+    for member, found in work.items():
+        unstable = [name for name, facts in found.items() if not facts["stable"]]
+        outliers = {label: share for (who, label), share in slow.items() if who == member}
+        no_gpu = want.gpus > 0 and list(found) == ["cpu"]
+        if no_gpu:
+            measured: object = "torch sees no GPU: the products ran on the CPU"
+            remedy = "install torch for CUDA, and look at CUDA_VISIBLE_DEVICES and the driver"
+        elif unstable:
+            measured = f"other bits each time on {', '.join(unstable)}"
+            remedy = "silent data corruption: drain the node"
+        elif outliers:
+            measured = {label: f"{share:.0%} of the others" for label, share in outliers.items()}
+            remedy = "look at clocks, heat, power and PCIe"
+        else:
+            measured = {name: facts["gflops"] for name, facts in found.items()}
+            remedy = ""
+        bad = no_gpu or bool(unstable) or bool(outliers)
         findings.append(
             Finding(
                 "gemm",
-                "fail" if bad or member in slow else "pass",
+                "fail" if bad else "pass",
                 "node",
-                node,
-                measured=f"other bits each time on {', '.join(bad)}" if bad else facts["gflops"],
-                expected="equal bits, no outlier: < 95 % of the median and modified z < -3.5",
+                node_of(member),
+                measured=measured,
+                expected=f"equal bits; no device {_RULE}",
                 unit="" if bad else "GFLOP/s",
-                blame="node" if bad or member in slow else "none",
-                remedy=_gemm_remedy(bool(bad), slow.get(member)),
+                blame="environment" if no_gpu else "node" if bad else "none",
+                remedy=remedy,
             )
         )
     return findings
 
 
-def _gemm_remedy(unstable: bool, share: float | None) -> str:
-    if unstable:
-        return "silent data corruption: drain the node"
-    return f"{share:.0%} of the median: look at clocks, heat and power" if share else ""
+def _slow_devices(work: Mapping[str, Facts]) -> dict[tuple[str, str], float]:
+    """(member, device) -> share of its peers: all devices of one kind."""
+    peers: dict[str, dict[str, Sequence[float]]] = {}
+    for member, found in work.items():
+        for name, facts in found.items():
+            peers.setdefault(facts["kind"], {})[f"{member} {name}"] = facts["gflops"]
+    found_slow: dict[tuple[str, str], float] = {}
+    for values in peers.values():
+        # Two workers of one node share its processors and are no peers.
+        if len({node_of(label) for label in values}) > 1 or len(values) > len(work):
+            for label, share in slow_ones(values).items():
+                member, _, device = label.partition(" ")
+                found_slow[member, device] = share
+    return found_slow
+
+
+_Speeds = Mapping[tuple[str, str], Sequence[float]]
+
+
+def _link_speeds(pairs: Sequence[PairResult]) -> _Speeds:
+    """Pair -> MB/s at different times; where some were repeated alone, of those only."""
+    speeds: dict[tuple[str, str], list[float]] = {}
+    for pair in [p for p in pairs if p.alone] or pairs:
+        speeds.setdefault((pair.a, pair.b), []).append(pair.speed)
+    return speeds
+
+
+def _slow_members(speeds: _Speeds) -> dict[str, float]:
+    """By each member's best link: a slow interface slows all of them, a slow link just one."""
+    best: dict[str, list[float]] = {}
+    for name in {name for pair in speeds for name in pair}:
+        own = [found for pair, found in speeds.items() if name in pair]
+        best[name] = [
+            max(found[t] for found in own if t < len(found)) for t in range(max(map(len, own)))
+        ]
+    # With two members both have the same best link: nobody is below the other.
+    return slow_ones(best)
+
+
+def _slow_links(speeds: _Speeds) -> dict[tuple[str, str], float]:
+    keys = {",".join(pair): pair for pair in speeds}
+    shares = slow_ones({text: speeds[pair] for text, pair in keys.items()})
+    return {keys[text]: share for text, share in shares.items()}
+
+
+def pairs_to_repeat(pairs: Sequence[PairResult]) -> list[tuple[str, str]]:
+    """Slow pairs and others to compare them with, to be measured one at a time."""
+    speeds = _link_speeds([p for p in pairs if p.ok])
+    slow = set(_slow_links(speeds))
+    slow |= {pair for pair in speeds if set(pair) & _slow_members(speeds).keys()}
+    if not slow:
+        return []
+    # An innocent partner of a slow member needs a link of its own to show that it is not slow, and
+    # the slow must not be their own measure: as many others again.
+    unshown = {name for pair in slow for name in pair}
+    near: list[tuple[str, str]] = []
+    far: list[tuple[str, str]] = []
+    for pair in (pair for pair in speeds if pair not in slow):
+        (near if unshown & set(pair) else far).append(pair)
+        unshown -= set(pair)
+    # With two rounds an innocent may have met two slow ones, and nobody else.
+    good = sorted({name for pair in far for name in pair})
+    met = [(min(pair), max(pair)) for pair in zip(sorted(unshown), cycle(good), strict=False)]
+    known = [*slow, *near, *met]
+    far = far[: max(_ENOUGH - len(known), len(known))]
+    return list(dict.fromkeys((*known, *far)))
 
 
 def _bandwidth(pairs: Sequence[PairResult]) -> list[Finding]:
-    """A node slow with two partners is slow; one slow pair is a link."""
-    speeds = {f"{p.a},{p.b}": p.mb_per_s for p in pairs if p.ok}
-    slow = slow_ones(speeds)
-    slow_pairs = [p for p in pairs if p.ok and f"{p.a},{p.b}" in slow]
-    often = {n for p in slow_pairs for n in (p.a, p.b)}
-    culprit = {n for n in often if all(p in slow_pairs for p in pairs if p.ok and n in (p.a, p.b))}
-    culprit = {n for n in culprit if sum(n in (p.a, p.b) for p in slow_pairs) >= 2}
+    """A member all of whose links are slow is slow; one slow pair of others is a link."""
+    speeds = _link_speeds(pairs)
+    slow = _slow_members(speeds)
     findings = [
-        _slow(
-            "node",
-            _node(name),
-            [slow[f"{p.a},{p.b}"] for p in slow_pairs if name in (p.a, p.b)],
-        )
-        for name in sorted(culprit)
+        _slow("node", node_of(name), share, {p: s for p, s in speeds.items() if name in p})
+        for name, share in slow.items()
     ]
     findings += [
-        _slow("pair", f"{p.a},{p.b}", [slow[f"{p.a},{p.b}"]])
-        for p in slow_pairs
-        if not culprit & {p.a, p.b}
+        _slow("pair", ",".join(pair), share, {pair: speeds[pair]})
+        for pair, share in _slow_links(speeds).items()
+        if not set(pair) & slow.keys()
     ]
+    if speeds and not findings:
+        every = [speed for times in speeds.values() for speed in times]
+        spread = f"{min(every):g} to {max(every):g}"
+        findings.append(
+            Finding("pair_bandwidth", "pass", "cluster", "all pairs", spread, unit="MB/s")
+        )
     return findings
 
 
-def _slow(scope: str, subject: str, shares: Sequence[float]) -> Finding:
+def _slow(scope: str, subject: str, share: float, speeds: _Speeds) -> Finding:
+    listed = {",".join(pair): times for pair, times in list(speeds.items())[:_LISTED]}
     return Finding(
         "pair_bandwidth",
         "fail" if scope == "node" else "warn",
         "node" if scope == "node" else "pair",
         subject,
-        measured=[f"{share:.0%}" for share in shares],
-        expected=">= 95 % of the median pair, or within the usual spread",
+        measured={"share of the others": f"{share:.0%}", "MB/s": listed},
+        expected=f"not {_RULE}",
         blame="node" if scope == "node" else "link",
         remedy="look at the interface's speed, errors and cable",
     )

@@ -1,9 +1,13 @@
-"""Start programs on the nodes, over srun or here, and read the messages that they print."""
+"""Start programs on the nodes, over srun or here, tell them lines and read what they print."""
 
+import contextlib
+import json
+import os
+import select
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -15,44 +19,114 @@ from shakedown.core.leftovers import temporary_prefix
 from shakedown.preflight import wire
 
 Message = dict[str, Any]
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.05
+_TELL_SECONDS = 20.0
 # `--cpu-bind=none` of our own srun line is answered so where Slurm binds no tasks (task/none).
 _NOISE = "srun: cluster configuration lacks support for cpu binding"
+_HALF = 2
+_PATIENCE = 4.0
+
+
+class Step:
+    """Programs that run on nodes: what they have said, and a way to tell all of them something."""
+
+    def __init__(
+        self, supervisor: Supervisor, components: Sequence[Component], ears: Sequence[int]
+    ) -> None:
+        """`ears`: what each component reads its standard input from, its writing end."""
+        self._supervisor = supervisor
+        self._components = components
+        self._ears = list(ears)
+        self._messages: list[Message] = []
+        self._readers = [_Log(component.log) for component in components]
+        self.started = time.time()
+
+    @property
+    def over(self) -> bool:
+        """Whether all programs have ended."""
+        return not self._supervisor.running()
+
+    def messages(self) -> list[Message]:
+        """All that the programs have reported so far."""
+        for reader in self._readers:
+            self._messages += reader.new_messages()
+        return self._messages
+
+    def tell(self, order: Mapping[str, Any]) -> None:
+        """One line for every program. One that has ended or does not read is told nothing; that it
+        gives no answer shows."""
+        line = json.dumps(order, separators=(",", ":")).encode() + b"\n"
+        for ear in self._ears:
+            with contextlib.suppress(BrokenPipeError):
+                _write_all(ear, line, time.monotonic() + _TELL_SECONDS)
+
+    def wait(
+        self,
+        who: Callable[[Sequence[Message]], set[str]],
+        wanted: set[str],
+        *,
+        least: float,
+        most: float,
+    ) -> set[str]:
+        """Wait until all of `wanted` have answered; return those that have.
+
+        Once half of them have, the others get `least` seconds, or four times as long as that half
+        took: who is silent then is silent for a reason of its own. None waits beyond `most`.
+        """
+        begin = time.monotonic()
+        deadline = begin + most
+        patient = False
+        while True:
+            # Asked before the logs are read: what was printed before the end is then in them.
+            over = self.over or time.monotonic() > deadline
+            there = who(self.messages()) & wanted
+            if there == wanted or over:
+                return there
+            if not patient and len(there) * _HALF >= len(wanted):
+                patient = True
+                took = time.monotonic() - begin
+                deadline = min(deadline, time.monotonic() + max(least, _PATIENCE * took))
+            time.sleep(_POLL_SECONDS)
+
+    def words(self) -> str:
+        """What was printed beside the messages: srun's own words, warnings, tracebacks."""
+        return "\n".join(line for c in self._components for line in wire.plain_lines(_text(c.log)))
+
+    def tails(self) -> dict[str, str]:
+        """Component -> the last lines that are no messages, and how it ended if it has."""
+        ended = {e.component.name: describe_exit(e.returncode) for e in self._supervisor.poll()}
+        return {c.name: _tail(c.log, ended.get(c.name, "")) for c in self._components}
+
+    def hush(self) -> None:
+        """Close the programs' standard input, upon which they end."""
+        while self._ears:
+            os.close(self._ears.pop())
 
 
 @dataclass(frozen=True)
-class Answers:
-    """What programs printed. `window`: [sent, got] on this machine's clock; `tail`: name -> the
-    end of its log and how it ended."""
-
-    messages: Sequence[Message]
-    window: tuple[float, float]
-    tails: dict[str, str]
-
-
 class Launcher:
-    """Runs `python -m MODULE --request TEXT` on nodes; its logs lie on this machine's own disk,
-    as the results folder is among the things to check."""
+    """Runs `python -m MODULE` on nodes. `folder` holds the logs, on this machine's own disk: the
+    results folder is among the things to check. `slurm`: over srun in the current job, else as
+    processes of this machine."""
 
-    def __init__(self, *, slurm: bool, srun_args: Sequence[str] = ()) -> None:
-        """`slurm`: over srun in the current job, else as processes of this machine."""
-        self.slurm = slurm
-        self._srun_args = srun_args
+    folder: Path
+    slurm: bool
+    srun_args: Sequence[str] = ()
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, *, slurm: bool, srun_args: Sequence[str] = ()) -> Iterator[Self]:
+        """A launcher whose logs are gone at the end."""
         prefix = temporary_prefix(Path(tempfile.gettempdir(), "preflight"))
-        self._folder = tempfile.TemporaryDirectory(prefix=prefix)
-        self._round = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self._folder.cleanup()
+        with tempfile.TemporaryDirectory(prefix=prefix) as folder:
+            yield cls(Path(folder), slurm, srun_args)
 
     @property
     def logs(self) -> list[Path]:
-        return sorted(Path(self._folder.name).glob("*.log"))
+        return sorted(self.folder.glob("*.log"))
 
-    def ask(
+    @contextlib.contextmanager
+    def step(
         self,
         module: str,
         arguments: Sequence[str],
@@ -60,38 +134,38 @@ class Launcher:
         *,
         tasks: int = 1,
         env: Mapping[str, str] = MappingProxyType({}),
-        seconds: float,
-        enough: Callable[[Sequence[Message]], bool],
-    ) -> Answers:
+    ) -> Iterator[Step]:
         """Run the module on every group of nodes (one srun a group), `tasks` processes a node.
 
-        Ends when `enough` says so, when all programs ended, or after `seconds`.
+        All programs are ended when the block is left.
 
         Raises:
             LaunchError: srun or python cannot be started.
         """
-        self._round += 1
         argv = [sys.executable, "-P", "-m", module, *arguments]
-        components = [
-            part for nodes in groups for part in self._components(argv, nodes, tasks, env)
-        ]
-        sent = time.time()
+        parts = [c for nodes in groups for c in self._components(argv, nodes, tasks, env)]
+        ears: list[int] = []
         with Supervisor(grace=2.0) as supervisor:
-            for component in components:
-                supervisor.start(component)
-            messages = _read_until(supervisor, components, seconds, enough)
-            got = time.time()  # nodes read their clocks before this; see `judge._clocks`
-            tails = {e.component.name: describe_exit(e.returncode) for e in supervisor.poll()}
-            supervisor.stop_all(grace=1.0)
-        endings = {c.name: _tail(c.log, tails.get(c.name, "")) for c in components}
-        return Answers(messages, (sent, got), endings)
+            try:
+                for part in parts:
+                    heard, ear = os.pipe()
+                    ears.append(ear)
+                    try:
+                        supervisor.start(replace(part, stdin=heard))
+                    finally:
+                        os.close(heard)
+                step = Step(supervisor, parts, ears)
+                yield step
+                step.hush()
+            finally:
+                supervisor.stop_all(grace=1.0)
 
     def _components(
         self, argv: Sequence[str], nodes: Sequence[str], tasks: int, env: Mapping[str, str]
     ) -> list[Component]:
-        folder = Path(self._folder.name)
+        begun = len(self.logs)
         if not self.slurm and tasks == 1:
-            log = folder / f"{self._round}-{nodes[0]}.log"
+            log = self.folder / f"{begun}-{nodes[0]}.log"
             return [Component(nodes[0], "preflight", tuple(argv), log, env)]
         if not self.slurm:
             # the rank numbers of local ranks; nobody asks for the port
@@ -99,9 +173,9 @@ class Launcher:
                 argv=argv,
                 world_size=tasks,
                 nodes=nodes,
-                log_dir=folder,
+                log_dir=self.folder,
                 env=env,
-                role=f"{self._round}-{nodes[0]}",
+                role=f"{begun}-{nodes[0]}",
                 master_port=0,
             )
             return [replace(part, name=f"{nodes[0]}#{part.rank}") for part in local]
@@ -109,32 +183,38 @@ class Launcher:
             nodes=nodes,
             tasks=tasks * len(nodes),
             job_name="preflight",
-            more=self._srun_args,
+            # Without --no-kill a node that fails later ends the tasks of all the others.
+            more=["--no-kill", *self.srun_args],
         )
         name = nodes[0] if len(nodes) == 1 else f"{nodes[0]}+{len(nodes) - 1}"
-        log = folder / f"{self._round}-{name}.log"
+        log = self.folder / f"{begun}-{name}.log"
         return [Component(name, "preflight", (*step, *argv), log, env)]
 
 
-def _read_until(
-    supervisor: Supervisor,
-    components: Sequence[Component],
-    seconds: float,
-    enough: Callable[[Sequence[Message]], bool],
-) -> list[Message]:
-    deadline = time.monotonic() + seconds
-    size = -1
-    messages: list[Message] = []
-    while True:
-        # Asked before the logs are read: what a program printed before its end is then in them.
-        over = not supervisor.running() or time.monotonic() > deadline
-        now = sum(c.log.stat().st_size for c in components)
-        if now != size:
-            size = now
-            messages = [m for c in components for m in wire.decode(_text(c.log))]
-        if over or enough(messages):
-            return messages
-        time.sleep(_POLL_SECONDS)
+class _Log:
+    """Reads on in a log that grows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+        self._decoder = wire.Decoder()
+
+    def new_messages(self) -> list[Message]:
+        if self._path.stat().st_size == self._read:
+            return []
+        with self._path.open("rb") as stream:
+            stream.seek(self._read)
+            body = stream.read()
+        self._read += len(body)
+        return self._decoder.feed(body)
+
+
+def _write_all(descriptor: int, body: bytes, deadline: float) -> None:
+    """Write to a pipe whose reader may have stopped."""
+    os.set_blocking(descriptor, False)
+    while body and time.monotonic() < deadline:
+        if select.select([], [descriptor], [], 1.0)[1]:
+            body = body[os.write(descriptor, body) :]
 
 
 def _text(path: Path) -> str:

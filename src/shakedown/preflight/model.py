@@ -1,33 +1,16 @@
-"""What preflight's parts hand each other: requests, reports, expectations and fault names."""
+"""What preflight's parts hand each other: requests, reports and expectations."""
 
+import base64
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
-from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.files import json_as
 
 Tier = Literal["quick", "standard", "burn"]
 Facts = Mapping[str, Any]
-
-FAULTS: dict[str, str] = {
-    "no_disk": "writing to the results folder fails: no space left on device",
-    "low_shm": "there is 1 MB of shared memory",
-    "low_limits": "256 open files",
-    "gpu_missing": "the driver lists a GPU that does not answer",
-    "gloo_dead": "the network worker ends without joining",
-    "version_skew": "another torch version is installed",
-    "clock_skew": "the clock is two minutes ahead",
-    "name_resolution": "the host's name resolves to 169.254.13.37",
-    "port_busy": "every port of the node's range is taken",
-    "invisible_file": "the node's file is not seen by the others",
-    "model_unreadable": "one of the given paths cannot be read",
-    "slow_node": "matrix products and transfers at half speed",
-    "wrong_math": "a matrix product gives another result the second time",
-    "probe_hang": "one check never returns",
-    "probe_dead": "the probe ends without a result",
-}
 
 
 @dataclass(frozen=True)
@@ -38,36 +21,53 @@ class InjectedFault:
     node: str = ""
 
 
-def parse_fault(text: str, nodes: Sequence[str]) -> InjectedFault:
-    """Parse `KIND` or `KIND:NODE`.
+@dataclass(frozen=True)
+class Expectations:
+    """What the run needs; the thresholds that a site may want to move.
 
-    Raises:
-        UsageError: an unknown kind, or a node that is not checked.
+    Attributes:
+        gpu_model: as Slurm's gres names it; empty: any.
+        model: the folder of the run's model; empty where it is none of this machine's.
+        paths: files and folders that every node must read.
+        hub: what comes from the hub: `models/ORGANISATION/NAME` or `datasets/...`.
+        trainers: numbers of the nodes that a GRPO stage's trainer runs on; 0 has its server, too.
+        baseline: the site's own values, by name; see checks/baseline.py.
+        parts: the run's own code, as (kind, name); see training/try_part.py.
     """
-    kind, _, node = text.partition(":")
-    if kind not in FAULTS:
-        raise UsageError(
-            f"--fake-fault {text!r}: unknown kind{did_you_mean(kind, FAULTS)}; "
-            f"valid: {', '.join(FAULTS)}"
-        )
-    if node and node not in nodes:
-        raise UsageError(
-            f"--fake-fault {text!r}: no such node{did_you_mean(node, nodes)}; "
-            f"nodes: {', '.join(nodes)}"
-        )
-    return InjectedFault(kind, node)
+
+    nodes: int = 1
+    gpus: int = 0
+    min_free_disk_gb: float = 2.0
+    min_shm_mb: float = 64.0
+    max_clock_skew: float = 1.0
+    tier: Tier = "quick"
+    gpu_model: str = ""
+    model: str = ""
+    paths: Sequence[str] = ()
+    hub: Sequence[str] = ()
+    parts: Sequence[tuple[str, str]] = ()
+    trainers: Sequence[int] = ()
+    baseline: Mapping[str, str | float] = field(default_factory=dict)
 
 
 class _Wire:
-    """JSON form of a dataclass, small enough for a command line."""
+    """A request's text form, short enough for a command line at 10,000 nodes.
+
+    Not a file: the shared file system is among the things to check. Linux takes 128 KiB in one
+    argument.
+    """
 
     def to_text(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
+        body = json.dumps(asdict(self), separators=(",", ":"))  # type: ignore[call-overload]
+        return base64.b85encode(zlib.compress(body.encode())).decode()
 
     @classmethod
     def from_text(cls, text: str) -> Self:
         """Raises ValueError on anything else than `to_text`'s form."""
-        return json_as(cls, json.loads(text))
+        try:
+            return json_as(cls, json.loads(zlib.decompress(base64.b85decode(text))))
+        except zlib.error as error:
+            raise ValueError(f"not a request: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -75,49 +75,29 @@ class ProbeRequest(_Wire):
     """What every node's probe is told.
 
     `addresses`: node -> address, in the run's order. `token` marks this run's files. `ports`
-    must be free; `port_base` begins the node ranges (64 ports each) from which the network
-    checks take theirs. `limit`: seconds a check may take.
+    must be free. `want`: what the run needs. `limit`: seconds a check may take.
     """
 
     addresses: Mapping[str, str]
     out: str
     token: str
-    port_base: int
     ports: Sequence[int] = ()
-    paths: Sequence[str] = ()
+    want: Expectations = Expectations()
     limit: float = 20.0
     faults: Sequence[InjectedFault] = ()
 
 
 @dataclass(frozen=True)
-class Member:
-    """A network worker: `name` is its node, on one node `NODE#0` and `NODE#1`."""
+class WorkerRequest(_Wire):
+    """What every network worker is told before the first round.
 
-    name: str
-    address: str
-    ports: Sequence[int]
-
-    @property
-    def node(self) -> str:
-        return self.name.partition("#")[0]
-
-
-@dataclass(frozen=True)
-class NetworkRequest(_Wire):
-    """What every network worker is told. `rounds` holds pairs of member numbers.
-
-    `join` and `pair` are seconds; `work` is how long matrix products are repeated (0: not at
-    all); `megabytes` is what a pair exchanges `repeats` times.
+    `addresses`: node -> address of those that take part. `token`: what a connection has to know.
+    `limit`: seconds that one connection or the forming of one group may take.
     """
 
-    members: Sequence[Member]
-    rounds: Sequence[Sequence[Sequence[int]]]
-    all_reduce: bool = True
-    join: float = 40.0
-    pair: float = 15.0
-    work: float = 0.0
-    megabytes: int = 1
-    repeats: int = 1
+    addresses: Mapping[str, str]
+    token: str
+    limit: float
     faults: Sequence[InjectedFault] = ()
 
 
@@ -146,48 +126,3 @@ class NodeReport:
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": "shakedown/preflight-node/1", **asdict(self)}
-
-
-@dataclass(frozen=True)
-class PairResult:
-    """One exchange between two members; `round` counts from 1, re-pairings follow."""
-
-    round: int
-    a: str
-    b: str
-    ok: bool
-    seconds: float = 0.0
-    mb_per_s: float = 0.0
-    error: str = ""
-
-
-@dataclass(frozen=True)
-class NetworkReport:
-    """What the network workers found.
-
-    `all_reduce`: member -> error text, empty when it got the right sum. `clock`: member ->
-    seconds ahead of the first member. `gemm`: member -> {gflops, device, stable}. `absent`:
-    members that gave no result at all, with the end of their log. `excluded`: nodes that could
-    not be asked, with the reason.
-    """
-
-    members: Sequence[Member] = ()
-    all_reduce: Mapping[str, str] = field(default_factory=dict)
-    all_reduce_seconds: float = 0.0
-    pairs: Sequence[PairResult] = ()
-    clock: Mapping[str, float] = field(default_factory=dict)
-    gemm: Mapping[str, Facts] = field(default_factory=dict)
-    absent: Mapping[str, str] = field(default_factory=dict)
-    excluded: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Expectations:
-    """What the run needs; the thresholds that a site may want to move."""
-
-    nodes: int = 1
-    gpus: int = 0
-    min_free_disk_gb: float = 2.0
-    min_shm_mb: float = 64.0
-    max_clock_skew: float = 1.0
-    tier: Tier = "quick"

@@ -1,17 +1,27 @@
-"""Runs on a node: all-reduce over all members, pair exchanges, matrix products, with real gloo.
+"""Runs on a node: connections, exchanges, an all-reduce and matrix products, as they are released.
 
-    python -m shakedown.preflight.network --request JSON
+    python -m shakedown.preflight.network --request TEXT
 
-Every group has a store and a time limit of its own, so one dead pair never harms the next.
-Results are sent one by one (wire.py): those of a worker that dies later still count.
+The launcher (network_run.py) releases one round after the other over standard input, so that
+members cannot drift apart; results go to standard output (wire.py) one by one: those of a worker
+that dies later still count. Every exchange has a time limit that is kept from outside of gloo,
+whose own connect may outlast the one it is given.
 """
 
 import argparse
+import json
 import os
+import queue
+import secrets
+import socket
 import sys
+import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,171 +30,270 @@ from shakedown.cluster.nodes import node_name
 from shakedown.cluster.store import open_store
 from shakedown.core.errors import LaunchError
 from shakedown.preflight import wire
-from shakedown.preflight.model import Member, NetworkRequest, has_fault
+from shakedown.preflight.model import WorkerRequest, has_fault
+from shakedown.preflight.processors import devices, measure_device
+from shakedown.preflight.rounds import reach_targets
 
-_CLOCK_EXCHANGES = 5
+Result = TypeVar("Result")
 
-
-def open_group(
-    leader: Member, port: int, rank: int, size: int, seconds: float
-) -> tuple[dist.TCPStore, dist.ProcessGroupGloo]:
-    """A gloo group whose store listens on `leader`'s address alone.
-
-    Raises:
-        LaunchError: the leader cannot listen there.
-        RuntimeError: not all members arrived within `seconds`, or gloo could not connect.
-    """
-    limit = timedelta(seconds=seconds)
-    store = open_store(leader.address, port, rank=rank, size=size, timeout=limit)
-    return store, dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, limit)
+_SAMPLE = 64 * 1024  # bytes each way; more than any packet, so that a wrong MTU shows
+_TRANSFER_SECONDS = 2.0
+_AT_ONCE = 32  # connections of one member
 
 
-def all_reduce(request: NetworkRequest, me: int) -> None:
-    """Sum rank + 1 over all members and compare the members' clocks."""
-    begin = time.monotonic()
-    size = len(request.members)
-    message: dict[str, Any] = {"kind": "all_reduce", "error": ""}
-    try:
-        leader = request.members[0]
-        store, group = open_group(leader, leader.ports[0], me, size, request.join)
-        # Sums of whole numbers are exact in float64, in whatever order gloo adds them.
-        value = torch.full((1024,), float(me + 1), dtype=torch.float64)
-        group.allreduce([value]).wait()
-        if not bool((value == size * (size + 1) / 2).all()):
-            message["error"] = f"wrong sum: {value[0].item()}, expected {size * (size + 1) / 2}"
-        offsets = _clock_offsets(group, me, size, _clock_shift(request, me))
-        group.barrier().wait()  # the store must outlive its last reader
-        if offsets:
-            message["clock"] = offsets
-        del group, store
-    except (RuntimeError, LaunchError) as error:
-        message["error"] = _short(error)
-    wire.emit({**_whose(request, me), **message, "seconds": round(time.monotonic() - begin, 3)})
-
-
-def _clock_shift(request: NetworkRequest, me: int) -> float:
-    injected = has_fault(request.faults, "clock_skew", request.members[me].node)
-    return 120.0 if injected else 0.0
-
-
-def _clock_offsets(
-    group: dist.ProcessGroupGloo, me: int, size: int, shift: float
-) -> dict[int, float]:
-    """On rank 0: member number -> seconds ahead of rank 0, good to half a round trip (as NTP)."""
-    offsets: dict[int, float] = {}
-    for other in range(1, size):
-        samples = []
-        for _ in range(_CLOCK_EXCHANGES):
-            stamp = torch.zeros(1, dtype=torch.float64)
-            if me == 0:
-                sent = time.time()
-                group.send([stamp], other, 0).wait()
-                group.recv([stamp], other, 0).wait()
-                got = time.time()
-                samples.append((got - sent, stamp.item() - (sent + got) / 2))
-            elif me == other:
-                group.recv([stamp], 0, 0).wait()
-                stamp.fill_(time.time() + shift)
-                group.send([stamp], 0, 0).wait()
-        if samples:
-            # The fastest exchange leaves the clocks the least room: half its round trip.
-            offsets[other] = round(min(samples)[1], 4)
-    return offsets
-
-
-def exchange(request: NetworkRequest, me: int, number: int) -> None:
-    """This member's pair of round `number`, if it has one: a checked sum, then timed transfers."""
-    pair = next((pair for pair in request.rounds[number] if me in pair), None)
-    if pair is None:
-        return
-    begin = time.monotonic()
-    message: dict[str, Any] = {"kind": "pair", "round": number, "pair": list(pair), "error": ""}
-    try:
-        leader = request.members[pair[0]]
-        # A port for each group: a late member of one must not reach the store of the next.
-        store, group = open_group(leader, leader.ports[number + 1], pair.index(me), 2, request.pair)
-        message["mb_per_s"] = round(_transfer(group, request, me), 1)
-        group.barrier().wait()
-        # Its sockets and threads end here, before the next round begins.
-        del group, store
-    except (RuntimeError, ValueError, LaunchError) as error:
-        message["error"] = _short(error)
-    wire.emit({**_whose(request, me), **message, "seconds": round(time.monotonic() - begin, 3)})
-
-
-def _transfer(group: dist.ProcessGroupGloo, request: NetworkRequest, me: int) -> float:
-    """MB/s of the fastest of `repeats` all-reduces of a two-member group.
+def within(seconds: float, function: Callable[[], Result]) -> Result:
+    """What `function` returns, or raises.
 
     Raises:
-        ValueError: the sum is wrong.
+        TimeoutError: it took longer; it is left behind in its thread.
     """
-    floats = request.megabytes * 2**18
-    slow = has_fault(request.faults, "slow_node", request.members[me].node)
-    best = float("inf")
-    for turn in range(request.repeats):
-        # Another value each turn: what a turn left behind does not pass for the next one's result.
-        value = torch.full((floats,), float(turn + 1))
-        begin = time.perf_counter()
-        group.allreduce([value]).wait()
-        taken = time.perf_counter() - begin
-        best = min(best, taken * 2 if slow else taken)
-        if not bool((value == 2 * (turn + 1)).all()):
-            raise ValueError("the pair's sum is wrong: data is damaged on the way")
-    return request.megabytes / best
+    ended: list[Callable[[], Result]] = []
+
+    def run() -> None:
+        try:
+            value = function()
+        except Exception as error:  # noqa: BLE001 (raised again, in the caller's thread)
+            ended.append(lambda error=error: _raise(error))  # type: ignore[misc]
+        else:
+            ended.append(lambda: value)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not ended:
+        raise TimeoutError(f"no end within {seconds:g} s")
+    return ended[0]()
 
 
-def matrix_products(request: NetworkRequest, me: int) -> None:
-    """Repeat one matrix product for `work` seconds on every GPU, or on the CPU.
+def _raise(error: Exception) -> Any:
+    raise error
 
-    The slowest device counts; the same input must give the same bits each time.
+
+def serve_echo(listener: socket.socket, token: str, clock: Callable[[], float]) -> None:
+    """Answer every connection that knows `token` with this clock's time, then send its bytes back.
+
+    Runs until the process ends.
     """
-    gpus = torch.cuda.device_count()
-    devices = [f"cuda:{number}" for number in range(gpus)] or ["cpu"]
-    node = request.members[me].node
-    wrong = has_fault(request.faults, "wrong_math", node)
-    found = [_products(name, request.work / len(devices), wrong=wrong) for name in devices]
-    slowest = min(range(len(devices)), key=lambda number: found[number][0])
-    slow = has_fault(request.faults, "slow_node", node)
-    facts = {
-        "gflops": round(found[slowest][0] / (2 if slow else 1), 1),
-        "device": devices[slowest],
-        "kind": torch.cuda.get_device_name(slowest) if gpus else "cpu",
-        "unstable": [name for name, (_, stable) in zip(devices, found, strict=True) if not stable],
-    }
-    wire.emit({**_whose(request, me), "kind": "gemm", "gemm": facts})
+
+    def answer(connection: socket.socket) -> None:
+        with connection, suppress(OSError):
+            connection.settimeout(30)
+            if secrets.compare_digest(_receive(connection, len(token)), token.encode()):
+                connection.sendall(f"{clock():<20.6f}".encode())
+                connection.sendall(_receive(connection, _SAMPLE))
+
+    while True:
+        connection, _ = listener.accept()
+        threading.Thread(target=answer, args=(connection,), daemon=True).start()
 
 
-def _products(name: str, seconds: float, *, wrong: bool) -> tuple[float, bool]:
-    """(median GFLOP/s, whether every product had the first one's bits)."""
-    device = torch.device(name)
-    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    # Made on the CPU, so that every device of every node has the same input.
-    left = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
-    left = left.to(device=device, dtype=dtype)
-    first = left @ left
-    stable = True
-    rates: list[float] = []
-    end = time.monotonic() + seconds
-    while not rates or time.monotonic() < end:
-        _wait_for(device)
-        begin = time.perf_counter()
-        again = left @ left
-        _wait_for(device)
-        # 2 n^3: a multiplication and an addition each.
-        rates.append(2 * size**3 / (time.perf_counter() - begin) / 1e9)
-        if wrong:
-            again[0, 0] += 1
-        stable = stable and torch.equal(first, again)
-    return sorted(rates)[len(rates) // 2], stable
+def _receive(connection: socket.socket, count: int) -> bytes:
+    """Exactly `count` bytes.
+
+    Raises:
+        ConnectionError: the other side closed before; says how many came.
+        TimeoutError: they did not come in time; says how many came.
+    """
+    body = bytearray()
+    while len(body) < count:
+        try:
+            piece = connection.recv(count - len(body))
+        except TimeoutError:
+            raise TimeoutError(f"{len(body)} of {count} bytes came") from None
+        if not piece:
+            raise ConnectionError(f"closed after {len(body)} of {count} bytes")
+        body += piece
+    return bytes(body)
 
 
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def reach(address: str, port: int, token: str, seconds: float) -> dict[str, Any]:
+    """Connect to a member and exchange data: {ok, seconds, ahead, error}."""
+    stage = "connect"
+    facts: dict[str, Any] = {"ok": False, "seconds": 0.0, "ahead": None, "error": ""}
+    try:
+        with socket.create_connection((address, port), timeout=seconds) as connection:
+            stage = "connected, but it did not answer"
+            sent = time.time()
+            connection.sendall(token.encode())
+            now = float(_receive(connection, 20))
+            got = time.time()
+            facts["seconds"] = round(got - sent, 5)
+            facts["ahead"] = round(now - (sent + got) / 2, 4)  # as NTP: good to half a round trip
+            stage = "it answered, but large packets are lost (MTU?)"
+            connection.sendall(bytes(_SAMPLE))
+            _receive(connection, _SAMPLE)
+            facts["ok"] = True
+    except TimeoutError as error:
+        facts["error"] = f"{stage}: timed out after {seconds:g} s ({error})"
+    except (OSError, ValueError) as error:
+        facts["error"] = f"{stage}: {getattr(error, 'strerror', None) or error}"
+    return facts
 
 
-def _whose(request: NetworkRequest, me: int) -> dict[str, str]:
-    return {"member": request.members[me].name}
+class Worker:
+    """One member: its listeners, and what it does when a round is released."""
+
+    def __init__(self, request: WorkerRequest, name: str) -> None:
+        """Listen; the first message says on which ports.
+
+        Raises:
+            LaunchError: this node cannot listen on the address by which the others know it.
+        """
+        self._request = request
+        self._name = name
+        self._node = name.partition("#")[0]
+        address = request.addresses[self._node] if "#" not in name else "127.0.0.1"
+        limit = timedelta(seconds=request.limit)
+        # One store for all rounds: each group puts its names behind a prefix of its own.
+        self._store = open_store(address, 0, rank=0, size=None, timeout=limit)
+        family = socket.AF_INET6 if ":" in self._store.host else socket.AF_INET
+        listener = socket.create_server((self._store.host, 0), family=family)
+        shift = 120.0 if self._has("clock_skew") else 0.0
+        threading.Thread(
+            target=serve_echo,
+            args=(listener, request.token, lambda: time.time() + shift),
+            daemon=True,
+        ).start()
+        self._members: dict[str, Sequence[Any]] = {}
+        self._backend = "gloo"
+        ports = {"echo": listener.getsockname()[1], "store": self._store.port}
+        self._emit("listening", address=address, gpus=torch.cuda.device_count(), **ports)
+
+    def _has(self, fault: str) -> bool:
+        return has_fault(self._request.faults, fault, self._node)
+
+    def _emit(self, kind: str, **facts: Any) -> None:
+        wire.emit({"kind": kind, "member": self._name, **facts})
+
+    def obey(self, order: Mapping[str, Any]) -> None:
+        """Take part in what one line of the launcher asks."""
+        if "members" in order:
+            self._members = dict(order["members"])
+            self._backend = order["backend"]
+            return
+        begin = time.monotonic()
+        for action in ("reach", "pairs", "all_reduce", "work", "present"):
+            if action in order:
+                facts = getattr(self, f"_{action}")(order)
+                if facts is not None:
+                    seconds = round(time.monotonic() - begin, 3)
+                    self._emit(action, round=order["round"], took=seconds, **facts)
+
+    def _reach(self, order: Mapping[str, Any]) -> dict[str, Any] | None:
+        names = list(self._members)
+        numbers = reach_targets(len(names))[names.index(self._name)]
+        # Given targets: those of a second try.
+        targets = (order["reach"] or {self._name: [names[n] for n in numbers]}).get(self._name)
+        if not targets:
+            return None
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            found = pool.map(self._reach_one, targets)
+            return {"to": dict(zip(targets, found, strict=True))}
+
+    def _reach_one(self, name: str) -> dict[str, Any]:
+        address, echo, _ = self._members[name]
+        return reach(address, echo, self._request.token, self._request.limit)
+
+    def _group(self, order: Mapping[str, Any], names: Sequence[str]) -> Any:
+        """A process group of these members, at the store of the first.
+
+        Raises:
+            RuntimeError: not all arrived in time, or no connection came about.
+        """
+        limit = timedelta(seconds=self._request.limit)
+        address, _, port = self._members[names[0]]
+        own = names[0] == self._name
+        store = self._store if own else open_store(address, port, rank=1, size=None, timeout=limit)
+        prefixed = dist.PrefixStore(f"{order['round']}/{names[0]}", store)
+        rank, size = names.index(self._name), len(names)
+        if self._backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = limit
+            return dist.ProcessGroupNCCL(prefixed, rank, size, options)
+        return dist.ProcessGroupGloo(prefixed, rank, size, limit)
+
+    def _tensor(self, count: int, value: float, dtype: torch.dtype) -> torch.Tensor:
+        device = "cuda:0" if self._backend == "nccl" else "cpu"
+        return torch.full((count,), value, dtype=dtype, device=device)
+
+    def _bounded(self, function: Callable[[], dict[str, Any]], slack: float) -> dict[str, Any]:
+        """The facts, or {error}."""
+        try:
+            return within(self._request.limit + slack, function)
+        except (RuntimeError, ValueError, TimeoutError, LaunchError) as error:
+            return {"error": _short(error)}
+
+    def _all_reduce(self, order: Mapping[str, Any]) -> dict[str, Any] | None:
+        names = order["all_reduce"]
+        if self._name not in names:
+            return None
+
+        def reduce() -> dict[str, Any]:
+            group = self._group(order, names)
+            # Sums of whole numbers are exact in float64, in whatever order they are added.
+            value = self._tensor(1024, float(names.index(self._name) + 1), torch.float64)
+            group.allreduce([value]).wait()
+            right = len(names) * (len(names) + 1) / 2
+            if not bool((value == right).all()):
+                return {"error": f"wrong sum: {value[0].item()}, expected {right}"}
+            group.barrier().wait()  # the connections must outlive their last reader
+            return {"error": ""}
+
+        return self._bounded(reduce, order["slack"])
+
+    def _pairs(self, order: Mapping[str, Any]) -> dict[str, Any] | None:
+        pair = next((pair for pair in order["pairs"] if self._name in pair), None)
+        if pair is None:
+            return None
+
+        def exchange() -> dict[str, Any]:
+            group = self._group(order, pair)
+            speeds = self._transfer(group, order["megabytes"], order["repeats"])
+            group.barrier().wait()
+            return {"error": "", "mb_per_s": speeds}
+
+        return {"pair": pair, **self._bounded(exchange, order["slack"])}
+
+    def _transfer(self, group: Any, megabytes: int, repeats: int) -> list[float]:
+        """MB/s of each all-reduce of a two-member group; a slow link gets fewer of them.
+
+        Raises:
+            ValueError: the sum is wrong.
+        """
+        speeds: list[float] = []
+        end = time.monotonic() + _TRANSFER_SECONDS
+        while len(speeds) < repeats and self._both(group, time.monotonic() < end or not speeds):
+            # Another value each turn: what a turn left behind is not taken for the next's result.
+            turn = len(speeds) + 1
+            value = self._tensor(megabytes * 2**18, float(turn), torch.float32)
+            begin = time.perf_counter()
+            group.allreduce([value]).wait()
+            right = bool((value == 2 * turn).all())  # on a GPU this waits for the transfer
+            taken = time.perf_counter() - begin
+            if not right:
+                raise ValueError("the pair's sum is wrong: data is damaged on the way")
+            speeds.append(round(megabytes / taken / (2 if self._has("slow_node") else 1), 1))
+        return speeds
+
+    def _both(self, group: Any, willing: bool) -> bool:
+        """Whether both members are willing."""
+        votes = self._tensor(1, float(willing), torch.float32)
+        group.allreduce([votes]).wait()
+        return bool(votes.item() == 2)
+
+    def _present(self, _order: Mapping[str, Any]) -> dict[str, Any]:
+        return {}
+
+    def _work(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """{device: what `measure_device` found}, one device after the other."""
+        names = devices()
+        found = {}
+        for name in names:
+            facts = measure_device(name, order["work"] / len(names))
+            if self._has("slow_node"):
+                facts["gflops"] = [rate / 2 for rate in facts["gflops"]]
+            found[name] = facts | ({"stable": False} if self._has("wrong_math") else {})
+        return {"devices": found}
 
 
 def _short(error: Exception) -> str:
@@ -193,34 +302,38 @@ def _short(error: Exception) -> str:
     return lines[0][:300]
 
 
-def _own_number(request: NetworkRequest) -> int | None:
-    """Which member this process is; None for a node that has no part in this request."""
-    node, local = node_name(), os.environ.get("SLURM_LOCALID") or os.environ.get("LOCAL_RANK", "0")
-    found = [n for n, m in enumerate(request.members) if m.name in (node, f"{node}#{local}")]
-    return found[0] if found else None
+def read_orders(orders: "queue.SimpleQueue[dict[str, Any] | None]") -> None:
+    """Put the launcher's lines into the queue; None at their end."""
+    for line in sys.stdin:
+        if line.strip():
+            orders.put(json.loads(line))
+    orders.put(None)
 
 
 def main() -> None:
-    """Take part in everything that the request asks of this member."""
+    """Take part in every round until the launcher closes its end."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--request", required=True, help="a NetworkRequest as JSON")
-    request = NetworkRequest.from_text(parser.parse_args().request)
-    me = _own_number(request)
-    if me is None:
-        return
-    member = request.members[me]
-    # on one node the second member alone is dead, so that the first must notice
-    if has_fault(request.faults, "gloo_dead", member.node) and not member.name.endswith("#0"):
+    parser.add_argument("--request", required=True, help="a WorkerRequest as text")
+    request = WorkerRequest.from_text(parser.parse_args().request)
+    local = os.environ.get("SLURM_LOCALID") or os.environ.get("LOCAL_RANK", "0")
+    name = node_name() if len(request.addresses) > 1 else f"{node_name()}#{local}"
+    # On one node the second member alone is dead, so that the first must notice.
+    if has_fault(request.faults, "gloo_dead", node_name()) and not name.endswith("#0"):
         os._exit(1)
-    if request.all_reduce:
-        all_reduce(request, me)
-    for number in range(len(request.rounds)):
-        exchange(request, me, number)
-    if request.work:
-        matrix_products(request, me)
-    wire.emit({**_whose(request, me), "kind": "end"})
+    orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+    threading.Thread(target=read_orders, args=(orders,), daemon=True).start()
+    try:
+        worker = Worker(request, name)
+    except (LaunchError, OSError, RuntimeError) as error:
+        wire.emit({"kind": "failed", "member": name, "error": _short(error)})
+        sys.exit(1)
+    while (order := orders.get()) is not None:
+        # A worker that was stopped for a while finds several: the launcher has gone on, and only
+        # the newest round has partners that wait for it.
+        if "members" in order or orders.empty():
+            worker.obey(order)
     sys.stdout.flush()
-    os._exit(0)  # gloo's threads of a failed group may still wait
+    os._exit(0)  # what was left behind in threads may still wait
 
 
 if __name__ == "__main__":

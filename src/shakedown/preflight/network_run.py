@@ -1,28 +1,39 @@
-"""Start the network workers, put their messages together, re-pair the suspects."""
+"""Release the network workers' rounds one by one, and put their answers together."""
 
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
+from shakedown.cluster.nodes import slurm_leaves, slurm_nodes
 from shakedown.cluster.ranks import loopback_of
-from shakedown.preflight.judge_network import culprits, suspects
-from shakedown.preflight.launch import Launcher, Message
-from shakedown.preflight.model import (
-    Facts,
+from shakedown.preflight.judge_network import pairs_to_repeat
+from shakedown.preflight.launch import Launcher, Message, Step
+from shakedown.preflight.model import Facts, Tier, WorkerRequest
+from shakedown.preflight.observed import (
     Member,
     NetworkReport,
-    NetworkRequest,
-    NodeReport,
     PairResult,
-    Tier,
+    Reach,
+    bad_members,
+    failing_pairs,
+    node_of,
+    pairs_explained,
+    without_failures,
 )
-from shakedown.preflight.rounds import Pair, repair_pairs, two_rounds
+from shakedown.preflight.rounds import ALL_PAIRS, leaf_of, pair_rounds, repair_pairs
 from shakedown.preflight.settings import Settings
+from shakedown.preflight.slurm_says import blamed_by_srun, tasks_that_ended, was_aborted
 
 _IMPORT_SECONDS = 120.0  # torch from a cold shared file system
-_SLOWEST_MB_PER_S = 50.0  # the link speed below which a transfer runs out of time
+_LAGGARD_SECONDS = 20.0  # at least so long for the others once half of the workers are up
+_MARGIN_SECONDS = 5.0  # between a worker's own limit and the launcher's
+_SLOWEST_MB_PER_S = 10.0  # below this a transfer runs out of time: Ethernet of 100 Mbit/s
+_SRUN_SECONDS = 40.0
 _WAVES = 3
+_SWEEPS = 3  # of what seems slow
+_ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
@@ -33,153 +44,312 @@ class _Load:
     repeats: int
     work: float
 
+    @property
+    def slack(self) -> float:
+        """Seconds that a pair's transfers may take."""
+        return 2.0 + 2 * self.megabytes / _SLOWEST_MB_PER_S
+
+    @property
+    def gpu_factor(self) -> int:
+        """Over NCCL it takes more to fill a link of 50 GB/s."""
+        return 1 if self.repeats == 1 else 16
+
 
 def _load(tier: Tier, burn: float) -> _Load:
     loads = {
         "quick": _Load(1, 1, 0.0),
-        "standard": _Load(64, 5, 3.0),
-        "burn": _Load(256, max(1, round(burn / 10)), burn),
+        "standard": _Load(32, 5, 3.0),
+        "burn": _Load(32, 50, burn),
     }
     return loads[tier]
 
 
 def check_network(
-    launcher: Launcher,
-    settings: Settings,
-    addresses: Mapping[str, str],
-    reports: Mapping[str, NodeReport],
+    launcher: Launcher, settings: Settings, addresses: Mapping[str, str], token: str
 ) -> NetworkReport:
-    """All-reduce and two pair rounds over the nodes that answered, then waves of re-pairing."""
+    """Connections, pair rounds and an all-reduce over the nodes of `addresses`.
+
+    Where a node is lost meanwhile Slurm may end the workers of all the others: then it begins
+    again without those that Slurm blames.
+    """
     if find_spec("torch") is None:  # the workers are started with this Python
         why = "torch is not installed: pip install 'slurm-shakedown[train]'"
-        return NetworkReport(excluded=dict.fromkeys(reports, why))
-    members, excluded = choose_members(addresses, reports)
-    if not members:
-        return NetworkReport(excluded=excluded)
-    load = _load(settings.want.tier, settings.burn)
-    request = NetworkRequest(
-        members=members,
-        rounds=two_rounds(len(members)),
-        # What a worker that never joins costs: `join` once, and `pair` in each of its rounds.
-        join=max(20.0, settings.limit),
-        pair=min(max(10.0, settings.limit / 2), 20.0),
-        work=load.work,
-        megabytes=load.megabytes,
-        repeats=load.repeats,
+        return NetworkReport(absent=dict.fromkeys(addresses, why))
+    lost: dict[str, str] = {}
+    report = NetworkReport()
+    for _ in range(_ATTEMPTS):
+        left = {node: at for node, at in addresses.items() if node not in lost}
+        if not left:
+            break
+        report, gone = _attempt(launcher, settings, left, token)
+        if not gone:
+            break
+        settings.say(f"lost {', '.join(sorted(gone))}: the others begin again")
+        lost |= gone
+    if settings.slurm:
+        lost |= _lost_since(launcher, [node for node in addresses if node not in lost])
+    return replace(report, excluded=lost)
+
+
+def _lost_since(launcher: Launcher, nodes: Sequence[str]) -> dict[str, str]:
+    """Nodes on which Slurm starts no program any more, by its own words."""
+
+    def there(messages: Sequence[Message]) -> set[str]:
+        return {str(message.get("node")) for message in messages}
+
+    if not nodes:
+        return {}
+    with launcher.step("shakedown.preflight.probe", ["--present"], [nodes]) as step:
+        # srun takes 12 to 20 s to say that a node does not answer it.
+        step.wait(there, set(nodes), least=_SRUN_SECONDS, most=_SRUN_SECONDS)
+        blamed = blamed_by_srun(step.words())
+    said = {node: row.lost for node, row in slurm_nodes(nodes).items() if row.lost}
+    return {node: why for node, why in {**blamed, **said}.items() if node in nodes}
+
+
+def _attempt(
+    launcher: Launcher, settings: Settings, addresses: Mapping[str, str], token: str
+) -> tuple[NetworkReport, dict[str, str]]:
+    """(what was found, node -> why Slurm lost it; then all has to be done again)."""
+    nodes = list(addresses)
+    tasks = 2 if len(nodes) == 1 else 1
+    names = [f"{nodes[0]}#{n}" for n in range(tasks)] if tasks > 1 else nodes
+    request = WorkerRequest(
+        addresses=addresses,
+        token=token,
+        limit=min(max(5.0, settings.limit / 2), 10.0),
         faults=settings.faults,
     )
-    report = replace(_run(launcher, request), excluded=excluded)
-    for _ in range(_WAVES):
-        pairs = next_wave(members, report.pairs)
-        if not pairs:
-            break
-        settings.say(f"re-pairing {len(pairs)} suspect(s)")
-        again = replace(request, rounds=[pairs], all_reduce=False, work=0.0)
-        wave = _run(launcher, again, first_round=max(p.round for p in report.pairs) + 1)
-        report = replace(report, pairs=[*report.pairs, *wave.pairs])
-    return report
-
-
-def choose_members(
-    addresses: Mapping[str, str], reports: Mapping[str, NodeReport]
-) -> tuple[list[Member], dict[str, str]]:
-    """(members, node -> why it has no part). A single node gets two members."""
-    free: dict[str, Sequence[int]] = {}
-    excluded: dict[str, str] = {}
-    for node, report in reports.items():
-        row = report.checks.get("ports")
-        ports = row.facts.get("free", ()) if row else ()
-        # Four for each of two members of a single node: the all-reduce's, two rounds' and a spare.
-        if len(ports) >= 8:
-            free[node] = ports
-        else:
-            excluded[node] = "no free ports to listen on"
-    if len(free) == 1:
-        node, ports = next(iter(free.items()))
-        two = [Member(f"{node}#{n}", "127.0.0.1", ports[4 * n : 4 * n + 4]) for n in range(2)]
-        return two, excluded
-    return [Member(node, addresses[node], ports[:4]) for node, ports in free.items()], excluded
-
-
-def next_wave(members: Sequence[Member], pairs: Sequence[PairResult]) -> list[Pair]:
-    """Pairs of one undecided suspect and one good member each; none when all is decided."""
-    number = {member.name: index for index, member in enumerate(members)}
-    counted = suspects(pairs)
-    known = culprits(pairs)
-    undecided = sorted((n for n in counted if n not in known), key=lambda n: (counted[n], n))
-    good = [index for name, index in number.items() if name not in counted]
-    tried = {tuple(sorted((number[p.a], number[p.b]))) for p in pairs}
-    return repair_pairs([number[name] for name in undecided], good, tried)  # type: ignore[arg-type]
-
-
-def _run(launcher: Launcher, request: NetworkRequest, first_round: int = 1) -> NetworkReport:
-    """Start a worker for each member that takes part."""
-    active = sorted({n for pairs in request.rounds for pair in pairs for n in pair})
-    members = [request.members[n] for n in active]
-    nodes = list(dict.fromkeys(member.node for member in members))
-    transfer = request.pair + request.megabytes * request.repeats / _SLOWEST_MB_PER_S
-    busy = request.join + len(request.rounds) * transfer + request.work + 10.0
-    answers = launcher.ask(
+    with launcher.step(
         "shakedown.preflight.network",
         ["--request", request.to_text()],
         [nodes],
-        tasks=len(members) // len(nodes),
+        tasks=tasks,
         env={"OMP_NUM_THREADS": "1", **loopback_of(nodes)},
-        seconds=_IMPORT_SECONDS + busy,
-        enough=lambda messages: sum(m.get("kind") == "end" for m in messages) >= len(members),
+    ) as step:
+        rounds = _Rounds(step, names, request.limit, _load(settings.want.tier, settings.burn))
+        rounds.run(settings)
+        lost = {node: why for node, why in blamed_by_srun(step.words()).items() if node in nodes}
+        return rounds.report(), lost if was_aborted(step.words()) else {}
+
+
+@dataclass
+class _Rounds:
+    """One step's rounds. `silent`: members that gave no result, with the reason."""
+
+    step: Step
+    names: Sequence[str]
+    limit: float
+    load: _Load
+    members: dict[str, Member] = field(default_factory=dict)
+    silent: dict[str, str] = field(default_factory=dict)
+    reach: list[Reach] = field(default_factory=list)
+    pairs: list[PairResult] = field(default_factory=list)
+    all_reduce: dict[str, str] = field(default_factory=dict)
+    all_reduce_seconds: float = 0.0
+    work: dict[str, Facts] = field(default_factory=dict)
+    number: int = 0
+
+    def run(self, settings: Settings) -> None:
+        """Everything in order: connections, pairs, re-pairings, all-reduce, processors."""
+        self._gather()
+        if len(self.members) > 1:
+            self._connect()
+            self._meet(settings)
+            self._repeat_slow(settings)
+            self._reduce_all()
+        if self.load.work:
+            self._compute()
+        # Whoever was lost since its last round gives no answer now.
+        self._release({"present": True}, set(self._alive()), self.limit)
+
+    def report(self) -> NetworkReport:
+        return NetworkReport(
+            members=list(self.members.values()),
+            backend=self._backend(),
+            reach=self.reach,
+            pairs=self.pairs,
+            all_reduce=self.all_reduce,
+            all_reduce_seconds=self.all_reduce_seconds,
+            work=self.work,
+            absent=self.silent,
+        )
+
+    def _backend(self) -> str:
+        """NCCL where every member's torch sees a GPU."""
+        gpus = [member.gpus for member in self.members.values()]
+        return "nccl" if gpus and min(gpus) > 0 else "gloo"
+
+    def _gather(self) -> None:
+        """Wait until the workers listen, and tell all of them where."""
+
+        def known(messages: Sequence[Message]) -> set[str]:
+            return {m["member"] for m in messages if m["kind"] in ("listening", "failed")}
+
+        self.step.wait(known, set(self.names), least=_LAGGARD_SECONDS, most=_IMPORT_SECONDS)
+        said = {m["member"]: m for m in self.step.messages() if m["member"] in self.names}
+        for name in self.names:
+            message = said.get(name, {})
+            if message.get("kind") == "listening":
+                keys = ("address", "echo", "store", "gpus")
+                self.members[name] = Member(name, **{key: message[key] for key in keys})
+            else:
+                self.silent[name] = message.get("error") or self._why(name, "it did not start")
+        ports = {m.name: [m.address, m.echo, m.store] for m in self.members.values()}
+        self.step.tell({"members": ports, "backend": self._backend()})
+
+    def _why(self, name: str, otherwise: str) -> str:
+        """How the member's task ended, by srun's words, or the end of its own log."""
+        ended = tasks_that_ended(self.step.words()).get(node_of(name))
+        return ended or self.step.tails().get(name) or otherwise
+
+    def _alive(self) -> list[str]:
+        return [name for name in self.members if name not in self.silent]
+
+    def _release(
+        self, order: Mapping[str, Any], who: set[str], seconds: float
+    ) -> dict[str, Message]:
+        """Member -> its answer to one order. Those that give none are silent from now on."""
+        self.number += 1
+        number = self.number
+        if not who:
+            return {}
+        self.step.tell({**order, "round": number})
+
+        def answered(messages: Sequence[Message]) -> set[str]:
+            return {m["member"] for m in messages if m.get("round") == number}
+
+        limit = seconds + _MARGIN_SECONDS
+        there = self.step.wait(answered, who, least=limit, most=limit)
+        for name in who - there:
+            otherwise = f"its worker gave no answer within {limit:g} s, and Slurm none for it"
+            self.silent[name] = self._why(name, otherwise)
+        return {m["member"]: m for m in self.step.messages() if m.get("round") == number}
+
+    def _connect(self) -> None:
+        """Connections in both directions; those that fail are tried once more."""
+        again: dict[str, list[str]] = {}
+        for targets in ({}, again):
+            if targets is again:
+                again |= self._unreached()
+                if not again:
+                    return
+            who = set(targets or self._alive())
+            # A member's connections go through a pool: at most all of them fail, at once.
+            answers = self._release({"reach": targets}, who, 3 * self.limit)
+            for a, message in answers.items():
+                rows = message["to"].items()
+                self.reach += [Reach(a=a, b=b, **facts) for b, facts in rows]
+
+    def _unreached(self) -> dict[str, list[str]]:
+        failed = [r for r in self.reach if not r.ok and {r.a, r.b} <= set(self._alive())]
+        return {a: [r.b for r in failed if r.a == a] for a in {r.a for r in failed}}
+
+    def _meet(self, settings: Settings) -> None:
+        """Pair rounds, then each suspect with a good member of its own."""
+        names = list(self.members)
+        switches = slurm_leaves() if settings.slurm and len(names) > ALL_PAIRS else {}
+        leaves = leaf_of(switches, [node_of(name) for name in names])
+        for pairs in pair_rounds(len(names), leaves):
+            self._exchange([(names[a], names[b]) for a, b in pairs])
+        for _ in range(_WAVES):
+            wave = next_wave(self._alive(), self.pairs)
+            if not wave:
+                break
+            settings.say(f"re-pairing {len(wave)} suspect(s)")
+            self._exchange(wave)
+
+    def _exchange(self, pairs: Sequence[tuple[str, str]], *, alone: bool = False) -> None:
+        """One round of those pairs that nothing is known against yet."""
+        able = set(self._alive()) - bad_members(self._counted_reach(), self._counted_pairs())
+        unreached = failing_pairs(self._counted_reach(), ())
+        free = [p for p in pairs if set(p) <= able and frozenset(p) not in unreached]
+        slack = self.load.slack
+        order = {
+            "pairs": free,
+            "megabytes": self.load.megabytes
+            * (self.load.gpu_factor if self._backend() == "nccl" else 1),
+            "repeats": self.load.repeats,
+            "slack": slack,
+        }
+        who = {name for pair in free for name in pair}
+        answers = self._release(order, who, self.limit + slack)
+        for a, b in free:
+            halves = [answers.get(name) for name in (a, b)]
+            self.pairs.append(_pair(self.number, (a, b), halves, alone=alone))
+
+    def _counted_reach(self) -> list[Reach]:
+        """Without those that are silent: a worker that is gone explains its failures."""
+        return [r for r in self.reach if not {r.a, r.b} & self.silent.keys()]
+
+    def _counted_pairs(self) -> list[PairResult]:
+        return [p for p in self.pairs if not {p.a, p.b} & self.silent.keys()]
+
+    def _repeat_slow(self, settings: Settings) -> None:
+        """What seems slow, and what it is compared with, again with nobody else on the network."""
+        if settings.want.tier == "quick":
+            return
+        again = pairs_to_repeat(self._counted_pairs())
+        if again:
+            settings.say(f"repeating {len(again)} pair(s), one at a time")
+        for _ in range(_SWEEPS):
+            # A load that comes and goes must not fall on the pairs of one node.
+            for pair in random.sample(again, len(again)):
+                self._exchange([pair], alone=True)
+
+    def _reduce_all(self) -> None:
+        """Over all members of which no two failed with each other."""
+        reach, pairs = self._counted_reach(), self._counted_pairs()
+        good = [name for name in self._alive() if name not in bad_members(reach, pairs)]
+        names = without_failures(good, failing_pairs(reach, pairs))
+        if len(names) < 2:
+            return
+        slack = 5.0 + 0.05 * len(names)
+        answers = self._release(
+            {"all_reduce": names, "slack": slack}, set(names), self.limit + slack
+        )
+        self.all_reduce = {name: message["error"] for name, message in answers.items()}
+        self.all_reduce_seconds = max((m["took"] for m in answers.values()), default=0.0)
+
+    def _compute(self) -> None:
+        who = set(self._alive())
+        order = {"work": self.load.work}
+        answers = self._release(order, who, 3 * self.load.work + 60.0)
+        self.work = {name: message["devices"] for name, message in answers.items()}
+
+
+def next_wave(members: Sequence[str], pairs: Sequence[PairResult]) -> list[tuple[str, str]]:
+    """Pairs of one undecided suspect and one good member each; none when all is decided."""
+    unsure = {end for row in pairs_explained(pairs).unsure for end in row.ends}
+    proven = {name for p in pairs if p.ok for name in (p.a, p.b)}
+    suspects = [n for n, name in enumerate(members) if name in unsure - proven]
+    good = [n for n, name in enumerate(members) if name in proven]
+    number = {name: n for n, name in enumerate(members)}
+    tried = {
+        (min(a, b), max(a, b))
+        for a, b in ((number[p.a], number[p.b]) for p in pairs if {p.a, p.b} <= number.keys())
+    }
+    return [(members[a], members[b]) for a, b in repair_pairs(suspects, good, tried)]
+
+
+def _pair(
+    number: int, pair: tuple[str, str], halves: Sequence[Message | None], *, alone: bool
+) -> PairResult:
+    """A pair is good when both of its members say so."""
+    errors = [
+        half["error"] if half else f"{name} gave no answer"
+        for name, half in zip(pair, halves, strict=True)
+    ]
+    told = [half for half in halves if half]
+    speeds = [half.get("mb_per_s", ()) for half in told]
+    return PairResult(
+        round=number,
+        a=pair[0],
+        b=pair[1],
+        ok=not any(errors),
+        seconds=max((half["took"] for half in told), default=0.0),
+        # An exchange is over when both have it: the slower of the two counts.
+        mb_per_s=[min(turn) for turn in zip(*speeds, strict=False)],
+        alone=alone,
+        error="; ".join(dict.fromkeys(filter(None, errors))),
     )
-    return assemble(request, members, answers.messages, answers.tails, first_round)
-
-
-def assemble(
-    request: NetworkRequest,
-    members: Sequence[Member],
-    messages: Sequence[Message],
-    tails: Mapping[str, str],
-    first_round: int,
-) -> NetworkReport:
-    """Put the workers' messages together. A pair is good when both of its members say so."""
-    by_kind: dict[str, list[Message]] = {}
-    for message in messages:
-        by_kind.setdefault(str(message.get("kind")), []).append(message)
-    reduced = by_kind.get("all_reduce", [])
-    clocks: Mapping[str, float] = next((m["clock"] for m in reduced if "clock" in m), {})
-    heard = {message.get("member") for message in messages}
-    gemm: dict[str, Facts] = {m["member"]: m["gemm"] for m in by_kind.get("gemm", [])}
-    return NetworkReport(
-        members=members,
-        all_reduce={m["member"]: m["error"] for m in reduced},
-        all_reduce_seconds=max((m["seconds"] for m in reduced), default=0.0),
-        pairs=_pairs(request, by_kind.get("pair", []), first_round),
-        clock={request.members[int(n)].name: ahead for n, ahead in clocks.items()},
-        gemm=gemm,
-        absent={m.name: tails.get(m.name, "") for m in members if m.name not in heard},
-    )
-
-
-def _pairs(
-    request: NetworkRequest, messages: Sequence[Message], first_round: int
-) -> list[PairResult]:
-    said: dict[tuple[int, str], dict[str, Any]] = {(m["round"], m["member"]): m for m in messages}
-    results = []
-    for number, pairs in enumerate(request.rounds):
-        for first, second in pairs:
-            names = [request.members[first].name, request.members[second].name]
-            halves = [said.get((number, name)) for name in names]
-            errors = [
-                half["error"] if half else f"{name} gave no result"
-                for name, half in zip(names, halves, strict=True)
-            ]
-            told = [half for half in halves if half]
-            results.append(
-                PairResult(
-                    round=first_round + number,
-                    a=names[0],
-                    b=names[1],
-                    ok=not any(errors),
-                    seconds=max((half["seconds"] for half in told), default=0.0),
-                    mb_per_s=min((half.get("mb_per_s", 0.0) for half in told), default=0.0),
-                    error="; ".join(dict.fromkeys(filter(None, errors))),
-                )
-            )
-    return results

@@ -1,32 +1,57 @@
 """Which of several equal machines is slow: the rule with the fewest false alarms."""
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from statistics import median
 
-SHARE = 0.95
-MODIFIED_Z = -3.5
-MIN_VALUES = 4  # with fewer there is no spread to speak of
+SHARE, MODIFIED_Z = 0.95, -3.5
+# With fewer than eight others their spread is a guess, and with one or two there is none: then a
+# larger difference has to make up for it.
+FEW, FEW_MODIFIED_Z = 8, -2.5
+PAIR, PAIR_SHARE = 2, 0.9
 
 
-def slow_ones(values: Mapping[str, float]) -> dict[str, float]:
-    """Name -> share of the median, for values < 95 % of the median AND modified z < -3.5.
+def slow_ones(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Name -> share of the others' median, for those that are far below it.
 
-    modified z = 0.6745 (x - median) / MAD, MAD = median |x - median| (Iglewicz and Hoaglin).
-    Simulated over 8 to 128 nodes with 1 % spread this pair of conditions finds 0.89 to 1.0 of
-    nodes that are 10 % slow, at most 0.04 false alarms a run. Higher values are better.
+    Far below is less than 95 % of the others' median (90 % where they are one or two) AND a
+    modified z below -3.5 (-2.5 where they are fewer than eight). Modified z = 0.6745 (x - median)
+    / MAD, MAD = median |x - median| of the others (Iglewicz and Hoaglin). How often that is right
+    is simulated in benchmarks/preflight_pairs.py.
+
+    Args:
+        values: name -> what was measured at different times; higher is better. One's best is
+            compared with the others' worst, as a load that comes and goes must accuse nobody.
     """
-    if len(values) < MIN_VALUES:
-        return {}
-    middle = median(values.values())
-    spread = median(abs(value - middle) for value in values.values())
-    return {
-        name: round(value / middle, 3)
-        for name, value in values.items()
-        if value < SHARE * middle and _modified_z(value, middle, spread) < MODIFIED_Z
-    }
+    worst = sorted(min(times) for times in values.values() if times)
+    shares = {}
+    for name, times in values.items():
+        if not times or len(worst) < 2:
+            continue
+        own = bisect_left(worst, min(times))
+        middle = _median_without(worst, own)
+        if max(times) < _share(len(worst) - 1) * middle and _far(max(times), middle, worst, own):
+            shares[name] = round(max(times) / middle, 3)
+    return shares
 
 
-def _modified_z(value: float, middle: float, spread: float) -> float:
-    if spread == 0:  # all others alike: any difference is an outlier
-        return float("-inf")
-    return 0.6745 * (value - middle) / spread
+def _share(others: int) -> float:
+    return PAIR_SHARE if others <= PAIR else SHARE
+
+
+def _median_without(ordered: Sequence[float], left_out: int) -> float:
+    """The median of all but one, without making the list: there may be ten thousand of them."""
+    count = len(ordered) - 1
+
+    def nth(place: int) -> float:
+        return ordered[place if place < left_out else place + 1]
+
+    return (nth((count - 1) // 2) + nth(count // 2)) / 2
+
+
+def _far(value: float, middle: float, worst: Sequence[float], own: int) -> bool:
+    others = [*worst[:own], *worst[own + 1 :]]
+    spread = median(abs(each - middle) for each in others)
+    limit = FEW_MODIFIED_Z if len(others) < FEW else MODIFIED_Z
+    # With all others alike any difference is an outlier.
+    return spread == 0 or 0.6745 * (value - middle) / spread < limit

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,27 +22,34 @@ from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import StorageError
 from shakedown.core.files import write_json
 from shakedown.preflight import wire
+from shakedown.preflight.check import Measure
 from shakedown.preflight.checks import CHECKS
-from shakedown.preflight.model import CheckReport, Facts, NodeReport, ProbeRequest, has_fault
+from shakedown.preflight.faults import with_faults
+from shakedown.preflight.model import (
+    CheckReport,
+    Expectations,
+    NodeReport,
+    ProbeRequest,
+    has_fault,
+)
 
 # Light processes: fork shares what is imported. This program has one thread.
 _FORK = multiprocessing.get_context("fork")
-Check = Callable[[ProbeRequest, str], Facts]
 
 
 def run_checks(
-    checks: Mapping[str, Check], request: ProbeRequest, node: str
+    asked: Mapping[str, Measure], request: ProbeRequest, node: str
 ) -> dict[str, CheckReport]:
-    """Run all checks at once; one that fails or takes longer than the limit is an error.
+    """Run all measurements at once; one that fails or takes longer than the limit is an error.
 
     A check stuck in the kernel (a dead NFS server) cannot be killed: it is left behind.
     """
     begin = time.monotonic()
     waiting: dict[Connection, str] = {}
     leaders: dict[str, dict[int, int]] = {}
-    for name, check in checks.items():
+    for name, measure in asked.items():
         receiver, sender = _FORK.Pipe(duplex=False)
-        process = _FORK.Process(target=_run_one, args=(check, request, node, sender), daemon=True)
+        process = _FORK.Process(target=_run_one, args=(measure, request, node, sender), daemon=True)
         process.start()
         # The child has the only open end now: when it dies, `recv` meets the end of the pipe.
         sender.close()
@@ -59,7 +66,7 @@ def run_checks(
         reports[name] = CheckReport(
             error=f"no answer within {request.limit:g} s", seconds=request.limit
         )
-    return {name: reports[name] for name in checks}
+    return {name: reports[name] for name in asked}
 
 
 def _receive(connection: Connection) -> CheckReport:
@@ -70,37 +77,45 @@ def _receive(connection: Connection) -> CheckReport:
     return report if isinstance(report, CheckReport) else CheckReport(error="no report")
 
 
-def _run_one(check: Check, request: ProbeRequest, node: str, sender: Connection) -> None:
+def _run_one(measure: Measure, request: ProbeRequest, node: str, sender: Connection) -> None:
     os.setsid()  # so that the limit also ends what the check started (nvidia-smi)
     begin = time.monotonic()
     try:
-        report = CheckReport(check(request, node))
+        report = CheckReport(measure(request, node))
     except Exception as error:  # noqa: BLE001 (whatever it is, the check could not run)
         report = CheckReport(error=f"{type(error).__name__}: {error}")
     seconds = round(time.monotonic() - begin, 3)
     sender.send(CheckReport(report.facts, report.error, seconds))
 
 
-def hang(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
-    """The fault `probe_hang`: a check that never returns."""
-    while True:
-        time.sleep(3600)
+def measures(want: Expectations, *, health: bool = False) -> dict[str, Measure]:
+    """What this run measures on a node, with the faults that it injects.
+
+    Args:
+        health: only what `--once` asks.
+    """
+    return {
+        name: with_faults(name, check.measure)
+        for name, check in CHECKS.items()
+        if check.measure and check.wanted(want) and (check.health or not health)
+    }
 
 
 def main() -> None:
     """Report on this node."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--request", required=True, help="a ProbeRequest as JSON")
+    parser.add_argument("--present", action="store_true", help="say that this node is there")
+    parser.add_argument("--request", default="", help="a ProbeRequest as text")
     parser.add_argument("--out", default="", help="file; {node} stands for the node's name")
     args = parser.parse_args()
-    request = ProbeRequest.from_text(args.request)
     node = node_name()
+    if args.present:
+        wire.emit({"node": node})
+        return
+    request = ProbeRequest.from_text(args.request)
     if has_fault(request.faults, "probe_dead", node):
         os._exit(1)
-    checks = dict(CHECKS)
-    if has_fault(request.faults, "probe_hang", node):
-        checks["paths"] = hang
-    report = NodeReport(node, run_checks(checks, request, node))
+    report = NodeReport(node, run_checks(measures(request.want), request, node))
     wire.emit({"node": node, "checks": {n: asdict(r) for n, r in report.checks.items()}})
     if args.out:
         # the report is on its way already, and the `files` check says what is wrong

@@ -1,18 +1,28 @@
-"""Which members exchange data with which: pure scheduling of pair rounds."""
+"""Which members exchange data with which: pure scheduling of connections and pair rounds."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 Pair = tuple[int, int]
 
+_SHIFTS = 8  # of which one hardly meets a pair of the rounds before
+ALL_PAIRS = 16  # up to so many members everyone meets everyone: 15 rounds of a second or less
 
-def two_rounds(count: int) -> list[list[Pair]]:
-    """Two rounds of disjoint pairs over members 0..count-1, no pair twice.
 
-    The circle method: with an odd count one member rests in each round, never the same.
-    Two members have one round only, one member has none.
+def pair_rounds(count: int, leaves: Sequence[str] = ()) -> list[list[Pair]]:
+    """Rounds of disjoint pairs over members 0..count-1, no pair twice.
+
+    The circle method: with an odd count one member rests in each round, never the same. All pairs
+    up to `ALL_PAIRS` members, beyond that two rounds and, where the members are on several leaf
+    switches, one between leaves.
+
+    Args:
+        leaves: each member's leaf switch; empty where that is not known.
     """
     even = count + count % 2
-    rounds = [_circle(even, turn, count) for turn in range(min(2, even - 1))]
+    turns = even - 1 if count <= ALL_PAIRS else 2
+    rounds = [_circle(even, turn, count) for turn in range(turns)]
+    if count > ALL_PAIRS and len(set(leaves)) > 1:
+        rounds.append(_between_leaves(leaves, {pair for pairs in rounds for pair in pairs}))
     return [pairs for pairs in rounds if pairs]
 
 
@@ -22,6 +32,32 @@ def _circle(even: int, turn: int, count: int) -> list[Pair]:
     seats = [even - 1, *ring]
     pairs = [(seats[k], seats[-k]) if k else (seats[0], seats[even // 2]) for k in range(even // 2)]
     return sorted((min(p), max(p)) for p in pairs if max(p) < count)
+
+
+def _between_leaves(leaves: Sequence[str], met: Collection[Pair]) -> list[Pair]:
+    """Each member with one of another leaf, as far as they go."""
+    order = sorted(range(len(leaves)), key=lambda number: (leaves[number], number))
+    half = len(order) // 2
+    # Half way on in the order of leaves lies another leaf, unless one holds more than half of all.
+    tries = []
+    for shift in range(min(half, _SHIFTS)):
+        seats = [(order[n], order[half + (n + shift) % half]) for n in range(half)]
+        crossing = {(min(a, b), max(a, b)) for a, b in seats if leaves[a] != leaves[b]}
+        tries.append(sorted(crossing - set(met)))
+    return max(tries, key=len)
+
+
+def reach_targets(count: int) -> list[list[int]]:
+    """Whom each member connects to: everyone, beyond `ALL_PAIRS` members eight others.
+
+    The eight lie at distances of both signs, so that every member is also reached by eight, and
+    each of these links is tried in both directions.
+    """
+    if count <= ALL_PAIRS:
+        return [[other for other in range(count) if other != me] for me in range(count)]
+    steps = [1, 2, count // 4, count // 3]
+    offsets = {step % count for distance in steps for step in (distance, -distance)} - {0}
+    return [sorted((me + offset) % count for offset in offsets) for me in range(count)]
 
 
 def repair_pairs(
@@ -44,3 +80,9 @@ def repair_pairs(
                 free.remove(partner)
                 break
     return pairs
+
+
+def leaf_of(switches: Mapping[str, Sequence[str]], nodes: Sequence[str]) -> list[str]:
+    """Each node's leaf switch of `switches` (leaf -> nodes); empty unless every node has one."""
+    found = {node: leaf for leaf, members in switches.items() for node in members}
+    return [found[node] for node in nodes] if all(node in found for node in nodes) else []

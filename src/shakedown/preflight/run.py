@@ -1,14 +1,15 @@
 """Run preflight over the nodes: probes, pair rounds, judgement, files."""
 
 import contextlib
-import random
+import secrets
 import shutil
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shakedown.cluster.nodes import node_addresses, write_bad_nodes
+from shakedown.cluster.nodes import node_addresses, slurm_nodes, write_bad_nodes
 from shakedown.core.errors import StorageError
 from shakedown.core.files import json_as, write_json
 from shakedown.core.paths import PreflightPaths
@@ -22,15 +23,19 @@ from shakedown.core.verdict import (
     status_of,
 )
 from shakedown.preflight.checks.environment import local_environment
-from shakedown.preflight.checks.network import PORT_RANGE
-from shakedown.preflight.checks.storage import marker_folder
-from shakedown.preflight.judge import bad_nodes, judge
-from shakedown.preflight.launch import Answers, Launcher, Message
-from shakedown.preflight.model import NetworkReport, NodeReport, ProbeRequest
+from shakedown.preflight.checks.files import marker_folder
+from shakedown.preflight.checks.visibility import leave_own, look_from_here
+from shakedown.preflight.history import Look
+from shakedown.preflight.judge import bad_nodes, concerns, judge, usable_nodes
+from shakedown.preflight.launch import Launcher, Message
+from shakedown.preflight.model import NodeReport, ProbeRequest
 from shakedown.preflight.network_run import check_network
+from shakedown.preflight.observed import NetworkReport
 from shakedown.preflight.settings import Settings
+from shakedown.preflight.slurm_says import blamed_by_srun
 
 _START_SECONDS = 30.0  # python's start on a cold shared file system, srun's own delay
+_LAGGARD_SECONDS = 5.0
 _SINGLE_STEPS = 16  # srun commands at once when nodes are asked one by one
 
 
@@ -43,7 +48,7 @@ class Checked:
     verdict: Verdict
 
     def write(self, out: Path) -> None:
-        """Write `nodes/`, `pairs.json` and `bad_nodes.txt` atomically.
+        """Write `nodes/`, `pairs.json`, `bad_nodes.txt` and `good_nodes.txt` atomically.
 
         Raises:
             StorageError: the results folder is full or gone.
@@ -56,6 +61,18 @@ class Checked:
         pairs = {"schema": "shakedown/preflight-pairs/1", **asdict(self.network)}
         write_json(paths.pairs, pairs)
         write_bad_nodes(paths.bad_nodes, self.verdict.extra["bad_nodes"])
+        write_bad_nodes(paths.good_nodes, self.verdict.extra["good_nodes"])
+
+    def looks(self, run: str) -> list[Look]:
+        """What the nodes' history is told: every node that is good, and what failed on the bad."""
+        now = time.time()
+        good = [Look(now, run, node, ok=True) for node in self.verdict.extra["good_nodes"]]
+        failed: dict[str, list[str]] = {node: [] for node in self.verdict.extra["bad_nodes"]}
+        for finding in self.verdict.findings:
+            if finding.subject in failed and finding.status in ("fail", "error"):
+                failed[finding.subject].append(finding.check)
+        bad = [Look(now, run, n, ok=False, reason=", ".join(why)) for n, why in failed.items()]
+        return [*good, *bad]
 
 
 def run_preflight(settings: Settings) -> Checked:
@@ -69,17 +86,20 @@ def run_preflight(settings: Settings) -> Checked:
     _prepare(settings)
     request = _request(settings)
     try:
-        with Launcher(slurm=settings.slurm, srun_args=settings.srun_args) as launcher:
+        leave_own(request)
+        with Launcher.opened(slurm=settings.slurm, srun_args=settings.srun_args) as launcher:
             settings.say(f"asking {len(settings.nodes)} node(s)")
             reports, silent = probe_nodes(launcher, settings, request)
             settings.say(f"{len(reports)} answered; network")
-            network = check_network(launcher, settings, request.addresses, reports)
+            addresses = {node: request.addresses[node] for node in reports}
+            network = check_network(launcher, settings, addresses, secrets.token_hex(16))
             findings = judge(
                 settings.nodes,
                 reports,
                 network,
                 settings.want,
                 command=local_environment(),
+                sees=look_from_here(request, reports),
                 silent=silent,
             )
             verdict = _verdict(settings, findings, network, watch)
@@ -93,7 +113,8 @@ def _prepare(settings: Settings) -> None:
     """Results of an earlier run must not be taken for this one's."""
     paths = PreflightPaths(settings.out)
     try:
-        for old in (paths.verdict, paths.pairs, paths.bad_nodes, *paths.nodes.glob("*.json")):
+        results = (paths.verdict, paths.pairs, paths.bad_nodes, paths.good_nodes)
+        for old in (*results, *paths.nodes.glob("*.json")):
             old.unlink(missing_ok=True)
         shutil.rmtree(paths.logs, ignore_errors=True)
         make_folders(paths.nodes)
@@ -106,16 +127,12 @@ def _prepare(settings: Settings) -> None:
 
 def _request(settings: Settings) -> ProbeRequest:
     nodes = list(settings.nodes)
-    # below Linux's range of outgoing ports (from 32768); nodes of a test cluster share a host
-    room = max(1, 32_768 - 15_000 - PORT_RANGE * min(len(nodes), 200))
     return ProbeRequest(
         addresses=node_addresses(nodes) if settings.slurm else dict.fromkeys(nodes, "127.0.0.1"),
         out=str(settings.out.resolve()),
         token=uuid.uuid4().hex[:12],
-        # At random: two runs on one machine shall not ask for the same ports.
-        port_base=15_000 + random.randrange(room),
         ports=settings.ports,
-        paths=settings.paths,
+        want=settings.want,
         limit=settings.limit,
         faults=settings.faults,
     )
@@ -126,20 +143,42 @@ def probe_nodes(
 ) -> tuple[dict[str, NodeReport], dict[str, str]]:
     """(node -> report, node -> why there is none).
 
-    One srun asks all nodes. It may fail as a whole because of one dead node, so those without
-    an answer are asked once more, each alone.
+    One srun asks all nodes that the controller has not lost. One dead node can end that srun for
+    all: nodes without an answer are asked again, together where nobody blames them, each alone
+    where srun does, and at last each alone.
     """
-    reports, silent = _ask_nodes(launcher, settings, request, [list(settings.nodes)])
-    missing = [node for node in settings.nodes if node not in reports]
-    if settings.slurm and missing and len(settings.nodes) > 1:
-        settings.say(f"no answer from {', '.join(missing)}: asking each alone")
-        for begin in range(0, len(missing), _SINGLE_STEPS):
-            some = [[node] for node in missing[begin : begin + _SINGLE_STEPS]]
-            more, why = _ask_nodes(launcher, settings, request, some)
-            reports |= more
+    said = slurm_nodes(settings.nodes) if settings.slurm else {}
+    lost = {node: row.lost for node, row in said.items() if row.lost}
+    reports: dict[str, NodeReport] = {}
+    silent: dict[str, str] = {}
+    blamed: dict[str, str] = {}
+    for turn in range(3 if settings.slurm else 1):
+        missing = [n for n in settings.nodes if n not in reports.keys() | lost.keys()]
+        groups = _groups(missing, blamed, turn)
+        if turn and groups:
+            settings.say(f"no answer from {', '.join(missing)}: asking again")
+        for begin in range(0, len(groups), _SINGLE_STEPS):
+            some = groups[begin : begin + _SINGLE_STEPS]
+            more, why, words = _ask_nodes(launcher, settings, request, some)
+            # Where srun ended a step because of one node, it may have ended a check of another.
+            reports |= {n: r for n, r in more.items() if turn > 1 or not words or _complete(r)}
             silent |= why
+            blamed |= words
+    silent |= {**blamed, **lost}
     ordered = {node: reports[node] for node in settings.nodes if node in reports}
     return ordered, {node: why for node, why in silent.items() if node not in reports}
+
+
+def _complete(report: NodeReport) -> bool:
+    return not any(row.error for row in report.checks.values())
+
+
+def _groups(missing: Sequence[str], blamed: Mapping[str, str], turn: int) -> list[list[str]]:
+    """Who is asked together in the first, second and third turn; one srun a group."""
+    together = [node for node in missing if node not in blamed]
+    if turn > 1:  # who has been blamed twice is not asked a third time
+        return [[node] for node in together]
+    return [group for group in [together, *([n] for n in missing if n in blamed)] if group]
 
 
 def _ask_nodes(
@@ -147,31 +186,40 @@ def _ask_nodes(
     settings: Settings,
     request: ProbeRequest,
     groups: Sequence[Sequence[str]],
-) -> tuple[dict[str, NodeReport], dict[str, str]]:
+) -> tuple[dict[str, NodeReport], dict[str, str], dict[str, str]]:
+    """(node -> report, node -> the end of its srun's log, node -> why srun blames it)."""
     asked = {node for nodes in groups for node in nodes}
+    # Whoever waits for another node's file must not wait for one that is not asked.
+    addresses = {node: request.addresses[node] for node in settings.nodes if node in asked}
+    only = replace(request, addresses=addresses)
     file = PreflightPaths(settings.out.resolve()).node("{node}")
-    answers = launcher.ask(
-        "shakedown.preflight.probe",
-        ["--request", request.to_text(), "--out", str(file)],
-        groups,
-        seconds=_START_SECONDS + settings.limit,
-        enough=lambda messages: {m.get("node") for m in messages} >= asked,
-    )
-    reports = {
-        report.node: report
-        for message in answers.messages
-        if (report := _report(message, answers)) is not None and report.node in asked
-    }
-    tail = next(iter(answers.tails.values()), "")
-    return reports, {n: answers.tails.get(n, answers.tails.get(f"{n}#0", tail)) for n in asked}
+    arguments = ["--request", only.to_text(), "--out", str(file)]
+    with launcher.step("shakedown.preflight.probe", arguments, groups) as step:
+        most = _START_SECONDS + settings.limit
+        step.wait(_reporting, asked, least=_LAGGARD_SECONDS, most=most)
+        got = time.time()  # nodes read their clocks before this; see `judge._clocks`
+        tails, words = step.tails(), blamed_by_srun(step.words())
+        window = (step.started, got)
+        reports = {
+            report.node: report
+            for message in step.messages()
+            if (report := _report(message, window)) is not None and report.node in asked
+        }
+    tail = next(iter(tails.values()), "")
+    ends = {node: tails.get(node, tails.get(f"{node}#0", tail)) for node in asked}
+    return reports, ends, {node: why for node, why in words.items() if node in asked}
 
 
-def _report(message: Message, answers: Answers) -> NodeReport | None:
+def _reporting(messages: Sequence[Message]) -> set[str]:
+    return {str(message.get("node")) for message in messages}
+
+
+def _report(message: Message, window: tuple[float, float]) -> NodeReport | None:
     try:
         report = json_as(NodeReport, message, unknown="ignore")
     except ValueError:  # another program's or version's message
         return None
-    return replace(report, reply=answers.window)
+    return replace(report, reply=window)
 
 
 def _keep_logs(launcher: Launcher, out: Path, *, needed: bool) -> None:
@@ -189,8 +237,14 @@ def _verdict(
     settings: Settings, findings: Sequence[Finding], network: NetworkReport, watch: Stopwatch
 ) -> Verdict:
     bad = bad_nodes(findings, settings.nodes)
-    status = status_of(findings)
-    speeds = sorted(pair.mb_per_s for pair in network.pairs if pair.ok)
+    good = usable_nodes(findings, settings.nodes, network)
+    left_out = [node for node in settings.nodes if node not in good]
+    enough = 0 < len(left_out) <= settings.spares
+    counting = [f for f in findings if concerns(f, good)] if enough else findings
+    status = status_of(counting)
+    if enough and status == "PASS":
+        status = "WARN"
+    speeds = sorted(pair.speed for pair in network.pairs if pair.ok)
     metrics = {
         "nodes": float(len(settings.nodes)),
         "bad_nodes": float(len(bad)),
@@ -201,14 +255,15 @@ def _verdict(
     return Verdict(
         stage="preflight",
         status=status,
-        summary=summarize(findings, settings.nodes, settings.want.tier),
+        summary=summarize(counting, settings.nodes, settings.want.tier)
+        + (f"; goes on without {', '.join(left_out)}" if enough else ""),
         findings=findings,
         metrics=metrics,
         started=watch.started,
         seconds=watch.seconds,
         versions=installed_versions("torch"),
         next=_next(settings, bad, status),
-        extra={"tier": settings.want.tier, "bad_nodes": bad},
+        extra={"tier": settings.want.tier, "bad_nodes": bad, "good_nodes": good},
     )
 
 

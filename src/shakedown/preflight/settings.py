@@ -9,7 +9,10 @@ from shakedown.preflight.model import Expectations, InjectedFault
 
 @dataclass(frozen=True)
 class Settings:
-    """One preflight run. `limit`: seconds a check may take; `burn`: seconds of the burn tier."""
+    """One preflight run. `limit`: seconds a check may take; `burn`: seconds of the burn tier.
+
+    `spares`: how many of the nodes may be left out.
+    """
 
     nodes: Sequence[str]
     out: Path
@@ -19,6 +22,6 @@ class Settings:
     limit: float = 20.0
     burn: float = 600.0
     ports: Sequence[int] = ()
-    paths: Sequence[str] = ()
     faults: Sequence[InjectedFault] = ()
+    spares: int = 0
     say: Callable[[str], None] = field(default=lambda _: None)

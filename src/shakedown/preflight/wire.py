@@ -36,22 +36,30 @@ def emit(body: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def decode(text: str) -> list[dict[str, Any]]:
-    """All complete messages in a log, in the order in which they were completed."""
-    parts: dict[str, dict[int, str]] = {}
-    messages = []
-    for line in text.splitlines():
+class Decoder:
+    """Finds the messages in a log that comes in pieces."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, dict[int, str]] = {}
+        self._rest = b""
+
+    def feed(self, body: bytes) -> list[dict[str, Any]]:
+        """The messages that these bytes complete, in order; a line may go on in the next piece."""
+        *lines, self._rest = (self._rest + body).split(b"\n")
+        found = (self._take(line.decode(errors="replace").rstrip("\r")) for line in lines)
+        return [message for message in found if message is not None]
+
+    def _take(self, line: str) -> dict[str, Any] | None:
         fields = line.split(" ")
         if len(fields) != 4 or fields[0] != _MARK:
-            continue
+            return None
         label, (number, total) = fields[1], _fraction(fields[2])
-        chunks = parts.setdefault(label, {})
+        chunks = self._parts.setdefault(label, {})
         chunks[number] = fields[3]
-        if total and len(chunks) == total:
-            message = _unpack("".join(chunks[key] for key in sorted(chunks)))
-            if message is not None:
-                messages.append(message)
-    return messages
+        if not total or len(chunks) != total:
+            return None
+        del self._parts[label]
+        return _unpack("".join(chunks[key] for key in sorted(chunks)))
 
 
 def plain_lines(text: str) -> list[str]:

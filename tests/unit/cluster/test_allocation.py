@@ -3,14 +3,16 @@
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shakedown.cli import main
-from shakedown.cluster.allocation import AllocationError, parse_allocation
+from shakedown.cluster.allocation import AllocationError, Part, parse_allocation
 
+DATA = Path(__file__).parents[2] / "data"
 SIZES = st.integers(min_value=1, max_value=64)
 
 
@@ -28,6 +30,8 @@ SIZES = st.integers(min_value=1, max_value=64)
         ("megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)", [32], 32),
         ("megatron:attn:d4|ffn:e2", [4], 4),
         ("fsdp:d4|fsdp[c]:d4", [4, 4], 4),
+        ("sglang:d8+d8", [8, 8], 16),
+        ("vllm:d4p1t2 + d4p1t1c2", [8, 8], 16),
     ],
 )
 def test_accepts_areal_strings(text: str, worlds: list[int], gpus: int) -> None:
@@ -52,6 +56,10 @@ def test_accepts_areal_strings(text: str, worlds: list[int], gpus: int) -> None:
         ("sglang", 6, "found the end"),
         ("+eval", 0, "expected a backend"),
         ("d4t2", 0, "dimensions need a backend"),
+        ("fsdp:d4+d4", 8, "dimensions need a backend"),
+        ("sglang[r]:d1+d4+fsdp[a]:d1", 13, "must all be named"),
+        ("sglang:d4+d4|fsdp[a]:d2", 13, "equal world sizes"),
+        ("sglang:d4+d4d2", 12, "given twice"),
         ("fsd:d4", 0, "did you mean 'fsdp'"),
         ("fsdp:d4d2", 7, "given twice"),
         ("fsdp:d2p2", 7, "cannot split by 'p'"),
@@ -429,3 +437,55 @@ def test_command_exits_2_with_a_caret_under_the_character(
     lines = capsys.readouterr().err.splitlines()
     assert code == 2
     assert lines[1].index("x") == lines[2].index("^")
+
+
+# Where ours differs: docs/allocation.md, "Where this differs from AReaL".
+TAKEN_HERE = {
+    "archon:d1p2e2",
+    "sglang:d1+d1",
+    "sglang:d8+d8",
+    "sglang:d4+d4",
+    "vllm:d32+d16",
+    "sglang:d2p1t2+d2p1t1c2",
+    "vllm:d4p1t2+d4p1t1c2",
+}
+ROWS = [
+    row.split("\t")
+    for row in (DATA / "foreign" / "areal_allocations.tsv").read_text().splitlines()[1:]
+]
+
+
+@pytest.mark.parametrize(("text", "parts", "gpus"), ROWS, ids=[row[0] for row in ROWS])
+def test_every_string_of_areal_is_read_as_areal_reads_it(text: str, parts: str, gpus: str) -> None:
+    if parts == "refused" and text not in TAKEN_HERE:
+        with pytest.raises(AllocationError):
+            parse_allocation(text)
+        return
+
+    allocation = parse_allocation(text)
+
+    if text not in TAKEN_HERE:
+        assert " ".join(map(_as_areal, allocation.parts)) == parts
+        assert allocation.gpus == int(gpus)
+
+
+def _as_areal(part: Part) -> str:
+    experts = part.experts or {"e": part.size("e")}
+    sizes = [*map(part.size, "dtpc"), experts.get("e", 1), part.experts.get("t", 1)]
+    name = f"[{part.name}]" if part.name else ""
+    return "/".join([f"{part.backend}{name}", *map(str, sizes)])
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        ("sglang:d8+d8", "sglang:d8+fsdp:d8"),
+        ("vllm:d4+d2t2c2", "vllm:d4+fsdp:d2t2c2"),
+        ("sglang:d4+d2p2", "sglang:d4+megatron:d2p2"),
+        ("sglang:d4+d4e2", "sglang:d4+megatron:d4e2"),
+    ],
+)
+def test_a_trainer_without_a_backend_gets_the_one_that_areal_chose(
+    text: str, canonical: str
+) -> None:
+    assert str(parse_allocation(text)) == canonical

@@ -33,7 +33,7 @@ def test_this_machine_is_checked_and_the_files_are_written(tmp_path: Path) -> No
     assert code == 0
     assert verdict.stage == "preflight"
     assert verdict.status in ("PASS", "WARN")
-    assert {"files", "shm", "names", "gpus", "paths", "gloo_all_reduce", "gloo_pairs"} <= {
+    assert {"files", "shm", "names", "gpus", "paths", "all_reduce", "pairs", "reach"} <= {
         f.check for f in verdict.findings if f.status == "pass"
     }
     assert (tmp_path / "out" / "bad_nodes.txt").read_text() == ""
@@ -42,7 +42,7 @@ def test_this_machine_is_checked_and_the_files_are_written(tmp_path: Path) -> No
     pairs = json.loads((tmp_path / "out" / "pairs.json").read_text())
     assert [(p["a"], p["b"], p["ok"]) for p in pairs["pairs"]] == [(f"{HERE}#0", f"{HERE}#1", True)]
     left = sorted(path.name for path in (tmp_path / "out").iterdir() if path.name != "logs")
-    assert left == ["bad_nodes.txt", "nodes", "pairs.json", "verdict.json"]
+    assert left == ["bad_nodes.txt", "good_nodes.txt", "nodes", "pairs.json", "verdict.json"]
 
 
 def test_the_standard_tier_measures_matrix_products(tmp_path: Path) -> None:
@@ -84,8 +84,8 @@ def test_missing_gpus_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     assert preflight(tmp_path, "--expect-gpus", "64") == 1
 
-    (finding,) = [f for f in read_verdict(tmp_path / "verdict.json").findings if f.status == "fail"]
-    assert (finding.check, finding.subject) == ("gpus", HERE)
+    wrong = [f for f in read_verdict(tmp_path / "verdict.json").findings if f.status == "fail"]
+    assert [(f.check, f.subject) for f in wrong] == [("gpus", HERE), ("torch_gpus", HERE)]
 
 
 def test_a_config_gives_the_expectations_and_the_folder(

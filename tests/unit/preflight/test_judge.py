@@ -1,33 +1,37 @@
 """Reports of several nodes in, findings and bad nodes out."""
 
 from collections.abc import Mapping
+from itertools import permutations
 from typing import Any
 
 import pytest
 
 from shakedown.core.verdict import Finding, status_of
-from shakedown.preflight.judge import bad_nodes, judge
-from shakedown.preflight.model import CheckReport, Expectations, NetworkReport, NodeReport
+from shakedown.preflight.judge import bad_nodes, concerns, judge, usable_nodes
+from shakedown.preflight.model import CheckReport, Expectations, NodeReport
+from shakedown.preflight.observed import Member, NetworkReport, Reach
 from shakedown.preflight.run import summarize
 
 NODES = ["n1", "n2", "n3", "n4"]
-WANT = Expectations(nodes=4)
-SOFTWARE = {"python": "3.11", "digest": "d", "packages": {"torch": "2"}, "variables": {}}
+WANT = Expectations(nodes=4, paths=["/m"])
+SAME = {"boot_id": "same", "kernel": "6", "libc": "2", "cpus": 8}
+SOFTWARE = {"python": "3.11", "packages": {"torch": "2"}, "variables": {}}
 
 
 def facts(**changes: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "clock": {"now": 100.5},
-        "host": {"boot_id": "same"},
+        "machine": SAME,
         "shm": {"free_mb": 1000.0},
         "environment": SOFTWARE,
-        "visibility": {"seen": {}, "missing": [], "listed": []},
+        "visibility": {"missing": [], "listed": []},
         "names": {
             "hostname": "h",
             "addresses": ["127.0.0.1"],
             "error": "",
-            "interfaces": {"lo": ["127.0.0.1"]},
+            "own": ["127.0.0.1"],
             "unresolved": {},
+            "nameless": {},
         },
         "paths": {"paths": {"/m": {"files": 1, "bytes": 1, "digest": "x"}}},
     }
@@ -62,7 +66,7 @@ def test_equal_good_nodes_pass() -> None:
         ({"shm": {"free_mb": 1.0}}, "shm"),
         ({"clock": {"now": 221.0}}, "clock"),
         ({"clock": {"now": 60.0}}, "clock"),
-        ({"environment": {**SOFTWARE, "digest": "e", "packages": {"torch": "3"}}}, "environment"),
+        ({"environment": {**SOFTWARE, "packages": {"torch": "3"}}}, "environment"),
         ({"environment": {**SOFTWARE, "python": "3.12"}}, "environment"),
         ({"paths": {"paths": {"/m": {"files": 1, "bytes": 9, "digest": "y"}}}}, "same_files"),
     ],
@@ -75,7 +79,7 @@ def test_the_one_node_that_differs_is_bad(change: dict[str, Any], check: str) ->
 
 
 def test_the_difference_is_spelled_out() -> None:
-    other = {**SOFTWARE, "digest": "e", "packages": {"vllm": "1"}}
+    other = {**SOFTWARE, "packages": {"vllm": "1"}}
 
     _, _, (finding,) = verdict(fleet(n1={"environment": other}))
 
@@ -89,18 +93,27 @@ def test_other_variables_are_a_warning() -> None:
 
 
 def test_all_nodes_that_differ_from_the_command_are_no_bad_nodes() -> None:
-    own = {**SOFTWARE, "digest": "mine", "packages": {"torch": "9"}}
+    own = {**SOFTWARE, "packages": {"torch": "9"}}
 
     assert verdict(fleet(), command=own)[:2] == ("PASS", [])
 
 
 def test_a_single_node_that_differs_from_the_command_fails() -> None:
-    own = {**SOFTWARE, "digest": "mine", "packages": {"torch": "9"}}
+    own = {**SOFTWARE, "packages": {"torch": "9"}}
     reports = {"n1": report("n1", facts())}
 
     findings = judge(["n1"], reports, None, Expectations(), command=own)
 
     assert bad_nodes(findings, ["n1"]) == ["n1"]
+
+
+def test_a_node_with_fewer_cpus_is_a_warning() -> None:
+    machine = {**SAME, "cpus": 1}
+
+    status, bad, (finding,) = verdict(fleet(n2={"machine": machine}))
+
+    assert (status, bad) == ("WARN", [])
+    assert finding.measured == {"cpus": "1, elsewhere 8"}
 
 
 def test_a_silent_node_is_bad_with_the_end_of_its_log() -> None:
@@ -136,6 +149,13 @@ def test_facts_of_another_version_are_an_error_not_a_crash() -> None:
     assert (status, bad, finding.status) == ("BLOCKED", ["n1"], "error")
 
 
+def test_damaged_facts_of_a_comparison_are_an_error_not_a_crash() -> None:
+    status, bad, (finding,) = verdict(fleet(n1={"clock": {"now": "soon"}}))
+
+    assert (status, bad) == ("BLOCKED", [])
+    assert (finding.check, finding.status, finding.scope) == ("clock", "error", "cluster")
+
+
 def test_what_fails_everywhere_excludes_nobody() -> None:
     low = {"shm": {"free_mb": 1.0}}
 
@@ -156,7 +176,7 @@ def test_what_fails_on_every_node_that_answers_excludes_only_the_silent_one() ->
 
 
 def test_a_hidden_file_is_the_writers_fault() -> None:
-    missing = {"visibility": {"seen": {}, "missing": ["n3"], "listed": []}}
+    missing = {"visibility": {"missing": ["n3"], "listed": []}}
 
     _, bad, notable = verdict(fleet(n1=missing, n2=missing, n4=missing))
 
@@ -165,13 +185,13 @@ def test_a_hidden_file_is_the_writers_fault() -> None:
 
 
 def test_a_blind_node_is_the_readers_fault() -> None:
-    blind = {"visibility": {"seen": {}, "missing": ["n1", "n2", "n4"], "listed": []}}
+    blind = {"visibility": {"missing": ["n1", "n2", "n4"], "listed": []}}
 
     assert verdict(fleet(n3=blind))[1] == ["n3"]
 
 
 def test_files_that_need_a_listing_are_a_warning() -> None:
-    late = {"visibility": {"seen": {"n2": 3.0}, "missing": [], "listed": ["n2"]}}
+    late = {"visibility": {"missing": [], "listed": ["n2"]}}
 
     status, bad, (finding,) = verdict(fleet(n1=late))
 
@@ -180,7 +200,7 @@ def test_files_that_need_a_listing_are_a_warning() -> None:
 
 
 def test_nodes_without_a_report_left_no_file_to_see() -> None:
-    missing = {"visibility": {"seen": {}, "missing": ["n4"], "listed": []}}
+    missing = {"visibility": {"missing": ["n4"], "listed": []}}
     reports = fleet(n1=missing, n2=missing, n3=missing)
     del reports["n4"]
 
@@ -190,22 +210,51 @@ def test_nodes_without_a_report_left_no_file_to_see() -> None:
     assert [f.check for f in notable] == ["answer"]
 
 
-def test_loopback_names_matter_only_on_several_machines() -> None:
-    apart = {node: {"host": {"boot_id": node}} for node in NODES}
-
-    status, bad, (finding,) = verdict(fleet(**apart))
-
-    assert (status, bad) == ("WARN", [])
-    assert (finding.check, finding.scope) == ("loopback", "cluster")
+APART: dict[str, dict[str, Any]] = {node: {"machine": {**SAME, "boot_id": node}} for node in NODES}
+TAKEN = {"gloo": "eth0", "nccl": "eth0"}
 
 
-def test_small_skew_measured_over_the_network_is_a_warning() -> None:
-    network = NetworkReport(clock={"n2": 3.0})
+@pytest.mark.parametrize(
+    ("chosen", "routes", "told"),
+    [
+        (TAKEN, {"eth0": ["n2"]}, []),
+        ({**TAKEN, "gloo": "lo"}, {"eth0": ["n2"]}, ["gloo takes lo"]),
+        ({"gloo": "docker0", "nccl": "docker0"}, {"eth0": ["n2"]}, ["gloo takes docker0; nccl"]),
+        ({**TAKEN, "nccl": "ib0"}, {"eth0": ["n2"]}, []),
+    ],
+)
+def test_an_interface_that_leads_nowhere_is_a_warning_on_several_machines(
+    chosen: dict[str, str], routes: dict[str, list[str]], told: list[str]
+) -> None:
+    own = {"interfaces": ["eth0"], "asked": {"gloo": "", "nccl": ""}, "chosen": chosen}
+    changed: dict[str, Any] = {
+        **APART,
+        "n1": {**APART["n1"], "interfaces": {**own, "routes": routes}},
+    }
 
-    status, bad, (finding,) = verdict(fleet(), network=network)
+    _, bad, notable = verdict(fleet(**changed))
 
-    assert (status, bad) == ("WARN", [])
-    assert (finding.subject, finding.measured) == ("n2", 3.0)
+    assert bad == []
+    assert [str(f.measured)[: len(text)] for f, text in zip(notable, told, strict=True)] == told
+
+
+def test_names_that_scripts_take_for_the_master_must_resolve() -> None:
+    names = {**facts()["names"], "nameless": {"n2": "Name or service not known"}}
+    changed: dict[str, Any] = {**APART, "n1": {**APART["n1"], "names": names}}
+
+    assert [f.check for f in verdict(fleet(**changed))[2]] == ["node_names"]
+    assert verdict(fleet(n1={"names": names}))[0] == "PASS"
+
+
+def test_a_folder_that_the_submitting_machine_does_not_share_fails_and_excludes_nobody() -> None:
+    sees = {"missing": NODES, "listed": []}
+    blind = {"visibility": {"missing": ["@command"], "listed": []}}
+
+    status, bad, notable = verdict(fleet(**dict.fromkeys(NODES, blind)), sees=sees)
+
+    assert (status, bad) == ("FAIL", [])
+    assert {f.check for f in notable} == {"visibility"}
+    assert "the submitting machine" in {f.subject for f in notable}
 
 
 def test_fewer_nodes_than_needed_cannot_be_judged() -> None:
@@ -222,3 +271,34 @@ def test_the_summary_names_nodes_and_checks() -> None:
         "n1: shm; n2: shm could not run (1 failed, 0 warnings, 1 could not run)"
     )
     assert summarize([], NODES, "quick") == "4 nodes, quick tier: 0 failed, 0 warnings"
+
+
+def cut(*pairs: tuple[str, str]) -> NetworkReport:
+    """A network in which these pairs do not reach each other, the first the second."""
+    reach = [Reach(a, b, ok=(a, b) not in pairs) for a, b in permutations(NODES, 2)]
+    return NetworkReport([Member(node, "x", 1, 2) for node in NODES], reach=reach)
+
+
+def test_bad_nodes_and_one_of_a_pair_that_fails_are_not_used() -> None:
+    network = cut(("n1", "n2"))
+    low = {"shm": {"free_mb": 1.0}}
+    findings = judge(NODES, fleet(n4=low), network, WANT)
+
+    usable = usable_nodes(findings, NODES, network)
+
+    assert bad_nodes(findings, NODES) == ["n4"]
+    assert "n3" in usable
+    assert len({"n1", "n2"} & set(usable)) == 1
+
+
+def test_findings_about_nodes_that_are_left_out_do_not_count() -> None:
+    def finding(scope: Any, subject: str) -> Finding:
+        return Finding("check", "fail", scope, subject)
+
+    good = ["n1", "n2"]
+
+    assert concerns(finding("node", "n1"), good)
+    assert concerns(finding("cluster", "all nodes"), good)
+    assert concerns(finding("pair", "n1,n2"), good)
+    assert not concerns(finding("node", "n3"), good)
+    assert not concerns(finding("pair", "n1,n3"), good)

@@ -1,6 +1,7 @@
 """Results as lines among other output: long, mixed, damaged."""
 
 import itertools
+from typing import Any
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -10,10 +11,14 @@ from shakedown.preflight import wire
 BODY = {"node": "n1", "text": "é" * 50, "numbers": list(range(5000))}
 
 
+def decode(text: str) -> list[dict[str, Any]]:
+    return wire.Decoder().feed(f"{text}\n".encode(errors="replace"))
+
+
 def test_a_message_survives_among_other_output() -> None:
     log = "\n".join(["warning: x", *wire.encode(BODY), "Traceback"])
 
-    assert wire.decode(log) == [BODY]
+    assert decode(log) == [BODY]
     assert wire.plain_lines(log) == ["warning: x", "Traceback"]
 
 
@@ -28,7 +33,7 @@ def test_pieces_of_several_tasks_may_be_mixed() -> None:
     first, second = wire.encode(BODY), wire.encode({**BODY, "node": "n2"})
     mixed = [line for pair in itertools.zip_longest(first, reversed(second)) for line in pair]
 
-    nodes = {message["node"] for message in wire.decode("\n".join(filter(None, mixed)))}
+    nodes = {message["node"] for message in decode("\n".join(filter(None, mixed)))}
 
     assert nodes == {"n1", "n2"}
 
@@ -37,9 +42,9 @@ def test_an_incomplete_or_damaged_message_counts_as_missing() -> None:
     lines = wire.encode(BODY)
     damaged = [lines[0][:-5] + "!!!!!", *lines[1:]]
 
-    assert wire.decode("\n".join(lines[:-1])) == []
-    assert wire.decode("\n".join(damaged)) == []
-    assert wire.decode("@shakedown x 1/99999999 abc\n@shakedown x y/z abc\n@shakedown") == []
+    assert decode("\n".join(lines[:-1])) == []
+    assert decode("\n".join(damaged)) == []
+    assert decode("@shakedown x 1/99999999 abc\n@shakedown x y/z abc\n@shakedown") == []
 
 
 @given(st.text())
@@ -47,4 +52,13 @@ def test_an_incomplete_or_damaged_message_counts_as_missing() -> None:
 def test_any_text_is_read_without_an_error(text: str) -> None:
     log = "\n".join([f"@shakedown {text}", f"@shakedown a 1/1 {text}", *wire.encode(BODY)])
 
-    assert wire.decode(log)[-1] == BODY
+    assert decode(log)[-1] == BODY
+
+
+def test_a_log_may_come_in_pieces_of_any_size() -> None:
+    text = "\n".join(["warning", *wire.encode(BODY), ""]).encode()
+    decoder = wire.Decoder()
+
+    found = [m for begin in range(0, len(text), 97) for m in decoder.feed(text[begin : begin + 97])]
+
+    assert found == [BODY]

@@ -8,37 +8,33 @@ import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from types import MappingProxyType
 
-import shakedown
-from shakedown.preflight.model import Facts, ProbeRequest, has_fault
+from shakedown.preflight.check import Check, Fleet, Judgement, unlike_most
+from shakedown.preflight.model import Facts, ProbeRequest
 
 # UCX_ and FI_ (libfabric) are the transports below NCCL and MPI.
 _COMPARED = re.compile(
     r"(NCCL|GLOO|TORCH|VLLM|SGLANG|UCX|FI|PYTORCH)_.*|HF_HOME|HF_HUB_OFFLINE|HF_ENDPOINT"
     r"|TRANSFORMERS_OFFLINE|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|CUDA_HOME|OMP_NUM_THREADS"
 )
+_EXPECTED = "the same on all nodes and here"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.IGNORECASE)
 
 
-def environment(request: ProbeRequest, node: str) -> Facts:
+def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
     """Versions of python and of every installed package, and the variables that matter."""
-    injected = has_fault(request.faults, "version_skew", node)
-    return local_environment({"torch": "0.0.0+fault"} if injected else {})
+    return local_environment()
 
 
-def local_environment(replaced: Mapping[str, str] = MappingProxyType({})) -> Facts:
-    """This process's environment; secrets are never read into it. `replaced`: other versions."""
+def local_environment() -> Facts:
+    """This process's environment; secrets are never read into it."""
     packages: dict[str, str] = {}
     for dist in metadata.distributions(path=_import_path()):
         if dist.metadata["Name"]:
             packages.setdefault(_normal(dist.metadata["Name"]), dist.version)  # as import has it
     return {
         "python": platform.python_version(),
-        "executable": sys.executable,
-        "shakedown": shakedown.__version__,
-        "packages": dict(sorted({**packages, **replaced}.items())),
-        "digest": digest({**packages, **replaced}),
+        "packages": dict(sorted(packages.items())),
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
@@ -52,12 +48,58 @@ def _import_path() -> list[str]:
     return [entry for entry in sys.path if Path(entry).parts[-2:] != ("setuptools", "_vendor")]
 
 
-def digest(packages: Mapping[str, str]) -> str:
-    """A short hash of all names and versions."""
-    text = "\n".join(f"{name}=={version}" for name, version in sorted(packages.items()))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def _normal(name: str) -> str:
     # The normal form of a distribution's name, by PyPA's rules (PEP 503).
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+    """Python and packages against the most common ones; the command's own break a tie."""
+    rows = {node: _software(facts) for node, facts in fleet.facts("environment").items()}
+    remedy = "use one shared environment, or install the same"
+    return {
+        node: Judgement("fail", other, _EXPECTED, "", "environment", remedy)
+        if other
+        else Judgement("pass", digest(rows[node]), _EXPECTED)
+        for node, other in unlike_most(rows, _software(fleet.command)).items()
+    }
+
+
+def compare_variables(fleet: Fleet) -> Mapping[str, Judgement]:
+    """Variables that change what NCCL, gloo, torch and the engines do."""
+    rows = {node: facts["variables"] for node, facts in fleet.facts("environment").items()}
+    own = fleet.command["variables"] if fleet.command else {}
+    remedy = "set them in the job's script, not in a node's profile"
+    return {
+        node: Judgement("warn", other, _EXPECTED, "", "environment", remedy)
+        for node, other in unlike_most(rows, own).items()
+        if other
+    }
+
+
+def _software(facts: Facts | None) -> dict[str, str]:
+    return {"python": facts["python"], **facts["packages"]} if facts else {}
+
+
+def digest(versions: Mapping[str, str]) -> str:
+    """A short hash of all names and versions."""
+    text = "\n".join(f"{name}=={version}" for name, version in sorted(versions.items()))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+ENVIRONMENT = Check(
+    "environment",
+    "another python or other package versions than most nodes and this command have",
+    measure,
+    compare=compare,
+    limit="equal",
+    source="ours",
+)
+VARIABLES = Check(
+    "variables",
+    "warns: other NCCL_*, GLOO_*, VLLM_*, ... variables than most nodes have. Those that look "
+    "like secrets are not read",
+    compare=compare_variables,
+    limit="equal",
+    source="ours",
+)

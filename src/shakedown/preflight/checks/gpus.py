@@ -1,65 +1,109 @@
-"""GPUs: asked from the driver (nvidia-smi), else as Slurm and CUDA_VISIBLE_DEVICES promise them."""
+"""GPUs as the driver knows them (NVML), else as Slurm and CUDA_VISIBLE_DEVICES promise them."""
 
-import csv
 import os
-import shutil
-import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from shakedown.preflight.model import Facts, ProbeRequest, has_fault
+import psutil
 
-_FIELDS = (
-    "index",
-    "uuid",
-    "name",
-    "memory.total",
-    "memory.used",
-    "ecc.errors.uncorrected.volatile.total",
-    "clocks_throttle_reasons.hw_slowdown",
-)
+from shakedown.core.verdict import FindingStatus
+from shakedown.preflight.check import Check, Fleet, Judgement, unlike_most
+from shakedown.preflight.gpu_models import is_model
+from shakedown.preflight.model import Expectations, Facts, ProbeRequest
 
-
-def gpus(request: ProbeRequest, node: str) -> Facts:
-    """`source` driver | slurm | none, `count` usable ones, `lost` those that do not answer."""
-    facts = dict(_from_driver() if shutil.which("nvidia-smi") else _promised(os.environ))
-    if has_fault(request.faults, "gpu_missing", node):
-        facts["lost"] = [*facts.get("lost", []), "GPU 0 (injected)"]
-        facts["count"] = max(0, facts["count"] - 1)
-    return facts
+_DRIVER = Path("/proc/driver/nvidia/version")
+# Reasons of nvmlDeviceGetCurrentClocksEventReasons that are faults; power capping and idling are
+# normal. The hardware's own slow the GPU to half its clock and less.
+_HARDWARE = {"HwSlowdown", "HwThermalSlowdown", "HwPowerBrakeSlowdown"}
+_THROTTLING = (*sorted(_HARDWARE), "SwThermalSlowdown")
+_USED_SHARE = 0.1
 
 
-def _from_driver() -> Facts:
-    # -L names all cards that the driver knows, the query only those that answer.
-    listing = _smi("-L").stdout.splitlines()
-    asked = _smi(f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
-    answered = parse_smi(asked.stdout)
-    seen = {gpu["uuid"] for gpu in answered}
-    lost = [line for line in listing if not any(uuid in line for uuid in seen)]
-    if asked.returncode and not answered and not lost:
-        lost = [(asked.stdout + asked.stderr).strip()[:200]]
+def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+    """`source`: nvml | slurm | none, `count` usable ones, `lost` those that do not answer.
+
+    `gpus`: a row each. What a card does not report is null.
+    """
+    try:
+        import pynvml
+    except ModuleNotFoundError:
+        unasked = "nvidia-ml-py is not installed" if _DRIVER.exists() else "no driver here"
+        return {**_promised(os.environ), "unasked": unasked}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        return {**_promised(os.environ), "unasked": str(error)}
+    try:
+        return _from_driver(pynvml)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _from_driver(nvml: Any) -> Facts:
+    rows, lost = [], []
+    installed = nvml.nvmlDeviceGetCount()
+    for index in range(installed):
+        try:
+            rows.append(_card(nvml, index))
+        except nvml.NVMLError as error:
+            lost.append(f"GPU {index}: {error}")
+    cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
     return {
-        "source": "driver",
-        "count": _visible(os.environ, len(answered)),
-        "installed": len(answered) + len(lost),
+        "source": "nvml",
+        "unasked": "",
+        "driver": nvml.nvmlSystemGetDriverVersion(),
+        "cuda": f"{cuda // 1000}.{cuda % 1000 // 10}",
+        "count": _visible(os.environ, len(rows)),
+        "installed": installed,
         "lost": lost,
-        "gpus": answered,
+        "gpus": rows,
     }
 
 
-def _smi(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=False)
+def _card(nvml: Any, index: int) -> dict[str, Any]:
+    """One GPU.
 
+    Raises:
+        NVMLError: it does not answer.
+    """
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
 
-def parse_smi(text: str) -> list[dict[str, Any]]:
-    """Rows of nvidia-smi's CSV; what the card does not report (`[N/A]`) is null."""
-    rows = []
-    for row in csv.reader(text.splitlines(), skipinitialspace=True):
-        # nvidia-smi reports a lost card among the rows: `Unable to determine the device handle ...`
-        if len(row) == len(_FIELDS) and row[0].strip().isdecimal():
-            values = [None if "N/A" in v or "Not Supported" in v else v.strip() for v in row]
-            rows.append(dict(zip(_FIELDS, values, strict=True)))
-    return rows
+    def ask(question: Callable[..., Any], *more: Any) -> Any:
+        """None where this model of GPU, or a virtual one, has no such thing."""
+        try:
+            return question(handle, *more)
+        except nvml.NVMLError as error:
+            if error.value in (nvml.NVML_ERROR_NOT_SUPPORTED, nvml.NVML_ERROR_NO_PERMISSION):
+                return None
+            raise
+
+    uncorrected, volatile = nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+    remapped = ask(nvml.nvmlDeviceGetRemappedRows)
+    reasons = ask(nvml.nvmlDeviceGetCurrentClocksEventReasons) or 0
+    links = [ask(nvml.nvmlDeviceGetNvLinkState, n) for n in range(nvml.NVML_NVLINK_MAX_LINKS)]
+    running = [p.pid for p in ask(nvml.nvmlDeviceGetComputeRunningProcesses) or []]
+    # Read afterwards: what the other checks of this probe have started is among them.
+    own = {child.pid for child in psutil.Process(os.getppid()).children(recursive=True)}
+    return {
+        "index": index,
+        "name": nvml.nvmlDeviceGetName(handle),
+        "memory_mb": memory.total // 2**20,
+        "used_mb": memory.used // 2**20,
+        "processes": sorted(set(running) - own),
+        "ecc_uncorrected": ask(nvml.nvmlDeviceGetTotalEccErrors, uncorrected, volatile),
+        "remap_pending": bool(remapped and remapped[2]),
+        "remap_failed": bool(remapped and remapped[3]),
+        "throttle": [
+            r for r in _THROTTLING if reasons & getattr(nvml, f"nvmlClocksEventReason{r}")
+        ],
+        # The width only: an idle GPU lowers the generation to save power.
+        "pcie_width": ask(nvml.nvmlDeviceGetCurrPcieLinkWidth),
+        "pcie_most": ask(nvml.nvmlDeviceGetMaxPcieLinkWidth),
+        "nvlinks": sum(link == 1 for link in links),
+        "nvlinks_down": sum(link == 0 for link in links),
+    }
 
 
 def _visible(environ: Mapping[str, str], installed: int) -> int:
@@ -72,9 +116,123 @@ def _promised(environ: Mapping[str, str]) -> Facts:
     """No driver: what the scheduler gave this step."""
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
         if environ.get(name):
-            return {"source": f"slurm ({name})", "count": _entries(environ[name]), "lost": []}
-    return {"source": "none", "count": 0, "lost": []}
+            count = _entries(environ[name])
+            return {"source": f"slurm ({name})", "count": count, "lost": [], "gpus": []}
+    return {"source": "none", "count": 0, "lost": [], "gpus": []}
 
 
 def _entries(text: str) -> int:
     return sum(entry.strip() not in ("", "-1", "NoDevFiles") for entry in text.split(","))
+
+
+def judge(facts: Facts, want: Expectations) -> Judgement:
+    """As many usable GPUs of the right model as expected, none lost, all of them healthy."""
+    count, expected = facts["count"], f">= {want.gpus}"
+    if facts["lost"]:
+        remedy = "a GPU fell off the bus: drain the node; see XID errors in dmesg"
+        return Judgement("fail", f"lost: {'; '.join(facts['lost'])}", "none lost", remedy=remedy)
+    if count < want.gpus:
+        hidden = facts.get("installed", count) >= want.gpus
+        remedy = "request them: --gres=gpu:N or --gpus-per-node; see CUDA_VISIBLE_DEVICES"
+        return Judgement("fail", count, expected, "GPUs", "user" if hidden else "node", remedy)
+    others = {gpu["name"] for gpu in facts["gpus"] if not is_model(gpu["name"], want.gpu_model)}
+    if others:
+        remedy = "ask Slurm for the model: --gres=gpu:MODEL:N, or change cluster.gpu_model"
+        return Judgement("fail", sorted(others), want.gpu_model, "", "user", remedy)
+    status, wrong = _health(facts["gpus"])
+    if wrong:
+        return Judgement(status, wrong, "healthy, and all alike", "", "node", _REMEDIES[status])
+    if want.gpus and facts["source"] != "nvml":
+        remedy = f"pip install nvidia-ml-py, and look at the driver: {facts['unasked']}"
+        measured = f"{count}, promised by {facts['source']}; the driver was not asked"
+        return Judgement("warn", measured, expected, "", "environment", remedy)
+    return Judgement("pass", f"{count} ({facts['source']})", expected, "GPUs")
+
+
+_REMEDIES: dict[FindingStatus, str] = {
+    "fail": "drain the node; nvidia-smi -q says more",
+    "warn": "nvidia-smi shows who uses them and how warm they are",
+}
+
+
+def _health(gpus: list[dict[str, Any]]) -> tuple[FindingStatus, list[str]]:
+    """The worst status, and the faults of that status."""
+    fails = [f"GPU {gpu['index']}: {fault}" for gpu in gpus for fault in _faults(gpu)]
+    alike = {g["index"]: {k: g[k] for k in _ALIKE} for g in gpus}
+    odd = unlike_most({str(index): row for index, row in alike.items()})
+    fails += [f"GPU {i}: {name} {says}" for i, row in odd.items() for name, says in row.items()]
+    if fails:
+        return "fail", fails
+    return "warn", [f"GPU {gpu['index']}: {fault}" for gpu in gpus for fault in _warnings(gpu)]
+
+
+_ALIKE = ("name", "memory_mb", "pcie_width", "nvlinks")
+
+
+def _faults(gpu: Mapping[str, Any]) -> list[str]:
+    faults = [
+        (gpu["ecc_uncorrected"], f"{gpu['ecc_uncorrected']} uncorrected memory errors"),
+        (gpu["remap_pending"], "a row remapping is pending: reset the GPU"),
+        (gpu["remap_failed"], "a row could not be remapped: replace the GPU"),
+        (gpu["nvlinks_down"], f"{gpu['nvlinks_down']} NVLinks are down"),
+        (
+            (gpu["pcie_width"] or 0) < (gpu["pcie_most"] or 0),
+            f"PCIe x{gpu['pcie_width']} of x{gpu['pcie_most']}",
+        ),
+        (_HARDWARE & set(gpu["throttle"]), f"slowed down: {', '.join(gpu['throttle'])}"),
+    ]
+    return [text for wrong, text in faults if wrong]
+
+
+def _warnings(gpu: Mapping[str, Any]) -> list[str]:
+    found = [f"slowed down: {', '.join(gpu['throttle'])}"] if gpu["throttle"] else []
+    if gpu["processes"] or gpu["used_mb"] > _USED_SHARE * gpu["memory_mb"]:
+        found.append(f"{gpu['used_mb']} MB in use by processes {gpu['processes'] or 'unknown'}")
+    return found
+
+
+def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+    """Models of GPUs, driver, CUDA and NCCL: one that differs hangs or crashes in the first
+    collective."""
+    torch = fleet.facts("torch_gpus")
+    rows = {
+        node: {
+            "driver": facts.get("driver"),
+            "driver's CUDA": facts.get("cuda"),
+            "models": ", ".join(sorted({gpu["name"] for gpu in facts["gpus"]})),
+            "torch's CUDA": torch.get(node, {}).get("cuda"),
+            "NCCL": torch.get(node, {}).get("nccl"),
+        }
+        for node, facts in fleet.facts("gpus").items()
+    }
+    remedy = "update the node's driver, or use one environment on all nodes"
+    return {
+        node: Judgement("fail", other, _SAME, "", "node", remedy)
+        if other
+        else Judgement("pass", {name: text for name, text in rows[node].items() if text}, _SAME)
+        for node, other in unlike_most(rows).items()
+    }
+
+
+_SAME = "the same on all nodes"
+
+GPUS = Check(
+    "gpus",
+    "fewer GPUs than expected, another model, one that does not answer, uncorrected memory errors, "
+    "a pending or failed row remapping, an NVLink that is down, fewer PCIe lanes, a hardware "
+    "slowdown, a GPU unlike the others of its node; warns: thermal slowdown, processes or memory "
+    "in use, a driver that cannot be asked",
+    measure,
+    judge,
+    health=True,
+    limit="0; 10 % of the memory",
+    source="gcm, Meta (row remapping); gcm and AzNHC (throttling)",
+)
+GPU_VERSIONS = Check(
+    "gpu_versions",
+    "another GPU model, driver, CUDA or NCCL than on most nodes",
+    compare=compare,
+    needs="gpus",
+    limit="equal",
+    source="NCCL refuses ranks of another version",
+)

@@ -1,0 +1,128 @@
+"""What a check is: a row that says how to measure and judge, and where its threshold is from."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, get_args
+
+from shakedown.core.verdict import Blame, FindingStatus
+from shakedown.preflight.model import Expectations, Facts, NodeReport, ProbeRequest, Tier
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """A judge's answer, which judge.py turns into a Finding."""
+
+    status: FindingStatus
+    measured: Any = None
+    expected: Any = None
+    unit: str = ""
+    blame: Blame = "node"
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """What all nodes reported.
+
+    Attributes:
+        command: the environment of the command that started the run, to compare with.
+        sees: which nodes' files the machine of that command misses (checks/visibility.py).
+        ahead: node -> seconds that its clock is ahead of most others', over the network.
+    """
+
+    reports: Mapping[str, NodeReport]
+    want: Expectations
+    command: Facts | None = None
+    sees: Facts | None = None
+    ahead: Mapping[str, float] = field(default_factory=dict)
+
+    def facts(self, check: str) -> dict[str, Facts]:
+        """Node -> facts of one check, where it ran."""
+        rows = {node: report.checks.get(check) for node, report in self.reports.items()}
+        return {node: row.facts for node, row in rows.items() if row and not row.error}
+
+    @property
+    def machines(self) -> int:
+        """How many machines the nodes are: those of a test cluster share one."""
+        return len({facts["boot_id"] for facts in self.facts("machine").values()})
+
+
+Measure = Callable[[ProbeRequest, str], Facts]
+NodeJudge = Callable[[Facts, Expectations], Judgement]
+Compare = Callable[[Fleet], Mapping[str, Judgement]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the table, and of docs/preflight.md.
+
+    Attributes:
+        fails: when it fails or warns, for the documentation.
+        measure: (request, this node's name) -> facts, on every node. It never judges, and raises
+            when it cannot measure. None: the row compares facts that other rows measured.
+        judge: one node's facts against what the run needs.
+        compare: all nodes' facts against each other: node -> judgement.
+        tier: the least tier that runs it.
+        needs: the field of `Expectations` without which there is nothing to check.
+        health: part of `--once`: about the node itself, without a run, in a second.
+        limit: the threshold, in words.
+        source: where the threshold is from.
+    """
+
+    name: str
+    fails: str
+    measure: Measure | None = None
+    judge: NodeJudge | None = None
+    compare: Compare | None = None
+    tier: Tier = "quick"
+    needs: str = ""
+    health: bool = False
+    limit: str = ""
+    source: str = ""
+
+    @property
+    def scope(self) -> str:
+        return "node" if self.judge else "cluster"
+
+    def wanted(self, want: Expectations) -> bool:
+        """Whether this run asks for it."""
+        tiers = get_args(Tier)
+        in_tier = tiers.index(self.tier) <= tiers.index(want.tier)
+        return in_tier and (not self.needs or bool(getattr(want, self.needs)))
+
+
+def unlike_most(
+    values: Mapping[str, Mapping[str, Any]],
+    casting: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, dict[str, str]]:
+    """Node -> `name: here, elsewhere` for what differs from the most common set of values.
+
+    At most 10 differences a node: two environments may differ in hundreds of packages.
+
+    Args:
+        values: node -> name -> value.
+        casting: one more set that has a vote, and breaks a tie.
+    """
+    votes = Counter(_signature(row) for row in values.values())
+    if casting:
+        votes[_signature(casting)] += 1
+    if not votes:
+        return {}
+    usual_signature = max(votes, key=lambda one: (votes[one], one == _signature(casting)))
+    rows = [*values.values(), casting]
+    usual = next(row for row in rows if _signature(row) == usual_signature)
+    return {node: _differences(row, usual) for node, row in values.items()}
+
+
+def _signature(row: Mapping[str, Any]) -> str:
+    return str(sorted(row.items()))
+
+
+def _differences(here: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, str]:
+    names = [n for n in sorted(here.keys() | usual.keys()) if here.get(n) != usual.get(n)]
+    return {
+        name: f"{here.get(name, 'missing')}, elsewhere {usual.get(name, 'missing')}"
+        for name in names[:10]
+    }

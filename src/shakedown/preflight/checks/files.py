@@ -1,0 +1,134 @@
+"""The results file system: does it take files, and has it room?"""
+
+import errno
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from shakedown.core.private import make_folders
+from shakedown.preflight.check import Check, Judgement
+from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+
+MAX_STEP_SECONDS = 1.0  # of a rename or a listing; heartbeats are renamed twice a second
+MAX_DATA_SECONDS = 5.0  # of 4 MB: below 1 MB/s a checkpoint of a small model takes an hour
+_SLOW = f"<= {MAX_STEP_SECONDS:g} s a step, <= {MAX_DATA_SECONDS:g} s to move 4 MB"
+# Random: a file system that compresses has to write all of it.
+_SAMPLE = os.urandom(2**20)
+_SAMPLE_COPIES = 4
+
+
+def marker_folder(request: ProbeRequest) -> Path:
+    """Where the nodes of one run leave files for each other; removed when the run ends."""
+    return Path(request.out) / f".probe-{request.token}"
+
+
+def measure(request: ProbeRequest, node: str) -> Facts:
+    """Write, fsync, rename, list, read back and remove 4 MB; `failed` names the step and errno."""
+    folder = marker_folder(request)
+    facts = {"folder": request.out, **_space(Path(request.out))}
+    steps: dict[str, float] = {}
+    try:
+        make_folders(folder)
+        target = folder / f"disk-{node}.tmp"
+        for name, step in _steps(target, folder / f"disk-{node}").items():
+            begin = time.monotonic()
+            step()
+            steps[name] = round(time.monotonic() - begin, 4)
+    except OSError as error:
+        step_name = next((n for n in _STEPS if n not in steps), "mkdir")
+        facts["failed"] = {
+            "step": step_name,
+            "errno": errno.errorcode.get(error.errno or 0, "?"),
+            "message": error.strerror or str(error),
+        }
+    return {**facts, "steps": steps}
+
+
+_STEPS = ("write", "fsync", "rename", "list", "read", "remove")
+_MOVES_DATA = {"write", "fsync", "read"}
+
+
+def _steps(temporary: Path, final: Path) -> dict[str, Callable[[], None]]:
+    def write() -> None:
+        # Unbuffered: a full disk is met by this step, not by closing the file.
+        with temporary.open("wb", buffering=0) as stream:
+            for _ in range(_SAMPLE_COPIES):
+                if stream.write(_SAMPLE) != len(_SAMPLE):
+                    raise OSError(errno.ENOSPC, "short write")
+
+    def fsync() -> None:
+        handle = os.open(temporary, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def listed() -> None:
+        if final.name not in os.listdir(final.parent):
+            raise OSError(errno.ENOENT, "a renamed file is not listed")
+
+    def read() -> None:
+        if final.read_bytes() != _SAMPLE * _SAMPLE_COPIES:
+            raise OSError(errno.EIO, "read back other bytes than were written")
+
+    functions = (write, fsync, lambda: os.replace(temporary, final), listed, read, final.unlink)
+    return dict(zip(_STEPS, functions, strict=True))
+
+
+def _space(folder: Path) -> dict[str, object]:
+    existing = next(p for p in (folder, *folder.parents) if p.exists())
+    seen = os.statvfs(existing)
+    mounts = [
+        (part.mountpoint, part.fstype)
+        for part in psutil.disk_partitions(all=True)
+        if existing.resolve().is_relative_to(part.mountpoint)
+    ]
+    return {
+        # f_bavail, not f_bfree: ext4 keeps some blocks for root alone.
+        "free_gb": round(seen.f_bavail * seen.f_frsize / 1e9, 3),
+        "free_files": seen.f_favail if seen.f_files else None,
+        # Of nested mounts the longest path is the one that holds the folder.
+        "type": max(mounts, key=lambda mount: len(mount[0]), default=("", ""))[1],
+    }
+
+
+def judge(facts: Facts, want: Expectations) -> Judgement:
+    """The results folder must take a file, keep it, and have room."""
+    expected = f">= {want.min_free_disk_gb:g}"
+    failed = facts.get("failed")
+    if failed:
+        return Judgement(
+            "fail",
+            f"{failed['step']}: {failed['errno']} {failed['message']}",
+            "write, fsync, rename, list, read, remove",
+            remedy=f"look at {facts['folder']} on this node: df -h, df -i, quota, mount",
+        )
+    if facts["free_gb"] < want.min_free_disk_gb:
+        remedy = f"free space under {facts['folder']}"
+        return Judgement("fail", facts["free_gb"], expected, "GB free", "environment", remedy)
+    # File systems without a fixed number of inodes, such as btrfs, report 0.
+    if facts["free_files"] is not None and 0 < facts["free_files"] < 10_000:
+        return Judgement("warn", facts["free_files"], ">= 10000", "free inodes", "environment")
+    slow = {
+        step: seconds
+        for step, seconds in facts["steps"].items()
+        if seconds > (MAX_DATA_SECONDS if step in _MOVES_DATA else MAX_STEP_SECONDS)
+    }
+    if slow:
+        remedy = f"{facts['folder']} ({facts['type']}) is slow: choose another file system"
+        return Judgement("warn", slow, _SLOW, "s", "environment", remedy)
+    return Judgement("pass", facts["free_gb"], expected, "GB free")
+
+
+FILES = Check(
+    "files",
+    "the results folder does not take 4 MB through write, fsync, rename, list, read, remove; too "
+    "little room; warns: inodes run out, a step is slow",
+    measure,
+    judge,
+    limit="`min_free_disk_gb`, 2 GB; 10000 inodes; 1 s a step, 5 s to move 4 MB",
+    source="the demo run's results; ours",
+)

@@ -1,0 +1,49 @@
+"""What the machines have in common: kernel, C library, processors that the job may use."""
+
+import os
+import platform
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+
+from shakedown.preflight.check import Check, Fleet, Judgement, unlike_most
+from shakedown.preflight.model import Facts, ProbeRequest
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+    """Nodes with one `boot_id` share a machine (a test cluster)."""
+    return {
+        "boot_id": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname(),
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+        # Those that this process may run on: Slurm may have bound it to some of the machine's.
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+    """Warn for a node that is not like most."""
+    rows = {
+        node: {name: facts[name] for name in ("kernel", "libc", "cpus")}
+        for node, facts in fleet.facts("machine").items()
+    }
+    remedy = "update the node, or ask for as many CPUs on each: --cpus-per-task, --exclusive"
+    return {
+        node: Judgement("warn", other, "as on most nodes", "", "environment", remedy)
+        if other
+        else Judgement("pass", rows[node], "as on most nodes")
+        for node, other in unlike_most(rows).items()
+    }
+
+
+MACHINE = Check(
+    "machine",
+    "warns: another kernel, C library or number of usable CPUs than most nodes have",
+    measure,
+    compare=compare,
+    health=True,
+    limit="equal",
+    source="a build of torch or NCCL that works on one node fails on another",
+)

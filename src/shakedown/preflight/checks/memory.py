@@ -1,0 +1,56 @@
+"""Main memory."""
+
+from pathlib import Path
+
+import psutil
+
+from shakedown.preflight.check import Check, Judgement
+from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+
+MIN_FREE = 0.1  # share of what the job may use
+
+
+def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+    """Main memory in MB; `limit_mb` is the control group's limit, if any."""
+    seen = psutil.virtual_memory()
+    return {
+        "total_mb": seen.total // 2**20,
+        "available_mb": seen.available // 2**20,
+        "limit_mb": _cgroup_limit_mb(),
+    }
+
+
+def _cgroup_limit_mb() -> int | None:
+    """The tightest memory.max on the way from this process's group (cgroup v2) to the root."""
+    own = Path("/proc/self/cgroup").read_text().splitlines()
+    # The line of cgroup v2: `0::/system.slice/slurmstepd.scope/job_7`.
+    relative = next((line[3:] for line in own if line.startswith("0::")), "/")
+    folder = Path("/sys/fs/cgroup") / relative.lstrip("/")
+    limits_found = []
+    for level in (folder, *folder.parents):
+        file = level / "memory.max"
+        if file.is_file() and (text := file.read_text().strip()).isdecimal():
+            limits_found.append(int(text) // 2**20)
+    return min(limits_found, default=None)
+
+
+def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+    """Warn when little is available: someone else's processes are left on the node."""
+    total = facts["limit_mb"] or facts["total_mb"]
+    # The kernel counts what is available on the machine, whatever the control group allows.
+    free = min(facts["available_mb"], total)
+    least = round(total * MIN_FREE)
+    if free < least:
+        return Judgement("warn", free, f">= {least}", "MB", "node", "look for left-over processes")
+    return Judgement("pass", free, f">= {least}", "MB")
+
+
+MEMORY = Check(
+    "memory",
+    "warns: little free memory, as processes of an earlier job are left",
+    measure,
+    judge,
+    health=True,
+    limit="10 % of the control group's limit, or of the machine",
+    source="ours",
+)

@@ -1,0 +1,111 @@
+"""Names: what the host's name and the other nodes' names resolve to."""
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+from shakedown.preflight.check import Check, Fleet, Judgement
+from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+
+
+def measure(request: ProbeRequest, node: str) -> Facts:
+    """What the host's name and the other nodes resolve to, and this node's `own` addresses.
+
+    `unresolved`: nodes whose address does not resolve, `nameless`: whose name does not.
+    """
+    hostname = socket.gethostname()
+    addresses, error = resolve(hostname)
+    others = {name: resolve(at) for name, at in request.addresses.items() if name != node}
+    by_name = {name: resolve(name) for name in request.addresses if name != node}
+    return {
+        "hostname": hostname,
+        "addresses": addresses,
+        "error": error,
+        "own": sorted(address for group in own_interfaces().values() for address in group),
+        "unresolved": {name: why for name, (_, why) in others.items() if why},
+        "nameless": {name: why for name, (_, why) in by_name.items() if why},
+    }
+
+
+def own_interfaces() -> dict[str, list[str]]:
+    """Interface that is up -> its IPv4 addresses."""
+    up = psutil.net_if_stats()
+    return {
+        name: [entry.address for entry in entries if entry.family == socket.AF_INET]
+        for name, entries in psutil.net_if_addrs().items()
+        if name in up and up[name].isup
+    }
+
+
+def resolve(name: str) -> tuple[list[str], str | None]:
+    """(IPv4 and IPv6 addresses, why there is none)."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return [], error.strerror or str(error)
+    return sorted({str(entry[4][0]) for entry in found}), None
+
+
+def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+    """gloo and NCCL listen where the host's name points: it must point at this host."""
+    measured, own = facts["addresses"], facts["own"]
+    expected = f"{facts['hostname']} resolves to an address of this node"
+    if not measured:
+        why = facts["error"] or "no address"
+        return Judgement(
+            "fail", why, expected, remedy=f"add {facts['hostname']} to DNS or /etc/hosts"
+        )
+    # A scope may follow the address: fe80::1%eth0.
+    if any(ipaddress.ip_address(a.partition("%")[0]).is_link_local for a in measured):
+        remedy = "it is the wrong interface; fix DNS or set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+        return Judgement("fail", measured, expected, remedy=remedy)
+    # Of this node's own addresses only IPv4 is known (`measure`).
+    foreign = [a for a in measured if ":" not in a and a not in own and not _is_loopback(a)]
+    if foreign and len(foreign) == len(measured):
+        return Judgement("fail", measured, f"one of {own}", remedy="fix DNS or /etc/hosts")
+    if facts["unresolved"]:
+        remedy = "add the nodes to DNS, or NodeAddr to slurm.conf"
+        return Judgement(
+            "fail", facts["unresolved"], "all nodes resolve", "", "environment", remedy
+        )
+    return Judgement("pass", measured, expected)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+    """Names that scripts take for MASTER_ADDR; shakedown itself takes Slurm's NodeAddr."""
+    # On one machine all nodes are at hand, and a test cluster's names need not resolve.
+    if fleet.machines < 2:
+        return {}
+    remedy = "add the nodes to DNS or /etc/hosts, or take NodeAddr: scontrol show node NAME"
+    return {
+        node: Judgement("warn", facts["nameless"], "all resolve", "", "environment", remedy)
+        if facts["nameless"]
+        else Judgement("pass", "all resolve", "all resolve")
+        for node, facts in fleet.facts("names").items()
+    }
+
+
+NAMES = Check(
+    "names",
+    "the host's name does not resolve, resolves to 169.254.* or to no address of this node; "
+    "another node's NodeAddr does not resolve",
+    measure,
+    judge,
+    health=True,
+    limit="an address of the node",
+    source="verl's issue 726: gloo took 169.254.*",
+)
+NODE_NAMES = Check(
+    "node_names",
+    "warns: a node's name, as `scontrol show hostnames` gives it to job scripts, does not resolve "
+    "on another machine",
+    compare=compare,
+    limit="all",
+    source="scripts that set MASTER_ADDR to it",
+)

@@ -1,0 +1,76 @@
+"""The run's own code: agent, reward and metrics sinks, imported and called once on the node."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from shakedown.core.errors import ExitCode
+from shakedown.preflight.check import Check, Judgement
+from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+
+# Above this package: it knows how agents, rewards and sinks are loaded.
+_MODULE = "shakedown.training.try_part"
+_SHARE = 0.8  # of the check's limit, for all parts at once: so that the slow one is named
+
+
+def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+    """`faults`: part -> what it said where it cannot be used, `raised`: where its own code did."""
+    started = {f"{kind} {name}": _start(kind, name) for kind, name in request.want.parts}
+    deadline = time.monotonic() + request.limit * _SHARE
+    facts: dict[str, dict[str, str]] = {"faults": {}, "raised": {}}
+    for part, process in started.items():
+        try:
+            said = process.communicate(timeout=max(0.0, deadline - time.monotonic()))[1]
+        except subprocess.TimeoutExpired:
+            _end(process)
+            facts["faults"][part] = f"no end within {request.limit * _SHARE:g} s"
+            continue
+        if process.returncode:
+            lines = said.strip().splitlines() or [f"ended with {process.returncode}"]
+            kind = "raised" if process.returncode == ExitCode.BLOCKED else "faults"
+            facts[kind][part] = lines[-1][:400]
+    return facts
+
+
+def _start(kind: str, name: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", _MODULE, kind, name],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,  # so that what it has started ends with it
+    )
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stderr:
+        process.stderr.close()
+
+
+def judge(facts: Facts, want: Expectations) -> Judgement:
+    """Each must load; one whose own code raises may only dislike the made-up question."""
+    expected = "imported and called once"
+    remedy = "the same here: python -m shakedown.training.try_part KIND NAME"
+    if facts["faults"]:
+        return Judgement("fail", facts["faults"], expected, "", "user", remedy)
+    if facts["raised"]:
+        return Judgement("warn", facts["raised"], expected, "", "user", remedy)
+    return Judgement("pass", [" ".join(part) for part in want.parts], expected)
+
+
+PARTS = Check(
+    "parts",
+    "the run's reward or agent cannot be imported or breaks its contract; a metrics sink lacks its "
+    "package or key (that it is set is asked, never the value); warns: reward or agent raise at a "
+    "made-up question",
+    measure,
+    judge,
+    needs="parts",
+    limit="four fifths of `--timeout`",
+    source="prime-rl's guide: check that the environment is installed before training",
+)

@@ -1,0 +1,37 @@
+"""Ports that the run wants to listen on."""
+
+import socket
+
+from shakedown.preflight.check import Check, Judgement
+from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+
+
+def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+    """`taken`: requested ports that cannot be bound on all interfaces, with the reason."""
+    requested = {str(port): _bind_fault(port) for port in request.ports}
+    taken = {port: why for port, why in requested.items() if why}
+    return {"asked": list(request.ports), "taken": taken}
+
+
+def _bind_fault(port: int) -> str | None:
+    """Why the port cannot be bound on all interfaces; None when it can."""
+    try:
+        # It sets SO_REUSEADDR: a port counts as free while its last connection is still closing.
+        with socket.create_server(("", port)):
+            return None
+    # OverflowError: a port above 65535.
+    except (OSError, OverflowError) as error:
+        return getattr(error, "strerror", None) or str(error)
+
+
+def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+    """The requested ports must be free."""
+    if not facts["asked"]:
+        return Judgement("skip", expected="no ports were given", blame="none")
+    if facts["taken"]:
+        remedy = "end what listens there (ss -ltnp) or choose other ports"
+        return Judgement("fail", facts["taken"], "free", "", "node", remedy)
+    return Judgement("pass", facts["asked"], "free")
+
+
+PORTS = Check("ports", "a `--port` is taken", measure, judge, limit="free", source="ours")

@@ -1,0 +1,126 @@
+"""Whether nodes see each other's files in the results folder."""
+
+import contextlib
+import os
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from shakedown.core.private import make_folders
+from shakedown.core.verdict import Blame, FindingStatus
+from shakedown.preflight.check import Check, Fleet, Judgement
+from shakedown.preflight.checks.files import marker_folder
+from shakedown.preflight.model import Facts, ProbeRequest
+
+# Stands for the machine that the command runs on; no node can have this name.
+COMMAND = "@command"
+
+
+def measure(request: ProbeRequest, node: str) -> Facts:
+    """Leave a file, then wait until all others' files can be read, and one's own.
+
+    Every node runs this at the same time. `listed`: nodes whose file appeared only after the
+    folder was listed (a cached "no such file", known from NFS).
+    """
+    folder = marker_folder(request)
+    make_folders(folder)
+    leave_file(folder, node, request.token)
+    return _look(folder, {*request.addresses, node, COMMAND}, request)
+
+
+def leave_own(request: ProbeRequest) -> None:
+    """The file of the machine that the command runs on, before the nodes look for it."""
+    folder = marker_folder(request)
+    # On a full disk the nodes' own checks say what is wrong; they must get their turn.
+    with contextlib.suppress(OSError):
+        make_folders(folder)
+        leave_file(folder, COMMAND, request.token)
+
+
+def look_from_here(request: ProbeRequest, answered: Collection[str]) -> Facts:
+    """What the machine that the command runs on sees of the nodes' files, after they answered."""
+    names = {*answered, COMMAND}
+    try:
+        return _look(marker_folder(request), names, request)
+    except OSError:  # a folder that cannot be listed shows nobody's file
+        return {"missing": sorted(names), "listed": []}
+
+
+def _look(folder: Path, names: Collection[str], request: ProbeRequest) -> Facts:
+    begin = time.monotonic()
+    missing = set(names)
+    listed: set[str] = set()
+    # Not the whole limit: past it the check would be ended without an answer.
+    while missing and time.monotonic() - begin < request.limit * 0.75:
+        missing -= {name for name in missing if _reads(folder / f"seen-{name}", request.token)}
+        # Not at once: listing the folder ends NFS's cached "no such file", which is to be found.
+        if missing and time.monotonic() - begin > request.limit / 4:
+            present = os.listdir(folder)
+            listed |= {name for name in missing if f"seen-{name}" in present}
+        time.sleep(0.05 if missing else 0)
+    return {"missing": sorted(missing), "listed": sorted(listed - missing)}
+
+
+def _reads(path: Path, token: str) -> bool:
+    try:
+        return path.read_text() == token
+    except OSError:
+        return False
+
+
+def leave_file(folder: Path, name: str, token: str) -> None:
+    """The file of one node, which appears whole."""
+    temporary = folder / f".seen-{name}"
+    temporary.write_text(token)
+    temporary.replace(folder / f"seen-{name}")
+
+
+def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+    """Who does not see whose file. Nodes without a report left none and are left out."""
+    facts = fleet.facts("visibility")
+    if fleet.sees:
+        facts[COMMAND] = fleet.sees
+    unseen = {n: [m for m in row["missing"] if m in facts] for n, row in facts.items()}
+    unseen_by = {m: [n for n in unseen if m in unseen[n]] for m in facts}
+    others = len(facts) - 1
+    found = {}
+    for node, row in facts.items():
+        hidden = node in unseen_by[node] or 0 < others == len(unseen_by[node])
+        # blind to a node that nobody sees: that is the other node's fault
+        blind = [m for m in unseen[node] if len(unseen_by[m]) < others or hidden]
+        name = _CALLED if node == COMMAND else node
+        found[name] = _judged(unseen_by[node] if hidden else [], blind, row["listed"])
+    return found
+
+
+_CALLED = "the submitting machine"
+
+
+def _judged(unseen_by: list[str], blind: list[str], late: list[str]) -> Judgement:
+    status: FindingStatus = "pass"
+    blame: Blame = "node"
+    measured, remedy = "sees all", "is the results folder on the shared file system?"
+    if unseen_by:
+        status, measured = "fail", f"its file is not seen by {_listed(unseen_by)}"
+    elif blind:
+        status, measured = "fail", f"does not see files of {_listed(blind)}"
+    elif late:
+        status, blame, measured = "warn", "environment", f"only after `ls`: {_listed(late)}"
+        remedy = "mount with lookupcache=positive, or run with Snakemake's latency-wait"
+    expected = "every node's file seen by all"
+    return Judgement(status, measured, expected, "", blame, remedy if status != "pass" else "")
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(_CALLED if name == COMMAND else name for name in names)
+
+
+VISIBILITY = Check(
+    "visibility",
+    "a file that one node, or the submitting machine, wrote is not seen by another; warns: it "
+    "appears only after a listing (NFS)",
+    measure,
+    compare=compare,
+    limit="three quarters of `--timeout`",
+    source="Snakemake's issues 39, 153, 775 and 2739: outputs invisible until someone runs `ls`",
+)

@@ -1,0 +1,83 @@
+"""XID errors: what the NVIDIA driver wrote about its GPUs into the kernel's log."""
+
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+from shakedown.preflight.check import Check, Judgement
+from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+
+RECENT_HOURS = 2.0  # AzNHC's: an older one was dealt with, and must not drain the node for ever
+# Both print `[12345.678901]`, seconds since the machine started, before each line.
+_LOGS = (("dmesg",), ("journalctl", "--dmesg", "--output=short-monotonic", "--no-pager", "--quiet"))
+_LINE = re.compile(r"\[\s*(\d+\.\d+)\].*?NVRM: Xid \(([^)]*)\): (\d+)(.*)")
+# AWS's grades, after NVIDIA's catalogue of XID errors for driver r590: "restart bare metal", and
+# "reset GPU" with the two that a workflow decides (48, 74).
+ISOLATE = frozenset({79})
+RESET = frozenset({48, 64, 74, 95, 119, 120, 143})
+IGNORED = frozenset({43, 63, 92})
+# An application's own faults, unless they come often: AWS resets the GPU from the fifth on.
+APPLICATION = frozenset({13, 31})
+OFTEN = 5
+
+
+def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+    """`errors`: [code, PCI bus, hours ago, text], `unreadable`: why there is no log to read."""
+    uptime = float(Path("/proc/uptime").read_text().split()[0])
+    said = "no dmesg and no journalctl here"
+    for command in _LOGS:
+        try:
+            shown = subprocess.run(command, capture_output=True, text=True, check=False)
+        except FileNotFoundError:
+            continue
+        if shown.returncode == 0 and shown.stdout.strip():
+            return {"errors": parse_xids(shown.stdout, uptime), "unreadable": ""}
+        said = shown.stderr.strip()[:200] or f"{command[0]} shows nothing"
+    return {"errors": [], "unreadable": said}
+
+
+def parse_xids(text: str, uptime: float) -> list[list[object]]:
+    """[code, PCI bus, hours ago, text] of each XID line. `uptime`: seconds since the start."""
+    found = [_LINE.search(line) for line in text.splitlines()]
+    return [
+        [int(m[3]), m[2], round((uptime - float(m[1])) / 3600, 2), m[4].strip(", ")[:120]]
+        for m in found
+        if m
+    ]
+
+
+def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+    """Those of the last two hours, by AWS's grades."""
+    if facts["unreadable"]:
+        remedy = "run it as root, or: sysctl kernel.dmesg_restrict=0"
+        return Judgement("skip", facts["unreadable"], "the kernel's log", remedy=remedy)
+    recent = [row for row in facts["errors"] if row[2] <= RECENT_HOURS and row[0] not in IGNORED]
+    count = Counter(row[0] for row in recent)
+    often = sum(count[code] for code in APPLICATION) >= OFTEN
+    severe = {code for code in count if code in ISOLATE | RESET or (often and code in APPLICATION)}
+    told = {f"{row[1]} XID {row[0]}": row[3] for row in recent if not severe or row[0] in severe}
+    expected = f"none within {RECENT_HOURS:g} h"
+    if severe:
+        remedy = (
+            "drain and reboot the node" if severe & ISOLATE else "drain the node, reset the GPU"
+        )
+        return Judgement("fail", told, expected, remedy=remedy)
+    if recent:
+        remedy = "an application's fault, or one to watch: nvidia-smi -q"
+        return Judgement("warn", told, expected, "", "user", remedy)
+    return Judgement("pass", "none", expected)
+
+
+XID = Check(
+    "xid",
+    "the driver told of a GPU that needs a reset or a reboot (XID 48, 64, 74, 79, 95, 119, 120, "
+    "143, or five of 13 and 31); warns: any other but 43, 63 and 92. Skipped where the kernel's "
+    "log cannot be read",
+    measure,
+    judge,
+    needs="gpus",
+    health=True,
+    limit="within 2 hours",
+    source="AWS's health check, after NVIDIA's catalogue for r590; AzNHC (2 hours)",
+)

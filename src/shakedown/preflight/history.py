@@ -1,0 +1,130 @@
+"""What became of each node over runs: one SQLite file beside the results of all of them.
+
+A node that failed is kept off later jobs until it passes again or the time is over; one that fails
+again and again shows. A damaged file, or another program's, is an error and is left as it is.
+"""
+
+import sqlite3
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from shakedown.cluster.nodes import write_bad_nodes
+from shakedown.core.errors import StorageError
+from shakedown.core.private import make_folders
+
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS looks"
+    " (time REAL NOT NULL, run TEXT NOT NULL, node TEXT NOT NULL, ok INTEGER NOT NULL,"
+    " reason TEXT NOT NULL)"
+)
+_LOCK_SECONDS = 30.0  # another run's preflight may be writing
+REPEATED = 2  # failures that make an offender a repeated one
+
+
+@dataclass(frozen=True)
+class Look:
+    """One judgement of a node. `time`: seconds since the epoch; `reason`: what failed."""
+
+    time: float
+    run: str
+    node: str
+    ok: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Record:
+    """A node over all runs. `last` is its newest look, `reasons` what failed, newest first."""
+
+    node: str
+    looks: int
+    failures: int
+    last: Look
+    reasons: Sequence[str]
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    try:
+        make_folders(path.parent)
+        with closing(sqlite3.connect(path, timeout=_LOCK_SECONDS)) as base, base:
+            base.execute(_TABLE)
+            yield base
+    except (sqlite3.Error, OSError) as error:
+        raise StorageError(
+            f"cannot use the nodes' history {path}: {error}",
+            hint=f"move it away: mv {path} {path}.old",
+        ) from error
+
+
+def remember(path: Path, looks: Iterable[Look]) -> None:
+    """Add judgements.
+
+    Raises:
+        StorageError: the file cannot be written or is no history.
+    """
+    rows = [(look.time, look.run, look.node, look.ok, look.reason) for look in looks]
+    if rows:
+        with _opened(path) as base:
+            base.executemany("INSERT INTO looks VALUES (?, ?, ?, ?, ?)", rows)
+
+
+def records(path: Path) -> list[Record]:
+    """Every node's record, most failures first; empty without a file.
+
+    Raises:
+        StorageError: the file cannot be read or is no history.
+    """
+    if not path.exists():
+        return []
+    with _opened(path) as base:
+        rows = base.execute("SELECT time, run, node, ok, reason FROM looks ORDER BY time DESC")
+        by_node: dict[str, list[Look]] = {}
+        for when, run, node, ok, reason in rows:
+            by_node.setdefault(node, []).append(Look(when, run, node, bool(ok), reason))
+    found = [
+        Record(
+            node,
+            len(looks),
+            sum(not look.ok for look in looks),
+            looks[0],
+            list(dict.fromkeys(look.reason for look in looks if not look.ok)),
+        )
+        for node, looks in by_node.items()
+    ]
+    return sorted(found, key=lambda record: (-record.failures, record.node))
+
+
+def excluded(path: Path, hours: float, now: float | None = None) -> dict[str, Look]:
+    """Node -> its last failure, of those that have not passed since and failed in these hours.
+
+    Raises:
+        StorageError: the file cannot be read or is no history.
+    """
+    since = (time.time() if now is None else now) - hours * 3600
+    found = {record.node: record.last for record in records(path)}
+    return {node: look for node, look in found.items() if not look.ok and look.time > since}
+
+
+def exclude_known(path: Path, hours: float, target: Path) -> list[str]:
+    """Write the names of `excluded` to `target`, the file that every later job keeps off.
+
+    Raises:
+        StorageError: a file cannot be read or written.
+    """
+    names = sorted(excluded(path, hours))
+    write_bad_nodes(target, names)
+    return names
+
+
+def forgive(path: Path, node: str) -> int:
+    """Forget a node that was repaired; how many judgements it had.
+
+    Raises:
+        StorageError: the file cannot be written or is no history.
+    """
+    with _opened(path) as base:
+        return base.execute("DELETE FROM looks WHERE node = ?", (node,)).rowcount

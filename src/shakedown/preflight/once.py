@@ -1,0 +1,63 @@
+"""This node alone, in seconds: for Nagios, Slurm's HealthCheckProgram, Prolog and Epilog.
+
+No Slurm command is called, no results folder is needed, nothing is written.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from shakedown.cluster.nodes import node_name
+from shakedown.core.verdict import Finding, Status, counted, status_of
+from shakedown.core.visible import masked
+from shakedown.preflight.judge import judge
+from shakedown.preflight.model import Expectations, InjectedFault, NodeReport, ProbeRequest
+from shakedown.preflight.probe import measures, run_checks
+
+# Mode -> exit code by verdict.
+# nagios: the plugin guidelines' OK, WARNING, CRITICAL, UNKNOWN.
+# health: Slurm reads no exit code of a HealthCheckProgram; ours are those of every command.
+# prolog, epilog: Slurm drains the node at any code but 0; a check that could not run is no reason.
+MODES: Mapping[str, Mapping[Status, int]] = {
+    "nagios": {"PASS": 0, "WARN": 1, "FAIL": 2, "BLOCKED": 3},
+    "health": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 3},
+    "prolog": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 0},
+    "epilog": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 0},
+}
+_WORDS: Mapping[Status, str] = {
+    "PASS": "OK",
+    "WARN": "WARNING",
+    "FAIL": "CRITICAL",
+    "BLOCKED": "UNKNOWN",
+}
+_LONGEST = 400  # characters; a node's reason in Slurm's database and Nagios' first line are short
+
+
+def check_this_node(
+    want: Expectations, *, limit: float, faults: Sequence[InjectedFault] = ()
+) -> tuple[str, Status]:
+    """(one line, verdict) of what this node can be blamed for.
+
+    Args:
+        limit: seconds that a check may take; all run at once.
+    """
+    node = node_name()
+    request = ProbeRequest({node: "127.0.0.1"}, "", "", want=want, limit=limit, faults=faults)
+    report = NodeReport(node, run_checks(measures(want, health=True), request, node))
+    findings = judge([node], {node: report}, None, want)
+    # What a user or the environment is to blame for must not drain the node.
+    status = status_of(f for f in findings if f.status != "fail" or f.blame == "node")
+    if status in ("PASS", "WARN") and any(f.status == "fail" for f in findings):
+        status = "WARN"
+    return one_line(node, status, findings), status
+
+
+def one_line(node: str, status: Status, findings: Sequence[Finding]) -> str:
+    """`PREFLIGHT CRITICAL - n1: gpus: lost: GPU 3 | 'memory'=20671`, as Nagios reads it."""
+    worst = [f for f in findings if f.status in ("fail", "error")]
+    notable = worst or [f for f in findings if f.status == "warn"]
+    told = "; ".join(f"{f.check}: {f.measured}" for f in notable) or counted(findings)
+    numbers = [f for f in findings if isinstance(f.measured, int | float)]
+    metrics = " ".join(f"'{f.check}'={f.measured}" for f in numbers)
+    # A bar begins the metrics, and a line break other output.
+    text = re.sub(r"[|\s]+", " ", masked(f"{node}: {told}"))[:_LONGEST]
+    return f"PREFLIGHT {_WORDS[status]} - {text}{f' | {metrics}' if metrics else ''}"

@@ -1,0 +1,172 @@
+"""The run's own code is tried on the node, and what comes from the hub is looked for."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from shakedown.commands.preflight import _from_hub, _parts
+from shakedown.config import load_config
+from shakedown.preflight.checks import hub, parts
+from shakedown.preflight.model import Expectations, ProbeRequest
+
+pytest.importorskip("openai")
+ROOT = Path(__file__).parents[3]
+AGENT = """
+class Good:
+    async def run(self, data, **extra_kwargs):
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(
+            base_url=extra_kwargs["base_url"], api_key=extra_kwargs["api_key"]
+        ) as client:
+            answer = await client.chat.completions.create(
+                model="policy", messages=data["messages"]
+            )
+        return float("4" in answer.choices[0].message.content)
+
+
+class Raises:
+    async def run(self, data, **extra_kwargs):
+        return data["image"]
+
+
+class NotAsync:
+    def run(self, data, **extra_kwargs):
+        return 1.0
+
+
+def reward(completion, answer):
+    return 1.0
+
+
+def no_number(completion, answer):
+    return "much"
+"""
+
+
+def asked(limit: float = 120.0, **want: object) -> ProbeRequest:
+    return ProbeRequest(
+        {"n1": "127.0.0.1"},
+        "out",
+        "t",
+        want=Expectations(**want),  # type: ignore[arg-type]
+        limit=limit,
+    )
+
+
+@pytest.mark.slow
+def test_each_part_is_called_once_and_those_that_do_not_work_are_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(AGENT)
+    good = [("agent", f"{file}:Good"), ("reward", f"{file}:reward"), ("reward", "gsm8k")]
+    bad = [("agent", f"{file}:NotAsync"), ("reward", f"{file}:no_number"), ("sink", "nonsense")]
+    raises = [("agent", f"{file}:Raises")]
+
+    facts = parts.measure(asked(parts=[*good, *bad, *raises]), "n1")
+
+    assert set(facts["faults"]) == {" ".join(part) for part in bad}
+    assert set(facts["raised"]) == {" ".join(part) for part in raises}
+    assert "not async" in facts["faults"][f"agent {file}:NotAsync"]
+    assert "image" in facts["raised"][f"agent {file}:Raises"]
+
+
+def test_a_part_that_never_ends_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("import time\ntime.sleep(600)\n")
+
+    facts = parts.measure(asked(limit=1.0, parts=[("reward", f"{file}:f")]), "n1")
+
+    assert facts["faults"] == {f"reward {file}:f": "no end within 0.8 s"}
+
+
+def test_faults_fail_and_what_raised_is_a_warning() -> None:
+    want = Expectations(parts=[("reward", "gsm8k")])
+
+    assert parts.judge({"faults": {}, "raised": {}}, want).status == "pass"
+    assert parts.judge({"faults": {}, "raised": {"a": "b"}}, want).status == "warn"
+    assert parts.judge({"faults": {"a": "b"}, "raised": {}}, want).status == "fail"
+
+
+def test_the_shipped_config_names_its_parts_and_nothing_of_the_hub() -> None:
+    config = load_config(ROOT / "config" / "config.yaml")
+
+    assert ("reward", "exact_match") in _parts(config)
+    assert ("agent", "config/examples/my_agent.py:MyAgent") in _parts(config)
+    assert _from_hub(config) == []
+
+
+def test_what_comes_from_the_hub_is_named_as_its_cache_has_it(tmp_path: Path) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text("model: {source: Qwen/Qwen3-0.6B}\ndata: {train: gsm8k, heldout: gsm8k}\n")
+    config = load_config(ROOT / "config" / "config.yaml", overlay)
+
+    assert _from_hub(config) == ["models/Qwen/Qwen3-0.6B", "datasets/openai/gsm8k"]
+
+
+class _Quiet(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+    def log_message(self, *_args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def endpoint() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+NAME = "models/Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize(
+    ("cached", "offline", "reached", "status"),
+    [
+        (True, "1", False, "pass"),
+        (True, "", False, "pass"),
+        (False, "1", True, "fail"),
+        (False, "", False, "fail"),
+        (False, "", True, "warn"),
+    ],
+)
+def test_what_is_not_cached_must_be_reached(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    endpoint: str,
+    *,
+    cached: bool,
+    offline: str,
+    reached: bool,
+    status: str,
+) -> None:
+    snapshot = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").symlink_to(tmp_path / ("blob" if cached else "gone"))
+    (tmp_path / "blob").touch()
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    monkeypatch.setenv("HF_ENDPOINT", endpoint if reached else "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+    found = hub.judge(hub.measure(asked(hub=[NAME]), "n1"), Expectations())
+
+    assert found.status == status
+    if status == "warn":
+        assert found.remedy == "once, before the run: hf download Qwen/Qwen3-0.6B"
+
+
+def test_an_endpoint_that_is_no_web_address_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("HF_ENDPOINT", "file:///etc/passwd")
+
+    assert "no web address" in hub.measure(asked(hub=[NAME]), "n1")["unreached"]
