@@ -26,7 +26,7 @@ from shakedown.core.visible import visible_output
 # name -> what it does. The module `shakedown.commands.<name>` has EXAMPLES, add_arguments(parser)
 # and run(args) -> exit code. Only the chosen one is imported: help answers without torch.
 COMMANDS = {
-    "lint": "Check a config file and say what would go wrong.",
+    "lint": "Check a config, also of AReaL and prime-rl, and say what would go wrong.",
     "assets": "Write the demo's model and data, or check the given ones.",
     "preflight": "Check nodes, network and disks before a run.",
     "serve": "Start, check, restart or stop a persistent inference server.",
@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": "Compare token log-probabilities of trainer and inference engine.",
     "train": "Run one training stage under supervision.",
     "hang": "Collect and analyse the evidence of a hung job.",
+    "debug": "Debuggers for the processes of a run, and profiles of its workers.",
     "accept": "Judge a finished stage: accept its verdict, or fail with one sentence.",
     "allocation": "Parse an allocation string and place its ranks on nodes.",
     "report": "Write one HTML page over all results of a run.",

@@ -33,6 +33,7 @@ from shakedown.agents.http_calls import HttpRecorder
 from shakedown.agents.measured import Measured
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
+from shakedown.debug.asked import stop_at_exception
 
 ALIVE_SECONDS = 1.0  # between signs of life
 LONGEST_LINE = 1 << 26  # bytes: a row of data with its images
@@ -116,6 +117,7 @@ class Host:
         if error is None:
             self._streams.say(key=key, reward=task.result())
             return
+        stop_at_exception(error)
         cause, detail = classify(error, self._file)
         trace = "".join(traceback.format_exception(error))
         self._streams.say(

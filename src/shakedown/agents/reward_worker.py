@@ -23,6 +23,7 @@ from shakedown.agents.imports import last_frame
 from shakedown.agents.rewards import RewardFunction, get_reward
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
+from shakedown.debug.asked import stop_at_exception
 
 _ALARM_GRACE = 1.0  # seconds that the parent has to be first: it knows more
 _LONGEST_DETAIL = 500  # characters: an exception may quote the whole completion
@@ -67,6 +68,7 @@ def _judged(reward: RewardFunction, completion: str, answer: str) -> dict[str, A
     except MemoryError:
         return _fault("memory", "it allocated more than its limit")
     except Exception as error:  # noqa: BLE001 - the user's function may raise anything
+        stop_at_exception(error)
         return _fault("exception", f"{type(error).__name__}: {error} ({last_frame(error)})")
 
 

@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 from shakedown.commands.arguments import add_config, run_config
-from shakedown.config import layers
+from shakedown.config import Config, layers
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.paths import AttemptPaths, RunPaths
 from shakedown.core.private import check_own
+from shakedown.debug import asked
 from shakedown.training.lint import require_sound
 from shakedown.training.metrics.sinks import require_sinks
 
@@ -45,30 +46,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="input model (default: that of the stage before, else the run's)",
     )
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        help="breakpoint() and exceptions stop their process until `shakedown debug attach`",
+    )
+    parser.add_argument(
+        "--break-at",
+        nargs="+",
+        default=[],
+        metavar="FILE:LINE",
+        help="--debug, and every process stops before these lines, too",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    where = " + ".join(map(str, layers(*args.config)))
-    config = require_sound(run_config(args.config), where)
+    files = layers(*args.config)
+    config = run_config(args.config)
     if args.stage not in config.stages:
         known = ", ".join(config.stages)
         guess = did_you_mean(args.stage, config.stages)
+        where = " + ".join(map(str, files))
         raise UsageError(f"{where} has no stage {args.stage!r}{guess}; it has: {known}")
+    paths = RunPaths(args.run_dir) if args.run_dir else config.paths
+    assets = args.assets or paths.assets.file
+    require_sound(with_model(config, args.model, assets), files)
     # Here, before a process is started: a rank would tell of it in its log, minutes later.
     require_sinks(config.stages[args.stage].sinks)
+    if args.debug or args.break_at:
+        asked.ask(args.break_at)
+    if asked.is_asked():
+        asked.places()
+        asked.require_debugpy()
     _tell_width()
     from shakedown.training.assets import read_assets
     from shakedown.training.stage.plan import plan_stage
     from shakedown.training.stage.run import run_stage
 
-    paths = RunPaths(args.run_dir) if args.run_dir else config.paths
     check_own(paths.root)
-    assets = read_assets(args.assets or paths.assets.file)
-    plan = plan_stage(config, args.stage, paths, assets, model=args.model, replay=args.replay)
+    given = read_assets(assets)
+    plan = plan_stage(config, args.stage, paths, given, model=args.model, replay=args.replay)
     outcome = run_stage(plan)
     print(f"stage {args.stage} {outcome.state}: {outcome.sentence}", flush=True)
     print(f"  logs: {AttemptPaths(paths.stage(args.stage).latest).logs}", flush=True)
     return int(outcome.exit_code)
+
+
+def with_model(config: Config, model: Path | None, assets: Path) -> Config:
+    """The config as the stage is run: with the model of `--model`, else that of the assets."""
+    from shakedown.training.assets import read_assets
+
+    if model is None and assets.is_file():
+        model = Path(read_assets(assets).model)
+    # One that is no folder of a model is told of where it is used.
+    if model is None or not (model / "config.json").is_file():
+        return config
+    source = config.model.model_copy(update={"source": str(model)})
+    return config.model_copy(update={"model": source})
 
 
 def _tell_width() -> None:

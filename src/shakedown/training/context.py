@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shakedown.monitor.heartbeat import NO_EXTENT, Heartbeat, Phase
+from shakedown.profiling.capture import Capture
 from shakedown.training.batch import TokenBatch, extent
 from shakedown.training.coordination import Ranks
 from shakedown.training.engines.base import OnMicroBatch, TrainEngine
@@ -23,7 +24,8 @@ class Context:
 
     `step` is the step in work, counted from 1. `data` is the algorithm's place in its data, saved
     with a checkpoint and given back before `begin`; empty without one. `batch` is the global
-    batch of the step in work, kept for the NaN guard.
+    batch of the step in work, kept for the NaN guard. `capture` profiles this rank where that is
+    asked for.
     """
 
     job: StageJob
@@ -36,10 +38,20 @@ class Context:
     data: dict[str, int] = field(default_factory=dict)
     phases: Phases = field(default_factory=Phases)
     batch: TokenBatch | None = None
+    capture: Capture = field(default_factory=lambda: Capture(None))
 
     def beat(self, phase: Phase) -> None:
         """Tell the watcher where this rank is."""
         self.heartbeat.beat(phase=phase, step=self.step)
+
+    def profile(self, step: int | None) -> None:
+        """Step `step` begins where this rank is profiled; None: the last one is over."""
+        if self.capture.recording:
+            self.beat("checkpoint")  # a trace is long in writing, which this phase may be
+        if step is None:
+            self.capture.close()
+        else:
+            self.capture.step(step)
 
     def beat_training(self, parts: Sequence[TokenBatch]) -> OnMicroBatch:
         """What an engine calls as it trains on `parts`, this rank's micro batches."""

@@ -73,7 +73,7 @@ class Trainer:
         return completed
 
     def _run(self) -> bool:
-        context, steps = self._context, self._context.job.config.steps
+        context = self._context
         context.beat("checkpoint")
         done = self._checkpoints.resume()
         context.step = self._saved = self._logged = done
@@ -88,6 +88,21 @@ class Trainer:
             if self._record is not None and scores:
                 self._record.plot({"step": 0, **scores})
         self._meter.begin()
+        try:
+            completed = self._train(done)
+        finally:
+            context.profile(None)
+        if not completed:
+            self._checkpoints.wait()
+            return False
+        self._algorithm.finish()
+        self._export()
+        self._checkpoints.wait()
+        return True
+
+    def _train(self, done: int) -> bool:
+        """The steps after `done`; returns whether all are done, or the state was saved before."""
+        steps = self._context.job.config.steps
         while done < steps:
             try:
                 stopping = self._step(done + 1)
@@ -97,21 +112,17 @@ class Trainer:
                 break
             except StopRequestedError:  # while the batch was awaited: the state is that of `done`
                 self._save(done)
-                self._checkpoints.wait()
                 return False
             done += 1
             if stopping and done < steps:
-                self._checkpoints.wait()
                 return False
-        self._algorithm.finish()
-        self._export()
-        self._checkpoints.wait()
         return True
 
     def _step(self, step: int) -> bool:
         """Do one step; returns whether the ranks agreed to stop after it."""
         context, config = self._context, self._context.job.config
         context.step = step
+        context.profile(step)
         context.faults.at("step", step, context)
         result = self._algorithm.step(step)
         values = dict(result.values)

@@ -8,12 +8,13 @@ from pathlib import Path
 from shakedown.cluster.nodes import free_port, node_name
 from shakedown.cluster.ranks import rank_components
 from shakedown.cluster.supervise import Component
-from shakedown.config import ServeConfig
+from shakedown.config import ProfileConfig, ServeConfig
 from shakedown.core.paths import AttemptPaths
 from shakedown.inference.engines import get_engine
 from shakedown.inference.secret import make_secret
 from shakedown.monitor import hook
 from shakedown.training.serving import launch_spec
+from shakedown.training.stage import profiling
 from shakedown.training.stage.job import StageJob
 
 # Debug levels: what a rerun may switch on, cheapest first; docs/hang.md has what each costs. DETAIL
@@ -51,17 +52,25 @@ def trainer_components(
     nodes: Sequence[str],
     srun_args: Sequence[str] = (),
     gpus: Mapping[str, str] | None = None,
+    *,
+    profile: ProfileConfig | None = None,
 ) -> list[Component]:
     """One component a rank here, or one srun step over the nodes of a Slurm job.
 
     `gpus`: the variables of `cluster.gpus.wanted_gpus`.
     """
+    worker = [sys.executable, "-m", "shakedown.training.stage.worker", "--job", str(job_file)]
+    order = profiling.trainer_order(job, profile)
     return rank_components(
-        argv=[sys.executable, "-m", "shakedown.training.stage.worker", "--job", str(job_file)],
+        argv=[*profiling.prefix(order), *worker],
         world_size=job.world_size,
         nodes=nodes,
         log_dir=job.attempt.logs,
-        env={**trainer_environment(job.config.debug), **(gpus or {})},
+        env={
+            **trainer_environment(job.config.debug),
+            **(gpus or {}),
+            **profiling.environment(order),
+        },
         master_port=free_port(),
         srun_args=srun_args,
         # The trainer is on other nodes where the server fills this one (docs/allocation.md).
@@ -82,6 +91,7 @@ def server_plan(
     seed: int,
     *,
     gpus: Mapping[str, str] | None = None,
+    profile: ProfileConfig | None = None,
 ) -> ServerPlan:
     """The inference server that the stage owns and whose weights it updates.
 
@@ -95,12 +105,13 @@ def server_plan(
     command = engine.launch(
         replace(spec, host="127.0.0.1", port=port, secret=str(attempt.secret.absolute()))
     )
+    order = profiling.server_order(serve.engine, attempt, profile)
     component = Component(
         name="inference",
         role="inference",
-        argv=command.argv,
+        argv=(*profiling.prefix(order), *command.argv),
         log=attempt.log("inference"),
-        env={**command.env, **(gpus or {})},
+        env={**command.env, **(gpus or {}), **profiling.environment(order)},
         own_temporary=True,
     )
     return ServerPlan(component, f"http://127.0.0.1:{port}", spec.served_name)

@@ -80,9 +80,10 @@ def _targets(attempt: AttemptPaths, running: Mapping[str, int]) -> list[Target]:
         targets = from_attempt(attempt.root)
     except UsageError:  # no heartbeat yet: what runs is read by its process id
         targets = []
-    known = {target.pid for target in targets}
+    # By name, too: of a profiled rank the launcher's process is known here, by its beat its own.
+    known = {target.pid for target in targets} | {target.name for target in targets}
     for name, pid in running.items():
-        if pid not in known:
+        if pid not in known and name not in known:
             role, _, rank = name.partition("-rank")
             targets.append(Target(name, pid, role, int(rank) if rank.isdecimal() else None))
     return targets

@@ -1,5 +1,7 @@
 """What the config says of a stage, as the plan of an attempt at it."""
 
+import os
+from dataclasses import replace
 from pathlib import Path
 
 from shakedown.config import Config
@@ -8,9 +10,13 @@ from shakedown.core.errors import ConfigError, UsageError
 from shakedown.core.outcome import read_outcome
 from shakedown.core.paths import RunPaths
 from shakedown.core.private import own_tree
+from shakedown.debug import asked
+from shakedown.profiling.request import requested
 from shakedown.training.assets import Assets
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.run import StagePlan
+
+_DEBUG_SECONDS = 7 * 86400.0  # longer than any job
 
 
 def plan_stage(
@@ -29,7 +35,7 @@ def plan_stage(
         replay: a folder of recorded rollouts to train on instead of generating.
 
     Raises:
-        UsageError: `model` is no Hugging Face folder.
+        UsageError: `model` is no Hugging Face folder; NeMo RL's variables for profiles are wrong.
         ConfigError: the stage before this one has not completed.
         UntrustedError: others can change the model of that stage.
     """
@@ -49,7 +55,25 @@ def plan_stage(
         stage_root=str(paths.stage(stage).root.absolute()),
         replay=str(replay.absolute()) if replay else "",
     )
-    return StagePlan(job, config.serve, config.cluster.srun_args, config.cluster.gpus_per_node)
+    if asked.is_asked():
+        job = without_timeouts(job)
+    return StagePlan(
+        job,
+        config.serve,
+        config.cluster.srun_args,
+        config.cluster.gpus_per_node,
+        requested(os.environ, settings.profile),
+    )
+
+
+def without_timeouts(job: StageJob) -> StageJob:
+    """The job when its parts may stand in a debugger for as long as a person needs."""
+    config = job.config
+    if config.grpo is not None:
+        names = ("agent_timeout", "batch_timeout", "weight_update_timeout")
+        grpo = config.grpo.model_copy(update=dict.fromkeys(names, _DEBUG_SECONDS))
+        config = config.model_copy(update={"grpo": grpo})
+    return replace(job, config=config, reward_timeout=_DEBUG_SECONDS)
 
 
 def _own_model(folder: Path) -> str:

@@ -9,16 +9,18 @@ from pathlib import Path
 
 from shakedown.cluster.nodes import allocation_nodes, node_name
 from shakedown.cluster.supervise import Component, Exit, Supervisor
-from shakedown.config import ServeConfig
+from shakedown.config import ProfileConfig, ServeConfig
 from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.folders import storage_errors
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
 from shakedown.core.private import own_folder, own_tree
 from shakedown.core.verdict import Stopwatch
+from shakedown.debug import asked
+from shakedown.debug.stops import make_folder
 from shakedown.monitor.watch import Health, Watch
 from shakedown.rollout.recording import check_recording
-from shakedown.training.stage import stopping
+from shakedown.training.stage import profiling, stopping
 from shakedown.training.stage.components import (
     orchestrator_component,
     server_plan,
@@ -38,6 +40,7 @@ from shakedown.training.stage.supervision import Monitor, stop_signals
 _PORT_TRIES = 3
 _GRACE_SECONDS = 10.0  # above the 8 s that a failing rank waits for its checkpoint's thread
 _STOP_GRACE_SECONDS = 5.0  # the ranks had their time to save
+_REPORT_GRACE_SECONDS = 120.0  # a server that has nothing more to do, and its profile's writer
 _HUNG_GRACE_SECONDS = 2.0  # what stands still saves nothing
 
 
@@ -46,13 +49,15 @@ class StagePlan:
     """A stage's job, still without an attempt, and how its processes are started.
 
     `serve`: of the stage's own inference server. `srun_args`: more options of the srun that
-    starts the ranks. `gpus_per_node`: 0 leaves the GPUs to whoever takes them first.
+    starts the ranks. `gpus_per_node`: 0 leaves the GPUs to whoever takes them first. `profile`:
+    which workers are profiled.
     """
 
     job: StageJob
     serve: ServeConfig
     srun_args: Sequence[str] = ()
     gpus_per_node: int = 0
+    profile: ProfileConfig | None = None
 
 
 def run_stage(plan: StagePlan) -> Outcome:
@@ -96,7 +101,9 @@ def _run_attempt(plan: StagePlan) -> Outcome:
         f"{', '.join(devices.trainer_nodes)}; logs in {attempt.logs}",
         flush=True,
     )
-    ending, exits, health = _supervise(job, components, nodes)
+    if plan.profile is not None and (text := profiling.unmatched(plan.profile, job)):
+        print(text, flush=True)
+    ending, exits, health = _supervise(job, components, nodes, profiled=plan.profile is not None)
     outcome = Outcome(
         stage=job.stage,
         attempt=int(attempt.root.name),
@@ -105,6 +112,7 @@ def _run_attempt(plan: StagePlan) -> Outcome:
         failed_component=ending.component,
         exit_codes={e.component.name: e.returncode for e in exits},
         stalled=_stalled(health) if ending.state == "hung" else {},
+        rank_nodes=rank_nodes(devices.trainer_nodes, job.world_size),
         started=clock.started,
         seconds=clock.seconds,
     )
@@ -117,6 +125,11 @@ def _run_attempt(plan: StagePlan) -> Outcome:
     if outcome.state != "interrupted":
         outcome.write(paths.outcome)
     return outcome
+
+
+def rank_nodes(nodes: Sequence[str], world_size: int) -> list[str]:
+    """The node of each rank: ranks fill the nodes in order, equally many a node."""
+    return [nodes[rank * len(nodes) // world_size] for rank in range(world_size)]
 
 
 def _check_replay(job: StageJob, folder: Path) -> None:
@@ -156,7 +169,13 @@ def _components(
     components: list[Component] = []
     if job.generates:
         server = server_plan(
-            plan.serve, job.model, job.dtype, attempt, job.seed, gpus=devices.server
+            plan.serve,
+            job.model,
+            job.dtype,
+            attempt,
+            job.seed,
+            gpus=devices.server,
+            profile=plan.profile,
         )
         job = replace(
             job,
@@ -168,13 +187,29 @@ def _components(
     job.write(job_file)
     write_key(attempt.key)
     trainers = trainer_components(
-        job, job_file.absolute(), devices.trainer_nodes, plan.srun_args, devices.trainer
+        job,
+        job_file.absolute(),
+        devices.trainer_nodes,
+        plan.srun_args,
+        devices.trainer,
+        profile=plan.profile,
     )
-    return job, components + trainers
+    return job, _debuggable(components + trainers, attempt)
+
+
+def _debuggable(components: list[Component], attempt: AttemptPaths) -> list[Component]:
+    """The components as they are, or so that they stop for debuggers where that is asked."""
+    if not asked.is_asked():
+        return components
+    with storage_errors("write", attempt.debug):
+        make_folder(attempt.debug)
+    return [
+        replace(c, env={**c.env, **asked.environment(attempt.debug, c.role)}) for c in components
+    ]
 
 
 def _supervise(
-    job: StageJob, components: list[Component], nodes: list[str]
+    job: StageJob, components: list[Component], nodes: list[str], *, profiled: bool
 ) -> tuple[Ending, list[Exit], Health | None]:
     attempt = job.attempt
     expected = [("trainer", rank) for rank in range(job.world_size)]
@@ -188,6 +223,8 @@ def _supervise(
             echo=LogEcho(_echoed(job)),
             stop=stop,
             on_stall=lambda health: collect_evidence(attempt, supervisor.running(), health, nodes),
+            # nsys would end its worker on a signal: the ranks of such a stage have the stop file.
+            signals_ranks=not profiled,
         )
         try:
             for component in components:
@@ -198,7 +235,12 @@ def _supervise(
         grace = _STOP_GRACE_SECONDS if stop.reason else _GRACE_SECONDS
         if ending.state == "hung":
             grace = _HUNG_GRACE_SECONDS
+        if profiled and ending.state == "completed":
+            grace = _REPORT_GRACE_SECONDS
         exits = monitor.exits + supervisor.stop_all(grace)
+        # Before the block is left: the server's temporary folder goes with it.
+        for text in profiling.told(attempt) if profiled else ():
+            print(text, flush=True)
     return ending, exits, monitor.health
 
 

@@ -11,6 +11,7 @@ from types import FrameType
 
 from shakedown.cluster.supervise import Exit, Supervisor
 from shakedown.core.paths import AttemptPaths
+from shakedown.debug.stops import describe, read_stops
 from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.monitor.watch import Health, Watch
 from shakedown.training.stage import stopping
@@ -62,7 +63,12 @@ def stop_signals() -> Iterator[StopSignals]:
 
 @dataclass
 class Monitor:
-    """`on_stall` collects evidence while the stalled processes still live."""
+    """`on_stall` collects evidence while the stalled processes still live.
+
+    `signals_ranks`: whether ranks here are told to stop by a signal too, or by the file alone.
+    While a debugger holds a process of the stage nothing stalls, and a component that failed is not
+    yet judged: its siblings, and who debugs them, would be ended with it.
+    """
 
     supervisor: Supervisor
     attempt: AttemptPaths
@@ -70,8 +76,10 @@ class Monitor:
     echo: LogEcho
     stop: StopSignals
     on_stall: Callable[[Health], None]
+    signals_ranks: bool = True
     exits: list[Exit] = field(default_factory=list)
     health: Health | None = None
+    held: tuple[str, ...] = ()  # processes that stand for a debugger
     _asked: bool = False  # the ranks to save and stop
 
     def run(self) -> Ending:
@@ -93,7 +101,11 @@ class Monitor:
     def _look(self, watch_too: bool, now: float) -> Ending | None:
         if self.stop.reason and not self._asked:
             self._ask_to_stop()
+        if watch_too:
+            self._look_for_debuggers()
         ending = self._judge()
+        if ending is not None and ending.state == "failed" and self.held:
+            return None
         if ending is not None and ending.state in ("failed", "interrupted"):
             time.sleep(_SETTLE_SECONDS)
             if self.stop.reason and not self._asked:
@@ -113,7 +125,19 @@ class Monitor:
             return judge_stop(self.exits, running, self.stop.reason)
         return judge_exits(self.exits, running)
 
+    def _look_for_debuggers(self) -> None:
+        stops = [describe(stop) for stop in read_stops(self.attempt.debug)]
+        for text in stops:
+            if text not in self.held:
+                self.echo.say(f"{text}; no time-out runs; next: shakedown debug attach")
+        if self.held and not stops:
+            self.echo.say("no process stands for a debugger any more")
+        self.held = tuple(stops)
+
     def _stall(self, now: float) -> Ending | None:
+        if self.held:
+            self.watch.hold(now)
+            return None
         self.health = self.watch.observe(read_heartbeats(self.attempt.heartbeats), now)
         if self.health.state != "stalled":
             return None
@@ -130,5 +154,5 @@ class Monitor:
             self.echo.say(f"cannot write {self.attempt.stop}: {error.strerror}")
         # Not to `trainer-srun`, which would end its tasks at once: its ranks have the file.
         for name in self.supervisor.running():
-            if name.startswith("trainer-rank"):
+            if self.signals_ranks and name.startswith("trainer-rank"):
                 self.supervisor.signal(name, signal.SIGTERM)

@@ -21,9 +21,11 @@ import torch.distributed as dist
 
 from shakedown.cluster.store import open_store
 from shakedown.core.errors import INTERRUPTED, ConfigError, ExitCode, ShakedownError, UsageError
+from shakedown.debug import asked
 from shakedown.models.load_progress import beating
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.monitor.hook import install, leave_dump
+from shakedown.profiling.capture import Capture
 from shakedown.training.context import Context
 from shakedown.training.coordination import PeerFailedError, Ranks
 from shakedown.training.engines import engine_class, engine_sizes
@@ -36,6 +38,8 @@ from shakedown.training.trainer import Trainer
 
 # Longer than any watcher waits: a collective that times out takes its evidence with it.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+# The others wait in a collective while one rank stands in a debugger.
+_DEBUG_TIMEOUT = timedelta(days=7)
 # How long a rank that heard of another's failure waits to be ended with the stage.
 _OUTLAST_SECONDS, _POLL_SECONDS = 3.0, 0.05
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -85,7 +89,7 @@ def run(job: StageJob) -> int:
     ranks = _join(device, job, rank)
     heartbeat.beat(phase="init")
     faults.at("load")
-    with beating(lambda: heartbeat.beat(phase="init")):
+    with ranks.failing_last("load"), beating(lambda: heartbeat.beat(phase="init")):
         engine = build(
             Path(job.model),
             optimizer=job.config.optimizer,
@@ -94,14 +98,16 @@ def run(job: StageJob) -> int:
             sizes=sizes,
             options=EngineOptions(job.config.activation_checkpointing, job.config.compile),
         )
-    context = Context(job, engine, ranks, heartbeat, faults, stop)
+    capture = Capture.of_this_process()
+    context = Context(job, engine, ranks, heartbeat, faults, stop, capture=capture)
     heartbeat.beat(phase="init")
     try:
         completed = Trainer(context).run()
     except PeerFailedError:
         _outlast(stop)
         raise
-    except Exception:
+    except Exception as error:
+        asked.stop_at_exception(error)
         # The Flight Recorder's entries are evidence and would be gone with the process.
         leave_dump(rank, job.attempt.evidence)
         raise
@@ -152,7 +158,7 @@ def _join(device: torch.device, job: StageJob, rank: int) -> Ranks:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     # With a long stall_timeout, too, the watcher has to give up before the collective does.
     patience = timedelta(seconds=4 * job.config.stall_timeout)
-    timeout = max(COLLECTIVE_TIMEOUT, patience)
+    timeout = _DEBUG_TIMEOUT if asked.is_asked() else max(COLLECTIVE_TIMEOUT, patience)
     address, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), job.world_size
     store = open_store(address, port, rank=rank, size=size, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

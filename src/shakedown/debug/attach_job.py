@@ -1,0 +1,139 @@
+"""What the processes of a Slurm job know of debuggers, read on its nodes by a step of the job:
+the folders of their stops, and which of Ray's debuggers they were told to use.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from shakedown.cluster.nodes import expand_nodelist, free_port, node_name
+from shakedown.cluster.ranks import srun_argv
+from shakedown.core.errors import BlockedError, UsageError
+from shakedown.debug.asked import FOLDER
+
+_SECONDS = 60.0
+_MARK = "shakedown-debug "  # in front of our line: a node's shell may print others
+# https://docs.ray.io/en/latest/ray-observability/ray-distributed-debugger.html
+RAY_DASHBOARD_PORT = 8265
+
+
+@dataclass(frozen=True)
+class DebuggedJob:
+    """A running job. `nodes` in Slurm's order, the first of them Ray's head as launchers have it;
+    `ray_debug` is what its processes have in RAY_DEBUG."""
+
+    job_id: str
+    nodes: tuple[str, ...]
+    folders: tuple[Path, ...]
+    ray_debug: frozenset[str]
+
+
+def read_job(job_id: str) -> DebuggedJob:
+    """Ask a running Slurm job.
+
+    Raises:
+        UsageError: no such job runs.
+        BlockedError: Slurm's programs are missing, or the step failed.
+    """
+    listed = _run(["squeue", "--noheader", "--jobs", job_id, "--states=R", "--format=%N"])
+    nodes = expand_nodelist(listed.split()[0]) if listed.split() else []
+    if not nodes:
+        raise UsageError(f"Slurm job {job_id} does not run", hint="squeue --me")
+    step = srun_argv(
+        nodes=nodes,
+        tasks=len(nodes),
+        job_name="debug",
+        more=[f"--jobid={job_id}", "--gres=none", "--quit-on-interrupt"],
+    )
+    printed = _run([*step, sys.executable, "-P", "-m", "shakedown.debug.attach_job", job_id])
+    folders: set[str] = set()
+    ray: set[str] = set()
+    for line in printed.splitlines():
+        if line.startswith(_MARK):
+            found = json.loads(line.removeprefix(_MARK))
+            folders |= set(found["folders"])
+            ray |= set(found["ray_debug"])
+    return DebuggedJob(job_id, tuple(nodes), tuple(map(Path, sorted(folders))), frozenset(ray))
+
+
+def _run(command: Sequence[str]) -> str:
+    # This process may run in another job, whose variables srun would take for this one's.
+    environment = {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("SLURM_") or key == "SLURM_CONF"
+    }
+    try:
+        done = subprocess.run(
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+        )
+    except OSError as error:
+        raise BlockedError(f"cannot run {command[0]}: {error.strerror}") from error
+    except subprocess.TimeoutExpired:
+        raise BlockedError(f"{command[0]} did not answer in {_SECONDS:.0f} s") from None
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise BlockedError(f"{' '.join(command)[:200]}: {said[-1][:300]}", hint="squeue --me")
+    return done.stdout
+
+
+def ray_lines(job: DebuggedJob, port: int, user_port: int | None = None) -> list[str]:
+    """How VS Code's Ray extension gets to the job's dashboard, and what keeps it from stopping."""
+    here = user_port or free_port()
+    lines = [
+        f"ssh -N -L 127.0.0.1:{here}:127.0.0.1:{port} {job.nodes[0]}",
+        f"in VS Code's Ray extension: Add Cluster, 127.0.0.1:{here}",
+    ]
+    if "legacy" in job.ray_debug:
+        lines.append(
+            "RAY_DEBUG=legacy is set in the job: its actors stop in Ray's old debugger, which "
+            "VS Code does not see; start it again without that variable"
+        )
+    return lines
+
+
+def of_processes(
+    job_id: str, node: str, environments: Iterable[Mapping[str, str]]
+) -> dict[str, list[str]]:
+    """What processes of a job on a node have in their environments."""
+    folders, ray = set(), set()
+    for environment in environments:
+        if environment.get("SLURM_JOB_ID") == job_id and _on(node, environment):
+            folders.add(environment.get(FOLDER, ""))
+            ray.add(environment.get("RAY_DEBUG", ""))
+    return {"folders": sorted(folders - {""}), "ray_debug": sorted(ray - {""})}
+
+
+def _on(node: str, environment: Mapping[str, str]) -> bool:
+    # Several nodes of Slurm may share a host, and then see each other's processes.
+    return environment.get("SLURMD_NODENAME", node) == node
+
+
+def _environments() -> Iterable[Mapping[str, str]]:
+    for process in psutil.process_iter():
+        try:
+            yield process.environ()
+        except (psutil.Error, OSError):  # another user's, or gone
+            continue
+
+
+def main() -> None:
+    """Print what this node's processes know."""
+    found = of_processes(sys.argv[1], node_name(), _environments())
+    print(f"{_MARK}{json.dumps(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

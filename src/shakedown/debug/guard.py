@@ -1,0 +1,389 @@
+"""The loopback port of a process that stands: it asks for the token that debugpy does not ask for.
+
+Whoever reaches debugpy's own port runs any code as this user, and every user of a node reaches its
+loopback. debugpy has no token for clients, so it listens nowhere here: it connects to this guard,
+in the same process, over a connection that both prove to be theirs. A debugger sends the token as
+the key `shakedownToken` of its `attach` request, which VS Code takes from launch.json. Before that
+it is answered `initialize`, by the guard itself, and nothing else.
+
+A debugger whose connection breaks leaves the process standing, and can attach again; one that
+disconnects lets it go on.
+"""
+
+import contextlib
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from shakedown.debug.protocol import Message, ProtocolError, Sender, read_message
+
+TOKEN_KEY = "shakedownToken"
+_AUTHENTICATE_SECONDS = 10.0
+_LOAD_SECONDS = 60.0  # debugpy is imported from a file system that may be slow
+_LEAVE_SECONDS = 2.0  # for the answer to `disconnect`
+_MOST_BEFORE = 1 << 16  # bytes of a message before the token is known
+_MOST_CLIENTS = 8  # connections at once that have not shown a token
+_OWN = 1 << 30  # from here on the guard numbers its own requests
+# What debugpy can do, as the protocol names it: asked for before debugpy is loaded.
+_CAPABILITIES = {
+    "supportsConfigurationDoneRequest": True,
+    "supportsConditionalBreakpoints": True,
+    "supportsHitConditionalBreakpoints": True,
+    "supportsEvaluateForHovers": True,
+    "supportsSetVariable": True,
+    "supportsSetExpression": True,
+    "supportsCompletionsRequest": True,
+    "supportsExceptionInfoRequest": True,
+    "supportsLogPoints": True,
+    "supportsFunctionBreakpoints": True,
+    "supportsDelayedStackTraceLoading": True,
+    "exceptionBreakpointFilters": [
+        {"filter": "raised", "label": "Raised Exceptions", "default": False},
+        {"filter": "uncaught", "label": "Uncaught Exceptions", "default": True},
+        {"filter": "userUnhandled", "label": "User Uncaught Exceptions", "default": False},
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Standing:
+    """Where a thread stands in a debugger, as debugpy says it."""
+
+    file: str
+    line: int
+    function: str
+    reason: str
+
+
+class _Link:
+    """A connection, with what is read from it and how it is written to."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.stream: BinaryIO = connection.makefile("rb")
+        self.send = Sender(connection.sendall).send
+
+    def cut(self) -> None:
+        """Wake a thread that reads, which `close` alone does not: it finds the end."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
+        self.stream.close()
+        self.connection.close()
+
+
+class Guard:
+    """One a process. `changed` is called, from any thread, when a debugger comes, goes or stops
+    a thread: with where the process stands in the debugger, None while it runs.
+    """
+
+    def __init__(self, token: str, changed: Callable[[Standing | None], None]) -> None:
+        self._token, self._changed = token, changed
+        self._listener: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._unknown = 0  # connections without a token yet
+        self._client: _Link | None = None
+        self._configured = False  # the client has set its breakpoints
+        self._debugpy: _Link | None = None
+        self._for_debugpy: tuple[int, str] | None = None  # port and token
+        self._waiting = threading.Condition()
+        self._waits = self._go = False
+        self._left = threading.Event()  # debugpy has answered `disconnect`
+        self._stopped: dict[int, Message] = {}  # thread -> its `stopped` event
+        self._requests = _OWN
+
+    @property
+    def attached(self) -> bool:
+        """Whether a debugger is connected."""
+        return self._client is not None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a debugger is connected that a thread can stop in."""
+        return self._configured
+
+    @property
+    def stands(self) -> bool:
+        """Whether a debugger holds a thread."""
+        return bool(self._stopped)
+
+    def open(self) -> int:
+        """Listen on a free port of the loopback, where it does not yet, and return the port.
+
+        Raises:
+            OSError: no port is left.
+        """
+        with self._lock:
+            if self._listener is None:
+                self._listener = socket.create_server(("127.0.0.1", 0))
+                self._start(self._listen, self._listener)
+            return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._waits = False
+        with self._lock:
+            listener, self._listener = self._listener, None
+        if listener is not None:
+            with contextlib.suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+            listener.close()
+
+    def expect(self) -> None:
+        """Call it before `open`, where `wait` comes after: the port is kept open until then."""
+        with self._waiting:
+            self._waits = True
+
+    def wait(self, load: Callable[[int, str], None]) -> bool:
+        """Block until a debugger is ready (True) or `let_go` is called (False).
+
+        Args:
+            load: connects debugpy, in this thread, to a port of the loopback, with a token.
+        """
+        try:
+            while True:
+                with self._waiting:
+                    self._waiting.wait_for(
+                        lambda: self._go or self._configured or self._for_debugpy is not None
+                    )
+                    if self._go or self._configured:
+                        return not self._go
+                    wanted, self._for_debugpy = self._for_debugpy, None
+                if wanted is not None:
+                    load(*wanted)
+        finally:
+            with self._waiting:
+                self._waits = self._go = False
+
+    def let_go(self) -> None:
+        """Let every thread go on that waits for a debugger or stands in one."""
+        with self._waiting:
+            self._go = self._waits
+            self._waiting.notify_all()
+        for thread in list(self._stopped):
+            self._ask("continue", {"threadId": thread})
+
+    def _listen(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with self._lock:
+                refused = self._unknown >= _MOST_CLIENTS
+                self._unknown += not refused
+            if refused:
+                connection.close()
+            else:
+                self._start(self._meet, _Link(connection))
+
+    def _meet(self, link: _Link) -> None:
+        try:
+            # Over all its reads: one byte a second would never run out of time in a single one.
+            limit = threading.Timer(_AUTHENTICATE_SECONDS, link.cut)
+            limit.daemon = True
+            limit.start()
+            try:
+                first, attach = self._authenticate(link)
+            finally:
+                limit.cancel()
+                with self._lock:
+                    self._unknown -= 1
+            if first is not None and attach is not None:
+                self._serve(link, first, attach)
+        except (OSError, ProtocolError):
+            pass  # its connection is closed, which says it all
+        finally:
+            link.close()
+
+    def _authenticate(self, link: _Link) -> tuple[Message | None, Message | None]:
+        """Its `initialize` and `attach` requests, once the latter has the token."""
+        first = read_message(link.stream, _MOST_BEFORE)
+        if first is None or first.get("command") != "initialize":
+            return None, None
+        link.send(_answer(first, body=_CAPABILITIES))
+        attach = read_message(link.stream, _MOST_BEFORE)
+        if attach is None:
+            return None, None
+        arguments = attach.get("arguments")
+        given = arguments.pop(TOKEN_KEY, "") if isinstance(arguments, dict) else ""
+        known = _same(str(given), self._token)
+        if attach.get("command") != "attach" or not known:
+            link.send(_answer(attach, fault=f"attach with this process's {TOKEN_KEY}"))
+            return None, None
+        return first, attach
+
+    def _serve(self, link: _Link, first: Message, attach: Message) -> None:
+        with self._lock:
+            taken = self._client is not None
+            if not taken:
+                self._client = link
+        if taken:
+            link.send(_answer(attach, fault="another debugger is attached to this process"))
+            return
+        try:
+            debugpy = self._debugpy or self._meet_debugpy()
+            if debugpy is None:
+                link.send(_answer(attach, fault="debugpy did not start: see the process's log"))
+                return
+            debugpy.send({**first, "seq": self._number()})  # its answer is not the client's
+            debugpy.send(attach)
+            self._tell()
+            self._pass_on(link, debugpy)
+        finally:
+            self._client, self._configured = None, False
+            self._tell()
+
+    def _meet_debugpy(self) -> _Link | None:
+        """Let the waiting thread load debugpy, and take its connection."""
+        token = secrets.token_hex(16)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.settimeout(_LOAD_SECONDS)
+            with self._waiting:
+                self._for_debugpy = (int(listener.getsockname()[1]), token)
+                self._waiting.notify_all()
+            deadline = time.monotonic() + _LOAD_SECONDS
+            while time.monotonic() < deadline:
+                try:
+                    connection, _ = listener.accept()
+                except TimeoutError:
+                    break
+                link = _Link(connection)
+                if _proves(link, token):
+                    self._debugpy = link
+                    self._start(self._hear, link)
+                    return link
+                link.close()
+        with self._waiting:
+            self._for_debugpy = None
+        return None
+
+    def _pass_on(self, link: _Link, debugpy: _Link) -> None:
+        """From the debugger to debugpy, to its end."""
+        while (message := read_message(link.stream)) is not None:
+            command = message.get("command")
+            if command == "disconnect":  # before debugpy lets the process go on, to its next stop
+                self._left.clear()
+                self._stopped.clear()
+                self._configured = False
+            debugpy.send(message)
+            if command == "configurationDone":
+                with self._waiting:
+                    self._configured = True
+                    self._waiting.notify_all()
+                for event in list(self._stopped.values()):  # since an earlier debugger
+                    link.send(event)
+            if command == "disconnect":
+                self._left.wait(_LEAVE_SECONDS)
+                return
+
+    def _hear(self, debugpy: _Link) -> None:
+        """From debugpy to the debugger, for as long as the process lives."""
+        with contextlib.suppress(OSError, ProtocolError):
+            while (message := read_message(debugpy.stream)) is not None:
+                if message.get("type") == "response" and _is_own(message.get("request_seq")):
+                    self._heard(message)
+                    continue
+                if message.get("type") == "event":
+                    self._follow(message)
+                if (client := self._client) is not None:
+                    with contextlib.suppress(OSError):
+                        client.send(message)
+                if message.get("command") == "disconnect":
+                    self._left.set()
+        self._debugpy = None
+        self._stopped.clear()
+
+    def _follow(self, event: Message) -> None:
+        body = event.get("body") or {}
+        if event.get("event") == "stopped":
+            self._stopped[int(body["threadId"])] = event
+            self._ask("stackTrace", {"threadId": body["threadId"], "levels": 1})
+        elif event.get("event") == "continued":
+            if body.get("allThreadsContinued", True):
+                self._stopped.clear()
+            else:
+                self._stopped.pop(int(body["threadId"]), None)
+            self._tell()
+
+    def _ask(self, command: str, arguments: Mapping[str, Any]) -> None:
+        debugpy = self._debugpy
+        if debugpy is not None:
+            request = {"type": "request", "seq": self._number(), "command": command}
+            with contextlib.suppress(OSError):
+                debugpy.send({**request, "arguments": arguments})
+
+    def _heard(self, response: Message) -> None:
+        """Of the guard's own requests: a stack says where the process stands."""
+        frames = (response.get("body") or {}).get("stackFrames")
+        if response.get("command") != "stackTrace" or not frames or not self._stopped:
+            return
+        reasons = [str(event["body"].get("reason", "")) for event in self._stopped.values()]
+        file = str((frames[0].get("source") or {}).get("path", "?"))
+        name = str(frames[0].get("name", "?"))
+        self._changed(Standing(file, int(frames[0].get("line", 0)), name, reasons[-1]))
+
+    def _tell(self) -> None:
+        if not self._stopped:
+            with self._waiting:
+                if self._client is None and not self._waits:
+                    self.close()
+            self._changed(None)
+        else:
+            self._ask("stackTrace", {"threadId": next(iter(self._stopped)), "levels": 1})
+
+    def _number(self) -> int:
+        with self._lock:
+            self._requests += 1
+            return self._requests
+
+    @staticmethod
+    def _start(act: Callable[..., None], *arguments: object) -> None:
+        # pydev_do_not_trace: debugpy leaves such threads alone; stopped with the others, this one
+        # could not hear that they are to go on.
+        thread = threading.Thread(target=act, args=arguments, name="shakedown-debug", daemon=True)
+        thread.pydev_do_not_trace = True  # type: ignore[attr-defined]
+        thread.is_pydev_daemon_thread = True  # type: ignore[attr-defined]
+        thread.start()
+
+
+def _proves(link: _Link, token: str) -> bool:
+    """Whether this is the debugpy of this process, which was told the token."""
+    try:
+        link.connection.settimeout(_AUTHENTICATE_SECONDS)
+        # pydevd's own request, by which debugpy's adapter knows its servers.
+        request = {"type": "request", "seq": _OWN, "command": "pydevdAuthorize"}
+        link.send({**request, "arguments": {"debugServerAccessToken": None}})
+        while (message := read_message(link.stream, _MOST_BEFORE)) is not None:
+            if message.get("request_seq") == _OWN:
+                link.connection.settimeout(None)
+                return _same(str((message.get("body") or {}).get("clientAccessToken")), token)
+    except (OSError, ProtocolError):
+        pass
+    return False
+
+
+def _same(given: str, secret: str) -> bool:
+    # `replace`: JSON may hold half a surrogate pair, which has no UTF-8 form.
+    return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
+
+
+def _answer(request: Message, *, body: object = None, fault: str = "") -> Message:
+    head = {"type": "response", "seq": 0, "request_seq": request.get("seq", 0)}
+    head |= {"command": request.get("command", ""), "success": not fault}
+    if fault:
+        # `showUser` makes VS Code show it.
+        body = {"error": {"id": 1, "format": f"shakedown: {fault}", "showUser": True}}
+        head["message"] = fault
+    return {**head, "body": body} if body is not None else head
+
+
+def _is_own(number: object) -> bool:
+    return isinstance(number, int) and number >= _OWN

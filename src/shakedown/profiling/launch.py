@@ -1,0 +1,206 @@
+"""Runs a worker under a profiler: `python -m shakedown.profiling.launch -- COMMAND ARG...`.
+
+What is to be profiled stands in SHAKEDOWN_PROFILE. A worker that no pattern matches takes this
+process's place. One that does becomes its child, under `nsys profile` where the node has nsys; its
+files are written to a folder on the node and brought to the run's folder from here, in the same
+container. Signals are for the worker: this process ends after it, as it did.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from shakedown.cluster.nodes import node_name
+from shakedown.core.errors import LaunchError, ShakedownError, UsageError
+from shakedown.core.private import close_to_others
+from shakedown.profiling.capture import (
+    OPTIMIZER,
+    TRACE,
+    VARIABLE,
+    Order,
+    matching,
+    read_order,
+    tell,
+)
+from shakedown.profiling.profiles import SCRATCH, Record, bring, finish, write_record
+
+EXTRA_OPTIONS = "NRL_NSYS_EXTRA_OPTIONS"
+_POLL_SECONDS = 2.0
+_INJECTED = Path(__file__).with_name("injected")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Run the command after `--` and end as it did."""
+    command = list(argv[1:] if argv[:1] == ["--"] else argv)
+    order = read_order(os.environ)
+    try:
+        if order is None or not command:
+            raise UsageError(f"expected {VARIABLE} in the environment and a command after `--`")
+        close_to_others()  # Slurm gives a step the umask of whoever submitted the job
+        _end_as(launch(order, command))
+    except ShakedownError as error:
+        print(f"shakedown: {error}", file=sys.stderr, flush=True)
+        sys.exit(int(error.exit_code))
+
+
+def launch(order: Order, command: Sequence[str], *, forward: bool = False) -> int:
+    """Run a worker, profiled if a pattern matches it; returns its exit code, -N after signal N.
+
+    Args:
+        forward: hand signals on to it. Not where a supervisor signals its whole session.
+
+    Raises:
+        LaunchError: the command cannot be started.
+    """
+    names = order.names(os.environ)
+    pattern = matching(order.patterns, names)
+    # A launcher such as torchrun gives its processes their ranks: they look for themselves.
+    if not pattern and (order.steps_by != OPTIMIZER or "RANK" in os.environ):
+        _become(command)
+    nsys = shutil.which("nsys") if pattern else None
+    try:
+        scratch = tempfile.mkdtemp(prefix=SCRATCH)
+    except OSError as error:  # a run goes on without its profile
+        tell(f"{names[-1]} is not profiled, no temporary folder can be made: {error}")
+        _become(command)
+    order = replace(order, scratch=scratch, nsys=nsys is not None)
+    record = Record(
+        worker=order.worker,
+        component=names[-1],
+        host=node_name(),
+        pid=os.getpid(),
+        tool="nsys" if nsys else "torch",
+        steps=order.label,
+        scratch=scratch,
+    )
+    write_record(record, Path(order.target))
+    matched = f"worker {order.worker!r} (matched pattern {pattern!r})"
+    if not pattern:
+        tell(f"no pattern matches {', '.join(names)}: processes with a RANK look for themselves")
+    elif nsys is None:
+        tell(
+            f"nsys is not on PATH of {record.host}: torch's profiler writes a Chrome trace of "
+            + matched
+        )
+    else:
+        tell(f"Nsight profiling enabled for {matched}")
+        command = [*_under_nsys(nsys, order, record), *command]
+    return _run(command, order, record, forward=forward)
+
+
+def _under_nsys(nsys: str, order: Order, record: Record) -> list[str]:
+    extra = nsys_options(os.environ)
+    for name in {"o", "output"} & set(extra):
+        record.say(f"{EXTRA_OPTIONS} has its report written to {extra[name]}: it stays there")
+    return nsys_command(nsys, order, extra)
+
+
+def nsys_options(environ: Mapping[str, str]) -> dict[str, str]:
+    """The options that the user adds to nsys', from the JSON object in NRL_NSYS_EXTRA_OPTIONS.
+
+    Raises:
+        UsageError: it is no JSON object of plain values.
+    """
+    text = environ.get(EXTRA_OPTIONS, "")
+    if not text:
+        return {}
+    example = """'{"gpu-metrics-device": "all"}'"""
+    try:
+        body = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{EXTRA_OPTIONS} is not JSON: {error}; expected {example}") from None
+    if not isinstance(body, dict) or any(isinstance(v, dict | list) for v in body.values()):
+        raise UsageError(f"{EXTRA_OPTIONS} is {text:.80}; expected an object such as {example}")
+    return {name: v if isinstance(v, str) else json.dumps(v) for name, v in body.items()}
+
+
+def nsys_command(nsys: str, order: Order, extra: Mapping[str, str]) -> list[str]:
+    """`nsys profile` with NeMo RL's options; the user's own win.
+
+    nsys puts the worker's process id in the place of `%p`.
+    """
+    options = {
+        "t": "cuda,nvtx",
+        "o": f"{order.scratch}/{order.worker}_{order.label}_%p",
+        "s": "none",
+        "stop-on-exit": "true",
+        "cuda-graph-trace": "node",
+    }
+    if order.label != "all":
+        # Nothing is recorded until the worker calls cudaProfilerStart, or after its Stop.
+        options |= {"capture-range": "cudaProfilerApi", "capture-range-end": "stop"}
+    command = [nsys, "profile"]
+    for name, value in (options | dict(extra)).items():
+        command += [f"-{name}", value] if len(name) == 1 else [f"--{name}={value}"]
+    return command
+
+
+def _run(command: Sequence[str], order: Order, record: Record, *, forward: bool) -> int:
+    child: subprocess.Popen[bytes] | None = None
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        # A terminal's Ctrl-C has reached the worker too.
+        if forward and number != signal.SIGINT and child is not None and child.poll() is None:
+            child.send_signal(number)
+
+    # Handlers, as ignored signals would be ignored by the child too.
+    before = {number: signal.signal(number, note) for number in _SIGNALS}
+    target = Path(order.target)
+    try:
+        child = _start(command, {**os.environ, **_environment(order)})
+        while True:
+            try:
+                return child.wait(_POLL_SECONDS)
+            except subprocess.TimeoutExpired:
+                # nsys' reports may still be written to; traces are renamed when they are whole.
+                bring(record, target, (TRACE,))
+    finally:
+        finish(record, target)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str]) -> "subprocess.Popen[bytes]":
+    try:
+        return subprocess.Popen(command, env=environment)
+    except OSError as error:
+        raise LaunchError(f"cannot start {command[0]}: {error.strerror}") from error
+
+
+def _environment(order: Order) -> dict[str, str]:
+    """What the worker is told; one that does not count its steps itself gets our module."""
+    environment = {VARIABLE: order.to_json()}
+    if order.steps_by:
+        path = [str(_INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment["PYTHONPATH"] = os.pathsep.join(path)
+    return environment
+
+
+def _become(command: Sequence[str]) -> NoReturn:
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    try:
+        os.execvpe(command[0], list(command), environment)  # noqa: S606
+    except OSError as error:
+        raise LaunchError(f"cannot start {command[0]}: {error.strerror}") from error
+
+
+def _end_as(code: int) -> NoReturn:
+    """Whoever waits for this process learns how the worker ended, also by which signal."""
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
