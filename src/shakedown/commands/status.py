@@ -1,6 +1,7 @@
 """`shakedown status RUN_DIR`: what a run is doing now, once or every few seconds.
 
-From the run's files, and one request to each persistent server (not with --no-probe).
+From the run's files, one question to Slurm and a request to each persistent server (not with
+--no-probe).
 """
 
 import argparse
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"repeat every so many seconds ({_WATCH_SECONDS:g} without a number), until Ctrl-C",
     )
     parser.add_argument("--json", action="store_true", help="for programs: one line each time")
-    parser.add_argument("--no-probe", action="store_true", help="do not ask the servers")
+    parser.add_argument("--no-probe", action="store_true", help="do not ask Slurm and the servers")
 
 
 def run(args: argparse.Namespace) -> int:

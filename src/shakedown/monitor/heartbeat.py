@@ -98,6 +98,11 @@ class Beat:
         return f"{self.role}-rank{self.rank}"
 
 
+def host_name() -> str:
+    """This host as a beat names it."""
+    return _NO_NAME.sub("?", socket.gethostname()[:64])
+
+
 class Heartbeat:
     """Writes `folder/<role>-rank<rank>.beat`. Call `beat` from the component's main loop.
 
@@ -114,7 +119,7 @@ class Heartbeat:
             raise ValueError(f"role {role!r}: expected letters, digits, '_', '.', '-'")
         self.path = folder / f"{role}-rank{rank}{_SUFFIX}"
         self._role, self._rank, self._owner = role, rank, os.getpid()
-        self._host = _NO_NAME.sub("?", socket.gethostname()[:64])
+        self._host = host_name()
         self._count = 0
         self._writer = _Writer(self.path.absolute())
         # Also when the interpreter ends: the last beat says how far the component came.

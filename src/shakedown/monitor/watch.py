@@ -101,6 +101,15 @@ class Watch:
             return self._pace(now)
         return self._confirm(still, now)
 
+    def hold(self, now: float) -> None:
+        """Instead of `observe` while a debugger holds a component: no time passes for any."""
+        self._suspect = ()
+        if self._began is not None:
+            self._began = now
+        for track in self._tracks.values():
+            track.moved = track.step_began = now
+            track.waited = 0.0
+
     def step_seconds(self) -> float | None:
         """The median step time learned so far, over all components."""
         durations = [d for track in self._tracks.values() for d in track.durations]

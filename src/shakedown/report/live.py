@@ -2,15 +2,19 @@
 
 import json
 import math
+import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from shakedown.cluster.guard import look as look_up
 from shakedown.config import StageConfig
 from shakedown.core.paths import AttemptPaths, StagePaths
-from shakedown.monitor.heartbeat import Beat, read_heartbeats
+from shakedown.debug.stops import Stop, describe, read_stops
+from shakedown.monitor.heartbeat import Beat, host_name, read_heartbeats
 from shakedown.monitor.watch import LONG_PHASES
 from shakedown.report import text
 from shakedown.report.reader import MAX_WHOLE, finite
@@ -21,6 +25,7 @@ _STALE_ROWS = 10.0  # usual steps without a row after which no time left is told
 _LATEST = 1e11  # Unix seconds: a time beyond is damage
 _LONGEST = 1e9  # seconds of a step, or left: beyond is damage
 _SKEW = 5.0  # seconds that clocks of nodes may differ
+GONE_SECONDS = 10.0  # a component that beat since then lives, whatever the process table says
 _CHECKPOINT = re.compile(r"step_(\d{1,15})")
 
 
@@ -37,8 +42,10 @@ class StallLimits:
 class Live:
     """A stage's newest attempt now. Ages in seconds; `rows` are the last ones, oldest first.
 
+    `stops` are processes that stand for a debugger: nobody is warned of silence then.
     `checkpoint` is (step, age) of the newest one; `speed` in steps/s over the last rows, with
-    checkpoints and evaluations; `left` in seconds, None where nobody can tell.
+    checkpoints and evaluations; `left` in seconds, None where nobody can tell. `gone`: components
+    whose process has ended on this host.
     """
 
     name: str
@@ -50,7 +57,9 @@ class Live:
     beats: Sequence[Beat] = ()
     speed: float | None = None
     left: float | None = None
+    stops: Sequence[Stop] = ()
     warnings: Sequence[str] = field(default_factory=list)
+    gone: Sequence[Beat] = ()
 
     @property
     def last(self) -> Mapping[str, float]:
@@ -67,8 +76,10 @@ def look(paths: StagePaths, number: int, steps: int | None, now: float) -> Live:
     attempt = paths.attempt(number)
     rows, changed = last_rows(paths.metrics)
     beats = [b for b in read_heartbeats(attempt.heartbeats) if abs(b.wall) < _LATEST]
+    lost = gone(beats, now)
     age = None if changed is None or not rows else max(0.0, now - changed)
     speed = steps_per_second(rows)
+    stops = read_stops(attempt.debug)
     return Live(
         name=paths.root.name,
         attempt=number,
@@ -79,8 +90,30 @@ def look(paths: StagePaths, number: int, steps: int | None, now: float) -> Live:
         beats=beats,
         speed=speed,
         left=time_left(rows, steps, speed, age),
-        warnings=warnings(beats, read_limits(attempt), now),
+        stops=stops,
+        warnings=[] if stops else warnings(beats, read_limits(attempt), now, lost),
+        gone=lost,
     )
+
+
+def gone(beats: Iterable[Beat], now: float) -> list[Beat]:
+    """Of silent components on this host those whose process is not there any more.
+
+    A process that began after the beat has only got its number. Programs in a container of the
+    host's name have numbers of their own; they are not looked for while they beat.
+    """
+    here = host_name()
+    silent = [b for b in beats if b.host == here and now - b.wall > GONE_SECONDS]
+    return [beat for beat in silent if beat.phase != "finished" and not _lives(beat, now)]
+
+
+def _lives(beat: Beat, now: float) -> bool:
+    process = look_up(beat.pid)
+    if process is None or process.ended:
+        return False
+    up = time.clock_gettime(time.CLOCK_BOOTTIME)  # `started` counts from the same moment
+    age = up - process.started / os.sysconf("SC_CLK_TCK")
+    return now - age < beat.wall + _SKEW
 
 
 def steps_per_second(rows: Sequence[Mapping[str, float]]) -> float | None:
@@ -105,8 +138,14 @@ def time_left(
     return left if left < _LONGEST else None
 
 
-def warnings(beats: Iterable[Beat], limits: StallLimits, now: float) -> list[str]:
-    """Components that were silent for half of what counts as a stall, or have not begun."""
+def warnings(
+    beats: Iterable[Beat], limits: StallLimits, now: float, lost: Collection[Beat] = ()
+) -> list[str]:
+    """Components that were silent for half of what counts as a stall, or have not begun.
+
+    Args:
+        lost: those whose process has ended.
+    """
     found, seen = [], set()
     for beat in beats:
         seen.add(beat.name)
@@ -114,6 +153,12 @@ def warnings(beats: Iterable[Beat], limits: StallLimits, now: float) -> list[str
         long = beat.phase in LONG_PHASES
         limit = max(limits.start, limits.stall) if long else limits.stall
         if beat.phase == "finished":
+            continue
+        if beat in lost:
+            found.append(
+                f"{beat.name} is dead: process {beat.pid} is gone from {beat.host}, its last beat "
+                f"was {text.duration(age)} ago in phase {beat.phase} at step {beat.step}"
+            )
             continue
         if age > limit / 2:
             found.append(
@@ -177,6 +222,7 @@ def lines(live: Live) -> list[str]:
     for told in (_figures(live.last), _saved(live)):
         if told:
             found.append(f"  {told}")
+    found += [f"  stands: {describe(stop)}" for stop in live.stops]
     return found + [f"  warning: {warning}" for warning in live.warnings]
 
 
@@ -202,6 +248,10 @@ def as_json(live: Live, now: float) -> dict[str, Any]:
                 "age": round(now - beat.wall, 3),
             }
             for beat in live.beats
+        ],
+        "stops": [
+            {"name": s.name, "node": s.node, "pid": s.pid, "file": s.file, "line": s.line}
+            for s in live.stops
         ],
         "warnings": list(live.warnings),
     }

@@ -159,7 +159,8 @@ def _hero_links(groups: Sequence[PageSection], anchor: str) -> list[Link]:
 def _stage_files(root: Path) -> list[Path]:
     paths = StagePaths(root)
     files = [paths.diagnosis_html, paths.diagnosis, paths.outcome, paths.accepted, paths.metrics]
-    return [*files, AttemptPaths(paths.latest).evidence]
+    newest = AttemptPaths(paths.latest)
+    return [*files, newest.evidence, newest.profiles]
 
 
 def _step_files(root: Path) -> list[Path]:

@@ -1,14 +1,14 @@
 """How each step of the workflow stands, and the one sentence about the run: pure."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
-from shakedown.report import text
-from shakedown.report.view import RunView, ServerView, StageView, State
+from shakedown.report import jobs, text
+from shakedown.report.view import JobView, RunView, ServerView, StageView, State
 
 # An attempt without an outcome that wrote nothing for so long was cut off: a supervisor beats
 # every few seconds, and the longest stall that a default config allows is 300 s.
@@ -22,7 +22,10 @@ _OUTCOMES: Mapping[str, State] = {
 }
 _FILES = RunPaths(Path())  # relative to the run, as `RunView.unreadable` names them
 _WORST_FIRST = ("fail", "error", "warn", "skip", "pass")
-_STATES_WORST_FIRST: Sequence[State] = ("FAIL", "BLOCKED", "RUNNING", "WARN", "NOT RUN", "PASS")
+_STATES_WORST_FIRST: Sequence[State] = (
+    *("FAIL", "BLOCKED", "RUNNING", "PENDING"),
+    *("WARN", "NOT RUN", "PASS"),
+)
 
 
 @dataclass(frozen=True)
@@ -56,37 +59,37 @@ class Headline:
 
 def workflow_steps(view: RunView) -> list[WorkflowStep]:
     """All steps in the order in which a run takes them."""
-    broken = {item.path for item in view.unreadable}
-    steps = [_judged("preflight", view.preflight, _FILES.preflight.verdict, broken)]
-    steps += [_server(server, len(view.servers) == 1) for server in view.servers]
+    steps = [_judged(view, "preflight", view.preflight)]
+    steps += [_server(view, server) for server in view.servers]
     if not view.servers:
         steps.append(WorkflowStep("serve", "NOT RUN", "", "serve"))
-    steps.append(_judged("agents", view.agents, _FILES.agents.verdict, broken))
-    compared = _FILES.consistency.verdict
-    steps.append(_judged("consistency", view.consistency, compared, broken))
+    steps.append(_judged(view, "agents", view.agents))
+    steps.append(_judged(view, "consistency", view.consistency))
     for stage in view.stages:
-        steps += _stage(stage, view.now, broken)
+        steps += _stage(view, stage)
     return steps
 
 
 def headline(view: RunView, steps: Sequence[WorkflowStep]) -> Headline:
-    """The first failed step speaks; else the first blocked one; else what runs; else the end."""
-    for state in ("FAIL", "BLOCKED"):
+    """The first failed step speaks; else the first that could not be judged; else what runs, else
+    what waits in Slurm's queue; else the end."""
+    for state in _SPEAKERS:
         for step in steps:
             if step.state == state:
-                return _trouble(view, step)
-    for step in steps:
-        if step.state == "RUNNING":
-            return _running(view, step)
+                return _SPEAKERS[state](view, step)
     done = [step for step in steps if step.state != "NOT RUN"]
+    # A stage that was run alone leaves gaps before it: only what comes after it is still to come.
+    ahead = steps[steps.index(done[-1]) + 1 :] if done else steps
+    if not ahead:
+        return _finished(view, steps)
+    last = f"{done[-1].title} is the last stage with a result" if done else "no stage has a result"
+    if view.snakemake:
+        sentence = f"{view.snakemake} is at work; {last}."
+        return Headline("RUNNING", "Running: the workflow", sentence, next=_watch(view))
     if not done:
         sentence = "No stage of this run has written a result yet."
         return Headline("NOT RUN", "Not started", sentence, next="snakemake")
-    # A stage that was run alone leaves gaps before it: only what comes after it is still to come.
-    ahead = steps[steps.index(done[-1]) + 1 :]
-    if not ahead:
-        return _finished(view, steps)
-    sentence = f"{done[-1].title} is the last stage with a result; {ahead[0].title} has not run."
+    sentence = f"{last}; {ahead[0].title} has not run."
     title = f"Stopped before {ahead[0].title}"
     return Headline("NOT RUN", title, sentence, next="snakemake", anchor=ahead[0].anchor)
 
@@ -125,43 +128,69 @@ def accuracy_change(stage: StageView) -> tuple[float, float] | None:
     return (measured[0], measured[-1]) if len(measured) > 1 else None
 
 
-def _judged(name: str, verdict: Verdict | None, file: Path, broken: set[str]) -> WorkflowStep:
+def _judged(view: RunView, name: str, verdict: Verdict | None) -> WorkflowStep:
+    state: State
+    file = f"{name}/{_FILES.preflight.verdict.name}"
     if verdict is not None:
-        return WorkflowStep(name, verdict.status, verdict.summary, name, verdict=verdict)
-    if file.as_posix() in broken:
-        return WorkflowStep(name, "BLOCKED", f"{file.as_posix()} cannot be read", name)
-    return WorkflowStep(name, "NOT RUN", "", name)
+        state, sentence = verdict.status, verdict.summary
+    elif any(item.path == file for item in view.unreadable):
+        state, sentence = "BLOCKED", f"{file} cannot be read"
+    else:
+        state, sentence = "NOT RUN", ""
+    job = view.jobs.get(name)
+    state, sentence = jobs.with_job(state, sentence, job, view.now)
+    return WorkflowStep(name, state, sentence, name, verdict=None if _is_live(job) else verdict)
 
 
-def _server(server: ServerView, only: bool) -> WorkflowStep:
-    name = "serve" if only else f"serve {server.name}"
-    anchor = f"serve-{server.name}"
-    if server.verdict is not None:
-        return WorkflowStep(name, server.verdict.status, server.verdict.summary, anchor)
+def _is_live(job: JobView | None) -> bool:
+    """Whether what the files say is of the job before it."""
+    return job is not None and (job.waits or job.runs)
+
+
+def _server(view: RunView, server: ServerView) -> WorkflowStep:
+    name = "serve" if len(view.servers) == 1 else f"serve {server.name}"
+    job = view.jobs.get(f"serve/{server.name}")
+    state, sentence = _server_state(server)
+    # Its job is there as long as the server is: it says nothing new of one that has ended.
+    if server.phase != "ended" and job is not None:
+        if job.runs and state in ("PASS", "WARN"):
+            sentence = f"{sentence}; job {job.job_id} on {job.told.nodes if job.told else ''}"
+        else:
+            state, sentence = jobs.with_job(state, sentence, job, view.now)
+    return WorkflowStep(name, state, sentence, f"serve-{server.name}")
+
+
+def _server_state(server: ServerView) -> tuple[State, str]:
     ended = f"; {server.reason}" if server.phase == "ended" and server.reason else ""
+    gone = f"; {server.gone}: what needs it starts it again" if server.gone else ""
+    if server.verdict is not None:
+        state: State = "WARN" if gone and server.verdict.status == "PASS" else server.verdict.status
+        return state, f"{server.verdict.summary}{gone}"
     if server.endpoint:
         url = text.shorten(server.endpoint.get("base_url"))
-        state: State = "WARN" if server.phase == "ended" and server.crashed else "PASS"
-        return WorkflowStep(name, state, f"answered a real generation at {url}{ended}", anchor)
-    if server.phase == "ended":
-        return WorkflowStep(name, "BLOCKED", f"ended before it answered{ended}", anchor)
+        state = "WARN" if gone or (server.phase == "ended" and server.crashed) else "PASS"
+        return state, f"answered a real generation at {url}{ended}{gone}"
+    if server.phase == "ended" or server.gone:
+        return "BLOCKED", f"ended before it answered{ended or f'; {server.gone}'}"
     if server.phase:
-        return WorkflowStep(
-            name, "RUNNING", "starting: it has not answered a generation yet", anchor
-        )
-    return WorkflowStep(name, "NOT RUN", "", anchor)
+        return "RUNNING", "starting: it has not answered a generation yet"
+    return "NOT RUN", ""
 
 
-def _stage(stage: StageView, now: float, broken: set[str]) -> list[WorkflowStep]:
+def _stage(view: RunView, stage: StageView) -> list[WorkflowStep]:
     anchor = f"stage-{stage.name}"
-    state, sentence = _train(stage, now)
+    job = view.jobs.get(f"stages/{stage.name}")
+    state, sentence = _train(stage, job, view.now)
     steps = [WorkflowStep("train", state, sentence, anchor, stage)]
     files = _FILES.stage(stage.name)
+    broken = {item.path for item in view.unreadable}
     for name, verdict, file in (
         ("diagnose", stage.diagnosis, files.diagnosis),
         ("accept", stage.accepted, files.accepted),
     ):
-        if verdict is not None:
+        if _is_live(job):
+            steps.append(WorkflowStep(name, "NOT RUN", "", anchor, stage))
+        elif verdict is not None:
             steps.append(
                 WorkflowStep(name, verdict.status, verdict.summary, anchor, stage, verdict)
             )
@@ -173,7 +202,15 @@ def _stage(stage: StageView, now: float, broken: set[str]) -> list[WorkflowStep]
     return steps
 
 
-def _train(stage: StageView, now: float) -> tuple[State, str]:
+def _train(stage: StageView, job: JobView | None, now: float) -> tuple[State, str]:
+    state, sentence = _by_files(stage, now)
+    # Cut off by its files, though Slurm has not ended the job.
+    if job and job.runs and stage.newest and stage.outcome is None and state == "BLOCKED":
+        return state, f"{sentence}, though its job {job.job_id} still runs"
+    return jobs.with_job(state, sentence, job, now)
+
+
+def _by_files(stage: StageView, now: float) -> tuple[State, str]:
     attempt, outcome = stage.newest, stage.outcome
     if attempt is None:
         return "NOT RUN", ""
@@ -188,15 +225,22 @@ def _train(stage: StageView, now: float) -> tuple[State, str]:
 
 
 def _without_outcome(stage: StageView, number: int, now: float) -> tuple[State, str]:
+    if stage.gone:
+        return "BLOCKED", f"attempt {number} was cut off: {stage.gone}"
     if stage.last_sign is None:
         return "RUNNING", f"attempt {number} is starting"
-    silence = max(0.0, now - stage.last_sign)
+    silence = _silence(stage, now)
     if silence > SILENT_SECONDS:
         return "BLOCKED", (
-            f"attempt {number} has no outcome and wrote nothing for {text.duration(silence)}: "
-            "it was cut off"
+            f"attempt {number} was cut off: it has no outcome and wrote nothing for "
+            f"{text.duration(silence)}"
         )
     return "RUNNING", f"attempt {number} is under way, {_progress(stage)}"
+
+
+def _silence(stage: StageView, now: float) -> float:
+    """Seconds without a sign of the newest attempt; 0 before its first."""
+    return 0.0 if stage.last_sign is None else max(0.0, now - stage.last_sign)
 
 
 def _progress(stage: StageView) -> str:
@@ -229,7 +273,8 @@ def _stage_trouble(view: RunView, step: WorkflowStep, stage: StageView) -> Headl
     judge = judges[0] if judges else None
     words = {"hung": "hung", "failed": "failed", "interrupted": "was interrupted"}
     default = "failed" if step.state == "FAIL" else "could not be judged"
-    word = words.get(outcome.state, default) if outcome else "was cut off"
+    without = "is silent" if _is_live(view.jobs.get(f"stages/{stage.name}")) else "was cut off"
+    word = words.get(outcome.state, default) if outcome else without
     bad = _bad_findings(judge)
     return Headline(
         step.state,
@@ -272,14 +317,34 @@ def _running(view: RunView, step: WorkflowStep) -> Headline:
     where = f", {_progress(stage)}" if stage else ""
     beat = ""
     if stage and stage.last_sign is not None:
-        beat = f"; last written {text.duration(max(0.0, view.now - stage.last_sign))} before this"
+        beat = f"; last written {text.duration(_silence(stage, view.now))} before this"
     return Headline(
         "RUNNING",
         f"Running: {stage.name if stage else step.name}{where}",
         f"{step.sentence}{beat}.",
-        next=f"shakedown status {shlex.quote(str(view.root))} --watch 5",
+        next=_watch(view),
         anchor=step.anchor,
     )
+
+
+def _pending(view: RunView, step: WorkflowStep) -> Headline:
+    name = step.stage.name if step.stage else step.name
+    return Headline(
+        "PENDING", f"Waiting in Slurm's queue: {name}", f"{step.sentence}.", next=_watch(view)
+    )
+
+
+def _watch(view: RunView) -> str:
+    return f"shakedown status {shlex.quote(str(view.root))} --watch 5"
+
+
+# Who has a word before the run's end, the first state first.
+_SPEAKERS: Mapping[State, Callable[[RunView, WorkflowStep], Headline]] = {
+    "FAIL": _trouble,
+    "BLOCKED": _trouble,
+    "RUNNING": _running,
+    "PENDING": _pending,
+}
 
 
 def _finished(view: RunView, steps: Sequence[WorkflowStep]) -> Headline:

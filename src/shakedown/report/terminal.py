@@ -11,24 +11,36 @@ from shakedown.report.series import as_number
 from shakedown.report.summary import Headline, WorkflowStep, headline, workflow_steps, worst
 from shakedown.report.view import RunView, StageView, State
 
-_MARKS: Mapping[State, str] = {"PASS": "ok", "RUNNING": "running", "NOT RUN": "-"}
+_MARKS: Mapping[State, str] = {
+    "PASS": "ok",
+    "RUNNING": "running",
+    "PENDING": "pending",
+    "NOT RUN": "-",
+}
 # Columns of the last metrics row, in reading order.
 _METRICS = ("reward_mean", "loss", "staleness_max", "k3", "entropy", "grad_norm", "seconds")
 _BAR = 24  # characters
 
 
-def render(view: RunView, beats: Mapping[str, Sequence[Beat]], servers: Mapping[str, str]) -> str:
+def render(
+    view: RunView,
+    beats: Mapping[str, Sequence[Beat]],
+    servers: Mapping[str, str],
+    notes: Sequence[str] = (),
+) -> str:
     """The run as text.
 
     Args:
         view: the run.
         beats: heartbeats of the newest attempt, by stage.
         servers: what a probe of each server's endpoint said, by server.
+        notes: what else there is to know, such as that Slurm did not answer.
     """
     steps = workflow_steps(view)
     groups = [list(part) for _, part in groupby(steps, key=lambda step: step.anchor)]
     width = max(len(_name(group[0])) for group in groups)
-    lines = [*_top(view, headline(view, steps)), ""]
+    lines = _top(view, headline(view, steps))
+    lines += [*(f"  note: {_flat(note, 600)}" for note in notes), ""]
     for group in groups:
         lines.append(_line(group, width))
         stage = group[0].stage

@@ -6,13 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from shakedown.cluster.squeue import Job
 from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Verdict
 from shakedown.report import series
 from shakedown.report.series import Series, Table
 
 # A verdict's four, and what only a run that is not over can show.
-State = Literal["PASS", "WARN", "FAIL", "BLOCKED", "RUNNING", "NOT RUN"]
+State = Literal["PASS", "WARN", "FAIL", "BLOCKED", "RUNNING", "PENDING", "NOT RUN"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class StageView:
     """One training stage. `rows` are those of its metrics as read, by ascending step.
 
     `diagnosis` and `accepted` are those of the newest attempt: older ones are left out. `last_sign`
-    is the newest change of its files, seconds since 1970.
+    is the newest change of its files, seconds since 1970. `gone`: why nothing of an attempt without
+    an outcome can run any more, where that was looked at.
     """
 
     name: str
@@ -69,6 +71,7 @@ class StageView:
     rows: Table = field(default_factory=dict)
     evaluations: Sequence[Evaluation] = ()
     last_sign: float | None = None
+    gone: str = ""
 
     @property
     def newest(self) -> AttemptView | None:
@@ -94,7 +97,8 @@ class ServerView:
     """A persistent inference server.
 
     `endpoint` is its file as written, empty when absent. `phase` is starting, running or ended,
-    as its daemon wrote it; `reason` says why it ended, `crashed` that it ended by itself.
+    as its daemon wrote it; `reason` says why it ended, `crashed` that it ended by itself. `gone`:
+    that it ended without a word, where that was looked at.
     """
 
     name: str
@@ -104,11 +108,43 @@ class ServerView:
     reason: str = ""
     crashed: bool = False
     verdict: Verdict | None = None
+    gone: str = ""
+
+
+@dataclass(frozen=True)
+class JobView:
+    """The newest Slurm job of a step.
+
+    `outcome`: how it ended for the workflow; empty while it has not. `told`: what Slurm says of it;
+    None when it was not asked or did not answer.
+    """
+
+    job_id: str
+    log: Path
+    outcome: str = ""
+    told: Job | None = None
+
+    @property
+    def waits(self) -> bool:
+        return self.told is not None and self.told.waits
+
+    @property
+    def runs(self) -> bool:
+        return self.told is not None and not self.told.waits and not self.told.ended
+
+    @property
+    def ended(self) -> bool:
+        """Known to have ended; Slurm forgets a job some minutes later."""
+        return bool(self.outcome) or (self.told is not None and self.told.ended)
 
 
 @dataclass(frozen=True)
 class RunView:
-    """A whole run. `now` is when it was read, seconds since 1970."""
+    """A whole run. `now` is when it was read, seconds since 1970.
+
+    `jobs` by the folder of the step, `stages/sft`, and `snakemake`, the process that runs the
+    workflow, where it lives: for a status alone, pages are drawn without them.
+    """
 
     root: Path
     now: float
@@ -121,3 +157,5 @@ class RunView:
     consistency: Verdict | None = None
     stages: Sequence[StageView] = ()
     unreadable: Sequence[Unreadable] = ()
+    jobs: Mapping[str, JobView] = field(default_factory=dict)
+    snakemake: str = ""

@@ -323,8 +323,12 @@ def test_what_a_process_and_its_children_do_is_counted(tmp_path: Path) -> None:
     process.stdin.flush()
     while out.stat().st_size < 100:
         time.sleep(0.01)
-    time.sleep(0.3)
+    # Half a second of work of the child that has ended, and some of the one that runs.
+    deadline = time.monotonic() + 20
     last = read_state(process.pid).activity
+    while (last is None or last.cpu < 0.15) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        last = read_state(process.pid).activity
     process.communicate(b"end\n")
 
     assert first is not None

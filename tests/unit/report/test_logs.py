@@ -1,5 +1,6 @@
-"""The logs of an attempt: bounded, fit for a terminal, followed; `shakedown logs` around them."""
+"""Logs: bounded, fit for a terminal, followed; `shakedown logs` around them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,9 @@ import pytest
 from shakedown import cli
 from shakedown.core.files import write_text
 from shakedown.core.paths import AttemptPaths, RunPaths
-from shakedown.report.logs import MAX_CHARS, LogFollower, clean, find_logs, merged
+from shakedown.monitor.workflow import WorkflowRun
+from shakedown.report.logs import MAX_CHARS, LogFollower, clean, merged
+from shakedown.report.stage_logs import find_logs, find_stage
 
 
 @pytest.fixture
@@ -92,7 +95,13 @@ def test_only_regular_files_are_logs_and_rank_2_comes_before_rank_10(
     attempt.log("folder").mkdir()
     write_text(attempt.logs / "notes.txt", "x\n")
 
-    assert list(find_logs(attempt)) == ["orchestrator", "trainer-rank2", "trainer-rank10"]
+    paths = RunPaths(Path(run_dir(attempt)))
+
+    assert list(find_logs(paths, find_stage(paths, "sft", None))) == [
+        "orchestrator",
+        "trainer-rank2",
+        "trainer-rank10",
+    ]
 
 
 def test_a_follower_gives_whole_lines_and_at_the_end_the_rest(attempt: AttemptPaths) -> None:
@@ -162,8 +171,8 @@ def test_the_newest_attempt_of_the_stage_that_ran_last_is_shown(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--stage", "sfx"], "no attempt of a stage 'sfx' (did you mean 'sft'?); begun: sft"),
-        (["--stage", "../.."], "no attempt of a stage '../..'"),
+        (["--stage", "sfx"], "no stage 'sfx' (did you mean 'sft'?); it has: assets, preflight,"),
+        (["--stage", "../.."], "no stage '../..'"),
         (["--attempt", "7"], "stage sft has no attempt 7; it has: 1"),
         (["--component", "trainer-rank9"], "no log of a component 'trainer-rank9'"),
     ],
@@ -218,3 +227,109 @@ def test_following_ends_with_the_attempt_and_misses_nothing(attempt: AttemptPath
         "unfinished",
         "attempt 001 has ended",
     ]
+
+
+# --- stages that are not training
+
+
+def step_run(tmp_path: Path) -> RunPaths:
+    """A run whose preflight ran as a Slurm job, and whose server has a folder."""
+    paths = RunPaths(tmp_path / "run")
+    write_text(paths.logs / "preflight.log", "4 passed\n")
+    write_text(paths.logs / "accept_preflight.log", "accepted\n")
+    write_text(paths.logs / "serve.log", "starting\n")
+    write_text(paths.server("policy").log, "loading\n")
+    write_text(paths.server("policy").slurm_log, "on n1\n")
+    write_text(tmp_path / "job.log", "slurmstepd: error: killed\n")
+    identity = {"makes": [str(paths.preflight.verdict)], "how": ""}
+    job = {"event": "job", "token": "1", "identity": identity, "job_id": "12", "name": "x"}
+    job |= {"cluster": "", "log": str(tmp_path / "job.log")}
+    write_text(tmp_path / "jobs" / "1" / "journal.jsonl", f"{json.dumps(job)}\n")
+    WorkflowRun.here(str(tmp_path / "jobs")).write(paths.workflow)
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (["--stage", "preflight"], ["accept_preflight | accepted", "preflight        | 4 passed"]),
+        (
+            ["--stage", "preflight", "--component", "slurm-*"],
+            ["slurm-12 | slurmstepd: error: killed"],
+        ),
+        (
+            ["--stage", "serve"],
+            ["policy-server | loading", "policy-slurm  | on n1", "serve         | starting"],
+        ),
+    ],
+)
+def test_every_stage_has_its_rules_its_programs_and_its_jobs_logs(
+    arguments: list[str], lines: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = step_run(tmp_path)
+
+    assert cli.main(["logs", str(paths.root), *arguments]) == 0
+
+    assert capsys.readouterr().out.splitlines() == lines
+
+
+def test_a_job_that_ended_before_its_rule_wrote_is_shown_by_its_own_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = step_run(tmp_path)
+    for name in ("preflight", "accept_preflight"):
+        (paths.logs / f"{name}.log").unlink()
+
+    assert cli.main(["logs", str(paths.root), "--stage", "preflight"]) == 0
+
+    assert capsys.readouterr().out == "slurm-12 | slurmstepd: error: killed\n"
+
+
+def test_the_stage_that_wrote_last_is_shown_and_the_report_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = step_run(tmp_path)
+    write_text(paths.logs / "agents.log", "12 episodes\n")
+    write_text(paths.report.parent / "index.html", "")
+    write_text(paths.logs / "report.log", "written\n")
+    for path, age in ((paths.logs / "preflight.log", 50), (paths.logs / "serve.log", 40)):
+        os.utime(path, (time.time() - age, time.time() - age))
+
+    assert cli.main(["logs", str(paths.root)]) == 0
+
+    assert capsys.readouterr().out == "agents | 12 episodes\n"
+
+
+def test_what_rank_0_says_is_not_shown_twice(
+    attempt: AttemptPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(Path(run_dir(attempt)))
+    write_text(attempt.log("trainer-rank0"), "step 1\n")
+    write_text(paths.logs / "train_sft.log", "[trainer-rank0] step 1\n")
+    write_text(paths.logs / "diagnose_sft.log", "healthy\n")
+
+    assert cli.main(["logs", str(paths.root)]) == 0
+    assert cli.main(["logs", str(paths.root), "--component", "train_*"]) == 0
+
+    assert capsys.readouterr().out.splitlines() == [
+        "diagnose_sft  | healthy",
+        "trainer-rank0 | step 1",
+        "train_sft | [trainer-rank0] step 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stage", "agents"], "stage agents has no log yet"),
+        (["--stage", "preflight", "--attempt", "1"], "stage preflight has no attempt 1"),
+        (["--stage", "preflight", "--component", "x"], "accept_preflight, preflight, slurm-12"),
+    ],
+)
+def test_a_log_that_is_not_there_is_a_usage_error(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = step_run(tmp_path)
+
+    assert cli.main(["logs", str(paths.root), *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,151 @@
+"""Who runs a run's workflow, and the Slurm jobs that it has submitted.
+
+The Snakefile writes `workflow.json` as a workflow begins; the executor keeps a journal of its jobs
+in the folder that is named there (executor/docs/further.md tells its form).
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from shakedown.cluster.nodes import node_name
+from shakedown.cluster.recorded import Recorded
+from shakedown.cluster.squeue import CLUSTER, JOB_ID
+from shakedown.core.errors import UsageError
+from shakedown.core.files import json_as, read_object, write_json
+
+SCHEMA = "shakedown/workflow/1"
+_JOURNAL = "journal.jsonl"
+# The executor keeps the journals of 20 runs; one of a thousand jobs has less than a MB.
+_MOST_JOURNALS = 100
+_MOST_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class WorkflowRun:
+    """A snakemake: `folder` is its working directory, `jobs` the executor's folder.
+
+    `ticks`: when the process started, in clock ticks since the start of the machine `boot`.
+    """
+
+    folder: str
+    jobs: str
+    host: str
+    pid: int
+    ticks: int
+    boot: str
+
+    @classmethod
+    def here(cls, jobs: str) -> Self:
+        """This process, with the executor's folder as it was given."""
+        own = Recorded.of(os.getpid())
+        folder = Path.cwd()
+        return cls(str(folder), str(folder / jobs), node_name(), own.pid, own.started, own.boot)
+
+    def write(self, path: Path) -> None:
+        """Write atomically as JSON."""
+        write_json(path, {"schema": SCHEMA, **asdict(self)})
+
+    @property
+    def lives(self) -> bool | None:
+        """Whether it runs; None on another host, where nobody can see it."""
+        process = Recorded(self.pid, self.ticks, self.boot)
+        return process.lives if self.host == node_name() else None
+
+
+def read_workflow(path: Path) -> WorkflowRun | None:
+    """None when no workflow has begun here since `workflow.json` is written.
+
+    Raises:
+        UsageError: it is no such file. It is only shown: whoever wrote it.
+    """
+    if not path.exists():
+        return None
+    body = read_object(path, "record of a workflow", schema=SCHEMA)
+    try:
+        return json_as(WorkflowRun, body, unknown="ignore")
+    except ValueError as error:
+        raise UsageError(f"{path} is no record of a workflow: {error}") from error
+
+
+@dataclass(frozen=True)
+class NotedJob:
+    """The newest Slurm job that makes the files of a step.
+
+    `folder` is the step's, relative to the run's: `preflight`, `stages/sft`. `outcome` is the
+    executor's word for the end: succeeded, failed, cancelled or lost; empty while it has none. A
+    Slurm job is known to be this one by its name, or by the mark of a server's.
+    """
+
+    folder: str
+    job_id: str
+    name: str
+    cluster: str
+    log: Path
+    outcome: str = ""
+    mark: str = ""
+
+
+def noted_jobs(jobs: Path, run: Path) -> list[NotedJob]:
+    """The newest job of each step of the run in `run`, out of the executor's journals in `jobs`.
+
+    Lines that are no jobs are passed over: one may be cut off by a crash.
+
+    Raises:
+        OSError: a journal cannot be read.
+        ValueError: one is too large for a journal.
+    """
+    root, found = Path(os.path.realpath(run)), dict[str, NotedJob]()
+    for journal in _journals(jobs):
+        place, tokens = Path(), dict[str, list[NotedJob]]()
+        for event in _events(journal):
+            match event:
+                case {"event": "run", "place": {"path": str(path)}}:
+                    place = Path(path)
+                case {"event": "job", "token": str(token)}:
+                    tokens[token] = list(_jobs_of(event, place, root))
+                    found |= {job.folder: job for job in tokens[token]}
+                case {"event": "end", "token": str(token), "outcome": str(outcome)}:
+                    ended = [job for job in tokens.get(token, []) if found[job.folder] == job]
+                    found |= {job.folder: replace(job, outcome=outcome) for job in ended}
+    return list(found.values())
+
+
+def _journals(jobs: Path) -> list[Path]:
+    """The newest last: their folders' names begin with the time."""
+    try:
+        runs = sorted(os.listdir(jobs))[-_MOST_JOURNALS:]
+    except FileNotFoundError:  # nothing was submitted
+        return []
+    return [path for run in runs if (path := jobs / run / _JOURNAL).is_file()]
+
+
+def _events(journal: Path) -> Iterator[Mapping[str, Any]]:
+    if journal.stat().st_size > _MOST_BYTES:
+        raise ValueError(f"{journal} has more than {_MOST_BYTES} bytes")
+    for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(event, dict):
+            yield event
+
+
+def _jobs_of(event: Mapping[str, Any], place: Path, root: Path) -> Iterator[NotedJob]:
+    """One for each folder in the run that the job writes to: several for a group of rules."""
+    match event:
+        case {
+            "identity": {"makes": list(makes)},
+            "job_id": str(job_id),
+            "name": str(name),
+            "cluster": str(cluster),
+            "log": str(log),
+        } if JOB_ID.fullmatch(job_id) and CLUSTER.fullmatch(cluster):
+            paths = [Path(os.path.realpath(place / m)) for m in makes if isinstance(m, str)]
+            inside = [path.relative_to(root) for path in paths if root in path.parents]
+            for folder in dict.fromkeys(path.parent.as_posix() for path in inside):
+                yield NotedJob(folder, job_id, name, cluster, Path(log))

@@ -1,0 +1,188 @@
+"""The Slurm jobs of a run: which they are, what Slurm says of them, and what that means."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from shakedown.cluster import squeue
+from shakedown.core.errors import ShakedownError
+from shakedown.core.paths import RunPaths, ServerPaths
+from shakedown.inference.slurm import is_marked
+from shakedown.monitor.workflow import NotedJob, WorkflowRun, noted_jobs, read_workflow
+from shakedown.report import text
+from shakedown.report.view import JobView, RunView, State
+
+# A controller that is busy or gone answers late or never: the rest is shown without it.
+ASK_SECONDS = 5.0
+_WORD_BYTES = 256  # of a server's file that holds one word
+
+# What Slurm's reasons mean to who waits (squeue(1), "JOB REASON CODES"), by how they begin.
+_REASONS: Mapping[str, str] = {
+    "Resources": "it waits until enough nodes are free",
+    "Priority": "jobs of higher priority are ahead of it",
+    "BeginTime": "it was asked to begin later",
+    "JobHeldUser": "it is held until `scontrol release`",
+    "JobHeldAdmin": "an administrator holds it",
+    "ReqNodeNotAvail": "a node that it needs is down, drained or reserved",
+    "PartitionNodeLimit": "the partition has or allows fewer nodes: it will not start so",
+    "PartitionTimeLimit": "the partition allows less time: it will not start so",
+    "PartitionDown": "the partition starts no jobs now",
+    "BadConstraints": "no node has what it asks for",
+    "QOS": "a limit of its quality of service is reached",
+    "Assoc": "a limit of its account is reached",
+}
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """`by_folder`: the newest job of each step, by the step's folder; `notes`: what else to say."""
+
+    by_folder: Mapping[str, JobView] = field(default_factory=dict)
+    workflow: WorkflowRun | None = None
+    notes: Sequence[str] = ()
+
+
+def find(view: RunView, *, ask: bool) -> Jobs:
+    """The jobs of the run; nothing that is missing, broken or silent is an error, it is a note.
+
+    Args:
+        ask: Slurm about those whose end is not noted.
+    """
+    notes: list[str] = []
+    workflow, noted = _submitted(view.root, notes)
+    noted += [job for server in view.servers for job in _of_server(ServerPaths(server.root))]
+    ended = {f"serve/{server.name}" for server in view.servers if server.phase == "ended"}
+    unsure = [job for job in noted if not job.outcome and job.folder not in ended]
+    told = _ask(unsure, notes) if ask else {}
+    jobs = {job.folder: JobView(job.job_id, job.log, job.outcome, told.get(job)) for job in noted}
+    if any(job.told for job in jobs.values()):
+        _look_at_nodes(jobs.values(), notes)
+    return Jobs(jobs, workflow, notes)
+
+
+def _submitted(run: Path, notes: list[str]) -> tuple[WorkflowRun | None, list[NotedJob]]:
+    workflow = None
+    try:
+        workflow = read_workflow(RunPaths(run).workflow)
+        return workflow, noted_jobs(Path(workflow.jobs), run) if workflow else []
+    except (ShakedownError, OSError, ValueError) as error:
+        notes.append(f"the run's Slurm jobs are not known: {error}")
+        return workflow, []
+
+
+def _of_server(folder: ServerPaths) -> list[NotedJob]:
+    """The server's own job, known by its mark."""
+    job_id, mark = _word(folder.job), _word(folder.job_mark)
+    if squeue.JOB_ID.fullmatch(job_id) is None:
+        return []
+    return [NotedJob(f"serve/{folder.root.name}", job_id, "", "", folder.slurm_log, mark=mark)]
+
+
+def _word(path: Path) -> str:
+    try:
+        if not path.is_file():
+            return ""
+        with path.open("rb") as stream:
+            return stream.read(_WORD_BYTES).decode("ascii", "replace").strip()
+    except OSError:
+        return ""
+
+
+def _ask(noted: Iterable[NotedJob], notes: list[str]) -> dict[NotedJob, squeue.Job]:
+    """What Slurm says of each; of one that it has forgotten, or whose number is another job's, a
+    job without a state."""
+    clusters: dict[str, list[NotedJob]] = defaultdict(list)
+    for job in noted:
+        clusters[job.cluster].append(job)
+    found = {}
+    for cluster, jobs in clusters.items():
+        ids = {job.job_id for job in jobs}
+        try:
+            told = squeue.ask(ids, cluster=cluster, seconds=ASK_SECONDS)
+        except ShakedownError as error:
+            notes.append(
+                f"Slurm could not be asked about {_listed(ids)}: {error}; "
+                "what follows of jobs is from files alone"
+            )
+            continue
+        for job in jobs:
+            now = told.get(job.job_id)
+            found[job] = now if now is not None and _is_own(job, now) else squeue.Job("")
+    return found
+
+
+def _is_own(noted: NotedJob, told: squeue.Job) -> bool:
+    """A number alone may be another cluster's job, or one of a cluster that was made anew."""
+    if noted.mark:
+        return is_marked(noted.mark, told.name, told.comment)
+    return told.name == noted.name
+
+
+def _look_at_nodes(jobs: Iterable[JobView], notes: list[str]) -> None:
+    nodes = sorted({job.told.nodes for job in jobs if job.runs and job.told and job.told.nodes})
+    try:
+        notes += squeue.node_troubles(nodes, seconds=ASK_SECONDS)
+    except ShakedownError as error:
+        notes.append(f"Slurm could not be asked about nodes: {error}")
+
+
+def _listed(ids: Iterable[str]) -> str:
+    found = sorted(ids)
+    more = f" and {len(found) - 6} more" if len(found) > 6 else ""
+    return f"job{'s' if len(found) > 1 else ''} {', '.join(found[:6])}{more}"
+
+
+def with_job(state: State, sentence: str, job: JobView | None, now: float) -> tuple[State, str]:
+    """A step's state and sentence by its files, and what its Slurm job adds: pure.
+
+    A job that waits or runs outranks the files, which may be of the job before it. One that has
+    ended matters where no result came.
+    """
+    if job is None or job.outcome == "succeeded":
+        return state, sentence
+    if job.waits:
+        return "PENDING", _waiting(job, now)
+    if job.runs:
+        place = f"job {job.job_id} is {_state_of(job)}"
+        return "RUNNING", f"{sentence}; {place}" if state == "RUNNING" else place
+    if state not in ("NOT RUN", "RUNNING"):
+        return state, sentence
+    if job.told is None and not job.outcome:
+        asked = f"submitted as job {job.job_id}; whether it waits or runs is not known here"
+        return ("RUNNING", f"{sentence}; {asked}") if state == "RUNNING" else ("PENDING", asked)
+    return "BLOCKED", f"no result was written, and {ended(job)}"
+
+
+def ended(job: JobView) -> str:
+    """How a job that is no more in the queue ended, as a clause."""
+    if job.outcome:
+        told = {"failed": "failed", "cancelled": "was cancelled"}.get(job.outcome, "was lost")
+        return f"its job {job.job_id} {told}"
+    if job.told is None or not job.told.state:
+        return f"Slurm no longer knows its job {job.job_id} (sacct -j {job.job_id})"
+    return f"its job {job.job_id} has ended: {_state_of(job)}"
+
+
+def _state_of(job: JobView) -> str:
+    told = job.told
+    if told is None:
+        return "unknown"
+    return f"{told.state} on {told.nodes}" if told.nodes else told.state
+
+
+def _waiting(job: JobView, now: float) -> str:
+    told = job.told or squeue.Job("PENDING")
+    meaning = next((said for key, said in _REASONS.items() if told.reason.startswith(key)), "")
+    why = f", {told.reason}" if told.reason else ""
+    explained = f": {meaning}" if meaning else ""
+    return f"job {job.job_id} is {told.state}{why}{explained}; {_start(told.start, now)}"
+
+
+def _start(start: float | None, now: float) -> str:
+    if start is None:
+        return "Slurm gives no start time"
+    at = datetime.fromtimestamp(start).strftime("%Y-%m-%d %H:%M")
+    left = f"in {text.duration(start - now)}" if start > now else "now"
+    return f"Slurm expects to start it at {at} ({left})"
