@@ -10,14 +10,14 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")
 GREY = "#808080"
 
 
-def smoothed(values: Sequence[float], window: int = 5) -> list[float]:
+def smoothed(values: Sequence[float], window: int) -> list[float]:
     """The mean over the last `window` values up to each."""
     parts = [values[max(0, end - window) : end] for end in range(1, len(values) + 1)]
     return [sum(part) / len(part) for part in parts]
 
 
-def picture(curves: Mapping[str, Sequence[float]], *, x: str, y: str) -> str:
-    """Values between 0 and 1 by step, counted from 1; the points pale, their running mean solid.
+def picture(curves: Mapping[str, Sequence[float]], *, x: str, y: str, window: int = 5) -> str:
+    """Values between 0 and 1 by step, counted from 1; points pale, means of `window` solid.
 
     Raises:
         ValueError: a curve has fewer than two points, or there are more curves than colours.
@@ -35,7 +35,8 @@ def picture(curves: Mapping[str, Sequence[float]], *, x: str, y: str) -> str:
         f'transform="rotate(-90 16 {(TOP + BOTTOM) / 2})">{escape(y)}</text>',
     ]
     for slot, (label, values) in enumerate(curves.items()):
-        parts += _curve(label, values, last=last, colour=COLOURS[slot], slot=slot)
+        means = smoothed(values, window)
+        parts += _curve(label, values, means, last=last, colour=COLOURS[slot], slot=slot)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -52,8 +53,16 @@ def _grid(last: int) -> list[str]:
     return parts + [_text(_x(step, last), BOTTOM + 20, str(step)) for step in steps]
 
 
-def _curve(label: str, values: Sequence[float], *, last: int, colour: str, slot: int) -> list[str]:
-    lines = [(values, 'stroke-opacity="0.35"'), (smoothed(values), 'stroke-width="2.5"')]
+def _curve(
+    label: str,
+    values: Sequence[float],
+    means: Sequence[float],
+    *,
+    last: int,
+    colour: str,
+    slot: int,
+) -> list[str]:
+    lines = [(values, 'stroke-opacity="0.35"'), (means, 'stroke-width="2.5"')]
     parts = []
     for numbers, style in lines:
         points = " ".join(f"{_x(n, last):.1f},{_y(v):.1f}" for n, v in enumerate(numbers, 1))

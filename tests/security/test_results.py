@@ -65,7 +65,11 @@ def test_an_access_list_of_the_project_folder_opens_no_results(tmp_path: Path) -
 
 def test_the_workflow_makes_closed_results_and_refuses_open_ones(tmp_path: Path) -> None:
     config = tmp_path / "own.yaml"
-    config.write_text(f"results: {tmp_path}/results\npreflight: {{min_free_disk_gb: 0.0}}\n")
+    agent = Path(__file__).parents[2] / "config" / "examples" / "my_agent.py"
+    config.write_text(
+        f"results: {tmp_path}/results\npreflight: {{min_free_disk_gb: 0.0}}\n"
+        f"agents: {{target: '{agent}:MyAgent'}}\n"
+    )
     target = RunPaths(load_config(config).paths.root).preflight.verdict
 
     first = snakemake(config, target)

@@ -16,7 +16,9 @@ from shakedown.cli import COMMANDS, EXTRAS
 from tests.workflow.report_run import write_run
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_EXTRAS = "hang lint report status logs accept verdict allocation preflight serve".split()
+WITHOUT_EXTRAS = (
+    "hang lint report status logs accept verdict allocation preflight serve debug".split()
+)
 # What a package index may take; with wheels at hand it is about 30 s.
 INSTALL_SECONDS = 600
 
@@ -118,6 +120,7 @@ def test_the_wheel_holds_the_typed_package_with_its_templates_and_nothing_else(
             (["lint", f"config/examples/{path.name}"], 0, "is sound")
             for path in sorted((ROOT / "config" / "examples").glob("*.yaml"))
         ),
+        (["lint", "tests/data/foreign/areal/gsm8k_grpo.yaml"], 0, "is sound"),
         (["hang", "analyze", "tests/data/hang_dumps/b_cond"], 1, "conditional_collective"),
         (["hang", "analyze", "tests/data/fr_traces/lock_gil_1st"], 1, "hang: FAIL"),
         (["report", "RUN"], 0, "report: "),
@@ -149,7 +152,7 @@ def test_preflight_without_torch_checks_the_rest_and_names_the_extra(
     done = run(python.with_name("shakedown"), "preflight", "--out", tmp_path)
 
     assert done.returncode == 3, done.stdout
-    assert "gloo_worker could not run" in done.stdout
+    assert "network_worker could not run" in done.stdout
     assert "torch is not installed: pip install 'slurm-shakedown[train]'" in done.stdout
     assert " 0 failed," in done.stdout
     assert " 1 could not run" in done.stdout

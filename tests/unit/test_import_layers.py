@@ -12,8 +12,8 @@ PACKAGE = SOURCE / "shakedown"
 LAYERS = (
     ("core",),
     ("cluster", "data_sources"),
-    ("config", "inference", "models", "monitor", "preflight"),
-    ("agents", "consistency", "diagnosis"),
+    ("config", "debug", "inference", "models", "monitor", "preflight"),
+    ("agents", "consistency", "diagnosis", "profiling"),
     ("report", "rollout"),
     ("agent_checks", "training"),
     ("cli", "commands"),

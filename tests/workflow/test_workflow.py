@@ -72,7 +72,8 @@ def test_resolved_config_is_written_and_the_same_run_again_does_nothing(tmp_path
     first = snakemake("--cores", "1", *results, "--", target)
 
     again = snakemake("--cores", "1", *results, "--", target)
-    other = snakemake("-n", *results, "agents={target: other.py:Agent}", "--", target)
+    agent = "config/examples/addition_agent.py:AdditionAgent"
+    other = snakemake("-n", *results, f"agents={{target: '{agent}'}}", "--", target)
     seed = snakemake("-n", *results, "seed=1", "--", target)
 
     assert first.returncode == 0, first.stderr

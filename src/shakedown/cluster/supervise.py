@@ -29,6 +29,7 @@ from shakedown.core.private import make_folders, open_own
 
 _POLL_SECONDS = 0.02
 _KILL_SECONDS = 10.0  # a killed process may finish an I/O wait first
+_REAP_SECONDS = 1.0
 _GUARD = Path(__file__).with_name("guard.py")
 
 
@@ -36,7 +37,8 @@ _GUARD = Path(__file__).with_name("guard.py")
 class Component:
     """One process to supervise. `env` is laid over the supervisor's own environment.
 
-    `own_temporary`: TMPDIR is a folder that nobody else can enter and that goes with it.
+    `stdin`: an open descriptor that it reads; nothing by default. `own_temporary`: TMPDIR is a
+    folder that nobody else can enter and that goes with it.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Component:
     env: Mapping[str, str] = field(default_factory=dict)
     rank: int | None = None
     own_temporary: bool = False
+    stdin: int = subprocess.DEVNULL
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,7 @@ class Supervisor:
         try:
             self.stop_all(self._grace)
         finally:
+            self._reap()
             self._dismiss_guard()
             self._folders.close()
 
@@ -246,6 +250,13 @@ class Supervisor:
         # No wait: a thread that the kernel holds keeps its process from being reaped.
         child.process.poll()
 
+    def _reap(self) -> None:
+        """Collect those that have ended: a moment later, where their threads end after them."""
+        deadline = time.monotonic() + _REAP_SECONDS
+        for child in self._children.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.process.wait(max(0.0, deadline - time.monotonic()))
+
     def _tell_guard(self, line: str) -> None:
         if self._guard is None or self._guard.stdin is None:
             return
@@ -275,7 +286,7 @@ def _spawn(component: Component, env: Mapping[str, str], log: IO[bytes]) -> subp
     try:
         return subprocess.Popen(
             component.argv,
-            stdin=subprocess.DEVNULL,
+            stdin=component.stdin,
             stdout=log,
             stderr=subprocess.STDOUT,
             env=environment,

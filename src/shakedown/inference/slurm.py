@@ -41,12 +41,17 @@ class JobState:
         return self.state == ""
 
     def bears(self, mark: str) -> bool:
-        """Whether it is this user's job with this mark; what is no mark is borne by none.
+        """Whether it is this user's job with this mark.
 
         Either is enough: --sbatch-args may give the job another name or comment.
         """
-        own = self.owner == str(os.getuid()) and _MARK.fullmatch(mark) is not None
-        return own and (self.comment == _comment(mark) or self.name.endswith(f"-{mark}"))
+        return self.owner == str(os.getuid()) and is_marked(mark, self.name, self.comment)
+
+
+def is_marked(mark: str, name: str, comment: str) -> bool:
+    """Whether a job of this name and comment bears the mark; what is no mark is borne by none."""
+    is_mark = _MARK.fullmatch(mark) is not None
+    return is_mark and (comment == _comment(mark) or name.endswith(f"-{mark}"))
 
 
 def submit(folder: ServerPaths, order: ServerOrder) -> str:
