@@ -11,13 +11,13 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shakedown.core import at_start
 from shakedown.core.errors import BlockedError
 
 ASKED = "SHAKEDOWN_DEBUG"  # 1, or FILE:LINE,FILE:LINE
 FOLDER = "SHAKEDOWN_DEBUG_FOLDER"
 ROLE = "SHAKEDOWN_DEBUG_ROLE"
-# Python imports a module `sitecustomize` when it starts.
-_STARTUP = Path(__file__).with_name("startup")
+_AT_START = Path(__file__).with_name("at_start.py")
 
 
 def ask(places: Sequence[str]) -> None:
@@ -59,8 +59,8 @@ def environment(folder: Path, role: str, environ: Mapping[str, str] = os.environ
         folder: of its stops.
         role: how its stops are listed.
     """
-    path = os.pathsep.join(filter(None, [str(_STARTUP), environ.get("PYTHONPATH", "")]))
-    return {FOLDER: str(folder.absolute()), ROLE: role, "PYTHONPATH": path}
+    own = {FOLDER: str(folder.absolute()), ROLE: role}
+    return own | at_start.environment(_AT_START, environ)
 
 
 def stop_at_exception(error: BaseException) -> None:

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from shakedown.cluster.nodes import node_name
+from shakedown.core import at_start
 from shakedown.core.errors import LaunchError, ShakedownError, UsageError
 from shakedown.core.private import close_to_others
 from shakedown.profiling.capture import (
@@ -35,7 +36,7 @@ from shakedown.profiling.profiles import SCRATCH, Record, bring, finish, write_r
 
 EXTRA_OPTIONS = "NRL_NSYS_EXTRA_OPTIONS"
 _POLL_SECONDS = 2.0
-_INJECTED = Path(__file__).with_name("injected")
+_AT_START = Path(__file__).with_name("at_start.py")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -181,8 +182,7 @@ def _environment(order: Order) -> dict[str, str]:
     """What the worker is told; one that does not count its steps itself gets our module."""
     environment = {VARIABLE: order.to_json()}
     if order.steps_by:
-        path = [str(_INJECTED), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(path)
+        environment |= at_start.environment(_AT_START, os.environ)
     return environment
 
 

@@ -1,7 +1,6 @@
-"""Counts the steps of a user's program for a profile; this folder is put first on its PYTHONPATH.
+"""Counts the steps of a user's program for a profile; run by each of its Python processes.
 
-Python imports a module of this name in every interpreter that it starts, so torchrun's workers and
-an engine's processes are reached too. Steps are the calls of the first optimizer that steps (the
+Steps are the calls of the first optimizer that steps (the
 first step begins with the first forward), or what a heartbeat says. What goes wrong here is printed
 and never ends the program. The standard library alone.
 """
@@ -24,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-_HERE = Path(__file__).resolve().parent
 _POLL_SECONDS = 0.2
 
 
@@ -123,18 +121,12 @@ def _prepare(module: Any) -> None:
     first.stop()
 
 
-def _run_the_next() -> None:
-    """The sitecustomize that this one stands before, if there is one."""
-    places = [place for place in sys.path if Path(place or ".").resolve() != _HERE]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", places)
-    if spec is not None and spec.loader is not None:
-        spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
 def _install() -> None:
     if "SHAKEDOWN_PROFILE" not in os.environ:
         return
-    spec = importlib.util.spec_from_file_location("shakedown_capture", _HERE.parent / "capture.py")
+    spec = importlib.util.spec_from_file_location(
+        "shakedown_capture", Path(__file__).with_name("capture.py")
+    )
     if spec is None or spec.loader is None:
         return
     module = importlib.util.module_from_spec(spec)
@@ -152,4 +144,3 @@ def _install() -> None:
 
 
 _quietly(_install)
-_run_the_next()
