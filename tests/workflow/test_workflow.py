@@ -66,6 +66,19 @@ def test_wrong_config_is_refused_before_anything_runs(
     assert not list(tmp_path.iterdir())
 
 
+def test_what_lint_advises_is_told_and_stops_nothing(tmp_path: Path) -> None:
+    overlay = tmp_path / "mine.yaml"
+    results = tmp_path / "results"
+    overlay.write_text(
+        f"results: {results}\ncluster: {{gpus_per_node: 8}}\nserve: {{keep: true}}\n"
+    )
+    result = snakemake("-n", "--configfile", str(overlay))
+
+    assert result.returncode == 0, result.stderr
+    output = result.stdout + result.stderr
+    assert output.count(f"advice: {overlay}:3:9: serve.keep: got True, ") == 1
+
+
 def test_resolved_config_is_written_and_the_same_run_again_does_nothing(tmp_path: Path) -> None:
     target = str(tmp_path / "demo" / "assets" / "assets.json")
     results = ("--config", f"results={tmp_path}")

@@ -46,9 +46,14 @@ def checked_config():
         body = config if WORKFLOW_CONFIG in paths else settings.overwrite_config
         # What `--config` says stands in no file.
         places = () if settings.config else paths
-        return require_sound(parse_config(body, paths=places), places)
+        found = parse_config(body, paths=places)
+        advice = require_sound(found, places)
     except ShakedownError as error:
         raise WorkflowError(visible(str(error))) from None
+    # Every job reads this file again; once is enough.
+    for sentence in advice if workflow.is_main_process else ():
+        logger.warning(visible(f"advice: {sentence}"))
+    return found
 
 
 CONFIG = checked_config()

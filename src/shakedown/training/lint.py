@@ -72,18 +72,19 @@ def _placed(findings: Sequence[Finding], paths: Sequence[Path]) -> list[Finding]
     return [replace(found, evidence=[place]) if place else found for found, place in places]
 
 
-def require_sound(config: Config, paths: Sequence[Path]) -> Config:
-    """Return the config; `paths`: its files, in which each fault has its place.
+def require_sound(config: Config, paths: Sequence[Path]) -> list[str]:
+    """What lint advises, a sentence each; `paths`: the config's files, in which each has its place.
 
     Raises:
-        ConfigError: lint has something against it.
+        ConfigError: lint has something against the config.
     """
-    findings = _placed(faults_of(findings_of(config)), paths)
-    if not findings:
-        return config
-    listed = "\n  ".join(map(_row, findings))
+    findings = _placed(findings_of(config), paths)
+    faults = faults_of(findings)
+    if not faults:
+        return [_row(finding) for finding in findings]
+    listed = "\n  ".join(map(_row, faults))
     where = " + ".join(map(str, paths)) or "config"
-    raise ConfigError(f"{where}: {len(findings)} fault(s)\n  {listed}")
+    raise ConfigError(f"{where}: {len(faults)} fault(s)\n  {listed}")
 
 
 def _row(finding: Finding) -> str:
