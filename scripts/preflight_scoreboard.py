@@ -24,6 +24,15 @@ from shakedown.core.files import json_as, write_text
 from shakedown.core.verdict import Verdict
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "preflight-scoreboard.md"
+_HEAD = """\
+# Preflight's scoreboard
+
+Written by `make preflight-scoreboard`: real trouble on one node (n3) of private Slurm clusters of
+five nodes on one machine, whose nodes share its network or have a network namespace each. Injected
+faults are up to three in one run, on different nodes. Right: exactly those at fault are named (an
+injected fault: its node is, or is warned of). Innocent: a run that names somebody else, too. The
+rest is "not sure". Seconds are those of preflight.
+"""
 _CLUSTERS = {"one network": False, "own networks": True}
 
 
@@ -103,14 +112,7 @@ def page(runs: Sequence[Run]) -> str:
     for run in runs:
         rows[run.trouble, run.cluster].append(run)
     lines = [
-        "# Preflight's scoreboard",
-        "",
-        "Written by `scripts/preflight_scoreboard.py`: real trouble on one node (n3) of private Slurm",
-        "clusters of five nodes on one machine, whose nodes share its network or have a network",
-        "namespace each. Injected faults are up to three in one run, on different nodes. right: exactly",
-        "those at fault are named (an injected fault: its node is, or is warned of); innocent: a run",
-        "that names somebody else, too; the rest is not sure. Seconds are those of preflight.",
-        "",
+        _HEAD,
         _total(runs),
         "",
         "| trouble | cluster | runs | right | innocent | median s | longest s |",

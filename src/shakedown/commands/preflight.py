@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from shakedown.cluster.nodes import allocation_nodes, node_name
+from shakedown.cluster.nodes import allocation_nodes, expand_nodelist, node_name
 from shakedown.commands.arguments import above_zero, add_strict, place, run_config, whole
 from shakedown.config import Config
 from shakedown.config.places import stage_placement
@@ -128,6 +128,7 @@ def run(args: argparse.Namespace) -> int:
         slurm="SLURM_JOB_ID" in os.environ,
         srun_args=config.cluster.srun_args if config else (),
         spares=max(0, len(nodes) - want.nodes),
+        leaves=_leaves(config) if config else {},
         limit=args.timeout or (config.preflight.probe_timeout if config else 20.0),
         burn=args.burn_seconds,
         ports=args.port,
@@ -219,10 +220,19 @@ def _expectations(args: argparse.Namespace, config: Config | None) -> Expectatio
     if config:
         base["hub"], base["parts"] = _from_hub(config), _parts(config)
         base["trainers"] = _trainers(config)
-    if args.baseline:
-        base["baseline"] = read_baseline(args.baseline)
+    baseline = args.baseline or (config.preflight.baseline if config else "")
+    if baseline:
+        base["baseline"] = read_baseline(Path(baseline))
     base["paths"] = [*args.path, *(_local_paths(config) if config else [])]
     return Expectations(**{**base, **{k: v for k, v in given.items() if v is not None}})
+
+
+def _leaves(config: Config) -> dict[str, list[str]]:
+    leaves = config.cluster.leaves
+    try:
+        return {leaf: expand_nodelist(nodes) for leaf, nodes in leaves.items()}
+    except UsageError as error:
+        raise UsageError(f"cluster.leaves: {error.args[0]}", hint=error.hint) from None
 
 
 def _local_paths(config: Config) -> Sequence[str]:

@@ -68,6 +68,7 @@ class ClusterConfig(Section):
     account: str = ""
     # Long options alone, value and all in one word: a bare word would become srun's program.
     srun_args: list[Annotated[str, Field(pattern=r"^--[a-z][a-z0-9-]*(=[^\n]*)?$")]] = []
+    leaves: dict[str, str] = {}
 
 
 class PreflightConfig(Section):
@@ -80,6 +81,7 @@ class PreflightConfig(Section):
     spare_nodes: NonNegative = 0
     pin_nodes: bool = True
     exclude_hours: Annotated[float, Field(ge=0)] = 24.0
+    baseline: Place = ""
 
 
 class ServeConfig(Section):

@@ -248,7 +248,9 @@ class _Rounds:
     def _meet(self, settings: Settings) -> None:
         """Pair rounds, then each suspect with a good member of its own."""
         names = list(self.members)
-        switches = slurm_leaves() if settings.slurm and len(names) > ALL_PAIRS else {}
+        switches = settings.leaves
+        if settings.slurm and len(names) > ALL_PAIRS:
+            switches = switches or slurm_leaves()
         leaves = leaf_of(switches, [node_of(name) for name in names])
         for pairs in pair_rounds(len(names), leaves):
             self._exchange([(names[a], names[b]) for a, b in pairs])

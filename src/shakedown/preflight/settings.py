@@ -1,6 +1,6 @@
 """What one preflight run is told."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +11,8 @@ from shakedown.preflight.model import Expectations, InjectedFault
 class Settings:
     """One preflight run. `limit`: seconds a check may take; `burn`: seconds of the burn tier.
 
-    `spares`: how many of the nodes may be left out.
+    `spares`: how many of the nodes may be left out. `leaves`: leaf switch -> its nodes; empty: ask
+    Slurm.
     """
 
     nodes: Sequence[str]
@@ -24,4 +25,5 @@ class Settings:
     ports: Sequence[int] = ()
     faults: Sequence[InjectedFault] = ()
     spares: int = 0
+    leaves: Mapping[str, Sequence[str]] = field(default_factory=dict)
     say: Callable[[str], None] = field(default=lambda _: None)

@@ -1,5 +1,6 @@
 """The run's own code is tried on the node, and what comes from the hub is looked for."""
 
+import argparse
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -7,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.commands.preflight import _from_hub, _parts
+from shakedown.commands.preflight import (
+    _expectations,
+    _from_hub,
+    _leaves,
+    _parts,
+    add_arguments,
+)
 from shakedown.config import load_config
+from shakedown.core.errors import UsageError
 from shakedown.preflight.checks import hub, parts
 from shakedown.preflight.model import Expectations, ProbeRequest
 
@@ -98,6 +106,33 @@ def test_the_shipped_config_names_its_parts_and_nothing_of_the_hub() -> None:
     assert _from_hub(config) == []
 
 
+def test_the_configs_baseline_and_leaves_are_read(tmp_path: Path) -> None:
+    overlay, baseline = tmp_path / "mine.yaml", tmp_path / "site.json"
+    baseline.write_text('{"schema": "shakedown/preflight-baseline/1", "values": {"gemm": 7.0}}')
+    overlay.write_text(
+        f"preflight: {{baseline: {baseline}}}\ncluster: {{leaves: {{a: 'n[1-2]', b: n3}}}}\n"
+    )
+    config = load_config(ROOT / "config" / "config.yaml", overlay)
+
+    assert _expectations(_arguments(), config).baseline == {"gemm": 7.0}
+    assert _leaves(config) == {"a": ["n1", "n2"], "b": ["n3"]}
+
+
+def test_leaves_that_are_no_list_of_nodes_are_refused_by_their_key(tmp_path: Path) -> None:
+    overlay = tmp_path / "mine.yaml"
+    overlay.write_text("cluster: {leaves: {a: 'n[1-'}}\n")
+    config = load_config(ROOT / "config" / "config.yaml", overlay)
+
+    with pytest.raises(UsageError, match=r"^cluster\.leaves: "):
+        _leaves(config)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args([])
+
+
 def test_what_comes_from_the_hub_is_named_as_its_cache_has_it(tmp_path: Path) -> None:
     overlay = tmp_path / "mine.yaml"
     overlay.write_text("model: {source: Qwen/Qwen3-0.6B}\ndata: {train: gsm8k, heldout: gsm8k}\n")
@@ -152,6 +187,7 @@ def test_what_is_not_cached_must_be_reached(
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", offline)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("HF_ENDPOINT", endpoint if reached else "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "127.0.0.1")
 
@@ -160,6 +196,26 @@ def test_what_is_not_cached_must_be_reached(
     assert found.status == status
     if status == "warn":
         assert found.remedy == "once, before the run: hf download Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize("where", ["", "variable", "file"])
+def test_a_missing_token_is_told_where_something_is_to_be_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, endpoint: str, where: str
+) -> None:
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN_PATH", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    if where == "variable":
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    if where == "file":
+        (tmp_path / "token").write_text("hf_secret")
+
+    facts = hub.measure(asked(hub=[NAME]), "n1")
+
+    assert "hf_secret" not in str(facts)
+    assert ("HF_TOKEN" in hub.judge(facts, Expectations()).remedy) == (not where)
 
 
 def test_an_endpoint_that_is_no_web_address_is_not_opened(

@@ -15,7 +15,7 @@ _TRUE = {"1", "ON", "YES", "TRUE"}  # huggingface_hub's own reading
 
 
 def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
-    """`cached`: name -> whether a snapshot lies here, `offline`, `unreached`: why not."""
+    """`cached`: name -> whether a snapshot lies here, `offline`, `unreached`: why not, `token`."""
     folder = cache_folder(os.environ)
     cached = {name: _has_snapshot(folder, name) for name in request.want.hub}
     offline = is_offline(os.environ)
@@ -25,6 +25,7 @@ def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
         "cached": cached,
         "offline": offline,
         "unreached": _unreached(os.environ.get("HF_ENDPOINT") or _ENDPOINT) if asked else "",
+        "token": has_token(os.environ),
     }
 
 
@@ -32,6 +33,14 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
     """Where huggingface_hub keeps what it has loaded."""
     home = Path(environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     return Path(environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
+
+
+def has_token(environ: Mapping[str, str]) -> bool:
+    """Whether huggingface_hub finds a token; it is not read."""
+    if any(environ.get(name) for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")):
+        return True
+    home = Path(environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    return Path(environ.get("HF_TOKEN_PATH") or home / "token").expanduser().is_file()
 
 
 def is_offline(environ: Mapping[str, str]) -> bool:
@@ -76,6 +85,8 @@ def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
         expected = "in the cache, or to be had"
         return Judgement("fail", f"{measured}; {why}", expected, "", "environment", remedy)
     remedy = f"once, before the run: {loads}"
+    if not facts["token"]:
+        remedy += "; gated ones need a token, and there is none (HF_TOKEN, or hf auth login)"
     return Judgement("warn", measured, "in the cache", "", "user", remedy)
 
 
