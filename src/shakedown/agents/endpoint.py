@@ -5,6 +5,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+_POOLS = 64  # of the shared client
+
 
 @dataclass(frozen=True)
 class AgentEndpoint:
@@ -32,14 +34,47 @@ def set_environment(endpoint: AgentEndpoint) -> None:
 
 
 def shared_client() -> Any:
-    """One client for agents that reuse it, with room for every episode and time to connect."""
+    """One client for agents that reuse it, with room for every episode and time to connect.
+
+    httpx searches all connections of a pool for every request, so that each costs the more the more
+    there are at once: requests are spread over many small pools. An agent that closes the client,
+    as `async with AsyncOpenAI(http_client=...)` does, closes it for nobody else.
+    """
     import openai
 
+    base = openai.DefaultAsyncHttpxClient
     # The library that this version of openai sends through: httpx, or its successor httpx2.
-    library = sys.modules[openai.DefaultAsyncHttpxClient.__mro__[1].__module__.split(".")[0]]
-    return openai.DefaultAsyncHttpxClient(
+    library = sys.modules[base.__mro__[1].__module__.split(".")[0]]
+    options = {
         # No limit: the server queues calls itself, and episodes are bounded elsewhere.
-        limits=library.Limits(max_connections=None, max_keepalive_connections=None),
+        "limits": library.Limits(max_connections=None, max_keepalive_connections=None),
         # OpenAI's own 600 s for a reply; its 5 s to connect are short for a thousand at once.
-        timeout=library.Timeout(600.0, connect=60.0),
-    )
+        "timeout": library.Timeout(600.0, connect=60.0),
+        "verify": library.create_ssl_context(),  # once: building one costs 20 ms
+    }
+
+    class SharedClient(base):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__(**options)
+            self._clients = [base(**options) for _ in range(_POOLS)]
+            self._sending = [0] * _POOLS
+
+        async def send(self, request: Any, **kwargs: Any) -> Any:
+            # The first of the least busy: few requests go over few connections, again and again.
+            pool = self._sending.index(min(self._sending))
+            self._sending[pool] += 1
+            try:
+                return await self._clients[pool].send(request, **kwargs)
+            finally:
+                self._sending[pool] -= 1
+
+        async def aclose(self) -> None:
+            """It ends with its process."""
+
+        async def __aenter__(self) -> Any:
+            return self
+
+        async def __aexit__(self, *_error: object) -> None:
+            """As `aclose`."""
+
+    return SharedClient()

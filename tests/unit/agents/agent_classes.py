@@ -79,6 +79,20 @@ class Sharing:
         return 1.0
 
 
+class ClosesTheShared:
+    """Takes the shared client as its own, and closes it."""
+
+    async def run(self, _data: Row, **extra: Any) -> float:
+        async with AsyncOpenAI(
+            base_url=extra["base_url"],
+            api_key=extra["api_key"],
+            http_client=extra["http_client"],
+            max_retries=0,
+        ) as client:
+            await _ask(client)
+        return 1.0
+
+
 class OnePool:
     """All episodes of a worker wait for one connection, and not for long."""
 

@@ -237,6 +237,13 @@ def test_the_shared_client_is_given_and_can_be_used(server: ChatServer) -> None:
     assert result.measured.tls_contexts == 0
 
 
+def test_an_agent_that_closes_the_shared_client_closes_it_for_nobody_else(
+    server: ChatServer,
+) -> None:
+    result = run("ClosesTheShared", [{}] * 8, server, group_size=2, concurrency=2)
+    assert causes(result) == [""] * 16
+
+
 def test_tls_contexts_are_shared_only_when_asked(server: ChatServer, chats: RunResult) -> None:
     shared = replace(chats, measured=replace(chats.measured, workers=2))
     assert shared.measured.tls_contexts == len(chats.episodes)
