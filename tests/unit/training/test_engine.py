@@ -2,7 +2,9 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -365,8 +367,10 @@ def test_the_options_of_a_stage_reach_its_engine(
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     for name, value in {**rank, "MASTER_ADDR": "", "MASTER_PORT": "", "CXX": "no-compiler"}.items():
         monkeypatch.setenv(name, value)
-    for name in ("install", "_stop_on_signals", "_join"):
+    for name in ("install", "_stop_on_signals"):
         monkeypatch.setattr(worker, name, lambda *_: None)
+    alone = SimpleNamespace(failing_last=lambda _part: nullcontext())
+    monkeypatch.setattr(worker, "_join", lambda *_: alone)
     root = str(tmp_path)
 
     with pytest.raises(ConfigError, match=r"compile: .*no-compiler is not found"):
