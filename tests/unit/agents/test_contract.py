@@ -1,5 +1,6 @@
 """The agent contract: what is loaded, what is refused and why, what counts as a reward."""
 
+import sys
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
@@ -15,6 +16,12 @@ class Good:
     async def run(self, data, **extra_kwargs):
         return 1.0
 """
+
+
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading puts the agent's folder first for good, as its process is the agent's alone."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 def write(folder: Path, text: str, name: str = "agent_file.py") -> str:
