@@ -38,6 +38,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.mode == "silent":
             time.sleep(3600)
+        if self.path == "/metrics":
+            self._send(200, metrics(len(self.server.seen)).encode())
+            return
         self._answer(200, {})
 
     def do_POST(self) -> None:
@@ -56,7 +59,9 @@ class Handler(BaseHTTPRequestHandler):
             self._answer(200, {"choices": [{"text": "1"}]})
 
     def _answer(self, status: int, body: Any) -> None:
-        content = json.dumps(body).encode()
+        self._send(status, json.dumps(body).encode())
+
+    def _send(self, status: int, content: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -76,6 +81,18 @@ class Engine(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
         self.secret = secret
         self.mode, self.seen = mode, list[tuple[str, dict[str, Any]]]()
+
+
+def metrics(answered: int) -> str:
+    """As vLLM writes them: one line for each way in which a request ends."""
+    labels = 'engine="0",model_name="policy"'
+    ways = (("stop", 0), ("length", answered), ("abort", 0))
+    ended = [
+        f'vllm:request_success_total{{{labels},finished_reason="{way}"}} {count}.0'
+        for way, count in ways
+    ]
+    running = f"vllm:num_requests_running{{{labels}}} 0.0"
+    return "\n".join(["# TYPE vllm:request_success_total counter", *ended, running, ""])
 
 
 def sglang_reply(body: dict[str, Any]) -> Any:

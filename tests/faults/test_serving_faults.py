@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -18,6 +19,7 @@ from shakedown.core.errors import ServerError, UsageError
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import ServerOrder, read_endpoint, read_state
 from shakedown.inference.lease import Lease
+from shakedown.inference.secret import bearer
 from shakedown.inference.server import ensure, start, status, stop
 from tests.command import shakedown
 
@@ -159,6 +161,20 @@ def test_lease_that_runs_out_ends_the_server(folder: Path) -> None:
     assert until(lambda: not any(lives(pid) for pid in pids))
     assert until(lambda: not status(folder).alive)
     assert "the lease ran out" in status(folder).sentence
+
+
+def test_server_that_is_only_asked_by_its_url_outlives_its_lease(folder: Path) -> None:
+    endpoint = start(order(lease=2.0), folder)
+    url, headers = f"{endpoint.base_url}/v1/completions", bearer(endpoint.api_key())
+
+    for _ in range(10):
+        assert httpx.post(url, json={}, headers=headers).status_code == 200
+        time.sleep(0.5)
+
+    assert lives(endpoint.pid)
+    # Not by `status`, whose generation is a use too.
+    assert until(lambda: not lives(endpoint.pid))
+    assert until(lambda: "the lease ran out" in status(folder).sentence)
 
 
 def test_server_in_use_outlives_its_lease(folder: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -24,8 +25,11 @@ from shakedown.inference.address import choose_port, own_address, port_fault
 from shakedown.inference.engines import Launch, get_engine
 from shakedown.inference.folder import ServerOrder, State, order_of
 from shakedown.inference.lease import LeaseWatch
+from shakedown.inference.metrics import Metrics, RequestWatch, read_metrics
+from shakedown.inference.secret import read_secret
 
 POLL_SECONDS = 0.25
+_ANSWER_SECONDS = 2.0
 
 
 class _Signals:
@@ -63,7 +67,8 @@ def keep(folder: ServerPaths, order: ServerOrder) -> int:
 
 def _run(folder: ServerPaths, order: ServerOrder, state: State, signals: _Signals) -> int:
     launch = get_engine(order.engine).launch(order.spec)
-    lease = LeaseWatch(folder.lease, order.lease)
+    asked = RequestWatch(partial(_metrics, order))
+    lease = LeaseWatch(folder.lease, order.lease, asked=asked)
     with Supervisor(grace=order.grace) as supervisor:
         server = Recorded.of(supervisor.start(_component(order, launch, folder)))
         state = replace(state, phase="running", pid=server.pid, ticks=server.started)
@@ -74,6 +79,13 @@ def _run(folder: ServerPaths, order: ServerOrder, state: State, signals: _Signal
     replace(state, phase="ended", reason=reason, returncode=returncode).write(folder.state)
     print(f"daemon: {reason}", flush=True)
     return 0 if returncode is None else 3
+
+
+def _metrics(order: ServerOrder) -> Metrics | None:
+    url = f"http://{order.spec.host}:{order.spec.port}"
+    key = read_secret(Path(order.spec.secret))
+    # In the daemon's only thread: a server that hangs must not keep it from a `stop` for long.
+    return read_metrics(get_engine(order.engine), url, key, timeout=_ANSWER_SECONDS)
 
 
 def _watch(

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from shakedown.cluster.allocation import parse_allocation
@@ -146,12 +147,16 @@ class Completion:
 
 
 class InferenceEngine(ABC):
-    """An adapter: no I/O. Replies that are not of the documented form raise ServerError."""
+    """An adapter: no I/O. Replies that are not of the documented form raise ServerError.
+
+    `metrics`: field of inference/metrics.py's Metrics -> the engine's own name in `/metrics`.
+    """
 
     name: str
     health_path: str
     capabilities: Capabilities
     note: str = ""
+    metrics: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:

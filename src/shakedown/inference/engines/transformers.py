@@ -4,6 +4,8 @@ It accepts `logprobs` and drops it without a word, so this is no TokenEngine: wh
 or logprobs is refused before it asks.
 """
 
+from types import MappingProxyType
+
 from shakedown.inference.engines.base import (
     Capabilities,
     InferenceEngine,
@@ -22,6 +24,10 @@ class TransformersEngine(InferenceEngine):
 
     name = "transformers"
     health_path = "/health"
+    # It has none: inference/guarded.py counts.
+    metrics = MappingProxyType(
+        {"running": "shakedown:requests_running", "finished": "shakedown:requests_total"}
+    )
     capabilities = Capabilities(
         token_ids=False, logprobs=False, prompt_logprobs=False, weight_update=False, messages=False
     )
