@@ -2,8 +2,8 @@
 
 Speaks the health check and completions of vLLM and SGLang's documented /generate. Modes: `good`,
 `silent` (accepts, never answers), `crash` (prints what an engine prints and exits), `refuse`
-(does not know the model), `stubborn` (ignores SIGTERM), `open` (does not ask for its secret).
-Starts a child as engines do.
+(does not know the model), `stubborn` (ignores SIGTERM), `open` (does not ask for its secret),
+`plain` (completions alone, without token ids). Starts a child as engines do.
 """
 
 import json
@@ -41,7 +41,8 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/metrics":
             self._send(200, metrics(len(self.server.seen)).encode())
             return
-        self._answer(200, {})
+        models = {"data": [{"id": "policy"}]} if self.path == "/v1/models" else {}
+        self._answer(200, models)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
@@ -50,6 +51,8 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(3600)
         if self.server.mode == "refuse":
             self._answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
+        elif self.path == "/generate" and self.server.mode == "plain":
+            self._answer(404, {"error": "Not Found"})
         elif self.path == "/generate":
             self._answer(200, sglang_reply(body))
         elif self.path == "/update_weights_from_disk":

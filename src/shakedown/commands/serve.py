@@ -69,7 +69,10 @@ def _order_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _server_arguments(parser: argparse.ArgumentParser) -> None:
     """None stands for the config's value, or for the engine's own."""
-    parser.add_argument("--engine", help="vllm, sglang or transformers")
+    parser.add_argument("--engine", help="vllm, sglang, transformers or external")
+    parser.add_argument("--url", help="of an external server: http://HOST:PORT")
+    parser.add_argument("--key-file", type=place, help="file of the owner alone with its key")
+    parser.add_argument("--key-env", help="name of the environment variable with its key")
     parser.add_argument("--model", type=place, help="a Hugging Face folder or a hub name")
     parser.add_argument("--served-name", default="policy", help="the name that clients ask for")
     parser.add_argument(
@@ -158,8 +161,8 @@ def _order(args: argparse.Namespace) -> "ServerOrder":
     if args.config:
         config = run_config(args.config)
         order = server_order(config, model_source(config, args.assets), engine=args.engine)
-    elif args.engine and args.model:
-        order = ServerOrder(args.served_name, args.engine, LaunchSpec(args.model))
+    elif args.engine and (args.model or args.url):
+        order = ServerOrder(args.served_name, args.engine, LaunchSpec(args.model or ""))
     else:
         raise UsageError(
             "what to serve was not said",
@@ -171,6 +174,7 @@ def _order(args: argparse.Namespace) -> "ServerOrder":
     # Raw log-probabilities: other programs compare them with the model's own.
     spec = replace(order.spec, **own, logprobs="raw")
     more = given(args, "engine", "lease", "ready_timeout", "launcher")
+    more |= given(args, "url", "key_file", "key_env")
     return replace(order, **more, spec=spec, slurm=_slurm(order.slurm, args))
 
 

@@ -42,7 +42,8 @@ class SlurmOptions:
 class ServerOrder:
     """A server to keep. `lease`, `ready_timeout` and `grace` (SIGTERM to SIGKILL) in seconds.
 
-    `spec.host` empty and `spec.port` 0 let the daemon choose on the node where it runs.
+    `spec.host` empty and `spec.port` 0 let the daemon choose on the node where it runs. Of an
+    external server: `url`, and the file or the environment variable that holds its key.
     """
 
     name: str
@@ -53,6 +54,9 @@ class ServerOrder:
     grace: float = 15.0
     launcher: Literal["local", "slurm"] = "local"
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    url: str = ""
+    key_file: str = ""
+    key_env: str = ""
 
     def to_text(self) -> str:
         """JSON on one line."""
@@ -124,6 +128,11 @@ class Endpoint:
     capabilities: Mapping[str, bool]
     order: ServerOrder
     secret: str = ""
+
+    @property
+    def external(self) -> bool:
+        """Whether it is somebody else's: never started, stopped or leased here."""
+        return self.launcher.get("kind") == "external"
 
     def api_key(self) -> str:
         """What every request must carry.

@@ -15,7 +15,7 @@ from shakedown.core.errors import UsageError
 from shakedown.core.files import write_json, write_text
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import open_own
-from shakedown.inference import slurm
+from shakedown.inference import external, slurm
 from shakedown.inference.address import port_fault
 from shakedown.inference.engines import get_engine
 from shakedown.inference.folder import (
@@ -66,9 +66,15 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
         ServerError: it exited, was not given a port, or did not answer in time.
         LaunchError: Slurm refused the job.
     """
+    folder = ServerPaths(root.absolute())
+    if order.engine == external.KIND:
+        with locked(folder):
+            if found := _running(folder):
+                say(f"serve: {found.name} of this folder is replaced by {order.url}")
+                stop_server(folder, say)
+            return external.attach(order, folder, say)
     check_model(order.spec.model)
     get_engine(order.engine).launch(order.spec)  # a wrong allocation is told before anything runs
-    folder = ServerPaths(root.absolute())
     with locked(folder):
         make_secret(folder.secret, os.environ.get(_OWN_KEY, ""))
         running = _running(folder)
@@ -96,6 +102,9 @@ def ensure(
     """
     endpoint = read_endpoint(path)
     folder = ServerPaths((path if path.is_dir() else path.parent).absolute())
+    if endpoint.external:
+        external.check_answers(endpoint, folder.root)
+        return endpoint
     with locked(folder):
         if alive(folder) and _answers(endpoint):
             Lease(folder.lease).renew()
@@ -135,6 +144,10 @@ def status(root: Path) -> Status:
         UsageError: no server was ever started there.
     """
     folder = ServerPaths(root.absolute())
+    if endpoint := external.found(folder):
+        fault = external.fault_of(endpoint)
+        where = f"external server at {endpoint.base_url}"
+        return Status(fault is None, fault is None, f"{where}: {fault or 'answers'}")
     state, job = read_state(folder.state), job_id(folder)
     if state is None and not job:
         raise UsageError(
@@ -167,6 +180,8 @@ def stop(root: Path, *, say: Say = print) -> str:
     folder = ServerPaths(root.absolute())
     if not folder.root.is_dir():
         raise UsageError(f"{root} does not exist: no server was started there")
+    if external.found(folder):
+        return "is of an external server: nothing was ended"
     with locked(folder):
         return stop_server(folder, say)
 
@@ -179,7 +194,8 @@ def in_use(path: Path, order: Callable[[], ServerOrder], *, say: Say = print) ->
         UsageError, ServerError, LaunchError: as `ensure`.
     """
     endpoint = ensure(path, order, say=say)
-    with Lease(ServerPaths(path if path.is_dir() else path.parent).lease):
+    lease = Lease(ServerPaths(path if path.is_dir() else path.parent).lease)
+    with contextlib.nullcontext() if endpoint.external else lease:
         yield endpoint
 
 

@@ -1,6 +1,7 @@
 """The inference servers of a run, from its config: the persistent one and each stage's own."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from shakedown.config import Config, ServeConfig
 from shakedown.inference.engines import LaunchSpec
@@ -22,8 +23,7 @@ def launch_spec(serve: ServeConfig, *, model: str, dtype: str, seed: int) -> Lau
         dtype=dtype,
         max_model_len=serve.max_model_len,
         kv_cache_gb=serve.kv_cache_gb,
-        # `transformers` has no letter in the grammar of allocations: it is one process.
-        allocation="" if serve.engine == "transformers" else serve.allocation,
+        allocation=serve.cut,
         extra_args=tuple(serve.extra_args),
         seed=seed,
     )
@@ -55,6 +55,9 @@ def server_order(config: Config, model: str, *, engine: str | None = None) -> Se
         spec=launch_spec(serve, model=model, dtype=config.model.dtype, seed=config.seed),
         lease=serve.lease,
         ready_timeout=serve.ready_timeout,
+        url=serve.url,
+        key_file=str(Path(serve.key_file).absolute()) if serve.key_file else "",
+        key_env=serve.key_env,
         launcher=cluster.launcher,
         slurm=SlurmOptions(
             cluster.partition,
