@@ -20,7 +20,7 @@ from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import ServerOrder, read_endpoint, read_state
 from shakedown.inference.lease import Lease
 from shakedown.inference.secret import bearer
-from shakedown.inference.server import ensure, start, status, stop
+from shakedown.inference.server import ensure, in_use, start, status, stop
 from tests.command import shakedown
 
 ENGINE = Path(__file__).with_name("fake_engine.py")
@@ -153,6 +153,36 @@ def test_missing_model_folder_is_bad_input_and_starts_nothing(tmp_path: Path) ->
     assert done.returncode == 2
     assert "does not exist" in done.stderr
     assert not (tmp_path / "out" / "state.json").exists()
+
+
+def test_server_that_dies_in_use_is_named_with_its_time_and_cause(folder: Path) -> None:
+    endpoint = start(order(), folder)
+    before = endpoint_time(folder)
+    with open(endpoint.log, "a") as log:
+        log.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+        log.write("INFO: another line\n" * 20_000)
+
+    with pytest.raises(ServerError, match=r"the server died at \d\d:\d\d:\d\d: ") as caught:
+        kill_in_use(folder)
+
+    assert "SIGKILL" in str(caught.value)
+    assert "likely cause: out of memory: the GPU's memory is full" in str(caught.value)
+    assert "no answer" in str(caught.value)
+    assert endpoint_time(folder) == before
+    assert until(lambda: "died at" in status(folder).sentence)
+
+
+def kill_in_use(folder: Path) -> None:
+    with in_use(folder, order):
+        state = read_state(folder / "state.json")
+        assert state is not None
+        os.kill(state.pid, signal.SIGKILL)
+        assert until(lambda: read_endpoint(folder).ended != "")
+        raise ServerError("no answer")
+
+
+def endpoint_time(folder: Path) -> int:
+    return (folder / "endpoint.json").stat().st_mtime_ns
 
 
 def test_lease_that_runs_out_ends_the_server(folder: Path) -> None:

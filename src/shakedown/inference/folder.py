@@ -68,7 +68,8 @@ class State:
     """What the daemon reports.
 
     `daemon_ticks` and `ticks`: when its process and the server's started, in clock ticks since the
-    start of the machine, which `boot` names: process ids are used again.
+    start of the machine, which `boot` names: process ids are used again. `trouble`: what the log
+    of the running server names; `ended`: when it did, by the node's own clock (ISO 8601).
     """
 
     phase: Literal["starting", "running", "ended"]
@@ -83,11 +84,22 @@ class State:
     reason: str = ""
     returncode: int | None = None
     command: list[str] = field(default_factory=list)
+    trouble: str = ""
+    ended: str = ""
 
     def __post_init__(self) -> None:
         # A signal to a number below 1 goes to a group of processes, to -1 to all of this user's.
         if self.daemon_pid < 1 or self.pid < 0:
             raise ValueError(f"no process has the id {min(self.daemon_pid, self.pid)}")
+
+    @property
+    def obituary(self) -> str:
+        """How and when the server ended, in a sentence; empty while it has not."""
+        if not self.ended:
+            return ""
+        how = "was ended" if self.returncode is None else "died"
+        cause = f"; likely cause: {self.trouble}" if self.trouble else ""
+        return f"the server {how} at {self.ended[11:19]}: {self.reason}{cause}"
 
     @property
     def daemon(self) -> Recorded:
@@ -109,6 +121,7 @@ class Endpoint:
 
     `order` is kept to be compared; its commands are never run.
     `secret`: the file with what every request must carry; an older version's server has none.
+    `ended`: how and when the server ended, written by its daemon; empty while it runs.
     """
 
     name: str
@@ -128,6 +141,7 @@ class Endpoint:
     capabilities: Mapping[str, bool]
     order: ServerOrder
     secret: str = ""
+    ended: str = ""
 
     @property
     def external(self) -> bool:

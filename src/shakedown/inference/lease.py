@@ -74,7 +74,7 @@ class LeaseWatch:
         self, path: Path, seconds: float, *, asked: Callable[[], bool] = lambda: False
     ) -> None:
         """`asked`: whether there was a use since its last call, as the engine tells."""
-        self._path, self._seconds, self._asked = path, seconds, asked
+        self._path, self.seconds, self._asked = path, seconds, asked
         # Twice at least in a lease: no lease is shorter than the time between two looks.
         self._every = min(ASK_SECONDS, seconds / 2)
         self._seen = self._stamp()
@@ -93,7 +93,7 @@ class LeaseWatch:
 
     def expired(self) -> bool:
         """Whether the lease has run out."""
-        return self.idle() > self._seconds
+        return self.idle() > self.seconds
 
     def _stamp(self) -> int:
         try:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shakedown.core.errors import UsageError
+from shakedown.core.errors import ServerError, ShakedownError, UsageError
 from shakedown.core.files import write_json, write_text
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import open_own
@@ -115,7 +115,7 @@ def ensure(
                 hint=f"shakedown serve ensure {shlex.quote(str(folder.root))} --config FILE",
             )
         again = _placed_as(endpoint, order())
-        say(f"serve: {endpoint.name} is gone, starting it again")
+        say(f"serve: {endpoint.ended or f'{endpoint.name} is gone'}; starting it again")
         stop_server(folder, say)
         # The old address again, where it is free: consumers may have read endpoint.json before. On
         # Slurm the next job may run on another node.
@@ -154,8 +154,8 @@ def status(root: Path) -> Status:
             f"{root} is no server's folder", hint="shakedown serve start --config FILE --out FOLDER"
         )
     if not alive(folder):
-        reason = state.reason if state is not None and state.reason else "its daemon is gone"
-        return Status(False, False, f"not running: {reason}")
+        reason = (state.obituary or state.reason) if state is not None else ""
+        return Status(False, False, f"not running: {reason or 'its daemon is gone'}")
     if state is None or state.phase != "running":
         queued = job_state(folder)
         detail = f"job {job} {queued.state} ({queued.reason})" if queued else "daemon starting"
@@ -167,7 +167,8 @@ def status(root: Path) -> Status:
         get_engine(endpoint.engine), endpoint.base_url, endpoint.served_name, endpoint.api_key()
     )
     if fault is not None:
-        return Status(True, False, f"process {state.pid} runs but does not answer: {fault}")
+        told = f"; its log names: {state.trouble}" if state.trouble else ""
+        return Status(True, False, f"process {state.pid} runs but does not answer: {fault}{told}")
     return Status(True, True, f"answers at {endpoint.base_url} as {endpoint.served_name}")
 
 
@@ -192,11 +193,20 @@ def in_use(path: Path, order: Callable[[], ServerOrder], *, say: Say = print) ->
 
     Raises:
         UsageError, ServerError, LaunchError: as `ensure`.
+        ServerError: the block failed, and the server died meanwhile: when and of what.
     """
     endpoint = ensure(path, order, say=say)
     lease = Lease(ServerPaths(path if path.is_dir() else path.parent).lease)
-    with contextlib.nullcontext() if endpoint.external else lease:
-        yield endpoint
+    try:
+        with contextlib.nullcontext() if endpoint.external else lease:
+            yield endpoint
+    except ShakedownError as error:
+        if told := read_endpoint(path).ended:
+            raise ServerError(f"{told}\n  {error.args[0]}", hint=f"read {endpoint.log}") from error
+        raise
+    # Where failed requests are counted, as with episodes of an agent, nothing was raised.
+    if told := read_endpoint(path).ended:
+        say(f"serve: {told}")
 
 
 @contextlib.contextmanager
