@@ -125,7 +125,8 @@ LOGS = [
     (
         "longer than the model",
         "ValueError: User-specified max_model_len (40000) is greater than the derived "
-        "max_model_len (max_position_embeddings=32768.0 or model_max_length=None in model's config.json).",
+        "max_model_len (max_position_embeddings=32768.0 or model_max_length=None in the "
+        "model's config.json).",
     ),
     ("out of memory", "OSError: [Errno 12] Cannot allocate memory"),
     ("argument", "api_server.py: error: unrecognized arguments: --foo"),
