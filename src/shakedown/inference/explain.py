@@ -79,11 +79,13 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         r"No available memory for the cache|less than requested memory for kv"
-        r"|larger than the available KV cache memory|Please try to increase --mem-fraction-static",
+        r"|larger than the available KV cache memory|Please try to increase --mem-fraction-static"
+        r"|Memory footprint \d+ is more than available memory",
         "out of memory: no room for the key-value cache",
         "lower serve.max_model_len, or give the cache more: serve.kv_cache_gb on a CPU, on GPUs "
         "--gpu-memory-utilization or --mem-fraction-static in serve.extra_args",
-        "vllm/v1/core/kv_cache_utils.py; sgl-project/sglang issue 4330",
+        "vllm/v1/core/kv_cache_utils.py; sgl-project/sglang issue 4330; "
+        "transformers/generation/continuous_batching/cache.py",
     ),
     Rule(
         r"CUDA out of memory|CUDA error: out of memory|less than desired GPU memory utilization",

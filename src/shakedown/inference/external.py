@@ -19,7 +19,7 @@ from shakedown.core.paths import ServerPaths
 from shakedown.inference.client import Client
 from shakedown.inference.engines import Capabilities, Request, TokenEngine, get_engine
 from shakedown.inference.engines import get_token_engine as token_engine
-from shakedown.inference.folder import Endpoint, ServerOrder, read_endpoint
+from shakedown.inference.folder import Endpoint, ServerOrder, read_endpoint, with_model
 from shakedown.inference.ready import generation_fault
 from shakedown.inference.secret import make_secret, read_secret
 
@@ -56,6 +56,7 @@ def attach(order: ServerOrder, folder: ServerPaths, say: Callable[[str], None]) 
     folder.secret.unlink(missing_ok=True)
     if key:
         make_secret(folder.secret, key)
+    order = with_model(order) if order.spec.model else order
     seen = asyncio.run(_ask(url, key, order))
     endpoint = _endpoint(order, seen, url, secret=str(folder.secret) if key else "")
     if seen.engine == KIND:

@@ -5,7 +5,7 @@ And the order, what to run: it is handed to the daemon, and never read from a fi
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -160,12 +160,13 @@ class Endpoint:
         return {"schema": ENDPOINT_SCHEMA, **asdict(self)}
 
 
-def check_model(given: str) -> None:
-    """Refuse what is no model before a slow start.
+def with_model(order: ServerOrder) -> ServerOrder:
+    """The order with a model's folder by its whole path: a job and clients run elsewhere.
 
     Raises:
         UsageError: the name looks like a folder and is none, or the folder holds no model.
     """
+    given = order.spec.model
     model = Path(given)
     if (model.is_absolute() or given.startswith((".", "~"))) and not model.is_dir():
         raise UsageError(
@@ -174,6 +175,10 @@ def check_model(given: str) -> None:
         )
     if model.is_dir() and not (model / "config.json").is_file():
         raise UsageError(f"{model} is no Hugging Face model: it has no config.json")
+    if not model.is_dir():
+        return order
+    # Not resolved: a link that names the newest checkpoint keeps its name.
+    return replace(order, spec=replace(order.spec, model=str(model.absolute())))
 
 
 def order_of(text: str) -> ServerOrder:

@@ -89,6 +89,7 @@ LOGS = [
         "ValueError: To serve at least one request with the model's max seq len (40960), (4.38 GiB "
         "KV cache is needed, which is larger than the available KV cache memory (0.25 GiB).",
     ),
+    ("cache", "MemoryError: Memory footprint 987654321 is more than available memory 12345678"),
     ("cache", "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_"),
     # snakemake/snakemake-executor-plugin-slurm pull request 371
     (

@@ -20,7 +20,7 @@ KEY = "a-key-of-the-team"
 
 def order(engine: Engine | None, *, key_file: str = "", key_env: str = "") -> ServerOrder:
     url = f"http://127.0.0.1:{engine.server_port}/v1" if engine else "http://127.0.0.1:9"
-    spec = LaunchSpec("./model")
+    spec = LaunchSpec("org/model")
     return ServerOrder("policy", "external", spec, url=url, key_file=key_file, key_env=key_env)
 
 
@@ -32,7 +32,7 @@ def test_server_with_token_ids_is_used_by_the_protocol_that_it_speaks(tmp_path: 
     found = read_endpoint(tmp_path)
     assert found.engine == "sglang"
     assert found.base_url == f"http://127.0.0.1:{engine.server_port}"
-    assert (found.model, found.served_name, found.pid) == ("./model", "policy", 0)
+    assert (found.model, found.served_name, found.pid) == ("org/model", "policy", 0)
     assert found.capabilities["prompt_logprobs"]
     # The stand-in lists no routes: weights are not said to be loadable.
     assert not found.capabilities["weight_update"]

@@ -26,10 +26,11 @@ _EXTRA_HINT = "leave it out: `serve start` has --host, and takes a key of yours 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a launch command depends on: usable cores, and whether there is a CUDA device."""
+    """What a launch command depends on: usable cores, a CUDA device, memory in GiB (0: unknown)."""
 
     cores: int
     cuda: bool
+    memory: float = 0.0
 
 
 def this_machine() -> Machine:
@@ -39,7 +40,8 @@ def this_machine() -> Machine:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     cuda = Path("/dev/nvidiactl").exists() and not hidden
     # The affinity, not os.cpu_count(): Slurm or a container may give a part of the machine's cores.
-    return Machine(cores=len(os.sched_getaffinity(0)), cuda=cuda)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    return Machine(cores=len(os.sched_getaffinity(0)), cuda=cuda, memory=memory)
 
 
 @dataclass(frozen=True)
