@@ -98,6 +98,7 @@ class ServeConfig(Section):
     ready_timeout: Seconds = 300.0
     lease: Seconds = 900.0
     keep: bool = False
+    logprobs: Literal["raw", "processed"] = "raw"
     extra_args: list[str] = []
 
     @property

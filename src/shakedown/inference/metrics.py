@@ -2,13 +2,16 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import Self
 
 import httpx
 
-from shakedown.inference.engines import InferenceEngine
+from shakedown.core.errors import ServerError
+from shakedown.inference.engines import InferenceEngine, get_engine
+from shakedown.inference.folder import Endpoint
 from shakedown.inference.secret import bearer
 
 PATH = "/metrics"
@@ -94,6 +97,46 @@ def read_metrics(
     except (httpx.HTTPError, OSError):
         return None
     return Metrics.of(engine, body.decode("utf-8", "replace"))
+
+
+def watch_metrics(endpoint: Endpoint, seconds: float) -> dict[str, float | None]:
+    """What the server does now, and its tokens a second over the next `seconds`.
+
+    Raises:
+        ServerError: it tells no metrics.
+    """
+    engine, key = get_engine(endpoint.engine), endpoint.api_key()
+    began = time.monotonic()
+    before = read_metrics(engine, endpoint.base_url, key)
+    time.sleep(seconds)
+    now = read_metrics(engine, endpoint.base_url, key)
+    if before is None or now is None:
+        raise ServerError(
+            f"the {endpoint.engine} server at {endpoint.base_url} tells no metrics",
+            hint="does it answer? shakedown serve status FOLDER",
+        )
+    passed = time.monotonic() - began
+    return asdict(now) | {
+        "prompt_tokens_per_second": _rate(before.prompt_tokens, now.prompt_tokens, passed),
+        "generated_tokens_per_second": _rate(before.generated_tokens, now.generated_tokens, passed),
+    }
+
+
+def metrics_table(told: Mapping[str, float | None]) -> str:
+    """One line a value; `-` for what the engine does not tell."""
+    width = max(len(name) for name in told)
+    rows = ((name.replace("_", " "), _shown(name, value)) for name, value in told.items())
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if name == "cache" else f"{value:,.0f}"
+
+
+def _rate(before: float | None, now: float | None, seconds: float) -> float | None:
+    return None if before is None or now is None else (now - before) / seconds
 
 
 def _samples(text: str) -> Iterator[tuple[str, float]]:

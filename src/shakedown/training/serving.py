@@ -14,6 +14,8 @@ SERVED_NAME = "policy"
 def launch_spec(serve: ServeConfig, *, model: str, dtype: str, seed: int) -> LaunchSpec:
     """What the config says of every server of the run; host and port are left open.
 
+    Its log-probabilities are processed ones, which a policy update needs.
+
     Args:
         model: a local Hugging Face folder or a hub name.
     """
@@ -36,9 +38,7 @@ def order_of_run(config: Config) -> ServerOrder:
         UsageError: the demo's model was not written yet.
     """
     assets = config.paths.assets.file
-    order = server_order(config, model_source(config, assets if assets.is_file() else None))
-    # Raw log-probabilities: other programs compare them with the model's own.
-    return replace(order, spec=replace(order.spec, logprobs="raw"))
+    return server_order(config, model_source(config, assets if assets.is_file() else None))
 
 
 def server_order(config: Config, model: str, *, engine: str | None = None) -> ServerOrder:
@@ -49,10 +49,11 @@ def server_order(config: Config, model: str, *, engine: str | None = None) -> Se
     """
     cluster = config.cluster
     serve = config.serve.model_copy(update={"engine": engine} if engine else {})
+    spec = launch_spec(serve, model=model, dtype=config.model.dtype, seed=config.seed)
     return ServerOrder(
         name=SERVED_NAME,
         engine=serve.engine,
-        spec=launch_spec(serve, model=model, dtype=config.model.dtype, seed=config.seed),
+        spec=replace(spec, logprobs=serve.logprobs),
         lease=serve.lease,
         ready_timeout=serve.ready_timeout,
         url=serve.url,

@@ -1,13 +1,26 @@
 """The engine's own counters: what they say, and the lease that they renew."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from shakedown.inference.engines import get_engine
+from shakedown.core.errors import ServerError
+from shakedown.core.files import write_json
+from shakedown.inference import metrics
+from shakedown.inference.engines import LaunchSpec, get_engine
+from shakedown.inference.folder import Endpoint, ServerOrder, read_endpoint
 from shakedown.inference.lease import LeaseWatch
-from shakedown.inference.metrics import Metrics, RequestWatch, read_metrics
+from shakedown.inference.metrics import (
+    Metrics,
+    RequestWatch,
+    metrics_table,
+    read_metrics,
+    watch_metrics,
+)
+from shakedown.inference.server import start
+from tests.faults.fake_engine import Engine
 from tests.unit.local_engine import running
 
 # Two replicas of vLLM 0.32, as its /metrics writes them.
@@ -111,3 +124,47 @@ def test_counters_are_read_from_a_server_and_grow_with_its_answers() -> None:
 
 def test_server_that_is_not_there_tells_nothing() -> None:
     assert read_metrics(get_engine("vllm"), "http://127.0.0.1:9", "") is None
+
+
+def endpoint(engine: Engine, root: Path) -> Endpoint:
+    """The stand-in as if vLLM: it writes vLLM's names."""
+    url = f"http://127.0.0.1:{engine.server_port}"
+    found = start(ServerOrder("p", "external", LaunchSpec("org/m"), url=url), root)
+    write_json(root / "endpoint.json", replace(found, engine="vllm").to_json())
+    return read_endpoint(root)
+
+
+def test_table_has_every_value_and_a_dash_for_what_is_not_told(tmp_path: Path) -> None:
+    with running() as engine:
+        engine.seen += [("/v1/completions", {})] * 1234
+        told = watch_metrics(endpoint(engine, tmp_path), 0.01)
+
+    assert told["running"] == 0.0
+    assert told["generated_tokens_per_second"] is None
+    lines = metrics_table({**told, "cache": 0.256}).splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["running", "waiting", "cache", "finished"]
+    assert lines[1].endswith(" -")
+    assert lines[2].endswith(" 25.6%")
+    assert "1,23" in lines[3]
+
+
+def test_tokens_a_second_are_those_between_two_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = [Metrics(generated_tokens=100.0), Metrics(generated_tokens=400.0)]
+    clock = [0.0, 2.0]
+    with running() as engine:
+        found = endpoint(engine, tmp_path)
+    monkeypatch.setattr(metrics, "read_metrics", lambda *_: looks.pop(0))
+    monkeypatch.setattr(time, "monotonic", lambda: clock.pop(0))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+
+    assert watch_metrics(found, 2.0)["generated_tokens_per_second"] == 150.0
+
+
+def test_server_without_metrics_cannot_be_shown(tmp_path: Path) -> None:
+    with running() as engine:
+        found = replace(endpoint(engine, tmp_path), engine="external")
+
+    with pytest.raises(ServerError, match="tells no metrics"):
+        watch_metrics(found, 0.01)
