@@ -181,6 +181,14 @@ def kill_in_use(folder: Path) -> None:
         raise ServerError("no answer")
 
 
+def test_server_with_a_damaged_endpoint_says_how_it_ended(folder: Path) -> None:
+    start(order(), folder)
+    (folder / "endpoint.json").write_text("{")
+
+    assert stop(folder) == "stopped"
+    assert "was ended at" in status(folder).sentence
+
+
 def endpoint_time(folder: Path) -> int:
     return (folder / "endpoint.json").stat().st_mtime_ns
 

@@ -5,6 +5,7 @@ exits by itself. Should the daemon be killed, the supervisor's guard process end
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -70,7 +71,8 @@ def keep(folder: ServerPaths, order: ServerOrder) -> int:
 
 def _run(folder: ServerPaths, order: ServerOrder, state: State, signals: _Signals) -> int:
     launch = get_engine(order.engine).launch(order.spec)
-    asked = RequestWatch(partial(_metrics, order))
+    # Read once, as the engine does: a file that is lost later ends no server.
+    asked = RequestWatch(partial(_metrics, order, read_secret(Path(order.spec.secret))))
     lease = LeaseWatch(folder.lease, order.lease, asked=asked)
     with Supervisor(grace=order.grace) as supervisor:
         server = Recorded.of(supervisor.start(_component(order, launch, folder)))
@@ -91,7 +93,8 @@ def _now() -> str:
 def _end(folder: ServerPaths, state: State) -> None:
     """Say that the server has ended: in its state, and where its consumers look."""
     state = replace(state, phase="ended", ended=state.ended or _now())
-    if folder.endpoint.is_file():
+    # Whoever damaged or took over that file, the state is written.
+    with contextlib.suppress(ShakedownError, OSError):
         # Its time stays: what was made with the endpoint is not out of date.
         before = folder.endpoint.stat()
         endpoint = replace(read_endpoint(folder.root), ended=state.obituary)
@@ -101,9 +104,8 @@ def _end(folder: ServerPaths, state: State) -> None:
     state.write(folder.state)
 
 
-def _metrics(order: ServerOrder) -> Metrics | None:
+def _metrics(order: ServerOrder, key: str) -> Metrics | None:
     url = f"http://{order.spec.host}:{order.spec.port}"
-    key = read_secret(Path(order.spec.secret))
     # In the daemon's only thread: a server that hangs must not keep it from a `stop` for long.
     return read_metrics(get_engine(order.engine), url, key, timeout=_ANSWER_SECONDS)
 

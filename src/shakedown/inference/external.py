@@ -12,6 +12,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.files import write_json
@@ -47,9 +49,11 @@ def attach(order: ServerOrder, folder: ServerPaths, say: Callable[[str], None]) 
         UsageError: no URL or key, or it serves other models than the one asked for.
         ServerError: it does not answer a generation.
     """
-    if not order.url.startswith(("http://", "https://")):
+    if not _is_url(order.url):
         raise UsageError(
-            f"serve.url is {order.url!r}: expected http://HOST:PORT of the external server",
+            # What stands before an @ may be a key.
+            f"serve.url is {order.url.rpartition('@')[2]!r}: expected http://HOST:PORT of the "
+            "external server, without a name or key",
             hint="shakedown serve start --engine external --url http://HOST:PORT --out DIR",
         )
     url, key = order.url.rstrip("/").removesuffix("/v1"), _key(order)
@@ -63,6 +67,8 @@ def attach(order: ServerOrder, folder: ServerPaths, say: Callable[[str], None]) 
         fault = generation_fault(get_engine(KIND), url, seen.served, key)
         if fault:
             raise ServerError(f"the external server at {url} answers no generation: {fault}")
+    for path in (folder.state, folder.job, folder.job_mark):  # of a server of our own before
+        path.unlink(missing_ok=True)
     write_json(folder.endpoint, endpoint.to_json())
     say(f"serve: the external server at {url} answered a generation as {seen.served}")
     return read_endpoint(folder.root)
@@ -70,7 +76,8 @@ def attach(order: ServerOrder, folder: ServerPaths, say: Callable[[str], None]) 
 
 def found(folder: ServerPaths) -> Endpoint | None:
     """The external server of this folder; None when it has none."""
-    if not folder.endpoint.is_file():
+    # A daemon's record says that the last server of this folder was one of our own.
+    if folder.state.exists() or folder.job.exists() or not folder.endpoint.is_file():
         return None
     endpoint = read_endpoint(folder.root)
     return endpoint if endpoint.external else None
@@ -95,6 +102,14 @@ def check_answers(endpoint: Endpoint, root: Path) -> None:
             hint="it is not ours to start: see to it where it runs, then "
             f"`shakedown serve status {shlex.quote(str(root))}`",
         )
+
+
+def _is_url(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host) and not url.userinfo
 
 
 def _key(order: ServerOrder) -> str:

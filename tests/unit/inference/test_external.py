@@ -1,6 +1,7 @@
 """A server of somebody else: looked at, written down, used, and left alone."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.engines import LaunchSpec, get_engine
 from shakedown.inference.external import attach
-from shakedown.inference.folder import ServerOrder, read_endpoint
+from shakedown.inference.folder import ServerOrder, State, read_endpoint
 from shakedown.inference.server import ensure, in_use, start, status, stop
 from tests.command import shakedown
 from tests.faults.fake_engine import Engine
@@ -61,6 +62,18 @@ def test_external_server_is_neither_ended_nor_leased(tmp_path: Path) -> None:
     assert not ServerPaths(tmp_path).state.exists()
 
 
+def test_record_of_an_own_server_before_does_not_speak_for_the_external_one(
+    tmp_path: Path,
+) -> None:
+    State("ended", "node", 4_000_000, reason="stopped on request").write(tmp_path / "state.json")
+    with running() as engine:
+        start(order(engine), tmp_path)
+        told = status(tmp_path)
+
+    assert told.answers
+    assert "external server" in told.sentence
+
+
 def test_external_server_that_is_gone_is_told_and_not_started(tmp_path: Path) -> None:
     with running() as engine:
         start(order(engine), tmp_path)
@@ -92,6 +105,16 @@ def test_variable_that_is_not_set_is_bad_input(tmp_path: Path) -> None:
 
     with pytest.raises(UsageError, match="NO_SUCH_KEY, which is not set"):
         attach(order(None, key_env="NO_SUCH_KEY"), ServerPaths(tmp_path), print)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "10.0.0.7:8000", "ftp://a", "http://", "http://a:b", "http://me:key@a:8000"]
+)
+def test_what_is_no_url_is_bad_input_and_writes_nothing(tmp_path: Path, url: str) -> None:
+    with pytest.raises(UsageError, match=r"expected http://HOST:PORT"):
+        attach(replace(order(None), url=url), ServerPaths(tmp_path), print)
+
+    assert not list(tmp_path.iterdir())
 
 
 def test_external_engine_is_never_launched() -> None:
