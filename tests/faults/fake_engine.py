@@ -2,8 +2,8 @@
 
 Speaks the health check and completions of vLLM and SGLang's documented /generate. Modes: `good`,
 `silent` (accepts, never answers), `crash` (prints what an engine prints and exits), `refuse`
-(does not know the model), `stubborn` (ignores SIGTERM), `open` (does not ask for its secret).
-Starts a child as engines do.
+(does not know the model), `stubborn` (ignores SIGTERM), `open` (does not ask for its secret),
+`plain` (completions alone, without token ids). Starts a child as engines do.
 """
 
 import json
@@ -38,7 +38,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.server.mode == "silent":
             time.sleep(3600)
-        self._answer(200, {})
+        if self.path == "/metrics":
+            self._send(200, metrics(len(self.server.seen)).encode())
+            return
+        models = {"data": [{"id": "policy"}]} if self.path == "/v1/models" else {}
+        self._answer(200, models)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
@@ -47,16 +51,20 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(3600)
         if self.server.mode == "refuse":
             self._answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
+        elif self.path == "/generate" and self.server.mode == "plain":
+            self._answer(404, {"error": "Not Found"})
         elif self.path == "/generate":
             self._answer(200, sglang_reply(body))
         elif self.path == "/update_weights_from_disk":
-            good = body["model_path"] != "/broken"
+            good = not body["model_path"].endswith("/broken")
             self._answer(200 if good else 400, {"success": good, "message": "no such weights"})
         else:
             self._answer(200, {"choices": [{"text": "1"}]})
 
     def _answer(self, status: int, body: Any) -> None:
-        content = json.dumps(body).encode()
+        self._send(status, json.dumps(body).encode())
+
+    def _send(self, status: int, content: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -76,6 +84,18 @@ class Engine(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
         self.secret = secret
         self.mode, self.seen = mode, list[tuple[str, dict[str, Any]]]()
+
+
+def metrics(answered: int) -> str:
+    """As vLLM writes them: one line for each way in which a request ends."""
+    labels = 'engine="0",model_name="policy"'
+    ways = (("stop", 0), ("length", answered), ("abort", 0))
+    ended = [
+        f'vllm:request_success_total{{{labels},finished_reason="{way}"}} {count}.0'
+        for way, count in ways
+    ]
+    running = f"vllm:num_requests_running{{{labels}}} 0.0"
+    return "\n".join(["# TYPE vllm:request_success_total counter", *ended, running, ""])
 
 
 def sglang_reply(body: dict[str, Any]) -> Any:

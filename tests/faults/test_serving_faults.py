@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -18,7 +19,8 @@ from shakedown.core.errors import ServerError, UsageError
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import ServerOrder, read_endpoint, read_state
 from shakedown.inference.lease import Lease
-from shakedown.inference.server import ensure, start, status, stop
+from shakedown.inference.secret import bearer
+from shakedown.inference.server import ensure, in_use, start, status, stop
 from tests.command import shakedown
 
 ENGINE = Path(__file__).with_name("fake_engine.py")
@@ -153,12 +155,64 @@ def test_missing_model_folder_is_bad_input_and_starts_nothing(tmp_path: Path) ->
     assert not (tmp_path / "out" / "state.json").exists()
 
 
+def test_server_that_dies_in_use_is_named_with_its_time_and_cause(folder: Path) -> None:
+    endpoint = start(order(), folder)
+    before = endpoint_time(folder)
+    with open(endpoint.log, "a") as log:
+        log.write("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")
+        log.write("INFO: another line\n" * 20_000)
+
+    with pytest.raises(ServerError, match=r"the server died at \d\d:\d\d:\d\d: ") as caught:
+        kill_in_use(folder)
+
+    assert "SIGKILL" in str(caught.value)
+    assert "likely cause: out of memory: the GPU's memory is full" in str(caught.value)
+    assert "no answer" in str(caught.value)
+    assert endpoint_time(folder) == before
+    assert until(lambda: "died at" in status(folder).sentence)
+
+
+def kill_in_use(folder: Path) -> None:
+    with in_use(folder, order):
+        state = read_state(folder / "state.json")
+        assert state is not None
+        os.kill(state.pid, signal.SIGKILL)
+        assert until(lambda: read_endpoint(folder).ended != "")
+        raise ServerError("no answer")
+
+
+def test_server_with_a_damaged_endpoint_says_how_it_ended(folder: Path) -> None:
+    start(order(), folder)
+    (folder / "endpoint.json").write_text("{")
+
+    assert stop(folder) == "stopped"
+    assert "was ended at" in status(folder).sentence
+
+
+def endpoint_time(folder: Path) -> int:
+    return (folder / "endpoint.json").stat().st_mtime_ns
+
+
 def test_lease_that_runs_out_ends_the_server(folder: Path) -> None:
     pids = family(start(order(lease=4.0), folder).pid)
 
     assert until(lambda: not any(lives(pid) for pid in pids))
     assert until(lambda: not status(folder).alive)
     assert "the lease ran out" in status(folder).sentence
+
+
+def test_server_that_is_only_asked_by_its_url_outlives_its_lease(folder: Path) -> None:
+    endpoint = start(order(lease=2.0), folder)
+    url, headers = f"{endpoint.base_url}/v1/completions", bearer(endpoint.api_key())
+
+    for _ in range(10):
+        assert httpx.post(url, json={}, headers=headers).status_code == 200
+        time.sleep(0.5)
+
+    assert lives(endpoint.pid)
+    # Not by `status`, whose generation is a use too.
+    assert until(lambda: not lives(endpoint.pid))
+    assert until(lambda: "the lease ran out" in status(folder).sentence)
 
 
 def test_server_in_use_outlives_its_lease(folder: Path) -> None:

@@ -65,6 +65,21 @@ async def ask(
     return reply.status_code, application
 
 
+async def test_an_engine_without_metrics_is_counted_by_its_guard() -> None:
+    guard = guarded.Guard(Application(), SECRET, counts=True)
+    transport = httpx.ASGITransport(app=guard)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://engine", headers=bearer(SECRET)
+    ) as client:
+        await client.get("/health")
+        await client.post("/v1/completions", json={})
+        told = await client.get("/metrics")
+        refused = await client.get("/metrics", headers={"Authorization": "Bearer other"})
+
+    assert told.text == "shakedown:requests_running 0\nshakedown:requests_total 1\n"
+    assert refused.status_code == 401
+
+
 @pytest.mark.parametrize(
     "headers",
     [
@@ -109,7 +124,7 @@ async def test_the_secret_is_taken_as_openai_and_anthropic_clients_send_it(
         ("POST", "/v1//completions"),
         ("POST", "/v1/completions/"),
         ("GET", "/v1/completions"),
-        ("GET", "/metrics"),
+        ("POST", "/metrics"),
     ],
 )
 async def test_a_route_that_nobody_needs_is_refused_with_the_secret_too(

@@ -1,6 +1,7 @@
 """`shakedown serve`: start, find, restart or stop a persistent inference server."""
 
 import argparse
+import json
 import shlex
 import sys
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from shakedown.cluster.nodes import read_bad_nodes
 from shakedown.commands.arguments import (
     Actions,
+    above_zero,
     add_config,
     add_strict,
     given,
@@ -33,7 +35,7 @@ run = run_action
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `start`, `status`, `ensure` and `stop`."""
+    """Add the actions: a server's life, and what is done with a running one."""
     actions = Actions(parser)
     start = actions.add(
         "start",
@@ -56,6 +58,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument("folder", type=Path, help="the server's folder")
         if act is _ensure:  # what to start then: no command is read from the server's folder
             _order_arguments(each)
+    _running_arguments(actions)
+
+
+def _running_arguments(actions: Actions) -> None:
+    """What is done with a server that runs."""
+    update = actions.add(
+        "update-weights",
+        _update_weights,
+        "Load other weights of the same architecture, and verify the answers.",
+        "shakedown serve update-weights serve/mine ./checkpoint",
+        "shakedown serve update-weights serve/mine/endpoint.json /nfs/step_100 --timeout 600",
+    )
+    update.add_argument("endpoint", type=Path, help="the server's folder, or its endpoint.json")
+    update.add_argument("model", type=place, help="a Hugging Face folder that the server can read")
+    update.add_argument("--timeout", type=above_zero, default=120.0, help="seconds for a request")
+    metrics = actions.add(
+        "metrics",
+        _metrics,
+        "Show requests, queue, cache and tokens a second.",
+        "shakedown serve metrics serve/mine",
+        "shakedown serve metrics serve/mine --seconds 10 --json",
+    )
+    metrics.add_argument("endpoint", type=Path, help="the server's folder, or its endpoint.json")
+    metrics.add_argument(
+        "--seconds", type=above_zero, default=1.0, help="over which tokens are counted"
+    )
+    metrics.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _order_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +98,10 @@ def _order_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _server_arguments(parser: argparse.ArgumentParser) -> None:
     """None stands for the config's value, or for the engine's own."""
-    parser.add_argument("--engine", help="vllm, sglang or transformers")
+    parser.add_argument("--engine", help="vllm, sglang, transformers or external")
+    parser.add_argument("--url", help="of an external server: http://HOST:PORT")
+    parser.add_argument("--key-file", type=place, help="file of the owner alone with its key")
+    parser.add_argument("--key-env", help="name of the environment variable with its key")
     parser.add_argument("--model", type=place, help="a Hugging Face folder or a hub name")
     parser.add_argument("--served-name", default="policy", help="the name that clients ask for")
     parser.add_argument(
@@ -83,6 +115,11 @@ def _server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-cache-gb", type=float, help="GiB, on machines without CUDA")
     parser.add_argument("--allocation", help="such as vllm:d1t2")
     parser.add_argument("--seed", type=int, help="of the engine's sampling")
+    parser.add_argument(
+        "--logprobs",
+        choices=("raw", "processed"),
+        help="of the model, or of the distribution that was sampled from",
+    )
     parser.add_argument("--prefix", default="", help="command to put before the engine's")
     parser.add_argument("--extra-args", default="", help="more arguments of the engine, one string")
     parser.add_argument("--lease", type=float, help="seconds without use after which it ends")
@@ -144,6 +181,28 @@ def _stop(args: argparse.Namespace) -> int:
     return int(ExitCode.OK)
 
 
+def _update_weights(args: argparse.Namespace) -> int:
+    from shakedown.rollout.update import update_server
+    from shakedown.rollout.weights import WeightUpdateError
+
+    try:
+        seconds = update_server(args.endpoint, args.model, within=args.timeout)
+    except WeightUpdateError as error:  # judged by its answers, and not good
+        print(f"serve: FAIL: {error}", file=sys.stderr, flush=True)
+        return int(ExitCode.FAIL)
+    _say(f"serve: {args.endpoint} answers with the weights of {args.model} after {seconds:.1f} s")
+    return int(ExitCode.OK)
+
+
+def _metrics(args: argparse.Namespace) -> int:
+    from shakedown.inference.folder import read_endpoint
+    from shakedown.inference.metrics import metrics_table, watch_metrics
+
+    told = watch_metrics(read_endpoint(args.endpoint), args.seconds)
+    print(json.dumps(told) if args.json else metrics_table(told), flush=True)
+    return int(ExitCode.OK)
+
+
 def _order(args: argparse.Namespace) -> "ServerOrder":
     """What the config says, with the command line's own values over it.
 
@@ -158,19 +217,20 @@ def _order(args: argparse.Namespace) -> "ServerOrder":
     if args.config:
         config = run_config(args.config)
         order = server_order(config, model_source(config, args.assets), engine=args.engine)
-    elif args.engine and args.model:
-        order = ServerOrder(args.served_name, args.engine, LaunchSpec(args.model))
+    elif args.engine and (args.model or args.url):
+        spec = LaunchSpec(args.model or "", logprobs="raw")  # as the config's default
+        order = ServerOrder(args.served_name, args.engine, spec)
     else:
         raise UsageError(
             "what to serve was not said",
             hint="shakedown serve start --config FILE --out DIR, or --engine vllm --model FOLDER",
         )
     own = given(args, "model", "served_name", "dtype", "max_model_len", "kv_cache_gb")
-    own |= given(args, "allocation", "seed", "host", "port")
+    own |= given(args, "allocation", "seed", "host", "port", "logprobs")
     own |= {name: words for name in ("prefix", "extra_args") if (words := _words(args, name))}
-    # Raw log-probabilities: other programs compare them with the model's own.
-    spec = replace(order.spec, **own, logprobs="raw")
+    spec = replace(order.spec, **own)
     more = given(args, "engine", "lease", "ready_timeout", "launcher")
+    more |= given(args, "url", "key_file", "key_env")
     return replace(order, **more, spec=spec, slurm=_slurm(order.slurm, args))
 
 

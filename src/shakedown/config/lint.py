@@ -92,8 +92,7 @@ def _lint_serve(config: Config) -> list[Finding]:
     except UsageError as error:
         return [_fail("allocation", "serve.allocation", config.serve.allocation, str(error))]
     engine = config.serve.engine
-    # `transformers serve` is one process, whatever the allocation says.
-    if engine not in ("transformers", backend):
+    if config.serve.cut and engine != backend:
         expected = f"an allocation of {engine}"
         return [_fail("allocation", "serve.allocation", config.serve.allocation, expected)]
     return []
@@ -164,8 +163,13 @@ def _lint_agent(key: str, target: str) -> list[Finding]:
 def _lint_server_of(key: str, grpo: GrpoConfig, serve: ServeConfig) -> list[Finding]:
     """Whether the stage's server can give what is asked of it."""
     findings = []
-    if serve.engine == "transformers":
-        remedy = "it gives no log-probabilities, and takes no new weights"
+    if not serve.cut:
+        remedy = (
+            "a stage updates the weights of a server of its own: an external one is for agents "
+            "and compare"
+            if serve.engine == "external"
+            else "it gives no log-probabilities, and takes no new weights"
+        )
         expected = "vllm or sglang, for rollouts"
         findings.append(_fail("serve", "serve.engine", serve.engine, expected, remedy))
     if grpo.max_tokens >= serve.max_model_len:

@@ -16,8 +16,8 @@ def server_part(serve: ServeConfig) -> Part:
     Raises:
         UsageError: not an allocation, or none of the engine.
     """
-    if serve.engine == "transformers":
-        return Part("transformers", None, {"d": 1}, 1)
+    if not serve.cut:
+        return Part(serve.engine, None, {"d": 1}, 1)
     for part in parse_allocation(serve.allocation).parts:
         if part.backend == serve.engine:
             return part

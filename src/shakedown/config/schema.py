@@ -87,7 +87,10 @@ class PreflightConfig(Section):
 class ServeConfig(Section):
     """The persistent inference server."""
 
-    engine: Literal["vllm", "sglang", "transformers"] = "vllm"
+    engine: Literal["vllm", "sglang", "transformers", "external"] = "vllm"
+    url: Annotated[str, Field(pattern=r"^(https?://[^\s@]+)?$")] = ""
+    key_file: Place = ""
+    key_env: Annotated[str, Field(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
     allocation: str = "vllm:d1"
     share_gpus: bool = False
     max_model_len: Positive = 256
@@ -95,7 +98,19 @@ class ServeConfig(Section):
     ready_timeout: Seconds = 300.0
     lease: Seconds = 900.0
     keep: bool = False
+    logprobs: Literal["raw", "processed"] = "raw"
     extra_args: list[str] = []
+
+    @property
+    def cut(self) -> str:
+        """The allocation; empty for what is one process, or somebody else's."""
+        return "" if self.engine in ("transformers", "external") else self.allocation
+
+    @model_validator(mode="after")
+    def _external_has_a_url(self) -> "ServeConfig":
+        if (self.engine == "external") != bool(self.url):
+            raise ValueError("`engine: external` and `url` belong together: one of them is missing")
+        return self
 
 
 class AgentsConfig(Section):

@@ -5,12 +5,15 @@ exits by itself. Should the daemon be killed, the supervisor's guard process end
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -18,14 +21,19 @@ from shakedown.cluster.nodes import node_name
 from shakedown.cluster.recorded import Recorded
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.errors import ServerError, ShakedownError
+from shakedown.core.files import write_json
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import close_to_others
 from shakedown.inference.address import choose_port, own_address, port_fault
 from shakedown.inference.engines import Launch, get_engine
-from shakedown.inference.folder import ServerOrder, State, order_of
+from shakedown.inference.folder import ServerOrder, State, order_of, read_endpoint
 from shakedown.inference.lease import LeaseWatch
+from shakedown.inference.log_watch import LogWatch
+from shakedown.inference.metrics import Metrics, RequestWatch, read_metrics
+from shakedown.inference.secret import read_secret
 
 POLL_SECONDS = 0.25
+_ANSWER_SECONDS = 2.0
 
 
 class _Signals:
@@ -57,23 +65,49 @@ def keep(folder: ServerPaths, order: ServerOrder) -> int:
         state = replace(state, host=order.spec.host, port=order.spec.port)
         return _run(folder, order, state, signals)
     except ShakedownError as error:
-        replace(state, phase="ended", reason=str(error)).write(folder.state)
+        _end(folder, replace(state, reason=str(error)))
         return int(error.exit_code)
 
 
 def _run(folder: ServerPaths, order: ServerOrder, state: State, signals: _Signals) -> int:
     launch = get_engine(order.engine).launch(order.spec)
-    lease = LeaseWatch(folder.lease, order.lease)
+    # Read once, as the engine does: a file that is lost later ends no server.
+    asked = RequestWatch(partial(_metrics, order, read_secret(Path(order.spec.secret))))
+    lease = LeaseWatch(folder.lease, order.lease, asked=asked)
     with Supervisor(grace=order.grace) as supervisor:
         server = Recorded.of(supervisor.start(_component(order, launch, folder)))
         state = replace(state, phase="running", pid=server.pid, ticks=server.started)
         state = replace(state, command=list(launch.argv))
         state.write(folder.state)
-        reason, returncode = _watch(folder, supervisor, lease, signals, order.lease)
+        state = replace(_watch(folder, supervisor, lease, signals, state), ended=_now())
         supervisor.stop_all(order.grace)
-    replace(state, phase="ended", reason=reason, returncode=returncode).write(folder.state)
-    print(f"daemon: {reason}", flush=True)
-    return 0 if returncode is None else 3
+    _end(folder, state)
+    print(f"daemon: {state.obituary}", flush=True)
+    return 0 if state.returncode is None else 3
+
+
+def _now() -> str:
+    return datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def _end(folder: ServerPaths, state: State) -> None:
+    """Say that the server has ended: in its state, and where its consumers look."""
+    state = replace(state, phase="ended", ended=state.ended or _now())
+    # Whoever damaged or took over that file, the state is written.
+    with contextlib.suppress(ShakedownError, OSError):
+        # Its time stays: what was made with the endpoint is not out of date.
+        before = folder.endpoint.stat()
+        endpoint = replace(read_endpoint(folder.root), ended=state.obituary)
+        write_json(folder.endpoint, endpoint.to_json())
+        os.utime(folder.endpoint, ns=(before.st_atime_ns, before.st_mtime_ns))
+    # Last: whoever sees this goes on to start another one, and writes the endpoint anew.
+    state.write(folder.state)
+
+
+def _metrics(order: ServerOrder, key: str) -> Metrics | None:
+    url = f"http://{order.spec.host}:{order.spec.port}"
+    # In the daemon's only thread: a server that hangs must not keep it from a `stop` for long.
+    return read_metrics(get_engine(order.engine), url, key, timeout=_ANSWER_SECONDS)
 
 
 def _watch(
@@ -81,22 +115,29 @@ def _watch(
     supervisor: Supervisor,
     lease: LeaseWatch,
     signals: _Signals,
-    seconds: float,
-) -> tuple[str, int | None]:
+    state: State,
+) -> State:
     """Why the server is to end, and its exit code when it ended by itself."""
+    log = LogWatch(folder.log)
     while True:
         # Before the other reasons: a server that died by itself is reported so, not as stopped.
         for ended in supervisor.poll():
-            return (
-                f"the server ended by itself: {describe_exit(ended.returncode)}",
-                ended.returncode,
+            cause = log.cause(ended.returncode)
+            return replace(
+                state,
+                reason=f"the server ended by itself: {describe_exit(ended.returncode)}",
+                returncode=ended.returncode,
+                trouble=cause.text if cause else "",
             )
+        if log.look():
+            replace(state, trouble=log.trouble).write(folder.state)
         if signals.name:
-            return f"stopped by {signals.name}", None
+            return replace(state, reason=f"stopped by {signals.name}")
         if folder.stop.exists():
-            return "stopped on request", None
+            return replace(state, reason="stopped on request")
         if lease.expired():
-            return f"the lease ran out: not used for {seconds:.0f} s", None
+            reason = f"the lease ran out: not used for {lease.seconds:.0f} s"
+            return replace(state, reason=reason)
         time.sleep(POLL_SECONDS)
 
 

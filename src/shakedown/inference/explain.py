@@ -1,4 +1,4 @@
-"""Why a server did not start, read from the end of its log. Pure."""
+"""Why a server did not start or died, read from its log. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -12,56 +12,144 @@ class Cause:
     remedy: str
 
 
-# The first pattern that is found decides: from the most exact to the most general.
-_PATTERNS: tuple[tuple[str, str, str], ...] = (
-    (
-        r"Address already in use|Errno 98|only one usage of each socket address",
+@dataclass(frozen=True)
+class Rule:
+    """A line that an engine, a library, the kernel or Slurm writes, and what it means.
+
+    `source`: the code that writes it (below site-packages) or a public report of it.
+    """
+
+    pattern: str
+    cause: str
+    remedy: str
+    source: str
+
+
+# The first rule whose pattern is found decides: from the most exact to the most general.
+RULES: tuple[Rule, ...] = (
+    Rule(
+        r"(?i)address already in use|Errno 98\b",
         "the port is in use",
         "choose another --port, or leave it out and a free one is taken",
+        "Linux's EADDRINUSE, as Python and uvicorn write it",
     ),
-    (
+    Rule(
+        r"operator torchvision::\w+ does not exist|No module named '?torchvision"
+        r"|requires the Torchvision library",
+        "torchvision is missing, or made for another torch",
+        "install the one made for this torch; for text alone: pip uninstall torchvision",
+        "vllm-project/vllm issue 7940; transformers/utils/import_utils.py",
+    ),
+    Rule(
         r"No module named '?(vllm|sglang|transformers)|ModuleNotFoundError",
         "the engine or a part of it is not installed",
         "pip install 'slurm-shakedown[cpu]', or '[cuda]' or '[sglang]' on a machine with GPUs",
+        "Python's import",
     ),
-    (
+    Rule(
         r"unrecognized arguments?|No such option|invalid choice|the following arguments are",
         "the engine does not know an argument",
         "fix serve.extra_args: the log says which argument",
+        "argparse, and click of `transformers serve`",
     ),
-    (
-        r"[Oo]ut of memory|OutOfMemory|Cannot allocate memory|MemoryError"
-        r"|No available memory for the cache|less than requested memory for kv"
-        r"|larger than the available KV cache memory",
+    Rule(
+        r"architectures \[.*\] (are not supported|failed to be inspected)"
+        r"|does not recognize this architecture",
+        "the engine does not know the model's architecture",
+        "install an engine and transformers that know it, or serve another model",
+        "vllm/model_executor/models/registry.py; transformers/models/auto/configuration_auto.py",
+    ),
+    Rule(
+        r"attention heads \(\d+\) must be divisible by tensor parallel",
+        "the model's sizes cannot be cut as serve.allocation says",
+        "choose a t of serve.allocation that divides the number of attention heads",
+        "vllm/config/model.py",
+    ),
+    Rule(
+        r"401 Client Error|403 Client Error|gated repo|GatedRepo",
+        "the hub refuses the model: it is private, gated, or there is none of that name",
+        "check model.source, then export HF_TOKEN of an account that may read it",
+        "huggingface_hub/utils/_http.py",
+    ),
+    Rule(
+        r"Cannot find any model weights|does not appear to have a file named (model|pytorch_model)",
+        "the model's folder holds no weights",
+        "put *.safetensors beside config.json: the download or export is not complete",
+        "vllm/model_executor/model_loader/default_loader.py; transformers/modeling_utils.py",
+    ),
+    Rule(
+        r"No available memory for the cache|less than requested memory for kv"
+        r"|larger than the available KV cache memory|Please try to increase --mem-fraction-static"
+        r"|Memory footprint \d+ is more than available memory",
+        "out of memory: no room for the key-value cache",
+        "lower serve.max_model_len, or give the cache more: serve.kv_cache_gb on a CPU, on GPUs "
+        "--gpu-memory-utilization or --mem-fraction-static in serve.extra_args",
+        "vllm/v1/core/kv_cache_utils.py; sgl-project/sglang issue 4330; "
+        "transformers/generation/continuous_batching/cache.py",
+    ),
+    Rule(
+        r"CUDA out of memory|CUDA error: out of memory|less than desired GPU memory utilization",
+        "out of memory: the GPU's memory is full",
+        "nvidia-smi: does another process hold it? else lower --gpu-memory-utilization or "
+        "--mem-fraction-static in serve.extra_args, or cut the model over more GPUs",
+        "torch's allocator; vllm/v1/worker/utils.py",
+    ),
+    Rule(
+        r"(?i)oom[-_ ]kill|Out of memory: Killed process|worker died \(-9\)",
+        "out of memory: the kernel killed a process",
+        "lower serve.kv_cache_gb, or ask for more memory: sacct -j JOB -o State,MaxRSS,ReqMem",
+        "Linux's mm/oom_kill.c; slurmstepd; vllm-project/vllm issue 15800",
+    ),
+    Rule(
+        r"[Oo]ut of memory|OutOfMemory|Cannot allocate memory|MemoryError",
         "out of memory",
         "lower serve.kv_cache_gb or serve.max_model_len, or use a machine with more memory",
+        "Python's MemoryError, Linux's ENOMEM, torch.OutOfMemoryError",
     ),
-    (
+    Rule(
+        r"NCCL error|ncclUnhandledCudaError|ncclSystemError|ncclInternalError|ncclRemoteError"
+        r"|Watchdog caught collective operation timeout",
+        "NCCL: the GPUs could not work together",
+        "shakedown preflight; then start with NCCL_DEBUG=INFO: its lines before the error say why",
+        "vllm-project/vllm issues 20226 and 10626; torch's ProcessGroupNCCL.cpp",
+    ),
+    Rule(
         r"Repository Not Found|RepositoryNotFound|not a valid model identifier"
         r"|does not appear to have a file named|is not a local folder"
         r"|couldn't connect to|Cannot find the requested files|LocalEntryNotFound"
         r"|No such file or directory: .*(config\.json|safetensors)|Invalid repository ID",
         "the model is missing or incomplete",
         "check model.source: a folder with config.json and *.safetensors, or a hub name",
+        "huggingface_hub/utils/_http.py; transformers/utils/hub.py",
     ),
-    (
+    Rule(
         r"User-specified max_model_len .* is greater|max_model_len .*greater than the derived",
         "serve.max_model_len is longer than the model allows",
         "lower serve.max_model_len",
+        "vllm/config/model.py",
     ),
-    (
+    # Late: libnuma also warns where something else then ends the server.
+    Rule(
+        r"numa_migrate_pages failed|libnuma: (Warning|Error)|set_mempolicy: "
+        r"|numactl: .*(failed|not permitted|invalid)",
+        "NUMA: the engine may not bind its memory or threads here",
+        "set VLLM_CPU_OMP_THREADS_BIND=nobind, or allow the container SYS_NICE",
+        "vllm-project/vllm issue 10556, pull requests 31519 and 45438",
+    ),
+    Rule(
         r"No space left on device",
-        "a file system is full",
+        "a disk is full",
         "free space (also in /dev/shm and in the cache folder of the home directory)",
+        "Linux's ENOSPC",
     ),
 )
 
 
 def likely_cause(log: str, returncode: int | None = None) -> Cause | None:
     """The cause that the log names, or that a death by SIGKILL suggests."""
-    for pattern, text, remedy in _PATTERNS:
-        if re.search(pattern, log):
-            return Cause(text, remedy)
+    for rule in RULES:
+        if re.search(rule.pattern, log):
+            return Cause(rule.cause, rule.remedy)
     # -9 as Python gives a death by SIGKILL, 137 (128 + 9) as a shell or a container gives it.
     if returncode in (-9, 137):
         return Cause(

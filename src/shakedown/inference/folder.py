@@ -5,7 +5,7 @@ And the order, what to run: it is handed to the daemon, and never read from a fi
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,7 +42,8 @@ class SlurmOptions:
 class ServerOrder:
     """A server to keep. `lease`, `ready_timeout` and `grace` (SIGTERM to SIGKILL) in seconds.
 
-    `spec.host` empty and `spec.port` 0 let the daemon choose on the node where it runs.
+    `spec.host` empty and `spec.port` 0 let the daemon choose on the node where it runs. Of an
+    external server: `url`, and the file or the environment variable that holds its key.
     """
 
     name: str
@@ -53,6 +54,9 @@ class ServerOrder:
     grace: float = 15.0
     launcher: Literal["local", "slurm"] = "local"
     slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    url: str = ""
+    key_file: str = ""
+    key_env: str = ""
 
     def to_text(self) -> str:
         """JSON on one line."""
@@ -64,7 +68,8 @@ class State:
     """What the daemon reports.
 
     `daemon_ticks` and `ticks`: when its process and the server's started, in clock ticks since the
-    start of the machine, which `boot` names: process ids are used again.
+    start of the machine, which `boot` names: process ids are used again. `trouble`: what the log
+    of the running server names; `ended`: when it did, by the node's own clock (ISO 8601).
     """
 
     phase: Literal["starting", "running", "ended"]
@@ -79,11 +84,22 @@ class State:
     reason: str = ""
     returncode: int | None = None
     command: list[str] = field(default_factory=list)
+    trouble: str = ""
+    ended: str = ""
 
     def __post_init__(self) -> None:
         # A signal to a number below 1 goes to a group of processes, to -1 to all of this user's.
         if self.daemon_pid < 1 or self.pid < 0:
             raise ValueError(f"no process has the id {min(self.daemon_pid, self.pid)}")
+
+    @property
+    def obituary(self) -> str:
+        """How and when the server ended, in a sentence; empty while it has not."""
+        if not self.ended:
+            return ""
+        how = "was ended" if self.returncode is None else "died"
+        cause = f"; likely cause: {self.trouble}" if self.trouble else ""
+        return f"the server {how} at {self.ended[11:19]}: {self.reason}{cause}"
 
     @property
     def daemon(self) -> Recorded:
@@ -105,6 +121,7 @@ class Endpoint:
 
     `order` is kept to be compared; its commands are never run.
     `secret`: the file with what every request must carry; an older version's server has none.
+    `ended`: how and when the server ended, written by its daemon; empty while it runs.
     """
 
     name: str
@@ -124,6 +141,12 @@ class Endpoint:
     capabilities: Mapping[str, bool]
     order: ServerOrder
     secret: str = ""
+    ended: str = ""
+
+    @property
+    def external(self) -> bool:
+        """Whether it is somebody else's: never started, stopped or leased here."""
+        return self.launcher.get("kind") == "external"
 
     def api_key(self) -> str:
         """What every request must carry.
@@ -137,12 +160,13 @@ class Endpoint:
         return {"schema": ENDPOINT_SCHEMA, **asdict(self)}
 
 
-def check_model(given: str) -> None:
-    """Refuse what is no model before a slow start.
+def with_model(order: ServerOrder) -> ServerOrder:
+    """The order with a model's folder by its whole path: a job and clients run elsewhere.
 
     Raises:
         UsageError: the name looks like a folder and is none, or the folder holds no model.
     """
+    given = order.spec.model
     model = Path(given)
     if (model.is_absolute() or given.startswith((".", "~"))) and not model.is_dir():
         raise UsageError(
@@ -151,6 +175,10 @@ def check_model(given: str) -> None:
         )
     if model.is_dir() and not (model / "config.json").is_file():
         raise UsageError(f"{model} is no Hugging Face model: it has no config.json")
+    if not model.is_dir():
+        return order
+    # Not resolved: a link that names the newest checkpoint keeps its name.
+    return replace(order, spec=replace(order.spec, model=str(model.absolute())))
 
 
 def order_of(text: str) -> ServerOrder:

@@ -27,6 +27,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 ROUTES = frozenset(
     {
         ("GET", "/health"),
+        ("GET", "/metrics"),
         ("GET", "/v1/models"),
         ("POST", "/v1/completions"),
         ("POST", "/v1/chat/completions"),
@@ -43,14 +44,20 @@ ROUTES = frozenset(
     }
 )
 _CALLS = "/collective_rpc"
+_METRICS = "/metrics"
+_WITHOUT_METRICS = ("transformers.cli.transformers",)
 _LARGEST_CALL = 1 << 16  # bytes: a method's name and a path
 
 
 class Guard:
-    """An ASGI application that lets only requests with the secret through, to ROUTES alone."""
+    """An ASGI application that lets only requests with the secret through, to ROUTES alone.
 
-    def __init__(self, app: App, secret: str) -> None:
+    `counts`: for an engine without metrics it counts requests itself and answers /metrics.
+    """
+
+    def __init__(self, app: App, secret: str, *, counts: bool = False) -> None:
         self._app, self._secret = app, secret.encode()
+        self._counts, self._running, self._finished = counts, 0, 0
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -63,8 +70,25 @@ class Guard:
             await _refuse(send, 403, f"shakedown serves no {scope['method']} {scope['path']}")
         elif scope["path"] == _CALLS:
             await self._call(scope, receive, send)
+        elif self._counts and scope["path"] == _METRICS:
+            await _answer(send, 200, self._told().encode(), b"text/plain; version=0.0.4")
+        elif scope["method"] == "POST":
+            await self._counted(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _counted(self, scope: Message, receive: Receive, send: Send) -> None:
+        self._running += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._running -= 1
+            self._finished += 1
+
+    def _told(self) -> str:
+        """Prometheus's text format."""
+        told = {"requests_running": self._running, "requests_total": self._finished}
+        return "".join(f"shakedown:{name} {count}\n" for name, count in told.items())
 
     def _knows(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         return any(hmac.compare_digest(key, self._secret) for key in _keys(headers))
@@ -117,21 +141,24 @@ def _loads_weights(body: bytes) -> bool:
 async def _refuse(send: Send, status: int, message: str) -> None:
     """An error in the form that OpenAI's and Anthropic's clients read."""
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": status}
-    content = json.dumps({"error": error}).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+    await _answer(send, status, json.dumps({"error": error}).encode(), b"application/json")
+
+
+async def _answer(send: Send, status: int, content: bytes, kind: bytes) -> None:
+    headers = [(b"content-type", kind), (b"content-length", b"%d" % len(content))]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content})
 
 
-def guard_uvicorn(secret: str) -> None:
-    """Wrap every application that uvicorn loads in this process from now on."""
+def guard_uvicorn(secret: str, *, counts: bool = False) -> None:
+    """Wrap every application that uvicorn loads in this process from now on; `counts`: as Guard."""
     import uvicorn
 
     load = uvicorn.Config.load
 
     def load_guarded(self: uvicorn.Config) -> None:
         load(self)
-        self.loaded_app = Guard(self.loaded_app, secret)
+        self.loaded_app = Guard(self.loaded_app, secret, counts=counts)
 
     uvicorn.Config.load = load_guarded  # type: ignore[method-assign]
 
@@ -139,7 +166,7 @@ def guard_uvicorn(secret: str) -> None:
 def main() -> None:
     """Guard, then become the engine's own `python -m MODULE ARG...`."""
     file, module = sys.argv[1:3]
-    guard_uvicorn(read_secret(Path(file)))
+    guard_uvicorn(read_secret(Path(file)), counts=module in _WITHOUT_METRICS)
     # vLLM would ask for it a second time, and it may be another server's.
     os.environ.pop("VLLM_API_KEY", None)
     sys.argv = sys.argv[2:]

@@ -3,11 +3,14 @@
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
 from shakedown.core.errors import StorageError
 from shakedown.core.private import open_own
+
+ASK_SECONDS = 10.0  # at most between two looks at the engine's own counters
 
 
 class Lease:
@@ -63,25 +66,34 @@ class Lease:
 class LeaseWatch:
     """The daemon's side: how long nothing has used the server.
 
-    Changes of the file's time are noticed, not compared with this machine's clock: the file may
-    lie on a file server whose clock differs.
+    A use is a change of the file's time, or whatever `asked` tells of. Changes are noticed, not
+    compared with this machine's clock: the file may lie on a file server whose clock differs.
     """
 
-    def __init__(self, path: Path, seconds: float) -> None:
-        self._path, self._seconds = path, seconds
+    def __init__(
+        self, path: Path, seconds: float, *, asked: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`asked`: whether there was a use since its last call, as the engine tells."""
+        self._path, self.seconds, self._asked = path, seconds, asked
+        # Twice at least in a lease: no lease is shorter than the time between two looks.
+        self._every = min(ASK_SECONDS, seconds / 2)
         self._seen = self._stamp()
-        self._used = time.monotonic()
+        self._used = self._looked = time.monotonic()
 
     def idle(self) -> float:
         """Seconds since a use was last noticed."""
         stamp = self._stamp()
         if stamp != self._seen:
             self._seen, self._used = stamp, time.monotonic()
+        if time.monotonic() - self._looked >= self._every:
+            self._looked = time.monotonic()
+            if self._asked():
+                self._used = time.monotonic()
         return time.monotonic() - self._used
 
     def expired(self) -> bool:
         """Whether the lease has run out."""
-        return self.idle() > self._seconds
+        return self.idle() > self.seconds
 
     def _stamp(self) -> int:
         try:

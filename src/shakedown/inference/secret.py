@@ -23,7 +23,7 @@ def make_secret(path: Path, given: str = "") -> None:
         StorageError: the file cannot be written.
     """
     if not (given.isascii() and given.isprintable()) or " " in given:
-        raise UsageError("VLLM_API_KEY holds characters that an HTTP header cannot carry")
+        raise UsageError("the key for the server holds characters that an HTTP header cannot carry")
     with contextlib.suppress(ShakedownError):  # none, or none that only this user knows
         if read_secret(path) == given or not given:
             return

@@ -11,20 +11,20 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shakedown.core.errors import UsageError
+from shakedown.core.errors import ServerError, ShakedownError, UsageError
 from shakedown.core.files import write_json, write_text
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import open_own
-from shakedown.inference import slurm
+from shakedown.inference import external, slurm
 from shakedown.inference.address import port_fault
 from shakedown.inference.engines import get_engine
 from shakedown.inference.folder import (
     Endpoint,
     ServerOrder,
     State,
-    check_model,
     read_endpoint,
     read_state,
+    with_model,
 )
 from shakedown.inference.lease import Lease
 from shakedown.inference.processes import (
@@ -66,9 +66,15 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
         ServerError: it exited, was not given a port, or did not answer in time.
         LaunchError: Slurm refused the job.
     """
-    check_model(order.spec.model)
-    get_engine(order.engine).launch(order.spec)  # a wrong allocation is told before anything runs
     folder = ServerPaths(root.absolute())
+    if order.engine == external.KIND:
+        with locked(folder):
+            if found := _running(folder):
+                say(f"serve: {found.name} of this folder is replaced by {order.url}")
+                stop_server(folder, say)
+            return external.attach(order, folder, say)
+    order = with_model(order)
+    get_engine(order.engine).launch(order.spec)  # a wrong allocation is told before anything runs
     with locked(folder):
         make_secret(folder.secret, os.environ.get(_OWN_KEY, ""))
         running = _running(folder)
@@ -96,6 +102,9 @@ def ensure(
     """
     endpoint = read_endpoint(path)
     folder = ServerPaths((path if path.is_dir() else path.parent).absolute())
+    if endpoint.external:
+        external.check_answers(endpoint, folder.root)
+        return endpoint
     with locked(folder):
         if alive(folder) and _answers(endpoint):
             Lease(folder.lease).renew()
@@ -105,8 +114,8 @@ def ensure(
                 f"{endpoint.name} is gone, and commands are not read from {folder.endpoint}",
                 hint=f"shakedown serve ensure {shlex.quote(str(folder.root))} --config FILE",
             )
-        again = _placed_as(endpoint, order())
-        say(f"serve: {endpoint.name} is gone, starting it again")
+        again = _placed_as(endpoint, with_model(order()))
+        say(f"serve: {endpoint.ended or f'{endpoint.name} is gone'}; starting it again")
         stop_server(folder, say)
         # The old address again, where it is free: consumers may have read endpoint.json before. On
         # Slurm the next job may run on another node.
@@ -135,14 +144,18 @@ def status(root: Path) -> Status:
         UsageError: no server was ever started there.
     """
     folder = ServerPaths(root.absolute())
+    if endpoint := external.found(folder):
+        fault = external.fault_of(endpoint)
+        where = f"external server at {endpoint.base_url}"
+        return Status(fault is None, fault is None, f"{where}: {fault or 'answers'}")
     state, job = read_state(folder.state), job_id(folder)
     if state is None and not job:
         raise UsageError(
             f"{root} is no server's folder", hint="shakedown serve start --config FILE --out FOLDER"
         )
     if not alive(folder):
-        reason = state.reason if state is not None and state.reason else "its daemon is gone"
-        return Status(False, False, f"not running: {reason}")
+        reason = (state.obituary or state.reason) if state is not None else ""
+        return Status(False, False, f"not running: {reason or 'its daemon is gone'}")
     if state is None or state.phase != "running":
         queued = job_state(folder)
         detail = f"job {job} {queued.state} ({queued.reason})" if queued else "daemon starting"
@@ -154,7 +167,8 @@ def status(root: Path) -> Status:
         get_engine(endpoint.engine), endpoint.base_url, endpoint.served_name, endpoint.api_key()
     )
     if fault is not None:
-        return Status(True, False, f"process {state.pid} runs but does not answer: {fault}")
+        told = f"; its log names: {state.trouble}" if state.trouble else ""
+        return Status(True, False, f"process {state.pid} runs but does not answer: {fault}{told}")
     return Status(True, True, f"answers at {endpoint.base_url} as {endpoint.served_name}")
 
 
@@ -167,6 +181,8 @@ def stop(root: Path, *, say: Say = print) -> str:
     folder = ServerPaths(root.absolute())
     if not folder.root.is_dir():
         raise UsageError(f"{root} does not exist: no server was started there")
+    if external.found(folder):
+        return "is of an external server: nothing was ended"
     with locked(folder):
         return stop_server(folder, say)
 
@@ -177,10 +193,20 @@ def in_use(path: Path, order: Callable[[], ServerOrder], *, say: Say = print) ->
 
     Raises:
         UsageError, ServerError, LaunchError: as `ensure`.
+        ServerError: the block failed, and the server died meanwhile: when and of what.
     """
     endpoint = ensure(path, order, say=say)
-    with Lease(ServerPaths(path if path.is_dir() else path.parent).lease):
-        yield endpoint
+    lease = Lease(ServerPaths(path if path.is_dir() else path.parent).lease)
+    try:
+        with contextlib.nullcontext() if endpoint.external else lease:
+            yield endpoint
+    except ShakedownError as error:
+        if told := read_endpoint(path).ended:
+            raise ServerError(f"{told}\n  {error.args[0]}", hint=f"read {endpoint.log}") from error
+        raise
+    # Where failed requests are counted, as with episodes of an agent, nothing was raised.
+    if told := read_endpoint(path).ended:
+        say(f"serve: {told}")
 
 
 @contextlib.contextmanager

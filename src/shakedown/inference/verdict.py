@@ -47,7 +47,7 @@ def started(endpoint: Endpoint, clock: Stopwatch) -> Verdict:
         metrics={"ready_seconds": clock.seconds},
         started=clock.started,
         seconds=clock.seconds,
-        versions=installed_versions(*_PACKAGES[endpoint.engine]),
+        versions=installed_versions(*_PACKAGES.get(endpoint.engine, ())),
         extra={"endpoint": endpoint.to_json()},
     )
 

@@ -1,6 +1,7 @@
 """The inference servers of a run, from its config: the persistent one and each stage's own."""
 
 from dataclasses import replace
+from pathlib import Path
 
 from shakedown.config import Config, ServeConfig
 from shakedown.inference.engines import LaunchSpec
@@ -13,6 +14,8 @@ SERVED_NAME = "policy"
 def launch_spec(serve: ServeConfig, *, model: str, dtype: str, seed: int) -> LaunchSpec:
     """What the config says of every server of the run; host and port are left open.
 
+    Its log-probabilities are processed ones, which a policy update needs.
+
     Args:
         model: a local Hugging Face folder or a hub name.
     """
@@ -22,8 +25,7 @@ def launch_spec(serve: ServeConfig, *, model: str, dtype: str, seed: int) -> Lau
         dtype=dtype,
         max_model_len=serve.max_model_len,
         kv_cache_gb=serve.kv_cache_gb,
-        # `transformers` has no letter in the grammar of allocations: it is one process.
-        allocation="" if serve.engine == "transformers" else serve.allocation,
+        allocation=serve.cut,
         extra_args=tuple(serve.extra_args),
         seed=seed,
     )
@@ -36,9 +38,7 @@ def order_of_run(config: Config) -> ServerOrder:
         UsageError: the demo's model was not written yet.
     """
     assets = config.paths.assets.file
-    order = server_order(config, model_source(config, assets if assets.is_file() else None))
-    # Raw log-probabilities: other programs compare them with the model's own.
-    return replace(order, spec=replace(order.spec, logprobs="raw"))
+    return server_order(config, model_source(config, assets if assets.is_file() else None))
 
 
 def server_order(config: Config, model: str, *, engine: str | None = None) -> ServerOrder:
@@ -49,12 +49,16 @@ def server_order(config: Config, model: str, *, engine: str | None = None) -> Se
     """
     cluster = config.cluster
     serve = config.serve.model_copy(update={"engine": engine} if engine else {})
+    spec = launch_spec(serve, model=model, dtype=config.model.dtype, seed=config.seed)
     return ServerOrder(
         name=SERVED_NAME,
         engine=serve.engine,
-        spec=launch_spec(serve, model=model, dtype=config.model.dtype, seed=config.seed),
+        spec=replace(spec, logprobs=serve.logprobs),
         lease=serve.lease,
         ready_timeout=serve.ready_timeout,
+        url=serve.url,
+        key_file=str(Path(serve.key_file).absolute()) if serve.key_file else "",
+        key_env=serve.key_env,
         launcher=cluster.launcher,
         slurm=SlurmOptions(
             cluster.partition,

@@ -50,6 +50,24 @@ def test_config_says_what_is_served_and_where(config: Path) -> None:
     assert order.spec.logprobs == "raw"
 
 
+@pytest.mark.parametrize(
+    ("config_says", "given", "expected"),
+    [("", (), "raw"), ("processed", (), "processed"), ("processed", ("--logprobs", "raw"), "raw")],
+)
+def test_logprobs_are_raw_unless_the_config_or_the_command_line_says_otherwise(
+    config: Path, config_says: str, given: tuple[str, ...], expected: str
+) -> None:
+    if config_says:
+        text = config.read_text()
+        config.write_text(text.replace("serve: {", f"serve: {{logprobs: {config_says}, "))
+
+    order = serve._order(
+        parsed("--config", config, "--assets", config.parent / "assets.json", *given)
+    )
+
+    assert order.spec.logprobs == expected
+
+
 def test_command_line_wins_over_the_config(config: Path) -> None:
     order = serve._order(
         parsed(

@@ -274,6 +274,11 @@ BROKEN = (
         "stages.grpo.grpo.max_tokens",
         "warn",
     ),
+    Case(
+        "a GRPO stage with an external server",
+        "serve: {engine: external, url: 'http://10.0.0.7:8000'}",
+        "serve.engine",
+    ),
     # The server's own options.
     Case(
         "extra_args sets the port",

@@ -1,6 +1,7 @@
 """Launch commands and the protocols' pure parts."""
 
 import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,27 @@ def option(argv: tuple[str, ...], name: str) -> str:
     return argv[argv.index(name) + 1]
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize("name", sorted(set(ENGINES) - {"external"}))
 def test_every_engine_listens_where_it_is_told(name: str) -> None:
     argv = get_engine(name).launch(SPEC, SMALL).argv
 
     assert (option(argv, "--host"), option(argv, "--port")) == ("127.0.0.1", "8000")
     assert "org/model" in argv
+
+
+def test_transformers_takes_a_share_of_the_memory_that_is_the_cache_it_was_given() -> None:
+    engine = get_engine("transformers")
+
+    def share(gib: float, machine: Machine) -> float:
+        argv = engine.launch(replace(SPEC, kv_cache_gb=gib), machine).argv
+        return float(option(argv, "--cb-max-memory-percent"))
+
+    machine = Machine(cores=2, cuda=False, memory=32.0)
+    assert share(8.0, machine) == 0.25
+    assert share(0.25, machine) == pytest.approx(1 / 32, abs=1e-4)
+    assert share(1000.0, machine) == 0.8
+    gpu = engine.launch(SPEC, Machine(cores=2, cuda=True, memory=32.0))
+    assert "--cb-max-memory-percent" not in gpu.argv
 
 
 def test_unknown_engine_names_the_nearest() -> None:

@@ -19,6 +19,7 @@ from shakedown.inference.folder import (
     SlurmOptions,
     order_of,
     read_endpoint,
+    with_model,
 )
 from shakedown.inference.lease import Lease, LeaseWatch
 
@@ -50,6 +51,22 @@ def test_order_survives_its_text() -> None:
     order = ServerOrder("p", "vllm", spec, slurm=SlurmOptions("main", extra=("--mem=4G",)))
 
     assert order_of(order.to_text()) == order
+
+
+def test_folder_of_a_model_is_told_by_its_whole_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "policy").mkdir(parents=True)
+    (tmp_path / "models" / "policy" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path / "models")
+
+    def model(given: str) -> str:
+        return with_model(ServerOrder("p", "vllm", LaunchSpec(given))).spec.model
+
+    assert model("policy") == model("./policy") == str(tmp_path / "models" / "policy")
+    assert model("org/policy") == "org/policy"
+    with pytest.raises(UsageError, match=r"\./none|none does not exist"):
+        model("./none")
 
 
 @pytest.mark.parametrize(

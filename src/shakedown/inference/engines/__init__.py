@@ -13,6 +13,7 @@ from shakedown.inference.engines.base import (
     TokenEngine,
     this_machine,
 )
+from shakedown.inference.engines.external import ExternalEngine
 from shakedown.inference.engines.sglang import SglangEngine
 from shakedown.inference.engines.transformers import TransformersEngine
 from shakedown.inference.engines.vllm import VllmEngine
@@ -21,6 +22,7 @@ ENGINES: dict[str, InferenceEngine] = {
     "vllm": VllmEngine(),
     "sglang": SglangEngine(),
     "transformers": TransformersEngine(),
+    "external": ExternalEngine(),
 }
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from shakedown.cluster.allocation import parse_allocation
@@ -25,10 +26,11 @@ _EXTRA_HINT = "leave it out: `serve start` has --host, and takes a key of yours 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a launch command depends on: usable cores, and whether there is a CUDA device."""
+    """What a launch command depends on: usable cores, a CUDA device, memory in GiB (0: unknown)."""
 
     cores: int
     cuda: bool
+    memory: float = 0.0
 
 
 def this_machine() -> Machine:
@@ -38,7 +40,8 @@ def this_machine() -> Machine:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     cuda = Path("/dev/nvidiactl").exists() and not hidden
     # The affinity, not os.cpu_count(): Slurm or a container may give a part of the machine's cores.
-    return Machine(cores=len(os.sched_getaffinity(0)), cuda=cuda)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
+    return Machine(cores=len(os.sched_getaffinity(0)), cuda=cuda, memory=memory)
 
 
 @dataclass(frozen=True)
@@ -146,12 +149,16 @@ class Completion:
 
 
 class InferenceEngine(ABC):
-    """An adapter: no I/O. Replies that are not of the documented form raise ServerError."""
+    """An adapter: no I/O. Replies that are not of the documented form raise ServerError.
+
+    `metrics`: field of inference/metrics.py's Metrics -> the engine's own name in `/metrics`.
+    """
 
     name: str
     health_path: str
     capabilities: Capabilities
     note: str = ""
+    metrics: Mapping[str, str] = MappingProxyType({})
 
     @abstractmethod
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:

@@ -5,6 +5,7 @@ the engine itself needs CUDA.
 """
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from shakedown.inference.engines.base import (
@@ -33,6 +34,17 @@ class SglangEngine(TokenEngine):
     capabilities = Capabilities(
         token_ids=True, logprobs=True, prompt_logprobs=True, weight_update=True, messages=False
     )
+    # SGLang's srt/metrics/collector.py.
+    metrics = MappingProxyType(
+        {
+            "running": "sglang:num_running_reqs",
+            "waiting": "sglang:num_queue_reqs",
+            "cache": "sglang:token_usage",
+            "finished": "sglang:num_requests_total",
+            "prompt_tokens": "sglang:prompt_tokens_total",
+            "generated_tokens": "sglang:generation_tokens_total",
+        }
+    )
     note = "this adapter follows SGLang's documentation; it was not run against the engine"
 
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
@@ -48,6 +60,8 @@ class SglangEngine(TokenEngine):
         argv += ["--sampling-defaults", "openai"]
         # It sends its warm-up to itself by HTTP, without the secret. The readiness probe is one.
         argv += ["--skip-server-warmup"]
+        # /metrics, by which the daemon sees whether the server is used.
+        argv += ["--enable-metrics"]
         if not machine.cuda:
             argv += ["--device", "cpu"]
         env = engine_environment(spec)

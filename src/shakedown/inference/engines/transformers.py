@@ -4,6 +4,8 @@ It accepts `logprobs` and drops it without a word, so this is no TokenEngine: wh
 or logprobs is refused before it asks.
 """
 
+from types import MappingProxyType
+
 from shakedown.inference.engines.base import (
     Capabilities,
     InferenceEngine,
@@ -16,12 +18,21 @@ from shakedown.inference.engines.base import (
     this_machine,
 )
 
+# The cache and the buffers beside it: those of a batch, and 0.6 GiB of logits for 150,000 tokens.
+_LEAST_GIB = 1.0
+_BATCH_TOKENS = 512  # its default of 8192 alone costs an attention mask of 0.25 GiB
+_MOST = 0.8  # its own default
+
 
 class TransformersEngine(InferenceEngine):
     """Serves one model under its own name; chat and text completions only."""
 
     name = "transformers"
     health_path = "/health"
+    # It has none: inference/guarded.py counts.
+    metrics = MappingProxyType(
+        {"running": "shakedown:requests_running", "finished": "shakedown:requests_total"}
+    )
     capabilities = Capabilities(
         token_ids=False, logprobs=False, prompt_logprobs=False, weight_update=False, messages=False
     )
@@ -33,6 +44,11 @@ class TransformersEngine(InferenceEngine):
         argv += ["serve", spec.model, "--host", spec.host, "--port", str(spec.port)]
         argv += ["--dtype", spec.dtype, "--device", "cuda" if machine.cuda else "cpu"]
         argv += ["--continuous-batching", "--default-seed", str(spec.seed)]
+        if not machine.cuda and machine.memory:
+            # Its cache takes 80 % of the machine's memory by default, and touches all of it.
+            share = min(_MOST, max(_LEAST_GIB, spec.kv_cache_gb) / machine.memory)
+            argv += ["--cb-max-memory-percent", f"{share:.4f}"]
+            argv += ["--cb-max-batch-tokens", str(_BATCH_TOKENS)]
         return Launch((*argv, *spec.extra_args), engine_environment(spec))
 
     def served_name(self, spec: LaunchSpec) -> str:

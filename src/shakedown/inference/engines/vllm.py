@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any
 
 from shakedown.inference.engines.base import (
@@ -32,6 +33,17 @@ class VllmEngine(TokenEngine):
     health_path = "/health"
     capabilities = Capabilities(
         token_ids=True, logprobs=True, prompt_logprobs=True, weight_update=True, messages=True
+    )
+    # Counters of vllm/v1/metrics/loggers.py (0.32), to whose names Prometheus's client adds _total.
+    metrics = MappingProxyType(
+        {
+            "running": "vllm:num_requests_running",
+            "waiting": "vllm:num_requests_waiting",
+            "cache": "vllm:kv_cache_usage_perc",
+            "finished": "vllm:request_success_total",
+            "prompt_tokens": "vllm:prompt_tokens_total",
+            "generated_tokens": "vllm:generation_tokens_total",
+        }
     )
 
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:

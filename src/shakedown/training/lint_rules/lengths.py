@@ -21,7 +21,7 @@ _OVERRIDES = ("--hf-overrides", "--rope-scaling", "--json-model-override-args")
 def server_length(inputs: Inputs) -> Iterator[Finding]:
     """The server's sequences fit into the model's positions; SGLang may only warn."""
     serve, positions = inputs.config.serve, inputs.sizes and inputs.sizes.positions
-    if serve.engine == "transformers" or not positions or serve.max_model_len <= positions:
+    if not serve.cut or not positions or serve.max_model_len <= positions:
         return
     overridden = any(
         word.split("=")[0].replace("_", "-") in _OVERRIDES for word in serve.extra_args

@@ -52,10 +52,9 @@ def own_options(inputs: Inputs) -> Iterator[Finding]:
         yield fault("extra_args", "serve.extra_args", word.split()[0].split("=")[0], expected)
     try:
         engine = get_engine(serve.engine)
-        allocation = "" if serve.engine == "transformers" else serve.allocation
-        set_by_us = _options(engine.launch(LaunchSpec("m", allocation=allocation), _GPUS).argv)
+        set_by_us = _options(engine.launch(LaunchSpec("m", allocation=serve.cut), _GPUS).argv)
         # Refuses what it never takes, such as a key.
-        spec = LaunchSpec("m", allocation=allocation, extra_args=tuple(serve.extra_args))
+        spec = LaunchSpec("m", allocation=serve.cut, extra_args=tuple(serve.extra_args))
         engine.launch(spec, _GPUS)
     except UsageError as error:
         if "extra_args" in str(error):
@@ -138,10 +137,11 @@ def gemma3_attention(inputs: Inputs) -> Iterator[Finding]:
 
 def agent_engine(inputs: Inputs) -> Iterator[Finding]:
     """Rollouts of an own agent need chat replies with token ids."""
-    engine = inputs.config.serve.engine
+    serve = inputs.config.serve
+    engine = serve.engine
     for key, stage in inputs.stages:
-        # `transformers` is refused for every GRPO stage.
-        if stage.grpo and stage.grpo.agent and engine not in (AGENT_ENGINE, "transformers"):
+        # What is not cut is refused for every GRPO stage.
+        if stage.grpo and stage.grpo.agent and serve.cut and engine != AGENT_ENGINE:
             subject, expected = f"{key}.grpo.agent", f"serve.engine: {AGENT_ENGINE}"
             remedy = f"{engine} gives no token ids in chat replies"
             yield fault("agent", subject, stage.grpo.agent, expected, remedy)

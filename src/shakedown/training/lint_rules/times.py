@@ -59,6 +59,8 @@ def lease(inputs: Inputs) -> Iterator[Finding]:
     """The server outlives the time between two renewals, a wait in the queue, and its own start."""
     serve = inputs.config.serve
     seconds = serve.lease
+    if serve.engine == "external":  # never leased
+        return
     if seconds <= RENEWED_EVERY:
         expected = f"more than {RENEWED_EVERY:g} s: in use it is renewed so often"
         yield fault("lease", "serve.lease", seconds, expected)

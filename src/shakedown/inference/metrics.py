@@ -1,0 +1,152 @@
+"""What a server says of its own work: the Prometheus text of its `/metrics`, engine-neutral."""
+
+import math
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Self
+
+import httpx
+
+from shakedown.core.errors import ServerError
+from shakedown.inference.engines import InferenceEngine, get_engine
+from shakedown.inference.folder import Endpoint
+from shakedown.inference.secret import bearer
+
+PATH = "/metrics"
+_LARGEST = 1 << 24  # bytes: vLLM's whole text is below one MiB
+# `name{labels} value [time]` of Prometheus's text format 0.0.4; labels may hold any quoted text.
+_SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*")
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """None: the engine does not tell.
+
+    `running` and `waiting` requests now; `cache` the used share of the key-value cache, from 0 to
+    1, of its fullest replica; the others count since the server's start: requests that ended, and
+    tokens of prompts and of answers.
+    """
+
+    running: float | None = None
+    waiting: float | None = None
+    cache: float | None = None
+    finished: float | None = None
+    prompt_tokens: float | None = None
+    generated_tokens: float | None = None
+
+    @classmethod
+    def of(cls, engine: InferenceEngine, text: str) -> Self:
+        """Out of the engine's text; what is no sample in it is passed over."""
+        samples: dict[str, list[float]] = {}
+        for name, value in _samples(text):
+            samples.setdefault(name, []).append(value)
+        found = {}
+        for field in fields(cls):
+            values = samples.get(engine.metrics.get(field.name, ""))
+            # One sample a replica, and a way in which requests end.
+            together = max if field.name == "cache" else sum
+            found[field.name] = together(values) if values else None
+        return cls(**found)
+
+    def used_since(self, before: "Metrics") -> bool:
+        """Whether requests are here now, or any was answered in between."""
+        counts = (self.finished, self.prompt_tokens, self.generated_tokens)
+        moved = counts != (before.finished, before.prompt_tokens, before.generated_tokens)
+        return bool(self.running or self.waiting) or moved
+
+
+class RequestWatch:
+    """Whether the server was sent requests since it was asked last, by its own counters."""
+
+    def __init__(self, ask: Callable[[], Metrics | None]) -> None:
+        self._ask, self._before = ask, Metrics()
+
+    def __call__(self) -> bool:
+        now = self._ask()
+        if now is None:  # it is loading, busy beyond answering, or tells nothing
+            return False
+        used, self._before = now.used_since(self._before), now
+        return used
+
+
+def read_metrics(
+    engine: InferenceEngine, base_url: str, api_key: str, *, timeout: float = 5.0
+) -> Metrics | None:
+    """Ask the server; None when it does not tell.
+
+    Args:
+        timeout: seconds to connect, and for each part of the answer.
+    """
+    if not engine.metrics:
+        return None
+    headers = bearer(api_key)
+    try:
+        with (
+            httpx.Client(base_url=base_url, trust_env=False, headers=headers) as client,
+            client.stream("GET", PATH, timeout=timeout) as reply,
+        ):
+            if not reply.is_success:
+                return None
+            body = b""
+            for piece in reply.iter_bytes():
+                body += piece
+                if len(body) > _LARGEST:
+                    return None
+    except (httpx.HTTPError, OSError):
+        return None
+    return Metrics.of(engine, body.decode("utf-8", "replace"))
+
+
+def watch_metrics(endpoint: Endpoint, seconds: float) -> dict[str, float | None]:
+    """What the server does now, and its tokens a second over the next `seconds`.
+
+    Raises:
+        ServerError: it tells no metrics.
+    """
+    engine, key = get_engine(endpoint.engine), endpoint.api_key()
+    began = time.monotonic()
+    before = read_metrics(engine, endpoint.base_url, key)
+    time.sleep(seconds)
+    now = read_metrics(engine, endpoint.base_url, key)
+    if before is None or now is None:
+        raise ServerError(
+            f"the {endpoint.engine} server at {endpoint.base_url} tells no metrics",
+            hint="does it answer? shakedown serve status FOLDER",
+        )
+    passed = time.monotonic() - began
+    return asdict(now) | {
+        "prompt_tokens_per_second": _rate(before.prompt_tokens, now.prompt_tokens, passed),
+        "generated_tokens_per_second": _rate(before.generated_tokens, now.generated_tokens, passed),
+    }
+
+
+def metrics_table(told: Mapping[str, float | None]) -> str:
+    """One line a value; `-` for what the engine does not tell."""
+    width = max(len(name) for name in told)
+    rows = ((name.replace("_", " "), _shown(name, value)) for name, value in told.items())
+    return "\n".join(f"{name:{width}}  {value}" for name, value in rows)
+
+
+def _shown(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if name == "cache" else f"{value:,.0f}"
+
+
+def _rate(before: float | None, now: float | None, seconds: float) -> float | None:
+    return None if before is None or now is None else (now - before) / seconds
+
+
+def _samples(text: str) -> Iterator[tuple[str, float]]:
+    for line in text.splitlines():
+        match = _SAMPLE.fullmatch(line)
+        if match is None:
+            continue
+        try:
+            value = float(match[2])
+        except ValueError:
+            continue
+        if math.isfinite(value):
+            yield match[1], value

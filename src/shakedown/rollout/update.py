@@ -1,0 +1,75 @@
+"""Load other weights into a persistent server by hand, verified as in training (weights.py)."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from shakedown.core.errors import UsageError
+from shakedown.core.files import write_json
+from shakedown.core.paths import ServerPaths
+from shakedown.inference.client import Client
+from shakedown.inference.engines import get_token_engine
+from shakedown.inference.folder import Endpoint, read_endpoint, with_model
+from shakedown.inference.stopping import locked
+from shakedown.rollout.store import Weights
+from shakedown.rollout.weights import WeightSync, probe_tokens
+
+_PROBED = 97  # token ids that the probe cycles through, where the vocabulary has so many
+
+
+def update_server(path: Path, model: str, *, within: float) -> float:
+    """Load a folder's weights into the server of an endpoint; returns the seconds it took.
+
+    The endpoint then names the new model, so that consumers compare with that one.
+
+    Args:
+        path: `endpoint.json` or its folder.
+        within: seconds for each request of the update.
+
+    Raises:
+        UsageError: the server takes no weights; the folder holds none.
+        WeightUpdateError: it does not answer with the new weights.
+        ServerError: it refused or did not answer.
+    """
+    endpoint = read_endpoint(path)
+    if not endpoint.capabilities.get("weight_update"):
+        raise UsageError(
+            f"the {endpoint.engine} server at {endpoint.base_url} has no route that loads weights",
+            hint="start one of your own: shakedown serve start --engine vllm --model FOLDER",
+        )
+    order = with_model(replace(endpoint.order, spec=replace(endpoint.order.spec, model=model)))
+    folder = Path(order.spec.model)
+    if not any(folder.glob("*.safetensors")):
+        raise UsageError(f"{folder} holds no *.safetensors", hint="give a Hugging Face folder")
+    seconds = asyncio.run(_update(endpoint, folder, within))
+    root = ServerPaths(path if path.is_dir() else path.parent)
+    with locked(root):
+        # With the order: `serve start` with the former model then starts a server that has it.
+        now = replace(read_endpoint(path), model=str(folder), order=order)
+        write_json(root.endpoint, now.to_json())
+    return seconds
+
+
+async def _update(endpoint: Endpoint, folder: Path, within: float) -> float:
+    engine = get_token_engine(endpoint.engine)
+    # Of somebody else's server the precision is not known.
+    dtype = "bfloat16" if endpoint.external else endpoint.order.spec.dtype
+    async with Client(
+        engine, endpoint.base_url, endpoint.served_name, api_key=endpoint.api_key()
+    ) as client:
+        tokens = range(1, min(_PROBED, _vocabulary(folder)))
+        probe = probe_tokens([list(tokens)], longest=await client.longest())
+        sync = WeightSync(client, probe, dtype=dtype, initial=Path(endpoint.model))
+        await sync.begin()
+        return await sync.apply(Weights(1, folder, ""), within=within)
+
+
+def _vocabulary(folder: Path) -> int:
+    """Number of token ids."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        size = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        return max(3, int(size))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{folder / 'config.json'} tells no vocab_size: {error}") from error

@@ -1,0 +1,129 @@
+"""Weights that are loaded into a persistent server by hand."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shakedown.core.errors import ServerError, UsageError
+from shakedown.core.files import write_json
+from shakedown.core.paths import ServerPaths
+from shakedown.inference.engines import LaunchSpec
+from shakedown.inference.folder import ServerOrder, read_endpoint
+from shakedown.inference.server import start
+from shakedown.rollout.update import update_server
+from shakedown.rollout.weights import WeightUpdateError
+from tests.command import shakedown
+from tests.faults import fake_engine
+from tests.faults.fake_engine import Engine, sglang_reply
+from tests.unit.local_engine import running
+
+TOKENS = [5, 6, 7, 8]
+MOVED = 0.5  # nats, by the new weights
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder whose own probe says what the new weights answer."""
+    folder = tmp_path / "new"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"vocab_size": 50}')
+    (folder / "model.safetensors").write_bytes(b"")
+    expected = {"tokens": TOKENS, "logprobs": [MOVED - token for token in TOKENS[1:]]}
+    (folder / "probe.json").write_text(json.dumps(expected))
+    return folder
+
+
+def attached(engine: Engine, root: Path, *, able: bool = True) -> Path:
+    """The endpoint of a stand-in; `able`: it has the route that loads weights."""
+    url = f"http://127.0.0.1:{engine.server_port}"
+    endpoint = start(ServerOrder("p", "external", LaunchSpec("org/old"), url=url), root)
+    capabilities = {**endpoint.capabilities, "weight_update": able}
+    write_json(ServerPaths(root).endpoint, replace(endpoint, capabilities=capabilities).to_json())
+    return root
+
+
+def obeys(engine: Engine, monkeypatch: pytest.MonkeyPatch, moved: float = MOVED) -> None:
+    """Its logprobs move when it was sent weights."""
+
+    def reply(body: dict[str, Any]) -> Any:
+        made = sglang_reply(body)
+        sent = any(path == "/update_weights_from_disk" for path, _ in engine.seen)
+        for row in made["meta_info"].get("input_token_logprobs", [])[1:]:
+            row[0] += moved if sent else 0.0
+        return made
+
+    monkeypatch.setattr(fake_engine, "sglang_reply", reply)
+
+
+def test_server_that_answers_with_the_new_weights_is_named_with_them(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running() as engine:
+        obeys(engine, monkeypatch)
+        update_server(attached(engine, tmp_path / "s"), str(model), within=10)
+        sent = [body for path, body in engine.seen if path == "/update_weights_from_disk"]
+
+    assert [body["model_path"] for body in sent] == [str(model)]
+    found = read_endpoint(tmp_path / "s")
+    assert found.model == found.order.spec.model == str(model)
+
+
+@pytest.mark.parametrize("moved", [0.0, 2.0])
+def test_server_that_answers_otherwise_is_told_and_keeps_its_name(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, moved: float
+) -> None:
+    with running() as engine:
+        obeys(engine, monkeypatch, moved)
+        root = attached(engine, tmp_path / "s")
+        with pytest.raises(WeightUpdateError):
+            update_server(root, str(model), within=10)
+
+    assert read_endpoint(root).model == "org/old"
+
+
+def test_server_without_the_route_is_refused_before_anything_is_sent(
+    tmp_path: Path, model: Path
+) -> None:
+    with running() as engine:
+        root = attached(engine, tmp_path / "s", able=False)
+        sent = len(engine.seen)
+        with pytest.raises(UsageError, match="no route that loads weights"):
+            update_server(root, str(model), within=10)
+        assert len(engine.seen) == sent
+
+
+def test_folder_without_weights_is_refused(tmp_path: Path, model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    with running() as engine:
+        root = attached(engine, tmp_path / "s")
+        with pytest.raises(UsageError, match=r"holds no \*\.safetensors"):
+            update_server(root, str(model), within=10)
+
+
+def test_server_that_refuses_the_weights_is_no_verdict_on_them(tmp_path: Path, model: Path) -> None:
+    broken = model.rename(tmp_path / "broken")  # which the stand-in refuses
+    with running() as engine:
+        root = attached(engine, tmp_path / "s")
+        with pytest.raises(ServerError) as caught:
+            update_server(root, str(broken), within=10)
+
+    assert not isinstance(caught.value, WeightUpdateError)
+
+
+@pytest.mark.slow
+def test_command_says_by_its_exit_code_whether_the_weights_are_there(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running() as engine:
+        root = attached(engine, tmp_path / "s")
+        ignored = shakedown("serve", "update-weights", root, model)
+        obeys(engine, monkeypatch)
+        engine.seen.clear()
+        loaded = shakedown("serve", "update-weights", root, model)
+
+    assert ignored.returncode == 1, ignored.stderr
+    assert "answers exactly as with the weights before it" in ignored.stderr
+    assert loaded.returncode == 0, loaded.stderr
