@@ -3,7 +3,8 @@
 A token is a character's code; 1 begins a prompt, 2 ends a reply and stays in the history. The
 same prompt always gets the same reply; with tools, a call of the first one until a result is
 there, and with stop strings, the first of them is found. The last message may ask for a fault:
-`busy` (503 once a prompt), `too long` (400), `no ids`, `miscounted`, `broken off`, `odd error`.
+`busy` (503 once a prompt), `too long` (400), `no ids`, `miscounted`, `broken off`, `odd error`;
+`slowly` has a stream wait for `may_go_on` after its first token.
 """
 
 import contextlib
@@ -88,9 +89,14 @@ class Handler(fake_engine.Handler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        for event in events[:2] if "broken off" in asked else [*events, "[DONE]"]:
+        shown = events[:2] if "broken off" in asked else [*events, "[DONE]"]
+        for number, event in enumerate(shown):
+            if number == 2 and "slowly" in asked:
+                self.wfile.flush()
+                self.server.may_go_on.wait()
             text = event if isinstance(event, str) else json.dumps(event)
-            self.wfile.write(f"data: {text}\n\n".encode())
+            with contextlib.suppress(ConnectionError):  # a client that has left
+                self.wfile.write(f"data: {text}\n\n".encode())
         self.close_connection = True
 
 
@@ -103,6 +109,7 @@ class ChatEngine(fake_engine.Engine):
         self.refused = set[tuple[int, ...]]()
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.may_go_on = threading.Event()
 
     @property
     def url(self) -> str:
@@ -208,6 +215,7 @@ def chatting() -> Iterator[ChatEngine]:
         yield engine
     finally:
         engine.may_answer.set()
+        engine.may_go_on.set()
         engine.shutdown()
         engine.server_close()
         thread.join()

@@ -299,6 +299,36 @@ async def test_a_stream_that_breaks_off_raises_and_is_not_kept(agent: Agent) -> 
     assert agent.proxy.close(agent.key) == []
 
 
+async def opened(agent: Agent, protocol: str) -> Any:
+    content: Any = [{"role": "user", "content": "slowly"}]
+    if protocol == "responses":
+        return await agent.openai.responses.create(model=ANY, input=content, stream=True)
+    ask: Any = {"model": ANY, "max_tokens": 9, "messages": content, "stream": True}
+    return await agent.anthropic.messages.create(**ask)
+
+
+@pytest.mark.parametrize("protocol", ["responses", "messages"])
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_stream_comes_as_it_is_written_and_one_that_is_left_is_not_kept(
+    agent: Agent, engine: ChatEngine, protocol: str, leaves: bool
+) -> None:
+    stream = await opened(agent, protocol)
+    async for event in stream:
+        if event.type in ("response.output_text.delta", "content_block_delta"):
+            break  # the engine has told one token so far
+
+    if leaves:
+        await stream.close()
+        while agent.proxy.gate.in_flight:  # noqa: ASYNC110 - it ends with the connection
+            await asyncio.sleep(0.01)
+        engine.may_go_on.set()
+    else:
+        engine.may_go_on.set()
+        _ = [event async for event in stream]
+
+    assert len(agent.proxy.close(agent.key)) == (0 if leaves else 1)
+
+
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 USER = {"role": "user", "content": "x"}
 

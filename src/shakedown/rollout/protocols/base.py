@@ -51,7 +51,7 @@ class Protocol:
     """`to_chat`: the chat body of a request's; it raises RefusedCallError. `reply`: a new one."""
 
     to_chat: Callable[[Body], Body]
-    reply: Callable[[], Reply]
+    reply: type[Reply]
 
 
 def openai_error(status: int, message: str) -> Body:
@@ -168,7 +168,7 @@ def joined_texts(parts: list[str]) -> Any:
 
 def tool(name: Any, description: Any, parameters: Any) -> Body:
     """A function in chat's form."""
-    function = {"name": a_text(name, "tools: name")}
+    function: Body = {"name": a_text(name, "tools: name")}
     if description is not None:
         function["description"] = a_text(description, "tools: description")
     if parameters is not None:

@@ -71,7 +71,7 @@ def _message(message: Body) -> Iterator[Body]:
     elif role == "assistant":
         yield _assistant(a_list(content, "content"))
     else:
-        yield from _user(role, a_list(content, "content"))
+        yield from _user(str(role), a_list(content, "content"))
 
 
 def _user(role: str, blocks: list[Any]) -> Iterator[Body]:
