@@ -45,7 +45,7 @@ GOOD: tuple[str, ...] = (
     "narrows",
     "environment",
 )
-GOOD += ("synchronous", "busy", "once")
+GOOD += ("synchronous", "busy", "once", "responses_turns", "messages_turns")
 SLOW = ("blocks", "endless")
 BAD = ("silent", "nothing", "leaves", "elsewhere")
 FAULTS = ("too long", "no ids", "miscounted", "odd error")
@@ -225,6 +225,13 @@ def test_one_turn_gives_the_rows_of_the_plain_path(seen: Seen) -> None:
         "group_seconds_max": 0,
     }
     assert found.stats["calls_mean"] == found.stats["sequences_mean"] == 1.0
+
+
+@pytest.mark.parametrize("kind", ["responses_turns", "messages_turns"])
+def test_turns_in_other_protocols_are_the_same_sequence(seen: Seen, kind: str) -> None:
+    expected, found = seen.groups["two_turns"], seen.groups[kind]
+
+    assert found.episodes == expected.episodes
 
 
 def test_turns_that_go_on_with_the_same_tokens_are_one_sequence(seen: Seen) -> None:
