@@ -16,7 +16,7 @@ Body = dict[str, Any]
 # They change the distribution that tokens are drawn from. Trained is the stage's own: the model's
 # at the stage's temperature. vLLM's defaults are neutral, so leaving them out is enough. `seed`
 # would make samples of a group equal (and kills vLLM on a CPU).
-_LEFT_OUT = (
+SAMPLING = (
     "temperature",
     "top_p",
     "top_k",
@@ -37,6 +37,7 @@ _LEFT_OUT = (
 )
 # They force tokens upon the model: log-probabilities of forced tokens are not the policy's.
 _REFUSED = ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "use_beam_search")
+_READ = ("text", "refusal", "thinking", "reasoning")
 _LENGTHS = ("max_completion_tokens", "max_tokens")
 
 
@@ -87,15 +88,20 @@ def prepare(body: Mapping[str, Any], sampling: Sampling) -> tuple[Body, ReplyOpt
     """
     sent = {name: value for name, value in body.items() if value is not None}
     _refuse(sent)
-    changed = [f"{name} {sent.pop(name)!r:.40}" for name in _LEFT_OUT if name in sent]
+    changed = [f"{name} {sent.pop(name)!r:.40}" for name in SAMPLING if name in sent]
     if body.get("temperature") == sampling.temperature:
         changed = [each for each in changed if not each.startswith("temperature ")]
     asked = [int(sent.pop(name)) for name in _LENGTHS if _is_count(sent, name)]
     if asked and asked[0] > sampling.max_tokens:
         changed.append(f"max_tokens {asked[0]}")
     sent["temperature"] = sampling.temperature
+    if any(map(_is_strict, _objects(sent.get("tools")))):
+        changed.append("strict tools")
+        sent["tools"] = [_relaxed(tool) for tool in sent["tools"]]
     sent.setdefault("max_tokens", min([*asked[:1], sampling.max_tokens]))
     options = sent.get("stream_options")
+    if not isinstance(options, Mapping | None):
+        raise RefusedCallError(f"stream_options is {options!r:.60}: expected a JSON object")
     wanted = ReplyOptions(
         logprobs=bool(sent.get("logprobs")),
         token_ids=bool(sent.get("return_token_ids")),
@@ -252,6 +258,14 @@ def _extended(sequence: TokenSequence, call: Call) -> TokenSequence:
 
 
 def _refuse(body: Mapping[str, Any]) -> None:
+    for message in _objects(body.get("messages")):
+        for part in _objects(message.get("content")):
+            if part.get("type", "text") not in _READ:
+                raise RefusedCallError(
+                    f"content of the type {part['type']!r:.60} cannot be trained on: "
+                    "text alone is recorded",
+                    hint="send text",
+                )
     for name in _faults(body):
         raise RefusedCallError(
             f"{name} forces tokens upon the model; their log-probabilities are not the policy's, "
@@ -267,6 +281,24 @@ def _faults(body: Mapping[str, Any]) -> Iterator[str]:
         yield "response_format"
     if body.get("tool_choice", "auto") not in ("auto", "none"):
         yield "tool_choice"
+
+
+def _objects(values: Any) -> list[Body]:
+    """The JSON objects in what should be an array; the engine says what is wrong with others."""
+    return [each for each in values if isinstance(each, dict)] if isinstance(values, list) else []
+
+
+def _is_strict(tool: Body) -> bool:
+    function = tool.get("function")
+    return isinstance(function, dict) and bool(function.get("strict"))
+
+
+def _relaxed(tool: Any) -> Any:
+    """A tool whose schema the engine does not force upon the model."""
+    if not (isinstance(tool, dict) and _is_strict(tool)):
+        return tool
+    function = {name: value for name, value in tool["function"].items() if name != "strict"}
+    return {**tool, "function": function}
 
 
 def _is_count(body: Mapping[str, Any], name: str) -> bool:

@@ -1,13 +1,16 @@
-"""The server that agents talk to in training: passes chat calls on to vLLM and records them.
+"""The server that agents talk to in training: passes calls on to vLLM and records them.
 
+Whatever protocol an agent speaks (`protocols/`), the engine is asked for one chat completion.
 Each episode has a key. A call belongs to the episode whose key stands in its URL
 (`/e/KEY/v1/chat/completions`), else in the header that the agent's worker sets, else in its
-bearer token. Only a call whose reply reached the agent is kept. Agents never see the engine's key.
+bearer token or `x-api-key`. Only a call whose reply reached the agent is kept. Agents never see
+the engine's key.
 """
 
 import asyncio
 import contextlib
 import json
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable
 from typing import Self
@@ -28,6 +31,8 @@ from shakedown.rollout.agent_calls import (
     prepare,
     read_reply,
 )
+from shakedown.rollout.protocols import PROTOCOLS
+from shakedown.rollout.protocols.base import Protocol, Reply
 from shakedown.rollout.request_gate import RequestGate
 
 _LARGEST = 1 << 26  # bytes of a request, and of one line of a stream
@@ -35,6 +40,8 @@ _BACKLOG = 4096  # a thousand episodes connect at once
 _CONNECT_SECONDS = 60.0
 _CHAT = "/v1/chat/completions"
 _MODELS = "/v1/models"
+_MALFORMED = (ValueError, TypeError, AttributeError, KeyError)  # what an engine may tell
+_VERSIONS = re.compile(r"(v1/)*")  # clients add it to a base URL that ends in it
 
 
 class _CallError(Exception):
@@ -54,6 +61,7 @@ class AgentProxy:
         version: of the weights that the engine has.
         timeout: seconds for one call.
         api_key: what the engine asks for.
+        model: the name that the engine serves, whatever name an agent gives; empty: the agent's.
 
     `recorded` counts calls; with the proxy's own `api_key`, outside of an episode, an agent can
     ask for the models alone.
@@ -67,7 +75,9 @@ class AgentProxy:
         *,
         timeout: float,
         api_key: str = "",
+        model: str = "",
     ) -> None:
+        self._model = {"model": model} if model else {}
         self._headers, self.api_key = bearer(api_key), secrets.token_hex(16)
         self._upstream, self._sampling, self._version = upstream, sampling, version
         self._times = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
@@ -119,44 +129,40 @@ class AgentProxy:
         return self._episodes.pop(key, [])
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
+        path = _VERSIONS.sub("", request.match_info["path"], count=1)
+        protocol = PROTOCOLS.get(path, PROTOCOLS["chat/completions"])
         try:
-            if (request.method, _path(request)) == ("GET", _MODELS):
+            if (request.method, path) == ("GET", "models"):
                 self._check_key(request, self.api_key)
                 return await self._models()
-            key, body = await self._checked(request)
-            sent, wanted, changed = prepare(body, self._sampling)
-            self._say(changed)
-            passed_on = self._streamed if wanted.stream else self._answered
-            return await passed_on(request, key, sent, wanted)
+            if request.method != "POST" or path not in PROTOCOLS:
+                raise _CallError(
+                    404,
+                    f"{request.method} {request.match_info['path']:.80}: in training an agent can "
+                    f"only POST {', '.join(f'/v1/{name}' for name in PROTOCOLS)}, which is what "
+                    "is recorded",
+                )
+            return await self._passed_on(request, self._check_key(request), protocol)
         except RefusedCallError as error:
-            return _error(400, str(error))
+            status, message = 400, str(error)
         except _CallError as error:
-            return _error(error.status, str(error))
+            status, message = error.status, str(error)
+        except RecursionError:
+            status, message = 400, "the body is nested too deeply"
         except TimeoutError:
-            return _error(504, f"the engine did not answer within {self._times.total:g} s")
+            status, message = 504, f"the engine did not answer within {self._times.total:g} s"
         except aiohttp.ClientError as error:
-            return _error(502, f"the engine: {type(error).__name__} {error}".strip())
+            status, message = 502, f"the engine: {type(error).__name__} {error}".strip()
+        return web.json_response(protocol.reply.error(status, message), status=status)
 
-    async def _checked(self, request: web.Request) -> tuple[str, Body]:
-        """The episode and the body of a chat call.
-
-        Raises:
-            _CallError: it is none.
-        """
-        if (request.method, _path(request)) != ("POST", _CHAT):
-            raise _CallError(
-                404,
-                f"{request.method} {_path(request)}: in training an agent can only POST {_CHAT}, "
-                "which is what is recorded",
-            )
-        key = self._check_key(request)
-        try:
-            body = await request.json()
-        except ValueError as error:
-            raise _CallError(400, f"the body is no JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise _CallError(400, "the body is no JSON object")
-        return key, body
+    async def _passed_on(
+        self, request: web.Request, key: str, protocol: Protocol
+    ) -> web.StreamResponse:
+        sent, wanted, changed = prepare(protocol.to_chat(await _body(request)), self._sampling)
+        self._say(changed)
+        if not wanted.stream:
+            return await self._answered(key, sent | self._model, wanted, protocol.reply())
+        return await self._streamed(request, key, sent | self._model, wanted, protocol.reply())
 
     def _check_key(self, request: web.Request, *others: str) -> str:
         """The key of the call: an episode's, or one of `others`.
@@ -164,8 +170,10 @@ class AgentProxy:
         Raises:
             _CallError: it is none.
         """
-        token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        key = str(request.match_info.get("key") or request.headers.get(HEADER) or token)
+        sent = request.headers
+        token = sent.get("Authorization", "").removeprefix("Bearer ").strip()
+        told = (request.match_info.get("key"), sent.get(HEADER), sent.get("x-api-key"), token)
+        key = next(filter(None, told), "")
         if key not in self._episodes and key not in others:
             raise _CallError(
                 403,
@@ -175,39 +183,41 @@ class AgentProxy:
         return key
 
     async def _answered(
-        self, _: web.Request, key: str, sent: Body, wanted: ReplyOptions
+        self, key: str, sent: Body, wanted: ReplyOptions, shown: Reply
     ) -> web.StreamResponse:
         async with self._asked(sent) as (reply, version):
             content = await reply.read()
-            if reply.status != 200:
-                return _fault(reply.status, content)
+            _check_status(reply, content)
         try:
             body = json.loads(content)
             calls = read_reply(body, version)
-        except ValueError as error:
+            answer = shown.whole(clean(body, wanted))
+        except _MALFORMED as error:
             raise _CallError(502, f"not recorded: {error}") from error
         self._keep(key, calls)
-        return web.json_response(clean(body, wanted))
+        return web.json_response(answer)
 
     async def _streamed(
-        self, request: web.Request, key: str, sent: Body, wanted: ReplyOptions
+        self, request: web.Request, key: str, sent: Body, wanted: ReplyOptions, shown: Reply
     ) -> web.StreamResponse:
         """Written apart from what is read: an agent that does not read holds no update up."""
         # The queue has no limit of its own: a reply is at most `max_tokens` chunks.
-        shown = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         events: asyncio.Queue[bytes] = asyncio.Queue()
         async with self._asked(sent) as (reply, version):
             if reply.status != 200:
-                return _fault(reply.status, await reply.read())
-            await shown.prepare(request)
-            writing = asyncio.create_task(_write(shown, events))
+                _check_status(reply, await reply.read())
+            await response.prepare(request)
+            writing = asyncio.create_task(_write(response, events))
             try:
-                await self._recorded(reply, key, wanted, version, events)
+                async for event in self._events(reply, key, wanted, version, shown):
+                    events.put_nowait(event)
+                events.put_nowait(b"")
             except BaseException:
                 writing.cancel()
                 raise
         await writing
-        return shown
+        return response
 
     @contextlib.asynccontextmanager
     async def _asked(self, sent: Body) -> AsyncIterator[tuple[aiohttp.ClientResponse, int]]:
@@ -217,32 +227,36 @@ class AgentProxy:
             async with self._session.post(self._upstream + _CHAT, json=sent) as reply:
                 yield reply, version
 
-    async def _recorded(
+    async def _events(
         self,
         reply: aiohttp.ClientResponse,
         key: str,
         wanted: ReplyOptions,
         version: int,
-        events: asyncio.Queue[bytes],
-    ) -> None:
-        """Show chunks as they come, but the last ones only once the call is recorded."""
+        shown: Reply,
+    ) -> AsyncIterator[bytes]:
+        """Chunks' events as they come, but the last ones only once the call is recorded."""
         record, held = StreamRecord(version), list[Body]()
         try:
             async for chunk in _chunks(reply):
                 record.add(chunk)
                 if record.finished(wanted.choices):
                     held.append(chunk)
-                else:
-                    events.put_nowait(_event(clean(chunk, wanted)))
+                    continue
+                for event in shown.add(clean(chunk, wanted)):
+                    yield event
+            last = [
+                event
+                for chunk in held
+                if chunk.get("choices") or wanted.usage
+                for event in shown.add(clean(chunk, wanted))
+            ]
+            last += shown.end()
             self._keep(key, record.calls())
-        except (aiohttp.ClientError, TimeoutError, ValueError, _CallError) as error:
-            events.put_nowait(_event(_error_body(502, f"not recorded: {error}")))
-        else:
-            for chunk in held:
-                if chunk.get("choices") or wanted.usage:
-                    events.put_nowait(_event(clean(chunk, wanted)))
-            events.put_nowait(b"data: [DONE]\n\n")
-        events.put_nowait(b"")
+        except (aiohttp.ClientError, TimeoutError, _CallError, *_MALFORMED) as error:
+            last = [shown.failed(502, f"not recorded: {error}")]
+        for event in last:
+            yield event
 
     async def _models(self) -> web.StreamResponse:
         async with self._session.get(self._upstream + _MODELS) as reply:
@@ -274,8 +288,21 @@ class AgentProxy:
                 )
 
 
-def _path(request: web.Request) -> str:
-    return f"/{request.match_info['path']}"
+async def _body(request: web.Request) -> Body:
+    """The JSON object that was sent.
+
+    Raises:
+        _CallError: it is none.
+    """
+    try:
+        body = json.loads(await request.read())
+    except web.HTTPRequestEntityTooLarge as error:
+        raise _CallError(400, f"the body has more than {_LARGEST} bytes") from error
+    except ValueError as error:
+        raise _CallError(400, f"the body is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise _CallError(400, "the body is no JSON object")
+    return body
 
 
 async def _chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[Body]:
@@ -297,31 +324,23 @@ async def _chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[Body]:
     raise ValueError("the engine's stream broke off")
 
 
-async def _write(shown: web.StreamResponse, events: asyncio.Queue[bytes]) -> None:
+async def _write(response: web.StreamResponse, events: asyncio.Queue[bytes]) -> None:
     """Write events up to an empty one."""
     while event := await events.get():
-        await shown.write(event)
+        await response.write(event)
 
 
-def _event(body: Body) -> bytes:
-    return f"data: {json.dumps(body)}\n\n".encode()
+def _check_status(reply: aiohttp.ClientResponse, content: bytes) -> None:
+    """Hand the engine's own error on.
 
-
-def _fault(status: int, content: bytes) -> web.Response:
-    """The engine's own error, in OpenAI's form."""
+    Raises:
+        _CallError: there is one.
+    """
+    if reply.status == 200:
+        return
     try:
-        body = json.loads(content)
-    except ValueError:
-        body = None
-    if isinstance(body, dict) and isinstance(body.get("error"), dict):
-        return web.json_response(body, status=status)
-    return _error(status, f"the engine: {content.decode(errors='replace')[:500]}")
-
-
-def _error(status: int, message: str) -> web.Response:
-    return web.json_response(_error_body(status, message), status=status)
-
-
-def _error_body(status: int, message: str) -> Body:
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+        told = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        told = None
+    message = str(told) if told else f"the engine: {content.decode(errors='replace')[:500]}"
+    raise _CallError(reply.status, message)

@@ -142,7 +142,12 @@ class AgentGroupSampler:
         self._measure, self._share_tls = measure, share_tls
         sampling = Sampling(settings.temperature, settings.max_tokens)
         self._proxy = AgentProxy(
-            server.url, sampling, version, timeout=settings.batch_timeout, api_key=server.api_key
+            server.url,
+            sampling,
+            version,
+            timeout=settings.batch_timeout,
+            api_key=server.api_key,
+            model=server.model,
         )
         self._pool: AgentPool | None = None
         self._stack = contextlib.AsyncExitStack()

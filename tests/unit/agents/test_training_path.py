@@ -66,7 +66,7 @@ def test_an_agent_that_can_be_trained_with_passes_every_check(engine: ChatEngine
     ("kind", "cause", "words"),
     [
         ("silent", "no_call", "no chat call of it was recorded"),
-        ("elsewhere", "api_status", "an agent can only POST /v1/chat/completions"),
+        ("elsewhere", "api_status", "an agent can only POST /v1/chat/completions, "),
     ],
 )
 def test_an_agent_that_training_cannot_record_fails_the_first_check(

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 
 
@@ -72,6 +73,29 @@ class Kinds:
         messages: Any = [{"role": "user", "content": "12+34="}]
         client.chat.completions.create(model=self.model, messages=messages)
         return 1.0
+
+    async def responses_turns(self) -> Any:
+        """Two turns, the first one streamed."""
+        history: Any = [{"role": "user", "content": "one"}]
+        ask: Any = {"model": "any name", "max_output_tokens": 16}
+        async with self.client.responses.stream(input=history, **ask) as stream:
+            first = await stream.get_final_response()
+        history += [item.model_dump(exclude_none=True) for item in first.output]
+        history += [{"role": "user", "content": "and?"}]
+        second = await self.client.responses.create(input=history, **ask)
+        return float(len(second.output_text))
+
+    async def messages_turns(self) -> Any:
+        """Two turns, the first one streamed, by a client made from the environment."""
+        history: Any = [{"role": "user", "content": "one"}]
+        ask: Any = {"model": "any name", "max_tokens": 16}
+        async with anthropic.AsyncAnthropic() as client:
+            async with client.messages.stream(messages=history, **ask) as stream:
+                first = await stream.get_final_message()
+            history += [{"role": "assistant", "content": first.content}]
+            history += [{"role": "user", "content": "and?"}]
+            second = await client.messages.create(messages=history, **ask)
+        return float(second.usage.output_tokens)
 
     async def busy(self) -> Any:
         await self.ask(f"busy {self.extra['api_key']}")

@@ -1,8 +1,10 @@
 """A local stand-in that speaks what vLLM documents: chat with token ids, plain and streamed.
 
 A token is a character's code; 1 begins a prompt, 2 ends a reply and stays in the history. The
-same prompt always gets the same reply. The last message may ask for a fault: `busy` (503 once a
-prompt), `too long` (400), `no ids`, `miscounted`, `broken off`, `odd error`.
+same prompt always gets the same reply; with tools, a call of the first one until a result is
+there, and with stop strings, the first of them is found. The last message may ask for a fault:
+`busy` (503 once a prompt), `too long` (400), `no ids`, `miscounted`, `broken off`, `odd error`;
+`slowly` has a stream wait for `may_go_on` after its first token.
 """
 
 import contextlib
@@ -16,11 +18,18 @@ from tests.faults import fake_engine
 BEGIN, END = 1, 2
 
 
-def prompt_ids(messages: Sequence[dict[str, str]]) -> list[int]:
+ARGUMENTS = '{"b": 1, "a": "é"}'
+
+
+def prompt_ids(messages: Sequence[dict[str, Any]]) -> list[int]:
     """The chat template."""
     ids = [BEGIN]
     for message in messages:
-        ids += [ord(letter) for letter in message["content"]]
+        parts = message["content"] or ""
+        text = parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
+        calls = message.get("tool_calls") or ()
+        text += "".join(call["function"]["arguments"] for call in calls)
+        ids += [ord(letter) for letter in text]
         ids += [END] if message["role"] == "assistant" else []
     return ids
 
@@ -80,9 +89,14 @@ class Handler(fake_engine.Handler):
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
         self.end_headers()
-        for event in events[:2] if "broken off" in asked else [*events, "[DONE]"]:
+        shown = events[:2] if "broken off" in asked else [*events, "[DONE]"]
+        for number, event in enumerate(shown):
+            if number == 2 and "slowly" in asked:
+                self.wfile.flush()
+                self.server.may_go_on.wait()
             text = event if isinstance(event, str) else json.dumps(event)
-            self.wfile.write(f"data: {text}\n\n".encode())
+            with contextlib.suppress(ConnectionError):  # a client that has left
+                self.wfile.write(f"data: {text}\n\n".encode())
         self.close_connection = True
 
 
@@ -95,6 +109,7 @@ class ChatEngine(fake_engine.Engine):
         self.refused = set[tuple[int, ...]]()
         self.may_answer = threading.Event()
         self.may_answer.set()
+        self.may_go_on = threading.Event()
 
     @property
     def url(self) -> str:
@@ -119,10 +134,11 @@ def completions(body: dict[str, Any]) -> dict[str, Any]:
 
 def chat(body: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
     """What vLLM answers to /v1/chat/completions with `logprobs` and `return_token_ids`."""
-    ids = reply_ids(prompt, body.get("max_tokens", 16))
+    ids, message, finish = answer(body, prompt)
     choice = {
-        "message": {"role": "assistant", "content": text_of(ids)},
-        "finish_reason": "stop" if END in ids else "length",
+        "message": {"role": "assistant", **message},
+        "finish_reason": finish,
+        "stop_reason": (body.get("stop") or [None])[0],
         **_details(ids),
     }
     count = body.get("n") or 1
@@ -137,20 +153,47 @@ def chat(body: dict[str, Any], prompt: list[int]) -> dict[str, Any]:
     }
 
 
+def answer(body: dict[str, Any], prompt: list[int]) -> tuple[list[int], dict[str, Any], str]:
+    """Token ids, what the message has of them, and why it ended."""
+    if body.get("tools") and body["messages"][-1]["role"] != "tool":
+        function = {"name": body["tools"][0]["function"]["name"], "arguments": ARGUMENTS}
+        call = {"index": 0, "id": "call-1", "type": "function", "function": function}
+        ids = [*map(ord, ARGUMENTS), END]
+        return ids, {"content": None, "tool_calls": [call]}, "tool_calls"
+    ids = reply_ids(prompt, body.get("max_tokens", 16))
+    return ids, {"content": text_of(ids)}, "stop" if END in ids else "length"
+
+
 def chunks(body: dict[str, Any], prompt: list[int]) -> Iterator[dict[str, Any]]:
     """The same reply, streamed by token: the prompt's ids come first, the usage last."""
     head = {"id": "chatcmpl-s", "object": "chat.completion.chunk", "created": 1, "model": "policy"}
-    ids = reply_ids(prompt, body.get("max_tokens", 16))
+    ids, message, why = answer(body, prompt)
     first = {"index": 0, "delta": {"role": "assistant", "content": ""}}
     yield {**head, "choices": [first], "prompt_token_ids": prompt}
     for place, token in enumerate(ids):
         last = place == len(ids) - 1
-        finish = ("stop" if END in ids else "length") if last else None
-        delta = {"content": text_of([token])}
-        choice = {"index": 0, "delta": delta, "finish_reason": finish, **_details([token])}
+        delta = _delta(message, place, token)
+        choice = {"index": 0, "delta": delta, "finish_reason": why if last else None}
+        choice |= {"stop_reason": (body.get("stop") or [None])[0] if last else None}
+        choice |= _details([token])
         yield {**head, "choices": [choice]}
     if (body.get("stream_options") or {}).get("include_usage"):
-        yield {**head, "choices": [], "usage": {"completion_tokens": len(ids)}}
+        yield {
+            **head,
+            "choices": [],
+            "usage": {"prompt_tokens": len(prompt), "completion_tokens": len(ids)},
+        }
+
+
+def _delta(message: dict[str, Any], place: int, token: int) -> dict[str, Any]:
+    """A tool call's name comes with its first token alone."""
+    if not message.get("tool_calls"):
+        return {"content": text_of([token])}
+    call = message["tool_calls"][0]
+    function = {"arguments": text_of([token])}
+    if place:
+        return {"tool_calls": [{"index": 0, "function": function}]}
+    return {"tool_calls": [{**call, "function": {**call["function"], **function}}]}
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -172,6 +215,7 @@ def chatting() -> Iterator[ChatEngine]:
         yield engine
     finally:
         engine.may_answer.set()
+        engine.may_go_on.set()
         engine.shutdown()
         engine.server_close()
         thread.join()

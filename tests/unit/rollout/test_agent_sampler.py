@@ -45,7 +45,7 @@ GOOD: tuple[str, ...] = (
     "narrows",
     "environment",
 )
-GOOD += ("synchronous", "busy", "once")
+GOOD += ("synchronous", "busy", "once", "responses_turns", "messages_turns")
 SLOW = ("blocks", "endless")
 BAD = ("silent", "nothing", "leaves", "elsewhere")
 FAULTS = ("too long", "no ids", "miscounted", "odd error")
@@ -227,6 +227,13 @@ def test_one_turn_gives_the_rows_of_the_plain_path(seen: Seen) -> None:
     assert found.stats["calls_mean"] == found.stats["sequences_mean"] == 1.0
 
 
+@pytest.mark.parametrize("kind", ["responses_turns", "messages_turns"])
+def test_turns_in_other_protocols_are_the_same_sequence(seen: Seen, kind: str) -> None:
+    expected, found = seen.groups["two_turns"], seen.groups[kind]
+
+    assert found.episodes == expected.episodes
+
+
 def test_turns_that_go_on_with_the_same_tokens_are_one_sequence(seen: Seen) -> None:
     group = seen.groups["two_turns"]
     first = prompt_ids([{"role": "user", "content": "one"}])
@@ -301,7 +308,7 @@ def test_an_agent_s_retry_after_a_busy_engine_is_one_call(seen: Seen) -> None:
         ("nothing", "agent bad_return: the reward is None"),
         ("leaves", "agent exit: "),
         ("dies", "agent exit: the worker ended with exit code 3"),
-        ("elsewhere", "in training an agent can only POST /v1/chat/completions"),
+        ("elsewhere", "in training an agent can only POST /v1/chat/completions, "),
         ("too long", "api_status: BadRequestError: Error code: 400 .*maximum context length"),
         ("no ids", "api_status: .*not recorded: .*prompt_token_ids"),
         ("miscounted", "api_status: .*the engine sampled 5 tokens and told 4|sampled"),

@@ -134,7 +134,7 @@ def test_another_checkpoint_than_the_served_one_fails(served: Served, tmp_path: 
 def test_what_agents_did_has_the_tokens_and_logprobs_of_transformers(
     served: Served, tmp_path: Path
 ) -> None:
-    kinds = ("two_turns", "streams", "rewrites")
+    kinds = ("two_turns", "streams", "rewrites", "responses_turns", "messages_turns")
 
     async def run() -> list[Group]:
         url = served.endpoint.base_url.removesuffix("/v1")
@@ -148,7 +148,7 @@ def test_what_agents_did_has_the_tokens_and_logprobs_of_transformers(
     groups = asyncio.run(run())
 
     samples = [sample for group in groups for each in group.episodes for sample in each]
-    assert len(samples) >= 8
+    assert len(samples) >= 12
     for sample in samples:
         expected = reference_logprobs(served.model, sample.tokens)
         assert expected is not None
