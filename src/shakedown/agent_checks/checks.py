@@ -4,8 +4,9 @@ Each check runs only when the one before it passed, so the first that fails name
 """
 
 import dataclasses
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from shakedown.agent_checks.episode_source import EpisodeSource, episode_source
 from shakedown.agent_checks.episodes import Episode, RunResult
@@ -55,7 +56,7 @@ class CheckPlan:
 
     `target`: as `shakedown agent run` takes it. `data`: rows as JSON. `grpo`: the sampling of a
     stage that would train with the agent; None: the server's replies have no token ids, so that no
-    stage can.
+    stage can. `kwargs`: for the class's constructor.
     """
 
     target: str
@@ -63,6 +64,7 @@ class CheckPlan:
     endpoint: AgentEndpoint
     settings: CheckSettings = field(default_factory=CheckSettings)
     grpo: GrpoConfig | None = None
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def rows(self, count: int) -> list[str]:
         """Rows are used again when there are fewer than prompts."""
@@ -85,6 +87,7 @@ async def run_checks(
         seconds=plan.settings.episode_timeout,
         share_tls=plan.settings.share_tls,
         grpo=plan.grpo,
+        kwargs=plan.kwargs,
     )
     # One for all checks, as in training: what an agent's module keeps is there in the next one.
     async with source as entered:

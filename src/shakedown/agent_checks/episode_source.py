@@ -1,7 +1,8 @@
 """Where checked episodes run: in the worker processes of training and, if it can be, its proxy."""
 
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup
 from shakedown.agents.endpoint import AgentEndpoint
@@ -31,6 +32,7 @@ def episode_source(
     seconds: float,
     share_tls: bool = True,
     grpo: GrpoConfig | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> AbstractAsyncContextManager[EpisodeSource]:
     """The workers, and the recording proxy where `grpo` is given; entering starts them.
 
@@ -39,16 +41,22 @@ def episode_source(
         seconds: that an episode may take.
         grpo: a stage's sampling, for an engine whose chat replies have token ids; None: agents
             talk to the endpoint itself.
+        kwargs: for the class's constructor, of what JSON has a form for.
 
     Raises:
         UsageError: on entering: the class cannot be imported or is no agent.
         LaunchError: on entering: a process could not be started.
     """
     if grpo is None:
-        setup = AgentSetup(target, endpoint, seconds, measure=True, share_tls=share_tls)
-        return AgentPool(setup)
+        return AgentPool(
+            AgentSetup(
+                target, endpoint, seconds, measure=True, share_tls=share_tls, kwargs=kwargs or {}
+            )
+        )
     server = ModelServer(endpoint.base_url.removesuffix("/v1"), endpoint.model, endpoint.api_key)
-    settings = grpo.model_copy(update={"agent": target, "agent_timeout": seconds})
+    settings = grpo.model_copy(
+        update={"agent": target, "agent_timeout": seconds, "agent_kwargs": dict(kwargs or {})}
+    )
     # No trainer publishes weights here: every token is of version 0.
     return AgentGroupSampler(server, settings, lambda: 0, measure=True, share_tls=share_tls)
 

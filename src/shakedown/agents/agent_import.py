@@ -4,6 +4,8 @@ Imports nothing but the class: unlike a worker that runs episodes it needs no cl
 """
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 from shakedown.agents.contract import load_agent
 from shakedown.agents.endpoint import AgentEndpoint, set_environment
@@ -12,16 +14,19 @@ from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 
 
-async def agent_fault(target: str, *, seconds: float) -> str:
+async def agent_fault(
+    target: str, kwargs: Mapping[str, Any] | None = None, *, seconds: float
+) -> str:
     """What is wrong with an agent, found in a process of its own; empty when it can be used.
 
     Args:
+        kwargs: for the constructor, of what JSON has a form for.
         seconds: that its import may take.
     """
     try:
         worker = await Worker.start(
             "shakedown.agents.agent_import",
-            {"target": target},
+            {"target": target, "kwargs": dict(kwargs or {})},
             what=f"agent {target!r}",
             seconds=seconds,
         )
@@ -40,7 +45,7 @@ def main() -> int:
     # As the worker of episodes does before the import: a module may make its client at once.
     set_environment(AgentEndpoint("http://127.0.0.1:9/v1", "None", "policy"))
     try:
-        load_agent(setup["target"])
+        load_agent(setup["target"], setup["kwargs"])
     except ShakedownError as error:
         streams.say(fault=str(error))
         return int(error.exit_code)

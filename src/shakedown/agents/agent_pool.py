@@ -13,8 +13,8 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from shakedown.agents.agent_worker import ALIVE_SECONDS, LONGEST_LINE
@@ -37,7 +37,7 @@ class AgentSetup:
     `target`: as `shakedown agent run` takes it. `seconds`: that an episode may take. `recorded`:
     the endpoint is the recording proxy, to which requests name their episode. `measure`: keep what
     is measured until `take_measured`. `share_tls`: let a worker's clients that ask for the default
-    TLS context share one.
+    TLS context share one. `kwargs`: for the constructor, of what JSON has a form for.
     """
 
     target: str
@@ -46,6 +46,7 @@ class AgentSetup:
     recorded: bool = False
     measure: bool = False
     share_tls: bool = True
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ the loop it stands still, and the one that blocks is ended by a signal.
 """
 
 import asyncio
+import copy
 import json
 import os
 import sys
@@ -68,7 +69,7 @@ class Host:
         self._http.install(share_tls=setup["share_tls"])
         self._client = shared_client()
         self._http.tls_contexts = 0  # that client's is not the agent's
-        self._agent = load_agent(setup["target"])
+        self._agent = load_agent(setup["target"], setup["kwargs"])
         module = sys.modules.get(self._agent.__module__)
         self._file = getattr(module, "__file__", None) or ""
 
@@ -105,10 +106,17 @@ class Host:
         if self._endpoint.model and accepts_model(self._agent):
             kwargs["model"] = self._endpoint.model
         try:
-            return judge_return(await self._agent().run(episode["data"], **kwargs))
+            return judge_return(await self._build().run(episode["data"], **kwargs))
         except (SystemExit, KeyboardInterrupt) as error:
             # asyncio lets both end the whole loop, with every other episode in it.
             raise AgentExitError(f"the agent raised {type(error).__name__}: {error}") from error
+
+    def _build(self) -> Any:
+        """One instance an episode, with values of its own: an agent may change a list it is given.
+
+        They came as JSON, so that this copy is a whole one.
+        """
+        return self._agent(**copy.deepcopy(self._setup["kwargs"]))
 
     def _ended(self, key: str, task: "asyncio.Task[Any]") -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()

@@ -7,7 +7,9 @@ a dict of rewards by completion id. It is never changed, wrapped or subclassed.
 import inspect
 import math
 import numbers
+from collections.abc import Mapping
 from types import ModuleType
+from typing import Any
 
 from shakedown.agents.imports import last_frame, load_target
 from shakedown.core.errors import UsageError, did_you_mean
@@ -26,12 +28,15 @@ class AgentExitError(Exception):
     """An agent called sys.exit."""
 
 
-def load_agent(target: str) -> type:
+def load_agent(target: str, kwargs: Mapping[str, Any] | None = None) -> type:
     """Import `package.module:Class` or `path/to/file.py:Class` and check the contract.
+
+    Args:
+        kwargs: for the constructor.
 
     Raises:
         UsageError: no such module or class, an import that fails, a `run` that is not async or
-            does not take the keyword arguments, a class that cannot be built.
+            does not take the keyword arguments, a class that cannot be built with `kwargs`.
     """
     module, name = load_target(target, what="agent target", name="Class")
     place = target.rpartition(":")[0]
@@ -44,12 +49,12 @@ def load_agent(target: str) -> type:
         )
     if not inspect.isclass(agent):
         raise UsageError(f"{target} is a {type(agent).__name__}, expected a class with `run`")
-    check_contract(agent, target)
+    check_contract(agent, target, kwargs or {})
     return agent
 
 
-def check_contract(agent: type, target: str) -> None:
-    """Check `run` and build one instance, without calling `run`.
+def check_contract(agent: type, target: str, kwargs: Mapping[str, Any]) -> None:
+    """Check `run` and build one instance with `kwargs`, without calling `run`.
 
     Raises:
         UsageError: says what about the class breaks the contract.
@@ -67,14 +72,7 @@ def check_contract(agent: type, target: str) -> None:
             f"{target}: `run` is {kind}, expected a coroutine that returns a reward",
             hint="write: async def run(self, data, **extra_kwargs)",
         )
-    try:
-        instance = agent()
-    except Exception as error:  # the user's constructor may raise anything
-        raise UsageError(
-            f"{target} cannot be built without arguments: {type(error).__name__}: {error}"
-            f" ({last_frame(error)})",
-            hint="give every argument of __init__ a default",
-        ) from error
+    instance = _built(agent, target, kwargs)
     try:
         inspect.signature(instance.run).bind({}, **dict.fromkeys(EXTRA_KWARGS))
     except TypeError as error:
@@ -83,6 +81,38 @@ def check_contract(agent: type, target: str) -> None:
             f"the keyword arguments {', '.join(EXTRA_KWARGS)}: {error}",
             hint="write: async def run(self, data, **extra_kwargs)",
         ) from error
+
+
+def _built(agent: type, target: str, kwargs: Mapping[str, Any]) -> Any:
+    _check_names(agent, target, kwargs)
+    try:
+        return agent(**kwargs)
+    except Exception as error:  # the user's constructor may raise anything
+        given = f"with the arguments {', '.join(kwargs)}" if kwargs else "without arguments"
+        raise UsageError(
+            f"{target} cannot be built {given}: {type(error).__name__}: {error}"
+            f" ({last_frame(error)})",
+            hint="give every argument of __init__ a default, or set it: agents.kwargs and "
+            "grpo.agent_kwargs in a config, --kwargs of `shakedown agent run`",
+        ) from error
+
+
+def _check_names(agent: type, target: str, kwargs: Mapping[str, Any]) -> None:
+    """Wrong names alone: what is missing shows when the class is built."""
+    try:
+        signature = inspect.signature(agent)
+    except (TypeError, ValueError):  # built in C, or by a metaclass that tells nothing
+        return
+    try:
+        signature.bind_partial(**kwargs)
+    except TypeError as error:
+        names = [name for name in kwargs if name not in signature.parameters]
+        meant = did_you_mean(names[0], list(signature.parameters)) if names else ""
+        raise UsageError(
+            f"{target} cannot be built with the arguments {', '.join(kwargs)}: {error}{meant}; "
+            f"its signature: {agent.__name__}{signature}",
+            hint="correct agents.kwargs or grpo.agent_kwargs in the config, or --kwargs",
+        ) from None
 
 
 def accepts_model(agent: type) -> bool:

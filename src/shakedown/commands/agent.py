@@ -2,6 +2,8 @@
 
 import argparse
 import asyncio
+import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from shakedown.commands.arguments import (
     above_zero,
     add_config,
     add_strict,
+    key_values,
     number,
     place,
     positive,
@@ -49,6 +52,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     run_parser.add_argument(
         "--data", type=place, required=True, help="JSON lines, or hub:NAME[:SPLIT]"
+    )
+    run_parser.add_argument(
+        "--kwargs",
+        type=key_values,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="argument of the class's constructor, or a JSON object of them; may be repeated",
     )
     run_parser.add_argument("--base-url", help="the server's URL (default: OPENAI_BASE_URL)")
     run_parser.add_argument("--concurrency", type=positive, default=64, help="episodes at once")
@@ -108,10 +119,15 @@ def _run(args: argparse.Namespace) -> int:
     from shakedown.rollout.agent_sampler import agent_rows
 
     watch = Stopwatch()
+    kwargs = {key: value for given in args.kwargs for key, value in given.items()}
     rows = agent_rows(args.data, limit=args.limit)
     endpoint = find_endpoint(args.base_url, args.model)
     opened = episode_source(
-        args.target, endpoint, seconds=args.episode_timeout, share_tls=not args.separate_tls
+        args.target,
+        endpoint,
+        seconds=args.episode_timeout,
+        share_tls=not args.separate_tls,
+        kwargs=kwargs,
     )
 
     async def run_rows() -> "RunResult":
@@ -128,9 +144,10 @@ def _run(args: argparse.Namespace) -> int:
     paths = AgentsPaths(args.out)
     write_episodes(paths.episodes, result.episodes)
     verdict = run_verdict(result, server, watch, min_success_rate=args.min_success_rate)
-    again = f"shakedown agent run {args.target} --data {args.data} --limit 1" if failed else ""
+    given = f" --kwargs {shlex.quote(json.dumps(kwargs))}" if kwargs else ""
+    again = f"shakedown agent run {args.target} --data {args.data}{given} --limit 1"
     about = {"target": args.target, "base_url": endpoint.base_url}
-    verdict = replace(verdict, next=again, extra={**about, **verdict.extra})
+    verdict = replace(verdict, next=again if failed else "", extra={**about, **verdict.extra})
     return finish(verdict, paths.verdict, strict=args.strict)
 
 
@@ -157,7 +174,8 @@ def _checks(args: argparse.Namespace) -> int:
         rows = agent_rows(args.data or heldout_source(config), limit=settings.prompts)
         endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())
         training = training_settings(config, served.engine)
-        plan = CheckPlan(config.agents.target, rows, endpoint, settings, training)
+        agents = config.agents
+        plan = CheckPlan(agents.target, rows, endpoint, settings, training, agents.kwargs)
         checks = asyncio.run(run_checks(plan, progress=lambda line: print(f"  {line}", flush=True)))
     paths = AgentsPaths(args.out)
     write_check_episodes(paths.episodes, checks)

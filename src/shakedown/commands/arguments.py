@@ -1,6 +1,7 @@
 """The parser of every command, and the types and options that several of them share."""
 
 import argparse
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,6 +50,30 @@ class CommandParser(argparse.ArgumentParser):
             **options,
         )
         self.register("type", Path, lambda text: Path(place(text)))
+
+
+def key_values(text: str) -> dict[str, Any]:
+    """`{"json": 1}`, or `key=value` with a value in JSON, else taken as text.
+
+    Raises:
+        argparse.ArgumentTypeError: neither of the two.
+    """
+    key, separator, value = text.partition("=")
+    if not text.lstrip().startswith("{"):
+        if not separator or not key.isidentifier():
+            raise argparse.ArgumentTypeError(f"{text!r}: expected key=value or a JSON object")
+        return {key: _json_or_text(value)}
+    try:
+        return dict(json.loads(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: {error}") from None
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class Actions:

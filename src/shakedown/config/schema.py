@@ -9,6 +9,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    JsonValue,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -117,6 +118,7 @@ class AgentsConfig(Section):
     """The agent checks: one episode, then `prompts` x `group_size` at once, then the controller."""
 
     target: Place
+    kwargs: dict[str, JsonValue] = {}
     # 64 x 8 = 512 episodes at once: the share of each of 4 replicas in a batch of 256 prompts x 8.
     prompts: Positive = 64
     group_size: Positive = 8
@@ -219,6 +221,7 @@ class GrpoConfig(Section):
     async_level: NonNegative = 1
     max_concurrent: Positive = 512
     agent: Place = ""
+    agent_kwargs: dict[str, JsonValue] = {}
     agent_timeout: Seconds = 120.0
     batch_timeout: Seconds = 600.0
     weight_update_timeout: Seconds = 120.0
@@ -233,9 +236,11 @@ class GrpoConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _agents_are_not_interrupted(self) -> "GrpoConfig":
+    def _agent_goes_with_its_settings(self) -> "GrpoConfig":
         if self.agent and self.partial_rollouts:
             raise ValueError("partial_rollouts would cut the requests of an own agent: set one")
+        if self.agent_kwargs and not self.agent:
+            raise ValueError("agent_kwargs are for the class that `agent` names: set that too")
         return self
 
 

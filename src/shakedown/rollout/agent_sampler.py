@@ -172,6 +172,7 @@ class AgentGroupSampler:
                 recorded=True,
                 measure=self._measure,
                 share_tls=self._share_tls,
+                kwargs=self._settings.agent_kwargs,
             )
             self._pool = await stack.enter_async_context(AgentPool(setup))
             ticking = asyncio.create_task(self._tick())

@@ -124,3 +124,14 @@ class OnlyAlone:
         await asyncio.sleep(0.1)
         OnlyAlone.busy -= 1
         return 1.0
+
+
+class Counting:
+    """Changes the list it is given: a later instance must have one of its own."""
+
+    def __init__(self, start: int, seen: list[int]) -> None:
+        self.start, self.seen = start, seen
+
+    async def run(self, _data: Row, **_: Any) -> float:
+        self.seen.append(1)
+        return self.start + len(self.seen)

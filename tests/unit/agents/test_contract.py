@@ -80,6 +80,37 @@ def test_what_breaks_the_contract_is_refused_with_the_reason(
     assert said in str(caught.value)
 
 
+TAKES_TURNS = """
+class Turns:
+    def __init__(self, turns, tools=()):
+        self.turns = turns + 0
+    async def run(self, data, **extra_kwargs):
+        return 1.0
+"""
+
+
+def test_a_class_whose_constructor_takes_the_arguments_is_loaded(tmp_path: Path) -> None:
+    target = f"{write(tmp_path, TAKES_TURNS)}:Turns"
+    assert load_agent(target, {"turns": 2}).__name__ == "Turns"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"turn": 2}, "did you mean 'turns'"),
+        ({"turn": 2}, "its signature: Turns(turns, tools=())"),
+        ({"tools": []}, "missing 1 required positional argument: 'turns'"),
+        ({"turns": "two"}, "can only concatenate str"),
+    ],
+)
+def test_arguments_that_the_constructor_does_not_take_are_refused(
+    tmp_path: Path, kwargs: dict[str, object], said: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        load_agent(f"{write(tmp_path, TAKES_TURNS)}:Turns", kwargs)
+    assert said in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("target", "said"),
     [

@@ -353,6 +353,37 @@ def test_the_command_reports_failures_by_cause(server: ChatServer, tmp_path: Pat
     assert main([*argv, "--min-success-rate", "0.5", "--strict"]) == 1
 
 
+def test_every_instance_is_built_with_values_of_its_own(tmp_path: Path) -> None:
+    data = write_rows(tmp_path, [{}] * 3)
+    argv = ["agent", "run", f"{AGENTS}:Counting", "--data", data, "--out", str(tmp_path / "out")]
+
+    code = main([*argv, "--kwargs", '{"start": 40, "seen": []}', "--kwargs", "start=50"])
+
+    assert code == 0
+    metrics = read_verdict(tmp_path / "out" / "verdict.json").metrics
+    assert (metrics["reward_mean"], metrics["reward_std"]) == (51.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("strat=50", "did you mean 'start'"),
+        ("50", "expected key=value or a JSON object"),
+        ('{"start": 50', "is no JSON object"),
+    ],
+)
+def test_arguments_that_cannot_be_given_are_a_usage_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], given: str, said: str
+) -> None:
+    argv = ["agent", "run", f"{AGENTS}:Counting", "--data", write_rows(tmp_path, [{}])]
+    try:
+        code = main([*argv, "--kwargs", given])
+    except SystemExit as ended:  # argparse's own way
+        code = int(ended.code or 0)
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_class_that_is_not_there_is_a_usage_error_with_a_guess(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -320,6 +320,11 @@ BROKEN = (
     ),
     Case("run is not async", "agents: {target: 'agents/plain.py:Plain'}", "agents.target"),
     Case(
+        "an argument that the constructor does not take",
+        "agents: {target: 'agents/mine.py:Mine', kwargs: {turns: 2}}",
+        "agents.target",
+    ),
+    Case(
         "a class whose base has no run, known by its import alone",
         "agents: {target: 'agents/derived.py:Derived'}",
         "agents.target",

@@ -5,10 +5,12 @@ The one part of lint that runs something: only code that the run itself would ru
 
 import ast
 import asyncio
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from shakedown.agents.agent_import import agent_fault
 from shakedown.agents.reward_pool import RewardFailure, RewardLimits, RewardPool
@@ -31,15 +33,28 @@ _PROGRAM_ERRORS = ("NameError", "UnboundLocalError", "TypeError")
 async def own_code(inputs: Inputs) -> list[Finding]:
     """What is wrong with the user's reward and agents; nothing is started for a plain class."""
     config = inputs.config
-    agents = {"agents.target": config.agents.target}
+    agents = {"agents.target": (config.agents.target, config.agents.kwargs)}
     for key, stage in inputs.stages:
         if stage.grpo and stage.grpo.agent:
-            agents[f"{key}.grpo.agent"] = stage.grpo.agent
-    doubtful = sorted({target for target in agents.values() if not is_plain_agent(target)})
-    imports = (agent_fault(target, seconds=_IMPORT_SECONDS) for target in doubtful)
-    why = dict(zip(doubtful, await asyncio.gather(*imports), strict=True))
-    found = [_agent(key, target, why[target]) for key, target in agents.items() if why.get(target)]
+            agents[f"{key}.grpo.agent"] = (stage.grpo.agent, stage.grpo.agent_kwargs)
+    tried: dict[str, asyncio.Task[str]] = {}  # by target and arguments: most runs have one agent
+    async with asyncio.TaskGroup() as tasks:
+        for target, kwargs in agents.values():
+            name = _name(target, kwargs)
+            if name not in tried and not is_plain_agent(target, kwargs):
+                fault_of = agent_fault(target, kwargs, seconds=_IMPORT_SECONDS)
+                tried[name] = tasks.create_task(fault_of)
+    why = {name: task.result() for name, task in tried.items()}
+    found = [
+        _agent(key, target, why[name])
+        for key, (target, kwargs) in agents.items()
+        if why.get(name := _name(target, kwargs))
+    ]
     return [*await _reward(inputs), *found]
+
+
+def _name(target: str, kwargs: Mapping[str, Any]) -> str:
+    return target + json.dumps(kwargs, sort_keys=True)
 
 
 def _agent(key: str, target: str, why: str) -> Finding:
@@ -52,8 +67,10 @@ def _agent(key: str, target: str, why: str) -> Finding:
     return told("agent", key, target, expected, why)
 
 
-def is_plain_agent(target: str) -> bool:
+def is_plain_agent(target: str, kwargs: Mapping[str, Any] | None = None) -> bool:
     """Whether the file shows an agent beyond doubt; what is inherited or made is not plain.
+
+    Nor is a class that is given arguments: its constructor is to be looked at.
 
     A target of another form, or whose file is not there, counts as plain: it has been told of.
     """
@@ -65,6 +82,8 @@ def is_plain_agent(target: str) -> bool:
     path = Path(place)
     if not path.is_file():
         return True
+    if kwargs:
+        return False
     try:
         with path.open("rb") as stream:
             module = ast.parse(stream.read(_LONGEST))
