@@ -25,6 +25,7 @@ class Rule:
     source: str
 
 
+# No pattern has an unbounded `.*`: a log of repeated words would be searched for minutes.
 # The first rule whose pattern is found decides: from the most exact to the most general.
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -53,7 +54,7 @@ RULES: tuple[Rule, ...] = (
         "argparse, and click of `transformers serve`",
     ),
     Rule(
-        r"architectures \[.*\] (are not supported|failed to be inspected)"
+        r"architectures \[.{0,300}\] (are not supported|failed to be inspected)"
         r"|does not recognize this architecture",
         "the engine does not know the model's architecture",
         "install an engine and transformers that know it, or serve another model",
@@ -117,13 +118,13 @@ RULES: tuple[Rule, ...] = (
         r"Repository Not Found|RepositoryNotFound|not a valid model identifier"
         r"|does not appear to have a file named|is not a local folder"
         r"|couldn't connect to|Cannot find the requested files|LocalEntryNotFound"
-        r"|No such file or directory: .*(config\.json|safetensors)|Invalid repository ID",
+        r"|No such file or directory: .{0,300}(config\.json|safetensors)|Invalid repository ID",
         "the model is missing or incomplete",
         "check model.source: a folder with config.json and *.safetensors, or a hub name",
         "huggingface_hub/utils/_http.py; transformers/utils/hub.py",
     ),
     Rule(
-        r"User-specified max_model_len .* is greater|max_model_len .*greater than the derived",
+        r"max_model_len .{0,40}greater than the derived",
         "serve.max_model_len is longer than the model allows",
         "lower serve.max_model_len",
         "vllm/config/model.py",
@@ -131,7 +132,7 @@ RULES: tuple[Rule, ...] = (
     # Late: libnuma also warns where something else then ends the server.
     Rule(
         r"numa_migrate_pages failed|libnuma: (Warning|Error)|set_mempolicy: "
-        r"|numactl: .*(failed|not permitted|invalid)",
+        r"|numactl: .{0,80}(failed|not permitted|invalid)",
         "NUMA: the engine may not bind its memory or threads here",
         "set VLLM_CPU_OMP_THREADS_BIND=nobind, or allow the container SYS_NICE",
         "vllm-project/vllm issue 10556, pull requests 31519 and 45438",

@@ -16,6 +16,7 @@ from shakedown.inference.secret import bearer
 
 PATH = "/metrics"
 _LARGEST = 1 << 24  # bytes: vLLM's whole text is below one MiB
+_LONGEST = 4096  # characters of a line
 # `name{labels} value [time]` of Prometheus's text format 0.0.4; labels may hold any quoted text.
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*")
 
@@ -141,7 +142,7 @@ def _rate(before: float | None, now: float | None, seconds: float) -> float | No
 
 def _samples(text: str) -> Iterator[tuple[str, float]]:
     for line in text.splitlines():
-        match = _SAMPLE.fullmatch(line)
+        match = _SAMPLE.fullmatch(line) if len(line) <= _LONGEST else None
         if match is None:
             continue
         try:

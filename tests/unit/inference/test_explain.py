@@ -1,5 +1,7 @@
 """What a dead server's log is read as. The expected causes were written before the first run."""
 
+import re
+
 import pytest
 
 from shakedown.inference.explain import RULES, likely_cause
@@ -167,6 +169,10 @@ def test_death_by_sigkill_without_a_line_is_likely_the_kernels() -> None:
 
     assert cause is not None
     assert "killed from outside" in cause.text
+
+
+def test_no_pattern_searches_without_bounds() -> None:
+    assert not [rule.cause for rule in RULES if re.search(r"[.\])][*+]", rule.pattern)]
 
 
 def test_every_rule_has_a_source_and_a_line_that_it_is_the_first_to_match() -> None:
