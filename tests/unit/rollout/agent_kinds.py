@@ -78,8 +78,9 @@ class Kinds:
         """Two turns, the first one streamed."""
         history: Any = [{"role": "user", "content": "one"}]
         ask: Any = {"model": "any name", "max_output_tokens": 16}
-        async with self.client.responses.stream(input=history, **ask) as stream:
-            first = await stream.get_final_response()
+        # The client's own `stream()` takes `response.incomplete`, of a reply cut off, for an error.
+        stream = await self.client.responses.create(input=history, stream=True, **ask)
+        first = [event async for event in stream][-1].response
         history += [item.model_dump(exclude_none=True) for item in first.output]
         history += [{"role": "user", "content": "and?"}]
         second = await self.client.responses.create(input=history, **ask)

@@ -4,6 +4,7 @@ Real clients, the stand-in engine.
 """
 
 import asyncio
+import itertools
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import httpx
 import openai
 import pytest
 
-from shakedown.rollout.agent_calls import Sampling, joined
+from shakedown.rollout.agent_calls import RefusedCallError, Sampling, joined, prepare
 from shakedown.rollout.agent_proxy import AgentProxy
 from shakedown.rollout.protocols import PROTOCOLS
 from tests.unit.rollout.chat_engine import (
@@ -473,3 +474,43 @@ def test_thoughts_text_and_two_tools_of_a_reply_are_shown_apart() -> None:
     again = PROTOCOLS["messages"].to_chat({"messages": [{"role": "assistant", "content": content}]})
     arguments = [each["function"]["arguments"] for each in again["messages"][0]["tool_calls"]]
     assert arguments == ['{"a": 1}', "not json"]
+
+
+ODD: tuple[Any, ...] = (
+    None,
+    -1,
+    True,
+    "x",
+    [],
+    {},
+    [1],
+    [{}],
+    [[[]]],
+    {"type": []},
+    {"type": "text", "text": "t"},
+    [{"type": "text", "text": 1}],
+    [{"role": ["user"]}],
+    [{"role": "user", "content": [{"type": "tool_result"}]}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "id": 1, "input": []}]}],
+    [{"type": "function_call", "arguments": {}}],
+    [{"type": "reasoning", "content": "x"}],
+    [{"type": "function", "function": 3}],
+)
+NAMES = {
+    "chat/completions": "messages tools tool_choice response_format n stream_options max_tokens",
+    "responses": "input instructions tools tool_choice reasoning text include truncation stream",
+    "messages": "messages system tools tool_choice thinking output_config max_tokens stream",
+}
+
+
+@pytest.mark.parametrize("path", PROTOCOLS)
+def test_wrong_types_anywhere_are_refused_and_never_crash(path: str) -> None:
+    translate, ends = PROTOCOLS[path].to_chat, set()
+    for names in itertools.combinations(NAMES[path].split(), 2):
+        for values in itertools.product(ODD, repeat=2):
+            try:
+                prepare(translate(dict(zip(names, values, strict=True))), Sampling(1.0, 8))
+                ends.add("sent")
+            except RefusedCallError:
+                ends.add("refused")
+    assert ends == {"sent", "refused"}
