@@ -8,6 +8,7 @@ from typing import Any
 from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agents.causes import CAUSES
 from shakedown.agents.event_loop_lag import percentile
+from shakedown.agents.http_calls import HttpCall
 from shakedown.agents.measured import Measured
 from shakedown.core.verdict import Blame, Finding, FindingStatus
 
@@ -242,6 +243,9 @@ def _client_findings(seen: Measured) -> list[Finding]:
         ),
         _health("pool_wait", wait, _POOL_WARN, remedy=CLIENT_LIMITS),
     ]
+    blocking = [call for call in seen.http_calls if call.place]
+    if blocking:
+        findings.append(_blocking_finding(blocking))
     if seen.tls_contexts > seen.workers:  # one a worker is what a shared client needs
         findings.append(_tls_finding(seen))
     return findings
@@ -258,6 +262,22 @@ def _health(check: str, value: float, limit: float, *, remedy: str, evidence: st
         unit="s",
         blame="code" if value > limit else "none",
         remedy=remedy if value > limit else "",
+    )
+
+
+def _blocking_finding(calls: Sequence[HttpCall]) -> Finding:
+    """Harmless to one episode alone, and with many each of them waits for all others' replies."""
+    longest = max(calls, key=lambda call: call.blocking)
+    return Finding(
+        check="blocking_client",
+        status="warn",
+        scope="role",
+        subject="client",
+        measured=f"{len(calls)} requests of a synchronous client held the event loop, "
+        f"for {longest.blocking:.2f} s at most ({longest.place})",
+        expected="requests that are awaited",
+        blame="code",
+        remedy="use the library's async client (AsyncOpenAI), or await asyncio.to_thread(...)",
     )
 
 
@@ -285,7 +305,7 @@ def _reward_findings(result: RunResult) -> list[Finding]:
     return [
         Finding(
             check="groups_with_equal_rewards",
-            status="pass",
+            status="warn" if flat == len(full) else "pass",
             scope="role",
             subject="reward",
             measured=f"{flat} of {len(full)} groups",

@@ -56,7 +56,7 @@ class LoopMonitor:
         if not EPISODE_KEY.get():
             return  # the loop itself is at work: nothing of an agent to interrupt
         raise LoopBlockedError(
-            f"blocked the event loop for more than {self.limit:g} s at {_where(frame)}"
+            f"blocked the event loop for more than {self.limit:g} s at {place_of(frame)}"
         )
 
     async def _tick(self) -> None:
@@ -77,7 +77,7 @@ class LoopMonitor:
             # Shorter blocks may have ended before the frame below is read: it would name another.
             if late < 2 * _LOOK:
                 continue
-            where = _where(sys._current_frames().get(watched))
+            where = place_of(sys._current_frames().get(watched))
             self.blocked_at[where] = max(late, self.blocked_at.get(where, 0.0))
             if late > next_signal:
                 next_signal += 1.0  # again: an agent may catch the first one in a bare `except`
@@ -92,7 +92,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _where(frame: FrameType | None) -> str:
+def place_of(frame: FrameType | None) -> str:
     """`file:line in function`, preferring the user's frames to libraries'."""
     frames = list(_frames(frame))
     package = str(Path(__file__).parents[1])

@@ -5,12 +5,18 @@ Most clients (openai, anthropic, litellm ...) send through httpx or its successo
 request. Agents that talk through something else are simply not seen.
 """
 
+import asyncio
+import functools
+import http.client
 import importlib
 import ssl
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from shakedown.agents.event_loop_lag import place_of
 
 _LIBRARIES = ("httpx", "httpx2")
 _Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -21,12 +27,16 @@ class HttpCall:
     """One HTTP request; times in seconds.
 
     `pool_wait` is the time until a connection of the client's pool was free, `connect` the time
-    of the TCP handshake (0 on a kept connection), `status` is 0 when no answer came.
+    of the TCP handshake (0 on a kept connection), `status` is 0 when no answer came. `blocking`:
+    seconds that a synchronous client held the event loop by it, 0 for others, and `place`: the
+    agent's line, as `file:line in function`.
     """
 
     pool_wait: float = 0.0
     connect: float = 0.0
     status: int = 0
+    blocking: float = 0.0
+    place: str = ""
 
 
 @dataclass
@@ -44,10 +54,14 @@ class HttpRecorder:
             share_tls: let clients that ask for the default TLS context share one. An agent that
                 opens a client an episode spends 20 ms or more of the event loop on each.
         """
+        waits = http.client.HTTPConnection  # what requests, urllib3 and urllib wait in
+        waits.getresponse = self._watching_sync(waits.getresponse)  # type: ignore[method-assign]
         for library in _LIBRARIES:
             module = _import(library)
             if module is None:
                 continue
+            sync = module.HTTPTransport
+            sync.handle_request = self._watching_sync(sync.handle_request)
             transport = module.AsyncHTTPTransport
             transport.handle_async_request = self._watching(transport.handle_async_request)
             # Private, as there is no public place where every client's context is made; where
@@ -67,6 +81,23 @@ class HttpRecorder:
             return response
 
         return handle_async_request
+
+    def _watching_sync(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if not _on_event_loop():
+                return original(*args, **kwargs)
+            began = time.perf_counter()
+            seen = HttpCall(place=place_of(sys._getframe()))
+            self.calls.append(seen)
+            try:
+                response = original(*args, **kwargs)
+            finally:
+                seen.blocking = time.perf_counter() - began
+            seen.status = int(getattr(response, "status_code", 0) or getattr(response, "status", 0))
+            return response
+
+        return call
 
     def _sharing(self, original: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
         cached: dict[bool, ssl.SSLContext] = {}
@@ -103,6 +134,15 @@ def _tracer(
             await inner(event, info)
 
     return trace
+
+
+def _on_event_loop() -> bool:
+    """Not so in `asyncio.to_thread`, where a synchronous client does no harm."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _import(name: str) -> Any:

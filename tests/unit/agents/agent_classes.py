@@ -135,3 +135,33 @@ class Counting:
     async def run(self, _data: Row, **_: Any) -> float:
         self.seen.append(1)
         return self.start + len(self.seen)
+
+
+class Synchronous:
+    """Asks by a client that blocks, or does so in a thread; by httpx, or by http.client."""
+
+    def __init__(self, how: str = "openai", thread: bool = False) -> None:
+        self.how, self.thread = how, thread
+
+    async def run(self, _data: Row, **extra: Any) -> float:
+        url = extra["base_url"]
+        ask = self._openai if self.how == "openai" else self._http
+        if self.thread:
+            await asyncio.to_thread(ask, url)
+        else:
+            ask(url)
+        return 1.0
+
+    def _openai(self, url: str) -> None:
+        from openai import OpenAI
+
+        messages: Any = [{"role": "user", "content": "a"}]
+        OpenAI(base_url=url, api_key="k").chat.completions.create(model="policy", messages=messages)
+
+    def _http(self, url: str) -> None:
+        import http.client
+        from urllib.parse import urlsplit
+
+        connection = http.client.HTTPConnection(urlsplit(url).netloc)
+        connection.request("GET", "/v1/models")
+        connection.getresponse().read()

@@ -260,6 +260,24 @@ def test_waits_for_the_clients_own_pool_are_measured_and_blamed(server: ChatServ
     assert "max_connections=4096" in finding.remedy
 
 
+@pytest.mark.parametrize("how", ["openai", "http"])
+@pytest.mark.parametrize("thread", [False, True])
+def test_a_client_that_blocks_the_loop_is_found_with_one_episode(
+    server: ChatServer, tmp_path: Path, how: str, thread: bool
+) -> None:
+    argv = ["agent", "run", f"{AGENTS}:Synchronous", "--data", write_rows(tmp_path, [{}])]
+    argv += ["--base-url", server.url, "--kwargs", json.dumps({"how": how, "thread": thread})]
+
+    assert main([*argv, "--out", str(tmp_path / "out")]) == 0
+
+    findings = by_check(read_verdict(tmp_path / "out" / "verdict.json").findings)
+    assert ("blocking_client" in findings) is not thread
+    if not thread:
+        found = findings["blocking_client"]
+        assert "1 requests" in found.measured
+        assert f"in _{how}" in found.measured
+
+
 def test_a_dead_server_is_blocked_and_not_the_agents_fault() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -336,7 +354,7 @@ def test_the_command_writes_a_verdict_and_one_line_an_episode(
     verdict = read_verdict(out / "verdict.json")
     lines = (out / "episodes.jsonl").read_text(encoding="utf-8").splitlines()
     assert code == 0
-    assert verdict.status == "PASS"
+    assert verdict.status == "WARN"  # the rewards are all equal
     assert verdict.metrics["episodes_ok"] == len(lines) == 4
     assert verdict.metrics["reward_mean"] == 1.0
 
@@ -439,7 +457,15 @@ def test_equal_rewards_in_every_group_are_told() -> None:
     rewards: list[Reward] = [{"c-1": 1.0, "c-2": 0.0}] * 4
     result = RunResult(rewarded(*rewards, group_size=2))
     findings = by_check(judge_run(result, ServerProbe()))
-    assert findings["groups_with_equal_rewards"].measured == "2 of 2 groups"
+    told = findings["groups_with_equal_rewards"]
+    assert (told.status, told.measured) == ("warn", "2 of 2 groups")
+
+
+def test_one_group_with_differing_rewards_is_enough() -> None:
+    result = RunResult(rewarded(1.0, 1.0, 0.0, 1.0, group_size=2))
+    findings = by_check(judge_run(result, ServerProbe()))
+    told = findings["groups_with_equal_rewards"]
+    assert (told.status, told.measured) == ("pass", "1 of 2 groups")
 
 
 def test_a_slow_loop_warns_of_lag() -> None:
