@@ -3,8 +3,20 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shakedown.core.private import new_folder
+
+
+class Below:
+    """A file or folder by its name below the `root` of what it is an attribute of."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, paths: Any, _owner: object = None) -> Path:
+        root: Path = paths.root
+        return root / self._name
 
 
 @dataclass(frozen=True)
@@ -13,175 +25,75 @@ class StepPaths:
 
     root: Path
 
-    @property
-    def verdict(self) -> Path:
-        return self.root / "verdict.json"
-
-    @property
-    def accepted(self) -> Path:
-        """The verdict that the gate accepted: what the steps after this one wait for."""
-        return self.root / "accepted.json"
-
-    @property
-    def ran(self) -> Path:
-        """Exists once the step has run, however it ended: what its gate waits for."""
-        return self.root / "ran"
+    verdict = Below("verdict.json")
+    # the verdict that the gate accepted: what the steps after this one wait for
+    accepted = Below("accepted.json")
+    ran = Below("ran")  # exists once the step has run, however it ended: what its gate waits for
 
 
 @dataclass(frozen=True)
 class PreflightPaths(StepPaths):
     """`preflight/`: what the checks of nodes and network measured."""
 
-    @property
-    def nodes(self) -> Path:
-        return self.root / "nodes"
+    nodes = Below("nodes")
 
     def node(self, name: str) -> Path:
         """What was measured on one node, and what is wrong with it."""
         return self.nodes / f"{name}.json"
 
-    @property
-    def pairs(self) -> Path:
-        """Network speed between pairs of nodes."""
-        return self.root / "pairs.json"
-
-    @property
-    def bad_nodes(self) -> Path:
-        """Names of nodes that failed, one a line."""
-        return self.root / "bad_nodes.txt"
-
-    @property
-    def good_nodes(self) -> Path:
-        """Names of nodes that passed with each other, one a line: later jobs run on these."""
-        return self.root / "good_nodes.txt"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
+    pairs = Below("pairs.json")  # network speed between pairs of nodes
+    bad_nodes = Below("bad_nodes.txt")  # names of nodes that failed, one a line
+    # names of nodes that passed with each other, one a line: later jobs run on these
+    good_nodes = Below("good_nodes.txt")
+    logs = Below("logs")
 
 
 @dataclass(frozen=True)
 class AssetsPaths(StepPaths):
     """`assets/`: the demo's model and data, and where every stage finds its own."""
 
-    @property
-    def file(self) -> Path:
-        """Names the model and the data that later stages are given."""
-        return self.root / "assets.json"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def train(self) -> Path:
-        return self.root / "train.jsonl"
-
-    @property
-    def heldout(self) -> Path:
-        return self.root / "heldout.jsonl"
+    file = Below("assets.json")  # names the model and the data that later stages are given
+    model = Below("model")
+    train = Below("train.jsonl")
+    heldout = Below("heldout.jsonl")
 
 
 @dataclass(frozen=True)
 class AgentsPaths(StepPaths):
     """`agents/`: what the agent class did under load."""
 
-    @property
-    def episodes(self) -> Path:
-        """One JSON line an episode."""
-        return self.root / "episodes.jsonl"
+    episodes = Below("episodes.jsonl")  # one JSON line an episode
 
 
 @dataclass(frozen=True)
 class ComparisonPaths(StepPaths):
     """`consistency/`: log-probabilities of trainer and inference engine, compared."""
 
-    @property
-    def tokens(self) -> Path:
-        """One row a sampled token."""
-        return self.root / "tokens.parquet"
-
-    @property
-    def samples(self) -> Path:
-        """One row a sample."""
-        return self.root / "samples.parquet"
-
-    @property
-    def page(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def server(self) -> Path:
-        """Folder of the server that the comparison started for itself."""
-        return self.root / "server"
+    tokens = Below("tokens.parquet")  # one row a sampled token
+    samples = Below("samples.parquet")  # one row a sample
+    page = Below("report.html")
+    server = Below("server")  # folder of the server that the comparison started for itself
 
 
 @dataclass(frozen=True)
 class ServerPaths(StepPaths):
     """`serve/<name>/`: one persistent inference server."""
 
-    @property
-    def endpoint(self) -> Path:
-        """What clients read: where it answers, which model, how it was started."""
-        return self.root / "endpoint.json"
-
-    @property
-    def state(self) -> Path:
-        """What the daemon says: running where and as which process, or ended and why."""
-        return self.root / "state.json"
-
-    @property
-    def secret(self) -> Path:
-        """What the server asks every request for; its owner alone can read it."""
-        return self.root / "secret"
-
-    @property
-    def lease(self) -> Path:
-        """Its modification time is the last use."""
-        return self.root / "lease"
-
-    @property
-    def job(self) -> Path:
-        """The Slurm job's id, when the server is a job of its own."""
-        return self.root / "job"
-
-    @property
-    def job_mark(self) -> Path:
-        """What that job's name and comment bear and no other job's."""
-        return self.root / "job_mark"
-
-    @property
-    def stop(self) -> Path:
-        """Its presence asks the daemon to end the server."""
-        return self.root / "stop"
-
-    @property
-    def released(self) -> Path:
-        """Written when the steps that use the server are done with it."""
-        return self.root / "released"
-
-    @property
-    def lock(self) -> Path:
-        """Held by a start, stop or restart: one at a time."""
-        return self.root / ".lock"
-
-    @property
-    def log(self) -> Path:
-        """The engine's own output."""
-        return self.root / "server.log"
-
-    @property
-    def previous_log(self) -> Path:
-        """The engine's output before its last restart."""
-        return self.root / "server.previous.log"
-
-    @property
-    def daemon_log(self) -> Path:
-        return self.root / "daemon.log"
-
-    @property
-    def slurm_log(self) -> Path:
-        return self.root / "slurm.log"
+    # what clients read: where it answers, which model, how it was started
+    endpoint = Below("endpoint.json")
+    # what the daemon says: running where and as which process, or ended and why
+    state = Below("state.json")
+    secret = Below("secret")  # what the server asks every request for; its owner alone can read it
+    lease = Below("lease")  # its modification time is the last use
+    job = Below("job")  # the Slurm job's id, when the server is a job of its own
+    job_mark = Below("job_mark")  # what that job's name and comment bear and no other job's
+    stop = Below("stop")  # its presence asks the daemon to end the server
+    released = Below("released")  # written when the steps that use the server are done with it
+    lock = Below(".lock")  # held by a start, stop or restart: one at a time
+    log = Below("server.log")  # the engine's own output
+    previous_log = Below("server.previous.log")  # the engine's output before its last restart
+    daemon_log = Below("daemon.log")
+    slurm_log = Below("slurm.log")
 
 
 @dataclass(frozen=True)
@@ -190,15 +102,8 @@ class EvidencePaths:
 
     root: Path
 
-    @property
-    def request(self) -> Path:
-        """Written anew to ask every rank for its Flight Recorder dump."""
-        return self.root / "REQUEST"
-
-    @property
-    def logs(self) -> Path:
-        """The ends of the logs as they were at the stall."""
-        return self.root / "logs"
+    request = Below("REQUEST")  # written anew to ask every rank for its Flight Recorder dump
+    logs = Below("logs")  # the ends of the logs as they were at the stall
 
     @property
     def collected_job(self) -> Path:
@@ -236,61 +141,21 @@ class AttemptPaths:
 
     root: Path
 
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def heartbeats(self) -> Path:
-        return self.root / "heartbeat"
-
-    @property
-    def evidence(self) -> Path:
-        return self.root / "evidence"
-
-    @property
-    def profiles(self) -> Path:
-        """What `shakedown debug nsys` shows: a folder a host."""
-        return self.root / "profiles"
-
-    @property
-    def outcome(self) -> Path:
-        return self.root / "outcome.json"
-
-    @property
-    def job(self) -> Path:
-        """What the attempt's processes are told; see `training.stage.job`."""
-        return self.root / "job.json"
-
-    @property
-    def key(self) -> Path:
-        """Signs what rank 0 tells the others; see `training.stage.key`."""
-        return self.root / "key"
-
-    @property
-    def secret(self) -> Path:
-        """What the stage's own server asks every request for; its owner alone can read it."""
-        return self.root / "secret"
-
-    @property
-    def stop(self) -> Path:
-        """Empty until somebody asks the ranks to save and stop."""
-        return self.root / "stop"
-
-    @property
-    def debug(self) -> Path:
-        """Processes that stand for a debugger, and their tokens; see `debug.stops`."""
-        return self.root / "debug"
-
-    @property
-    def exchange(self) -> Path:
-        """Rollout batches and weights that trainer and orchestrator hand each other."""
-        return self.root / "exchange"
-
-    @property
-    def evals(self) -> Path:
-        """Held-out accuracies, one JSON row for each evaluation."""
-        return self.root / "evals.jsonl"
+    logs = Below("logs")
+    heartbeats = Below("heartbeat")
+    evidence = Below("evidence")
+    profiles = Below("profiles")  # what `shakedown debug nsys` shows: a folder a host
+    outcome = Below("outcome.json")
+    job = Below("job.json")  # what the attempt's processes are told; see `training.stage.job`
+    key = Below("key")  # signs what rank 0 tells the others; see `training.stage.key`
+    # what the stage's own server asks every request for; its owner alone can read it
+    secret = Below("secret")
+    stop = Below("stop")  # empty until somebody asks the ranks to save and stop
+    # processes that stand for a debugger, and their tokens; see `debug.stops`
+    debug = Below("debug")
+    # rollout batches and weights that trainer and orchestrator hand each other
+    exchange = Below("exchange")
+    evals = Below("evals.jsonl")  # held-out accuracies, one JSON row for each evaluation
 
     def diverged(self, rank: int) -> Path:
         """What a rank was training on when its loss became NaN or infinite."""
@@ -307,59 +172,20 @@ class StagePaths:
 
     root: Path
 
-    @property
-    def attempts(self) -> Path:
-        return self.root / "attempts"
-
-    @property
-    def latest(self) -> Path:
-        """A symbolic link to the newest attempt."""
-        return self.root / "latest"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def export(self) -> Path:
-        """The stage's result as a Hugging Face checkpoint: the next stage's input model."""
-        return self.root / "model"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files, with `sinks: [tensorboard]`."""
-        return self.root / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        """The id of the stage's run, with `sinks: [wandb]`."""
-        return self.root / "wandb.json"
-
-    @property
-    def rollouts(self) -> Path:
-        """Recorded rollout batches, one file a step; see `grpo.record`."""
-        return self.root / "rollouts"
-
-    @property
-    def outcome(self) -> Path:
-        """A copy of the newest attempt's outcome: what the workflow waits for."""
-        return self.root / "outcome.json"
-
-    @property
-    def diagnosis(self) -> Path:
-        return self.root / "diagnosis.json"
-
-    @property
-    def diagnosis_html(self) -> Path:
-        return self.root / "diagnosis.html"
-
-    @property
-    def accepted(self) -> Path:
-        return self.root / "accepted.json"
+    attempts = Below("attempts")
+    latest = Below("latest")  # A symbolic link to the newest attempt
+    checkpoints = Below("checkpoints")
+    # the stage's result as a Hugging Face checkpoint: the next stage's input model
+    export = Below("model")
+    metrics = Below("metrics.jsonl")
+    tensorboard = Below("tensorboard")  # event files, with `sinks: [tensorboard]`
+    wandb = Below("wandb.json")  # the id of the stage's run, with `sinks: [wandb]`
+    rollouts = Below("rollouts")  # recorded rollout batches, one file a step; see `grpo.record`
+    # A copy of the newest attempt's outcome: what the workflow waits for
+    outcome = Below("outcome.json")
+    diagnosis = Below("diagnosis.json")
+    diagnosis_html = Below("diagnosis.html")
+    accepted = Below("accepted.json")
 
     def attempt(self, number: int) -> AttemptPaths:
         return AttemptPaths(self.attempts / f"{number:03d}")
@@ -391,29 +217,18 @@ class RunPaths:
 
     root: Path
 
-    @property
-    def config(self) -> Path:
-        return self.root / "config.resolved.yaml"
+    config = Below("config.resolved.yaml")
 
     @property
     def node_history(self) -> Path:
         """What became of each node in all runs of the results folder (preflight/history.py)."""
         return self.root.parent / "node_history.sqlite"
 
-    @property
-    def excluded_nodes(self) -> Path:
-        """Names of nodes that every job of the run keeps off, one a line."""
-        return self.root / "excluded_nodes.txt"
-
-    @property
-    def workflow(self) -> Path:
-        """Which process runs the workflow, and where it notes its jobs; see `monitor.workflow`."""
-        return self.root / "workflow.json"
-
-    @property
-    def logs(self) -> Path:
-        """What each rule of the workflow printed."""
-        return self.root / "logs"
+    # names of nodes that every job of the run keeps off, one a line
+    excluded_nodes = Below("excluded_nodes.txt")
+    # which process runs the workflow, and where it notes its jobs; see `monitor.workflow`
+    workflow = Below("workflow.json")
+    logs = Below("logs")  # what each rule of the workflow printed
 
     @property
     def preflight(self) -> PreflightPaths:
@@ -431,17 +246,9 @@ class RunPaths:
     def consistency(self) -> ComparisonPaths:
         return ComparisonPaths(self.root / "consistency")
 
-    @property
-    def servers(self) -> Path:
-        return self.root / "serve"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report" / "index.html"
-
-    @property
-    def stages(self) -> Path:
-        return self.root / "stages"
+    servers = Below("serve")
+    report = Below("report/index.html")
+    stages = Below("stages")
 
     def server(self, name: str) -> ServerPaths:
         return ServerPaths(self.servers / name)
