@@ -115,7 +115,8 @@ def test_the_same_recorded_rollouts_give_the_same_updates_on_two_engines(
     first, second = rows["fsdp:d1"], rows["megatron:t2"]
     assert [row["step"] for row in first] == [1, 2]
     assert first[0]["k3"] < 1e-9, "the engine's log-probabilities are the model's"
-    assert second == [pytest.approx(row, rel=1e-4, abs=1e-7) for row in first]
+    # float32 has steps of 9.5e-7 near the log-probabilities of this model.
+    assert second == [pytest.approx(row, rel=1e-4, abs=2e-6) for row in first]
     started = load_file(assets / "model" / "model.safetensors")
     ours, theirs = (moved(started, models[name]) for name in ("fsdp:d1", "megatron:t2"))
     assert ours.norm() > 0
