@@ -26,8 +26,11 @@ CHANGES: dict[str, Any] = {
     "entropy_coef": 0.1,
     "async_level": 0,
     "agent": "my.agent:Agent",
+    "agent_kwargs": {"turns": 2},
     "partial_rollouts": True,
 }
+# What a key is refused without.
+NEEDED: dict[str, Any] = {"agent_kwargs": {"agent": "my.agent:Agent"}}
 # And for every key that changes nothing in what is learned.
 FREE: dict[str, Any] = {
     "max_concurrent": 64,
@@ -61,8 +64,9 @@ def test_every_setting_is_known_to_change_the_result_or_not() -> None:
 def test_a_setting_that_changes_the_result_makes_a_checkpoint_foreign(
     tmp_path: Path, key: str
 ) -> None:
-    ours = _fingerprint(tmp_path, GrpoConfig(**{key: CHANGES[key]}))
-    theirs = _fingerprint(tmp_path, GrpoConfig())
+    needed = NEEDED.get(key, {})
+    ours = _fingerprint(tmp_path, GrpoConfig(**needed, **{key: CHANGES[key]}))
+    theirs = _fingerprint(tmp_path, GrpoConfig(**needed))
 
     (found,) = differences(ours, theirs)
 
@@ -80,9 +84,10 @@ def test_a_limit_may_change_between_attempts(tmp_path: Path, key: str) -> None:
 def test_a_key_that_came_later_leaves_older_checkpoints_usable_while_it_has_its_default(
     tmp_path: Path, key: str
 ) -> None:
-    ours = _fingerprint(tmp_path, GrpoConfig())
+    needed = NEEDED.get(key, {})
+    ours = _fingerprint(tmp_path, GrpoConfig(**needed))
     older = {name: value for name, value in ours.items() if name != f"grpo.{key}"}
-    changed = _fingerprint(tmp_path, GrpoConfig(**{key: CHANGES[key]}))
+    changed = _fingerprint(tmp_path, GrpoConfig(**needed, **{key: CHANGES[key]}))
 
     assert differences(ours, older) == []
     (found,) = differences(changed, older)
