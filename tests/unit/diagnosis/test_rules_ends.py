@@ -1,5 +1,6 @@
 """What ended: errors that were caught, or are another's; and whether anything ended at all."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,32 @@ def test_a_rank_killed_beside_a_kill_for_memory_ran_out_of_it(tmp_path: Path) ->
 def test_a_requeued_job_is_what_sacct_says_last(tmp_path: Path) -> None:
     table = "JobID|State|NodeList\n4711|NODE_FAIL|n[1-2]\n4711|COMPLETED|n[1,3]\n"
     assert mistake(tmp_path, Case({"sacct.txt": table}, "healthy", state="exited")) == ""
+
+
+OUTCOME = (
+    '{{"schema": "shakedown/outcome/1", "stage": "sft", "attempt": 1, '
+    '"state": "{}", "sentence": ""}}'
+)
+
+
+@pytest.mark.parametrize(
+    ("state", "cause", "culprits"),
+    [("failed", "gpu_error", (0,)), ("hung", "unknown", ())],
+)
+def test_the_last_call_of_a_stage_that_failed_is_not_open(
+    tmp_path: Path, state: str, cause: str, culprits: tuple[int, ...]
+) -> None:
+    """The dump at an exception may be written before the end of the call before it is noted."""
+    done = recorder(1, 2, 9)
+    done["entries"][-1] |= {"state": "completed", "retired": True}
+    files = {
+        "outcome.json": OUTCOME.format(state),
+        "fr-trainer-rank0.json": json.dumps(recorder(0, 2, 9)),
+        "fr-trainer-rank1.json": json.dumps(done),
+        "trainer-rank0.log": traceback("RuntimeError: CUDA error: uncorrectable ECC error"),
+        "trainer-rank1.log": traceback(
+            "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:48046: Connection reset by peer"
+        ),
+    }
+
+    assert mistake(tmp_path, Case(files, cause, culprits, "exited" if culprits else "hung")) == ""

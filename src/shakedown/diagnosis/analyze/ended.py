@@ -57,7 +57,9 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     culprits = _first_of(s, culprits, raised)
     if not culprits or (not s.dead and not raised and not own):
         return None
-    if raised and all(r in s.waiting for r in raised):
+    # A stage that failed is over: a call that seems open had its end noted nowhere any more.
+    over = s.facts.outcome is not None and s.facts.outcome.state == "failed"
+    if raised and not over and all(r in s.waiting for r in raised):
         return None  # still inside a collective: the cleanup rule says more
     if raised and _in_teardown(s, raised):
         return None  # alive, and the others are still in the loop: so does it here
