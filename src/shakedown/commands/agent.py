@@ -75,6 +75,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_parser.add_argument(
         "--episode-timeout", type=above_zero, default=120.0, help="seconds an episode may take"
     )
+    _checks_arguments(actions)
+
+
+def _checks_arguments(actions: Actions) -> None:
     checks = actions.add(
         "checks",
         _checks,
