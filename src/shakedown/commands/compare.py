@@ -100,11 +100,15 @@ def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
     by_config = args.config is not None or args.endpoint is not None
     with _planned_by_config(args) if by_config else _planned_by_hand(args) as plan:
         # Torch, which takes seconds, is loaded once options and data have been found good.
+        from shakedown.consistency.prompts import PromptMismatchError
         from shakedown.consistency.run import compare
-        from shakedown.consistency.write import make_verdict, write_tables
+        from shakedown.consistency.write import make_verdict, prompt_verdict, write_tables
         from shakedown.report.comparison_page import write_report
 
-        result = compare(plan, progress=_say)
+        try:
+            result = compare(plan, progress=_say)
+        except PromptMismatchError as error:
+            return finish(prompt_verdict(error, plan, watch), ComparisonPaths(args.out).verdict)
     write_tables(result, args.out)
     verdict = make_verdict(result, watch)
     write_report(result, verdict, args.out)

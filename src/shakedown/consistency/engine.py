@@ -123,12 +123,26 @@ async def prefill_all(
 
     async def one(completion: ComparedCompletion) -> Array:
         async with gate:
-            return _numbers(await client.score(completion.conditioned_on, completion.token_ids))
+            return _numbers(await client.score(completion.prompt.ids, completion.token_ids))
 
     try:
         return list(await asyncio.gather(*(one(c) for c in completions))), ""
     except ServerError as error:
         return None, f"the engine did not score given tokens: {error}"
+
+
+async def server_text(client: Client, ids: Sequence[int]) -> str:
+    """The text of prompt ids by the server's own tokenizer; empty where it does not say.
+
+    By `echo` of OpenAI's completions: the guard of our own servers lets no /detokenize through.
+    """
+    body = {"model": client.model, "prompt": list(ids), "max_tokens": 0, "echo": True}
+    try:
+        reply = await client.send(Request("/v1/completions", body))
+        text = reply["choices"][0]["text"]
+    except (ServerError, LookupError, TypeError):
+        return ""
+    return text if isinstance(text, str) else ""
 
 
 async def _from_text(

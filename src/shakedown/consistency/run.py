@@ -8,9 +8,16 @@ from typing import Any
 
 from shakedown.consistency.attribute import Layer, Views, attribute, culprit
 from shakedown.consistency.compare import Aligned, Array, Metric, align, divergence_rate, measure
-from shakedown.consistency.engine import find_engine, generate_all, make_client, prefill_all
+from shakedown.consistency.engine import (
+    find_engine,
+    generate_all,
+    make_client,
+    prefill_all,
+    server_text,
+)
 from shakedown.consistency.grade import get_limits, grade_metrics
 from shakedown.consistency.greedy import GreedyDivergence, first_divergences, judge_greedy
+from shakedown.consistency.prompts import refuse_other_prompts
 from shakedown.consistency.samples import (
     ComparedCompletion,
     EncodedPrompt,
@@ -102,6 +109,7 @@ def compare(plan: Plan, *, progress: Progress = lambda _: None) -> Comparison:
     Raises:
         UsageError: a model, data row or grade that cannot be used.
         BlockedError: the engine or the reference cannot give what is needed.
+        PromptMismatchError: the server makes other token ids of the prompts.
     """
     get_limits(plan.grade)
     begin = time.monotonic()
@@ -109,7 +117,7 @@ def compare(plan: Plan, *, progress: Progress = lambda _: None) -> Comparison:
     prompts = read_prompts(plan.rows, reference.tokenizer)
     loaded = time.monotonic()
     progress(f"generating {len(prompts)} samples at temperature {plan.temperature:g} and greedily")
-    made = asyncio.run(_generate(plan, prompts))
+    made = asyncio.run(_generate(plan, prompts, reference.tokenizer))
     generated = time.monotonic()
     progress(f"scoring with transformers in {reference.dtype}")
     result = _judge(plan, reference, made)
@@ -121,7 +129,7 @@ def compare(plan: Plan, *, progress: Progress = lambda _: None) -> Comparison:
     return replace(result, seconds={name: round(value, 3) for name, value in seconds.items()})
 
 
-async def _generate(plan: Plan, prompts: Sequence[EncodedPrompt]) -> Generations:
+async def _generate(plan: Plan, prompts: Sequence[EncodedPrompt], tokenizer: Any) -> Generations:
     engine, model = await find_engine(plan.url, model=plan.model, api_key=plan.api_key)
     many = plan.concurrency
 
@@ -139,6 +147,9 @@ async def _generate(plan: Plan, prompts: Sequence[EncodedPrompt]) -> Generations
     )
     async with client:
         sampled = await generated(client, plan.temperature)
+        await refuse_other_prompts(
+            sampled.completions, tokenizer, lambda ids: server_text(client, ids)
+        )
         greedy = await generated(client, 0.0)
         prefill, fault = await prefill_all(
             client, [c for c in sampled.completions if c.token_ids], concurrency=many
@@ -157,8 +168,7 @@ def _judge(plan: Plan, reference: Reference, made: Generations) -> Comparison:
         raise BlockedError("no token has a finite log-probability on both sides")
     metrics = measure(aligned, seed=plan.seed)
     greedy = [c for c in made.greedy.completions if c.token_ids]
-    # On the server's own ids: a prompt mismatch is a finding of its own.
-    greedy_scores = reference.score([Scored(c.conditioned_on, c.token_ids) for c in greedy])
+    greedy_scores = reference.score([Scored(c.prompt.ids, c.token_ids) for c in greedy])
     divergences = first_divergences(greedy, greedy_scores)
     metrics["greedy_divergence_rate"] = divergence_rate(
         [d.position if d else None for d in divergences], seed=plan.seed
@@ -199,9 +209,7 @@ def _views(
     deep: bool,
 ) -> Views:
     """`deep` also scores in another dtype: only worth its time when there is a mismatch."""
-    items = [Scored(c.conditioned_on, c.token_ids) for c in completions]
-    differ = any(list(c.conditioned_on) != list(c.prompt.ids) for c in completions)
-    same = reference.score(items, temperature=plan.temperature) if differ else None
+    items = [Scored(c.prompt.ids, c.token_ids) for c in completions]
     other: tuple[str, list[Array]] | None = None
     if deep:
         name = "bfloat16" if reference.dtype == "float32" else "float32"
@@ -217,8 +225,6 @@ def _views(
         bos=reference.tokenizer.bos_token_id,
         reference_raw=[s.raw for s in scores],
         prefill=prefill,
-        same_prompt=[s.logprobs for s in same] if same else None,
-        same_prompt_raw=[s.raw for s in same] if same else None,
         other_dtype=other,
     )
 
@@ -228,7 +234,7 @@ def _noise(
     scores: Sequence[Score],
     metrics: Mapping[str, Metric],
 ) -> float:
-    """The largest |dlogp| seen on greedy tokens, which are raw and on the server's own ids."""
+    """The largest |dlogp| seen on greedy tokens, which are raw."""
     aligned = align([s.raw for s in scores], [c.logprobs for c in greedy])
     return float(abs(aligned.r).max()) if len(aligned.t) else metrics["max_abs_dlogp"].value
 

@@ -38,11 +38,6 @@ class ComparedCompletion:
     prompt_ids: Sequence[int] = ()
     prompt_tokens: int = 0
 
-    @property
-    def conditioned_on(self) -> Sequence[int]:
-        """The prompt ids that the engine really used, as far as it says."""
-        return self.prompt_ids or self.prompt.ids
-
 
 @dataclass(frozen=True)
 class Score:

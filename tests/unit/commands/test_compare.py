@@ -53,6 +53,8 @@ class Engine:
             return 200, {"data": [{"id": "policy", "owned_by": self.owner}]}
         with self.lock:
             self.seen += 1
+            if body.get("echo") and "no_echo" in self.plant:
+                return 403, {"error": {"message": "no echo here"}}
             if "refuse" in self.plant or ("refuse_some" in self.plant and self.seen % 5 == 0):
                 return 400, {"error": {"message": "as planted"}}
             if path == "/generate":
@@ -62,6 +64,11 @@ class Engine:
             return 200, self.generated(path, body)
 
     def generated(self, path: str, body: dict[str, Any]) -> object:
+        if body.get("echo"):
+            # The other tokenizer's ids are ours moved by one.
+            moved = int("other_tokenizer" in self.plant)
+            ids = [body["prompt"][0], *(i - moved for i in body["prompt"][1:])]
+            return {"choices": [{"text": self.reference.tokenizer.decode(ids)}]}
         if "messages" in body:
             text = "".join(m["content"] for m in body["messages"])
             prompt = [1, *self.reference.tokenizer(text, add_special_tokens=False)["input_ids"]]
@@ -69,6 +76,10 @@ class Engine:
             prompt = list(self.reference.tokenizer(body["prompt"])["input_ids"])
         if "double_bos" in self.plant:
             prompt = [1, *prompt]
+        if "other_template" in self.plant:
+            prompt = [*prompt, *prompt[-2:]]
+        if "other_tokenizer" in self.plant:
+            prompt = [prompt[0], *(i + 1 for i in prompt[1:])]
         ids, logprobs = self.sample(prompt, body["max_tokens"], body["temperature"])
         rows: list[float | None] = list(logprobs)
         if "missing" in self.plant:
@@ -275,12 +286,34 @@ def test_raw_log_probabilities_at_another_temperature_fail_by_their_name(
     assert compared(engine, model, temperature=0.5).status == "PASS"
 
 
-def test_a_double_bos_in_the_server_fails_by_its_name(engine: Engine, model: Path) -> None:
-    engine.plant = {"double_bos"}
-    result = compared(engine, model)
-    finding = {f.check: f for f in result.findings}["layer_prompt_ids"]
-    assert result.status == "FAIL"
-    assert "double BOS in the server" in str(finding.measured)
+@pytest.mark.parametrize(
+    ("plant", "told"),
+    [
+        ({"double_bos"}, ("special tokens", "<bos><bos>00+01=")),
+        ({"other_template"}, ("template", "<bos>00+01=1=")),
+        ({"other_tokenizer"}, ("tokenizer", "<bos>00+01=")),
+        # Without the server's word its ids are read by the trainer's tokenizer.
+        ({"other_template", "no_echo"}, ("template", "<bos>00+01=1=")),
+    ],
+)
+def test_other_prompt_ids_in_the_server_stop_the_comparison_by_their_cause(
+    engine: Engine, model: Path, data: Path, plant: set[str], told: tuple[str, str]
+) -> None:
+    engine.plant = plant
+    out = data.parent / "out"
+
+    assert run(engine, model, data, out) == 1
+
+    verdict = read_verdict(out / "verdict.json")
+    assert verdict.status == "FAIL"
+    assert [f.check for f in verdict.findings] == ["prompt_ids"]  # no forest of other findings
+    assert verdict.summary.startswith("10 of 10 prompts are other token ids")
+    body = verdict.extra["prompt_ids"]
+    assert (body["kind"], body["server_text"]) == told
+    assert body["trainer_text"] == "<bos>00+01="
+    assert body["trainer_ids"] != body["server_ids"]
+    assert "first difference at id" in str(verdict.findings[0].measured)
+    assert not (out / "tokens.parquet").exists()
 
 
 def test_another_checkpoint_fails_by_its_forward_pass(
