@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import numpy as np
 
-from shakedown.consistency.compare import Array
+from shakedown.consistency.logprobs import read_logprobs
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Generated
 from shakedown.core.errors import BlockedError, ServerError, UsageError
 from shakedown.inference.client import Client
@@ -78,7 +77,8 @@ async def generate(
     if client.engine.name == "vllm":
         return await _from_text(client, prompt, max_tokens=max_tokens, temperature=temperature)
     (found,) = await client.generate(prompt.ids, max_tokens=max_tokens, temperature=temperature)
-    return ComparedCompletion(prompt, found.tokens, _numbers(found.logprobs), found.text)
+    numbers, bad = read_logprobs(found.logprobs)
+    return ComparedCompletion(prompt, found.tokens, numbers, found.text, bad=bad)
 
 
 async def generate_all(
@@ -114,16 +114,16 @@ async def generate_all(
 
 async def prefill_all(
     client: Client, completions: Sequence[ComparedCompletion], *, concurrency: int
-) -> tuple[list[Array] | None, str]:
-    """The engine's own scores [T] of each completion in one pass, at temperature 1.
+) -> tuple[list[list[float]] | None, str]:
+    """The engine's own scores [T] of each completion in one pass, at temperature 1, unchecked.
 
     Returns (None, reason) where the engine cannot do it.
     """
     gate = asyncio.Semaphore(concurrency)
 
-    async def one(completion: ComparedCompletion) -> Array:
+    async def one(completion: ComparedCompletion) -> list[float]:
         async with gate:
-            return _numbers(await client.score(completion.prompt.ids, completion.token_ids))
+            return await client.score(completion.prompt.ids, completion.token_ids)
 
     try:
         return list(await asyncio.gather(*(one(c) for c in completions))), ""
@@ -187,14 +187,16 @@ def _parsed(client: Client, prompt: EncodedPrompt, reply: Any) -> ComparedComple
     values = _listed(logprobs)
     if len(values) != len(token_ids):
         raise ValueError(f"{len(token_ids)} token ids but {len(values)} log-probabilities")
+    numbers, bad = read_logprobs(values)
     message, usage = choice.get("message") or {}, reply.get("usage") or {}
     return ComparedCompletion(
         prompt=prompt,
         token_ids=[int(token) for token in token_ids],
-        logprobs=_numbers(values),
+        logprobs=numbers,
         text=str(choice.get("text") or message.get("content") or ""),
         prompt_ids=choice.get("prompt_token_ids") or reply.get("prompt_token_ids") or (),
         prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        bad=bad,
     )
 
 
@@ -203,7 +205,3 @@ def _listed(logprobs: dict[str, Any]) -> list[Any]:
     if "content" in logprobs:
         return [row.get("logprob") for row in logprobs["content"] or []]
     return list(logprobs.get("token_logprobs") or [])
-
-
-def _numbers(values: Sequence[Any]) -> Array:
-    return np.array([np.nan if value is None else float(value) for value in values], np.float64)

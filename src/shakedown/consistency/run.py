@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from shakedown.consistency.attribute import Layer, Views, attribute, culprit
 from shakedown.consistency.compare import Aligned, Array, Metric, align, divergence_rate, measure
 from shakedown.consistency.engine import (
@@ -17,6 +19,7 @@ from shakedown.consistency.engine import (
 )
 from shakedown.consistency.grade import get_limits, grade_metrics
 from shakedown.consistency.greedy import GreedyDivergence, first_divergences, judge_greedy
+from shakedown.consistency.logprobs import BadTokens, read_logprobs
 from shakedown.consistency.prompts import refuse_other_prompts
 from shakedown.consistency.samples import (
     ComparedCompletion,
@@ -59,7 +62,7 @@ class Generations:
     engine: str
     sampled: Generated
     greedy: Generated
-    prefill: Sequence[Array] | None
+    prefill: Sequence[Sequence[float]] | None
     prefill_fault: str = ""
 
 
@@ -164,8 +167,10 @@ def _judge(plan: Plan, reference: Reference, made: Generations) -> Comparison:
     items = [Scored(c.prompt.ids, c.token_ids) for c in completions]
     scores = reference.score(items, temperature=plan.temperature)
     aligned = align([s.logprobs for s in scores], [c.logprobs for c in completions])
+    prefill, bad = _prefill(made), _bad(made)
     if not len(aligned.t):
-        raise BlockedError("no token has a finite log-probability on both sides")
+        faults = "; ".join(str(finding.measured) for finding in bad)
+        raise BlockedError(f"no token has a log-probability on both sides: {faults}")
     metrics = measure(aligned, seed=plan.seed)
     greedy = [c for c in made.greedy.completions if c.token_ids]
     greedy_scores = reference.score([Scored(c.prompt.ids, c.token_ids) for c in greedy])
@@ -175,18 +180,24 @@ def _judge(plan: Plan, reference: Reference, made: Generations) -> Comparison:
     )
     graded = grade_metrics(metrics, plan.grade)
     needs_reason = status_of(graded) != "PASS"
-    views = _views(plan, reference, completions, scores, made.prefill, deep=needs_reason)
+    views = _views(plan, reference, completions, scores, prefill, deep=needs_reason)
     layers = attribute(views)
     noise = _noise(greedy, greedy_scores, metrics)
     greedy_finding = judge_greedy(divergences, max_abs_dlogp=noise)
-    findings = [*graded, greedy_finding, *_gaps(made, aligned), *(lay.finding() for lay in layers)]
+    findings = [
+        *graded,
+        greedy_finding,
+        *bad,
+        *_gaps(made, scores),
+        *(lay.finding() for lay in layers),
+    ]
     return Comparison(
         plan=plan,
         engine=made.engine,
         reference_dtype=reference.dtype,
         completions=completions,
         scores=scores,
-        prefill=made.prefill,
+        prefill=prefill,
         aligned=aligned,
         metrics=metrics,
         findings=findings,
@@ -239,9 +250,27 @@ def _noise(
     return float(abs(aligned.r).max()) if len(aligned.t) else metrics["max_abs_dlogp"].value
 
 
-def _gaps(made: Generations, aligned: Aligned) -> list[Finding]:
+def _prefill(made: Generations) -> list[Array] | None:
+    return None if made.prefill is None else [read_logprobs(row)[0] for row in made.prefill]
+
+
+def _bad(made: Generations) -> list[Finding]:
+    """The server's tokens that were refused, by name."""
+    bad = BadTokens()
+    completions = [c for c in made.sampled.completions if c.token_ids]
+    for completion in completions:
+        bad.add(completion.prompt.index, completion.bad, "sampled")
+    for completion in made.greedy.completions:
+        bad.add(completion.prompt.index, completion.bad, "greedy")
+    for completion, row in zip(completions, made.prefill or (), strict=False):
+        bad.add(completion.prompt.index, read_logprobs(row)[1], "prefill")
+    return bad.findings()
+
+
+def _gaps(made: Generations, scores: Sequence[Score]) -> list[Finding]:
     """What could not be compared is said, never left out."""
     findings = []
+    silent = sum(int((~np.isfinite(score.logprobs)).sum()) for score in scores)
     failures = [*made.sampled.failures, *made.greedy.failures]
     if failures:
         findings.append(
@@ -255,16 +284,17 @@ def _gaps(made: Generations, aligned: Aligned) -> list[Finding]:
                 blame="environment",
             )
         )
-    if aligned.missing:
+    if silent:
         findings.append(
             Finding(
-                check="missing_logprobs",
-                status="warn",
+                check="reference_logprobs",
+                status="fail",
                 scope="sample",
                 subject="tokens",
-                measured=f"{aligned.missing} tokens without a finite log-probability on a side",
+                measured=f"{silent} tokens that the reference scores as NaN or infinite",
                 expected="none",
                 blame="environment",
+                remedy="weights that hold NaN or overflow in this dtype: --dtype float32",
             )
         )
     if made.prefill is None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from shakedown.consistency.compare import Array
+from shakedown.consistency.logprobs import BadToken
 from shakedown.core.errors import UsageError
 
 Message = Mapping[str, Any]
@@ -28,7 +29,7 @@ class ComparedCompletion:
 
     `prompt_ids` are the ids that the server says it used (empty: it does not say),
     `prompt_tokens` their count (0: it does not say); `logprobs` has shape [T] in nats, NaN where
-    the engine gave none.
+    the engine gave none that can be used; `bad` says which and why.
     """
 
     prompt: EncodedPrompt
@@ -37,6 +38,7 @@ class ComparedCompletion:
     text: str = ""
     prompt_ids: Sequence[int] = ()
     prompt_tokens: int = 0
+    bad: Sequence[BadToken] = ()
 
 
 @dataclass(frozen=True)

@@ -69,21 +69,9 @@ class Engine:
             moved = int("other_tokenizer" in self.plant)
             ids = [body["prompt"][0], *(i - moved for i in body["prompt"][1:])]
             return {"choices": [{"text": self.reference.tokenizer.decode(ids)}]}
-        if "messages" in body:
-            text = "".join(m["content"] for m in body["messages"])
-            prompt = [1, *self.reference.tokenizer(text, add_special_tokens=False)["input_ids"]]
-        else:
-            prompt = list(self.reference.tokenizer(body["prompt"])["input_ids"])
-        if "double_bos" in self.plant:
-            prompt = [1, *prompt]
-        if "other_template" in self.plant:
-            prompt = [*prompt, *prompt[-2:]]
-        if "other_tokenizer" in self.plant:
-            prompt = [prompt[0], *(i + 1 for i in prompt[1:])]
+        prompt = self.prompt(body)
         ids, logprobs = self.sample(prompt, body["max_tokens"], body["temperature"])
-        rows: list[float | None] = list(logprobs)
-        if "missing" in self.plant:
-            rows[0] = None
+        rows = self.planted(logprobs)
         chosen: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": ids}
         if path.endswith("chat/completions"):
             chosen |= {"message": {"content": "x"}}
@@ -95,6 +83,30 @@ class Engine:
         if "no_ids" in self.plant:
             del chosen["token_ids"]
         return {"choices": [chosen], "prompt_token_ids": prompt, "usage": {}}
+
+    def prompt(self, body: dict[str, Any]) -> list[int]:
+        if "messages" in body:
+            text = "".join(m["content"] for m in body["messages"])
+            prompt = [1, *self.reference.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        else:
+            prompt = list(self.reference.tokenizer(body["prompt"])["input_ids"])
+        if "double_bos" in self.plant:
+            prompt = [1, *prompt]
+        if "other_template" in self.plant:
+            prompt = [*prompt, *prompt[-2:]]
+        if "other_tokenizer" in self.plant:
+            prompt = [prompt[0], *(i + 1 for i in prompt[1:])]
+        return prompt
+
+    def planted(self, logprobs: list[float]) -> list[float | None]:
+        rows: list[float | None] = list(logprobs)
+        if "missing" in self.plant:
+            rows[0] = None
+        if "impossible" in self.plant:
+            rows[1:4] = [0.7, math.nan, -math.inf]
+        if "all_above" in self.plant:
+            rows = [0.7] * len(rows)
+        return rows
 
     def native(self, body: dict[str, Any]) -> object:
         """SGLang's /generate: [logprob, token id, text] a token."""
@@ -350,7 +362,25 @@ def test_missing_log_probabilities_are_told(engine: Engine, model: Path) -> None
     result = compared(engine, model)
     finding = {f.check: f for f in result.findings}["missing_logprobs"]
     assert result.status == "WARN"
-    assert str(finding.measured).startswith("10 tokens")
+    # One in each sampled and each greedy completion.
+    assert str(finding.measured).startswith("20 tokens")
+    assert "sample 0 position 0; sample 1 position 0;" in str(finding.measured)
+
+
+def test_impossible_log_probabilities_fail_by_name_and_are_never_averaged(
+    engine: Engine, model: Path
+) -> None:
+    good = compared(engine, model)
+    engine.plant = {"impossible"}
+    result = compared(engine, model)
+    finding = {f.check: f for f in result.findings}["bad_logprobs"]
+    assert (result.status, finding.status) == ("FAIL", "fail")
+    for named in ("position 1: 0.7, above 0", "position 2: NaN", "position 3: infinite"):
+        assert f"sample 0 {named}" in str(finding.measured)
+    # The good tokens of the same answers are all there, and only they.
+    assert len(result.aligned.t) == len(good.aligned.t) - 3 * len(ROWS)
+    assert not {1, 2, 3} & set(result.aligned.position.tolist())
+    assert result.metrics["max_abs_dlogp"].value < 1e-3
 
 
 def test_single_refused_requests_are_told_and_the_rest_is_compared(
@@ -367,6 +397,7 @@ def test_single_refused_requests_are_told_and_the_rest_is_compared(
     [
         ("no_logprobs", "returned no log-probabilities"),
         ("no_ids", "returned no token ids"),
+        ("all_above", "sample 0 position 0: 0.7, above 0"),
         ("refuse", "all 10 requests failed"),
     ],
 )
