@@ -45,7 +45,7 @@ def _fault(value: Any) -> str:
         return "missing"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"no number: {value!r:.40}"
-    # Whole numbers may be larger than any float, which math.isnan cannot take; NaN is below nothing.
+    # A whole number may be larger than any float, which math.isnan cannot take.
     if not abs(value) <= sys.float_info.max:
         return "NaN" if isinstance(value, float) and math.isnan(value) else "infinite"
     return f"{value:g}, above 0" if value > _ROUNDING else ""

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from shakedown.consistency.attribute import Layer, Views, attribute, culprit
-from shakedown.consistency.compare import Aligned, Array, Metric, align, divergence_rate, measure
+from shakedown.consistency.bootstrap import SampleSums, divergence_rate
+from shakedown.consistency.compare import Aligned, Array, Metric, align
 from shakedown.consistency.engine import (
     find_engine,
     generate_all,
@@ -171,7 +172,10 @@ def _judge(plan: Plan, reference: Reference, made: Generations) -> Comparison:
     if not len(aligned.t):
         faults = "; ".join(str(finding.measured) for finding in bad)
         raise BlockedError(f"no token has a log-probability on both sides: {faults}")
-    metrics = measure(aligned, seed=plan.seed)
+    sums = SampleSums()
+    for sample in aligned.split():
+        sums.add(sample)
+    metrics = sums.measure(seed=plan.seed)
     greedy = [c for c in made.greedy.completions if c.token_ids]
     greedy_scores = reference.score([Scored(c.prompt.ids, c.token_ids) for c in greedy])
     divergences = first_divergences(greedy, greedy_scores)
