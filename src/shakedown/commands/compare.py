@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,13 +18,13 @@ from shakedown.commands.arguments import (
     positive,
     run_config,
 )
-from shakedown.core.errors import BlockedError, UsageError, did_you_mean
+from shakedown.core.errors import BlockedError, StorageError, UsageError, did_you_mean
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Stopwatch, blocked_verdict, finish
 from shakedown.data_sources import read_rows
 
 if TYPE_CHECKING:
-    from shakedown.consistency.run import Plan
+    from shakedown.consistency.plan import Plan
     from shakedown.consistency.server import ComparedServer
 
 EXAMPLES = (
@@ -98,21 +99,46 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
     by_config = args.config is not None or args.endpoint is not None
+    paths = ComparisonPaths(args.out)
     with _planned_by_config(args) if by_config else _planned_by_hand(args) as plan:
         # Torch, which takes seconds, is loaded once options and data have been found good.
         from shakedown.consistency.prompts import PromptMismatchError
         from shakedown.consistency.run import compare
-        from shakedown.consistency.write import make_verdict, prompt_verdict, write_tables
+        from shakedown.consistency.write import make_verdict, prompt_verdict
         from shakedown.report.comparison_page import write_report
 
+        _remove_earlier(paths)
         try:
-            result = compare(plan, progress=_say)
+            result = compare(plan, args.out, progress=_say)
         except PromptMismatchError as error:
-            return finish(prompt_verdict(error, plan, watch), ComparisonPaths(args.out).verdict)
-    write_tables(result, args.out)
+            return finish(prompt_verdict(error, plan, watch), paths.verdict)
     verdict = make_verdict(result, watch)
     write_report(result, verdict, args.out)
-    return finish(verdict, ComparisonPaths(args.out).verdict, strict=args.strict)
+    return finish(verdict, paths.verdict, strict=args.strict)
+
+
+def _remove_earlier(paths: ComparisonPaths) -> None:
+    """An earlier comparison's page and tables must not stand beside this one's verdict."""
+    for path in (paths.page, paths.tokens, paths.samples):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot remove {path}: {error.strerror or error}", hint="choose another --out"
+            ) from error
+
+
+def _again(args: argparse.Namespace) -> str:
+    """The command line that `args` came from, for the one who goes on from a stop."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["shakedown", "compare"]
+    for name, default in vars(parser.parse_args([])).items():
+        value = getattr(args, name)
+        if value != default:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return shlex.join(words)
 
 
 @contextlib.contextmanager
@@ -174,9 +200,9 @@ def _plan(
     limit: int | None,
     settings: Mapping[str, Any] | None = None,
 ) -> "Plan":
-    rows = read_rows(source, limit=limit)
-    from shakedown.consistency.run import Plan  # after the rows: it imports torch
+    from shakedown.consistency.plan import Plan
 
+    rows = read_rows(source, limit=limit)
     own = given(args, "max_tokens", "temperature", "grade", "dtype", "seed")
     return Plan(
         url=server.url,
@@ -186,6 +212,7 @@ def _plan(
         rows=rows,
         concurrency=args.concurrency,
         request_timeout=args.request_timeout,
+        again=_again(args),
         **{**(settings or {}), **own},
     )
 

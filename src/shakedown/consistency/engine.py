@@ -5,11 +5,13 @@ ask, and a chat template that differs between trainer and server shows itself on
 """
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
+from shakedown.consistency.journal import Act, Journal, recalled
 from shakedown.consistency.logprobs import read_logprobs
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Generated
 from shakedown.core.errors import BlockedError, ServerError, UsageError
@@ -84,12 +86,16 @@ async def generate(
 async def generate_all(
     client: Client,
     prompts: Sequence[EncodedPrompt],
+    journal: Journal,
+    act: Act,
     *,
     max_tokens: int,
     temperature: float,
     concurrency: int,
 ) -> Generated:
-    """Generate for every prompt, `concurrency` at once; single refusals are collected.
+    """Generate for every prompt that has no row in the journal, `concurrency` at once.
+
+    Single refusals are collected.
 
     Raises:
         BlockedError: as `generate`, or every request was refused.
@@ -97,13 +103,19 @@ async def generate_all(
     gate = asyncio.Semaphore(concurrency)
 
     async def one(prompt: EncodedPrompt) -> ComparedCompletion | Failure:
+        build = functools.partial(ComparedCompletion.from_row, prompt)
+        known = recalled(journal, prompt.index, act, build)
+        if known is not None:
+            return known
         async with gate:
             try:
-                return await generate(
+                made = await generate(
                     client, prompt, max_tokens=max_tokens, temperature=temperature
                 )
             except ServerError as error:
                 return Failure(prompt.index, str(error))
+        journal.put(prompt.index, act, made.to_row())
+        return made
 
     found = await asyncio.gather(*(one(prompt) for prompt in prompts))
     failures = [result for result in found if isinstance(result, Failure)]
@@ -113,22 +125,37 @@ async def generate_all(
 
 
 async def prefill_all(
-    client: Client, completions: Sequence[ComparedCompletion], *, concurrency: int
-) -> tuple[list[list[float]] | None, str]:
+    client: Client,
+    completions: Sequence[ComparedCompletion],
+    journal: Journal,
+    *,
+    concurrency: int,
+) -> tuple[dict[int, list[float]], str]:
     """The engine's own scores [T] of each completion in one pass, at temperature 1, unchecked.
 
-    Returns (None, reason) where the engine cannot do it.
+    By sample; and why some are missing. After the first refusal it is not asked again.
     """
     gate = asyncio.Semaphore(concurrency)
+    found: dict[int, list[float]] = {}
+    fault = ""
 
-    async def one(completion: ComparedCompletion) -> list[float]:
+    async def one(completion: ComparedCompletion) -> None:
+        nonlocal fault
+        number, ids = completion.prompt.index, completion.token_ids
+        known = recalled(journal, number, "prefill", lambda row: list(row["logprobs"]))
         async with gate:
-            return await client.score(completion.prompt.ids, completion.token_ids)
+            if known is None and not fault:
+                try:
+                    known = await client.score(completion.prompt.ids, ids)
+                except ServerError as error:
+                    fault = f"the engine did not score given tokens: {error}"
+                else:
+                    journal.put(number, "prefill", {"logprobs": known})
+        if known is not None and len(known) == len(ids):
+            found[number] = known
 
-    try:
-        return list(await asyncio.gather(*(one(c) for c in completions))), ""
-    except ServerError as error:
-        return None, f"the engine did not score given tokens: {error}"
+    await asyncio.gather(*(one(completion) for completion in completions))
+    return found, fault
 
 
 async def server_text(client: Client, ids: Sequence[int]) -> str:

@@ -104,7 +104,7 @@ def worst_tokens(result: Comparison) -> list[WorstToken]:
     rows = []
     for index in order:
         number, position = int(aligned.sample[index]), int(aligned.position[index])
-        completion = result.completions[number]
+        completion = result.shown[number].completion
         ids = [*completion.prompt.ids, *completion.token_ids]
         place = len(completion.prompt.ids) + position
         rows.append(

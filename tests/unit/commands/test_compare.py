@@ -6,6 +6,8 @@ be planted exactly; the real engine is compared in test_agents_consistency_vllm.
 
 import json
 import math
+import shlex
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,10 +22,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shakedown.cli import main
-from shakedown.consistency.run import Comparison, Plan, compare
+from shakedown.consistency.plan import Plan
+from shakedown.consistency.run import Comparison, compare
 from shakedown.consistency.samples import read_prompts
 from shakedown.consistency.score import Reference, Scored
-from shakedown.consistency.write import make_verdict, write_tables
+from shakedown.consistency.tables import open_tables
+from shakedown.consistency.write import make_verdict
 from shakedown.core.errors import BlockedError, UsageError
 from shakedown.core.verdict import Stopwatch, read_verdict
 from shakedown.report.comparison_page import render_report
@@ -182,6 +186,9 @@ def server(model: Path) -> Iterator[Engine]:
 
         def answer(self, body: dict[str, Any]) -> None:
             status, reply = engine.reply(self.path, body)
+            if "dies" in engine.plant and engine.seen > 13:
+                self.close_connection = True  # without a word, as a process that was killed
+                return
             data = json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
@@ -223,7 +230,12 @@ def run(engine: Engine, model: Path, data: Path, out: Path, *options: str) -> in
 
 def compared(engine: Engine, model: Path, **options: Any) -> Comparison:
     plan = Plan(url=engine.url, reference=str(model), rows=ROWS, max_tokens=8, **options)
-    return compare(plan)
+    return compared_by(plan)
+
+
+def compared_by(plan: Plan) -> Comparison:
+    with tempfile.TemporaryDirectory() as out:
+        return compare(plan, Path(out))
 
 
 def culprit_of(result: Comparison) -> list[str]:
@@ -256,13 +268,19 @@ def test_tables_hold_whole_numbers_and_nulls_where_something_is_missing(
 ) -> None:
     engine.plant = {"missing", "wrong_greedy"}
     result = compared(engine, model)
-    half = replace(result, greedy=result.greedy[:5], divergences=result.divergences[:5])
-    write_tables(replace(half, decode=lambda _: "\ud800"), tmp_path)
+    silent = [replace(each, greedy=None, divergence=None) for each in result.shown[5:]]
+    with open_tables(tmp_path, lambda _: "\ud800") as tables:
+        tables.add(result.shown[:5])
+        tables.add(silent)
+        tables.add([])
     tokens = pq.read_table(tmp_path / "tokens.parquet")
     samples = pq.read_table(tmp_path / "samples.parquet")
     assert tokens["logprob_engine"].null_count == len(ROWS)
-    assert tokens["token"].to_pylist() == [i for c in result.completions for i in c.token_ids]
+    assert tokens["token"].to_pylist() == [
+        i for each in result.shown for i in each.completion.token_ids
+    ]
     assert set(tokens["text"].to_pylist()) == {"?"}
+    assert pq.ParquetFile(tmp_path / "tokens.parquet").num_row_groups == 2  # one a part
     assert samples["greedy_first_divergence"].to_pylist() == [2] * 5 + [None] * 5
     assert samples["greedy_token_ids"].to_pylist()[5:] == [[]] * 5
 
@@ -276,16 +294,18 @@ def test_metrics_stand_with_their_interval(engine: Engine, model: Path) -> None:
 
 def test_plain_prompts_are_compared_too(engine: Engine, model: Path) -> None:
     plan = Plan(engine.url, str(model), [{"prompt": "12+34="}, {"question": "1+1="}], max_tokens=4)
-    result = compare(plan)
+    result = compared_by(plan)
     assert result.status == "PASS"
-    assert list(result.completions[0].prompt.ids) == list(result.completions[0].prompt_ids)
+    assert list(result.shown[0].completion.prompt.ids) == list(
+        result.shown[0].completion.prompt_ids
+    )
 
 
 def test_sglang_s_own_protocol_is_compared_too(engine: Engine, model: Path) -> None:
     engine.owner = "sglang"
     result = compared(engine, model)
     assert (result.engine, result.status) == ("sglang", "PASS")
-    assert result.prefill is not None
+    assert all(each.prefill is not None for each in result.shown)
 
 
 def test_raw_log_probabilities_at_another_temperature_fail_by_their_name(
@@ -388,8 +408,61 @@ def test_single_refused_requests_are_told_and_the_rest_is_compared(
 ) -> None:
     engine.plant = {"refuse_some"}
     result = compared(engine, model)
-    assert 0 < len(result.completions) < len(ROWS)
+    assert 0 < result.samples < len(ROWS)
     assert "as planted" in {f.check: str(f.measured) for f in result.findings}["requests"]
+
+
+def test_a_server_that_dies_leaves_what_was_done_and_the_same_command_goes_on(
+    engine: Engine, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shakedown.inference.client._RETRY_SECONDS", ())
+    out, whole = data.parent / "out", data.parent / "whole"
+    assert run(engine, model, data, whole, "--concurrency", "1") == 0
+    engine.plant, engine.seen = {"dies"}, 0
+
+    assert run(engine, model, data, out, "--concurrency", "1") == 3
+
+    verdict = read_verdict(out / "verdict.json")
+    assert verdict.status == "BLOCKED"
+    assert "3 of 10 samples are done and 10 sampled" in verdict.summary
+    again = verdict.next.partition("go on: ")[2]
+    assert not (out / "tokens.parquet").exists()
+
+    engine.plant, engine.seen = set(), 0
+    assert main(shlex.split(again)[1:]) == 0
+
+    # 7 greedy completions and 10 scores by prefill were left to ask for.
+    assert engine.seen == 17
+    assert not (out / "parts").exists()
+    for name in ("tokens.parquet", "samples.parquet"):
+        assert pq.read_table(out / name).equals(pq.read_table(whole / name))
+    metrics = [read_verdict(folder / "verdict.json").metrics for folder in (out, whole)]
+    assert metrics[0]["k3"] == metrics[1]["k3"]
+
+
+def test_parts_of_the_prompts_give_the_same_as_all_at_once(
+    engine: Engine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = compared(engine, model)
+    monkeypatch.setattr("shakedown.consistency.run._PART", 3)
+    parts = compared(engine, model)
+
+    assert (parts.samples, parts.tokens) == (whole.samples, whole.tokens)
+    # Padding moves the reference's float32 by its rounding.
+    for name, metric in whole.metrics.items():
+        assert parts.metrics[name].value == pytest.approx(metric.value, abs=1e-5), name
+
+
+def test_tables_and_page_of_an_earlier_comparison_do_not_stay_beside_a_new_verdict(
+    engine: Engine, model: Path, data: Path
+) -> None:
+    out = data.parent / "out"
+    assert run(engine, model, data, out) == 0
+    engine.plant = {"double_bos"}
+
+    assert run(engine, model, data, out) == 1
+
+    assert sorted(path.name for path in out.iterdir()) == ["verdict.json"]
 
 
 @pytest.mark.parametrize(
@@ -451,7 +524,7 @@ def test_token_ids_outside_the_vocabulary_are_blocked(engine: Engine) -> None:
 
 def test_a_model_that_is_not_served_is_a_usage_error(engine: Engine, model: Path) -> None:
     with pytest.raises(UsageError, match="it serves policy"):
-        compare(Plan(engine.url, str(model), ROWS, model="other"))
+        compared_by(Plan(engine.url, str(model), ROWS, model="other"))
 
 
 def test_scores_do_not_depend_on_the_batch(engine: Engine) -> None:

@@ -1,0 +1,32 @@
+"""What a comparison is asked to do."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to compare and how.
+
+    Attributes:
+        url: the server's, without `/v1`.
+        api_key: what it asks for.
+        again: the command that goes on from what a stopped comparison has on disk.
+    """
+
+    url: str
+    reference: str
+    rows: Sequence[Mapping[str, Any]]
+    model: str = ""
+    dtype: str = "auto"
+    max_tokens: int = 64
+    temperature: float = 1.0
+    grade: str = "dense"
+    seed: int = 0
+    concurrency: int = 64
+    request_timeout: float = 300.0
+    api_key: str = field(default="", repr=False)
+    again: str = "the same command"
