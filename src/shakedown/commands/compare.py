@@ -1,10 +1,12 @@
 """`shakedown compare`: do trainer and inference engine agree on the same tokens?"""
 
 import argparse
+import asyncio
 import contextlib
+import functools
 import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from shakedown.core.verdict import Stopwatch, blocked_verdict, finish
 from shakedown.data_sources import read_rows
 
 if TYPE_CHECKING:
+    from shakedown.agents.reward_pool import RewardLimits
     from shakedown.consistency.plan import Plan
     from shakedown.consistency.server import ComparedServer
 
@@ -61,6 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-cache-gb", type=above_zero, default=1.0, help="GiB, of a server without a GPU"
+    )
+    parser.add_argument(
+        "--reward",
+        type=place,
+        help="judge the answers of both sides: a name or FILE.py:FUNCTION (default: the config's)",
+    )
+    parser.add_argument(
+        "--compat",
+        choices=("cmp_rollout",),
+        help="print the two lines of AReaL's cmp_rollout.py at the end",
     )
     add_strict(parser)
 
@@ -114,7 +127,13 @@ def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
             return finish(prompt_verdict(error, plan, watch), paths.verdict)
     verdict = make_verdict(result, watch)
     write_report(result, verdict, args.out)
-    return finish(verdict, paths.verdict, strict=args.strict)
+    code = finish(verdict, paths.verdict, strict=args.strict)
+    if args.compat:
+        from shakedown.consistency.accuracy import Paired, cmp_rollout
+
+        greedy = result.accuracy.get("greedy", Paired())
+        print(cmp_rollout(result.engine, greedy), flush=True)
+    return code
 
 
 def _remove_earlier(paths: ComparisonPaths) -> None:
@@ -161,12 +180,20 @@ def _planned_by_hand(args: argparse.Namespace) -> "Iterator[Plan]":
         ComparisonPaths(args.out).server, args.dtype, args.max_model_len, args.kv_cache_gb, _say
     )
     with open_server(args.engine, own) as server:
-        yield _plan(args, server, reference=model, source=args.data, limit=args.limit)
+        yield _plan(
+            args,
+            server,
+            reference=model,
+            source=args.data,
+            limit=args.limit,
+            reward=args.reward or "",
+        )
 
 
 @contextlib.contextmanager
 def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     """A run's own settings; options on the command line win."""
+    from shakedown.agents.reward_pool import RewardLimits
     from shakedown.consistency.server import ComparedServer
     from shakedown.inference.server import in_use
     from shakedown.training.assets import heldout_source
@@ -188,6 +215,8 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
             source=args.data or heldout_source(config),
             limit=args.limit or config.consistency.samples,
             settings=settings,
+            reward=args.reward or config.data.reward,
+            limits=RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb),
         )
 
 
@@ -199,10 +228,13 @@ def _plan(
     source: str,
     limit: int | None,
     settings: Mapping[str, Any] | None = None,
+    reward: str = "",
+    limits: "RewardLimits | None" = None,
 ) -> "Plan":
     from shakedown.consistency.plan import Plan
 
     rows = read_rows(source, limit=limit)
+    reward = _usable_reward(args, reward, rows)
     own = given(args, "max_tokens", "temperature", "grade", "dtype", "seed")
     return Plan(
         url=server.url,
@@ -213,8 +245,49 @@ def _plan(
         concurrency=args.concurrency,
         request_timeout=args.request_timeout,
         again=_again(args),
+        reward=functools.partial(_rewards, reward, limits) if reward else None,
+        reward_name=reward,
         **{**(settings or {}), **own},
     )
+
+
+def _usable_reward(args: argparse.Namespace, reward: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The reward, or nothing where no row has an answer and nobody asked for it.
+
+    Raises:
+        UsageError: it was asked for and cannot be used.
+    """
+    from shakedown.agents.reward_pool import reward_fault
+    from shakedown.agents.rewards import get_reward, is_own
+    from shakedown.consistency.answers import answer_of
+
+    answered = any(answer_of(row) is not None for row in rows)
+    if args.compat and not (reward and answered):
+        raise UsageError(
+            f"--compat {args.compat} prints accuracies: it needs --reward and rows with `answer`",
+            hint="shakedown compare ... --reward exact_match",
+        )
+    if args.reward and not answered:
+        raise UsageError(f"--reward {args.reward}: no row of the data has an `answer`")
+    if not answered:
+        return ""
+    if is_own(reward):
+        fault = asyncio.run(reward_fault(reward))
+        if fault:
+            raise UsageError(fault)
+    elif reward:
+        get_reward(reward)
+    return reward
+
+
+def _rewards(
+    reward: str, limits: "RewardLimits | None", rows: Sequence[tuple[str, str]]
+) -> list[float | None]:
+    """In a process of its own, as in training; None where it failed."""
+    from shakedown.agents.reward_pool import RewardFailure, RewardLimits, score_rows
+
+    found = asyncio.run(score_rows(reward, rows, limits or RewardLimits(), progress=lambda: None))
+    return [None if isinstance(each, RewardFailure) else each for each in found]
 
 
 def _say(line: str) -> None:

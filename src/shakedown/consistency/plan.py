@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shakedown.consistency.accuracy import RewardOf
+
 Progress = Callable[[str], None]
 
 
@@ -14,6 +16,8 @@ class Plan:
     Attributes:
         url: the server's, without `/v1`.
         api_key: what it asks for.
+        reward: judges completions against each row's `answer`; None: accuracies are not measured.
+            `reward_name` is what it is called.
         again: the command that goes on from what a stopped comparison has on disk.
     """
 
@@ -29,4 +33,6 @@ class Plan:
     concurrency: int = 64
     request_timeout: float = 300.0
     api_key: str = field(default="", repr=False)
+    reward: RewardOf | None = field(default=None, repr=False)
+    reward_name: str = ""
     again: str = "the same command"

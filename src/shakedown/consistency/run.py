@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from shakedown.consistency.accuracy import Paired, accuracy_findings
+from shakedown.consistency.answers import judge_answers
 from shakedown.consistency.attribute import Layer, Views, attribute, culprit
 from shakedown.consistency.bootstrap import divergence_rate
 from shakedown.consistency.compare import Aligned, Array, Metric, align
@@ -47,6 +49,7 @@ class Comparison:
     findings: Sequence[Finding]
     layers: Sequence[Layer]
     divergences: Sequence[GreedyDivergence | None]
+    accuracy: Mapping[str, Paired] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     decode: Callable[[int], str] = str
 
@@ -136,6 +139,7 @@ class _Work:
         generated = time.monotonic()
         samples, flips = score(self._plan, self._reference, answers, journal)
         self.tally.add(answers, samples, flips)
+        judge_answers(self._plan, self._reference, answers, journal, self.tally.paired)
         self._done += len(rows)
         self.seconds["generate"] += generated - begin
         self.seconds["score"] += time.monotonic() - generated
@@ -175,6 +179,7 @@ def _identity(plan: Plan, reference: Reference) -> dict[str, Any]:
         "reference": [plan.reference, reference.dtype, state_of(plan.reference)],
         "model": plan.model,
         "sampling": [plan.max_tokens, plan.temperature, plan.seed],
+        "reward": plan.reward_name,
         "rows": hashlib.sha256(rows.encode("utf-8", "replace")).hexdigest(),
     }
 
@@ -189,7 +194,14 @@ def _judge(plan: Plan, reference: Reference, tally: Tally) -> Comparison:
     layers = attribute(_views(plan, reference, shown, deep=status_of(graded) != "PASS"))
     noise = tally.noise(metrics["max_abs_dlogp"].value)
     greedy = judge_greedy(tally.divergences, max_abs_dlogp=noise)
-    findings = [*graded, greedy, *tally.findings(), *(layer.finding() for layer in layers)]
+    paired = {name: counts for name, counts in tally.paired.items() if counts.rows}
+    findings = [
+        *graded,
+        greedy,
+        *accuracy_findings(paired),
+        *tally.findings(),
+        *(layer.finding() for layer in layers),
+    ]
     return Comparison(
         plan=plan,
         engine=tally.engine,
@@ -204,6 +216,7 @@ def _judge(plan: Plan, reference: Reference, tally: Tally) -> Comparison:
         findings=findings,
         layers=layers,
         divergences=tally.divergences,
+        accuracy=paired,
     )
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from shakedown.consistency.accuracy import Paired
 from shakedown.consistency.bootstrap import SampleSums
 from shakedown.consistency.compare import Aligned, align
 from shakedown.consistency.greedy import GreedyDivergence
@@ -63,6 +64,7 @@ class Tally:
         self.divergences: list[GreedyDivergence | None] = []
         self.failures: list[Failure] = []
         self.prefill_fault = ""
+        self.paired = {"greedy": Paired(), "sampled": Paired()}
         self._greedy_noise = 0.0
         self._silent = 0
 

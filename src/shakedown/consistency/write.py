@@ -1,5 +1,6 @@
 """The verdict of a comparison."""
 
+from shakedown.consistency.accuracy import accuracy_metrics
 from shakedown.consistency.plan import Plan
 from shakedown.consistency.prompts import PromptMismatchError
 from shakedown.consistency.run import Comparison
@@ -11,6 +12,7 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
     numbers: dict[str, float] = {}
     for name, metric in result.metrics.items():
         numbers |= {name: metric.value, f"{name}_low": metric.low, f"{name}_high": metric.high}
+    numbers |= accuracy_metrics(result.accuracy)
     numbers |= {"tokens": result.tokens, "samples": result.samples}
     numbers |= {f"seconds_{name}": value for name, value in result.seconds.items()}
     good = result.status == "PASS"

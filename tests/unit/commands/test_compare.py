@@ -440,6 +440,102 @@ def test_a_server_that_dies_leaves_what_was_done_and_the_same_command_goes_on(
     assert metrics[0]["k3"] == metrics[1]["k3"]
 
 
+REWARD = """
+def even(completion: str, answer: str) -> float:
+    assert answer == "1"
+    return float(sum(map(ord, completion)) % 2 == 0)
+"""
+
+
+def test_both_sides_answers_are_judged_by_a_reward(
+    engine: Engine, model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data.parent / "mine.py").write_text(REWARD, encoding="utf-8")
+    out = data.parent / "out"
+    reward = ["--reward", f"{data.parent / 'mine.py'}:even"]
+
+    assert run(engine, model, data, out, *reward, "--compat", "cmp_rollout") == 0
+
+    metrics = read_verdict(out / "verdict.json").metrics
+    lines = capsys.readouterr().out.splitlines()
+    # Both sides' greedy completions are the same tokens: the same model makes them.
+    right = metrics["accuracy_greedy_engine"]
+    assert 0 < right < 1
+    assert metrics["accuracy_greedy_reference"] == right
+    assert (metrics["accuracy_greedy_rows"], metrics["accuracy_greedy_p"]) == (10, 1.0)
+    assert metrics["accuracy_sampled_rows"] == 10
+    assert lines[-2:] == [
+        f"Transformers accuracy: {right * 100:.2f}%",
+        f"vLLM         accuracy: {right * 100:.2f}%",
+    ]
+    assert "<h2>Answers</h2>" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_reward_that_fails_counts_as_wrong_and_is_told(
+    engine: Engine, model: Path, data: Path
+) -> None:
+    (data.parent / "mine.py").write_text("def none(a, b):\n    return 1 / 0\n", encoding="utf-8")
+    out = data.parent / "out"
+
+    assert run(engine, model, data, out, "--reward", f"{data.parent / 'mine.py'}:none") == 0
+
+    verdict = read_verdict(out / "verdict.json")
+    finding = {f.check: f for f in verdict.findings}["accuracy_greedy"]
+    assert (verdict.status, verdict.metrics["accuracy_greedy_engine"]) == ("WARN", 0.0)
+    assert "20 rewards failed and count as wrong" in str(finding.measured)
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "said"),
+    [
+        (["--reward", "exact_mach"], {"answer": "1"}, "did you mean 'exact_match'"),
+        (["--reward", "exact_match"], {}, "no row of the data has an `answer`"),
+        (["--reward", "mine.py:x"], {"answer": "1"}, "mine.py"),
+        (["--compat", "cmp_rollout"], {"answer": "1"}, "it needs --reward"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_told_before_anything_is_loaded(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    row: dict[str, str],
+    said: str,
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", **row}) + "\n", encoding="utf-8")
+    # Neither the model nor the server exists.
+    argv = ["compare", "--reference", "transformers:./none", "--engine", "http://127.0.0.1:9"]
+
+    assert main([*argv, "--data", str(rows), "--out", str(tmp_path / "out"), *options]) == 2
+
+    assert said in capsys.readouterr().err
+
+
+def test_the_reference_completes_as_the_engine_does_whatever_stands_beside_it(
+    engine: Engine,
+) -> None:
+    prompts = [[1, 4, 5, 6, 7, 8], [1, 9], [1, 3, 3, 10]]
+
+    made = engine.reference.generate(prompts, max_tokens=6, temperature=0.0, seed=0)
+
+    ends = engine.reference._ends
+    for prompt, ids in zip(prompts, made, strict=True):
+        expected, _ = engine.sample(prompt, 6, 0.0)
+        assert ids == expected[: len(ids)]
+        assert len(ids) == 6 or ids[-1] in ends
+
+
+def test_the_reference_samples_from_all_tokens_by_its_seed_alone(engine: Engine) -> None:
+    def drawn(seed: int) -> list[list[int]]:
+        return engine.reference.generate([[1, 4]] * 40, max_tokens=8, temperature=5.0, seed=seed)
+
+    before = torch.random.get_rng_state()
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert torch.equal(before, torch.random.get_rng_state())
+    # Near uniform at this temperature: transformers' own 50 likeliest alone would not give these.
+    assert len({i for ids in drawn(3) for i in ids}) > 50
+
+
 def test_parts_of_the_prompts_give_the_same_as_all_at_once(
     engine: Engine, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
