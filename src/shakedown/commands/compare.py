@@ -204,6 +204,7 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     config = run_config(args.config)
     settings = {
         **config.consistency.model_dump(include={"max_tokens", "temperature", "grade"}),
+        "limits": config.consistency.limits.model_dump(exclude_none=True),
         "dtype": config.model.dtype,
         "seed": config.seed,
     }

@@ -16,6 +16,7 @@ class Plan:
     Attributes:
         url: the server's, without `/v1`.
         api_key: what it asks for.
+        limits: of single metrics, over the grade's.
         reward: judges completions against each row's `answer`; None: accuracies are not measured.
             `reward_name` is what it is called.
         again: the command that goes on from what a stopped comparison has on disk.
@@ -29,6 +30,7 @@ class Plan:
     max_tokens: int = 64
     temperature: float = 1.0
     grade: str = "dense"
+    limits: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     concurrency: int = 64
     request_timeout: float = 300.0

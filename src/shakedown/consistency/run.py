@@ -189,7 +189,7 @@ def _judge(plan: Plan, reference: Reference, tally: Tally) -> Comparison:
     metrics["greedy_divergence_rate"] = divergence_rate(
         [flip.position if flip else None for flip in tally.divergences], seed=plan.seed
     )
-    graded = grade_metrics(metrics, plan.grade)
+    graded = grade_metrics(metrics, get_limits(plan.grade, plan.limits))
     shown = tally.shown.samples
     layers = attribute(_views(plan, reference, shown, deep=status_of(graded) != "PASS"))
     noise = tally.noise(metrics["max_abs_dlogp"].value)

@@ -33,6 +33,7 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
             "engine_url": result.plan.url,
             "temperature": result.plan.temperature,
             "grade": result.plan.grade,
+            "limits": dict(result.plan.limits),
         },
     )
 

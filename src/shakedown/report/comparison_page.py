@@ -80,7 +80,7 @@ def render_report(result: Comparison, verdict: Verdict) -> str:
 
 def metric_rows(result: Comparison) -> list[MetricRow]:
     """Every metric with its interval and, where the grade has one, its limit."""
-    limits = get_limits(result.plan.grade)
+    limits = get_limits(result.plan.grade, result.plan.limits)
     rows = []
     for name, metric in result.metrics.items():
         bound = limits.get(name)

@@ -6,6 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
+from shakedown.config.schema import ConsistencyLimits
 from shakedown.consistency.bootstrap import SampleSums, divergence_rate
 from shakedown.consistency.compare import METRICS, Aligned, Metric, align
 from shakedown.consistency.grade import GRADES, get_limits, grade_metrics
@@ -104,7 +105,7 @@ def test_one_impossible_token_keeps_every_number_finite(extreme: float) -> None:
     g[3][0] = extreme
     found = measure(align(t, g), resamples=20)
     assert all(math.isfinite(x) for m in found.values() for x in (m.value, m.low, m.high))
-    assert status_of(grade_metrics(found, "dense")) == "FAIL"
+    assert status_of(grade_metrics(found, get_limits("dense"))) == "FAIL"
 
 
 def test_tokens_that_a_side_did_not_score_are_counted() -> None:
@@ -205,10 +206,10 @@ def test_greedy_divergence_is_a_share_of_samples() -> None:
     assert divergence_rate([]) == Metric(0.0, 0.0, 0.0)
 
 
-def graded(grade: str, **values: float) -> str:
+def graded(grade: str, values: dict[str, float], over: dict[str, float] | None = None) -> str:
     good = {"k3": 0.0, "token_mult_prob_error": 1.0, "mean_abs_dlogp": 0.0, "mean_abs_dprob": 0.0}
     metrics = {name: Metric(v, v, v) for name, v in {**good, **values}.items()}
-    return status_of(grade_metrics(metrics, grade))
+    return status_of(grade_metrics(metrics, get_limits(grade, over or {})))
 
 
 @pytest.mark.parametrize(
@@ -232,13 +233,33 @@ def graded(grade: str, **values: float) -> str:
 def test_grades_pass_warn_and_fail_at_their_limits(
     grade: str, values: dict[str, float], status: str
 ) -> None:
-    assert graded(grade, **values) == status
+    assert graded(grade, values) == status
+
+
+@pytest.mark.parametrize(
+    ("over", "values", "status"),
+    [
+        ({"k3": 1e-2}, {"k3": 5e-3}, "PASS"),
+        ({"k3": 1e-4}, {"k3": 1e-4}, "PASS"),
+        ({"k3": 1e-4}, {"k3": 5e-4}, "FAIL"),  # nothing between pass and fail
+        ({"k3": 1e-2}, {"mean_abs_dlogp": 0.06}, "FAIL"),  # the others stay the grade's
+        ({"chi2": 0.1}, {"chi2": 0.2}, "FAIL"),  # a metric without one of its own
+    ],
+)
+def test_limits_of_single_metrics_stand_over_the_grade_s(
+    over: dict[str, float], values: dict[str, float], status: str
+) -> None:
+    assert graded("dense", values, over) == status
+
+
+def test_every_limit_of_the_config_is_of_a_metric() -> None:
+    assert set(ConsistencyLimits.model_fields) <= {*METRICS, "greedy_divergence_rate"}
 
 
 def test_an_interval_that_crosses_the_limit_asks_for_more_samples() -> None:
     t, g = logprobs(5)
     metrics = measure(align(t, g)) | {"k3": Metric(9e-4, 5e-4, 3e-3)}
-    finding = grade_metrics(metrics, "dense")[0]
+    finding = grade_metrics(metrics, get_limits("dense"))[0]
     assert (finding.status, "more samples" in finding.remedy) == ("pass", True)
 
 
