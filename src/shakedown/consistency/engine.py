@@ -98,7 +98,7 @@ async def generate_all(
     Single refusals are collected.
 
     Raises:
-        BlockedError: as `generate`, or every request was refused.
+        BlockedError: as `generate`, or every request was refused, or the server is gone.
     """
     gate = asyncio.Semaphore(concurrency)
 
@@ -113,6 +113,7 @@ async def generate_all(
                     client, prompt, max_tokens=max_tokens, temperature=temperature
                 )
             except ServerError as error:
+                await see_alive(client)
                 return Failure(prompt.index, str(error))
         journal.put(prompt.index, act, made.to_row())
         return made
@@ -134,6 +135,9 @@ async def prefill_all(
     """The engine's own scores [T] of each completion in one pass, at temperature 1, unchecked.
 
     By sample; and why some are missing. After the first refusal it is not asked again.
+
+    Raises:
+        ServerError: the server is gone.
     """
     gate = asyncio.Semaphore(concurrency)
     found: dict[int, list[float]] = {}
@@ -148,6 +152,7 @@ async def prefill_all(
                 try:
                     known = await client.score(completion.prompt.ids, ids)
                 except ServerError as error:
+                    await see_alive(client)
                     fault = f"the engine did not score given tokens: {error}"
                 else:
                     journal.put(number, "prefill", {"logprobs": known})
@@ -156,6 +161,15 @@ async def prefill_all(
 
     await asyncio.gather(*(one(completion) for completion in completions))
     return found, fault
+
+
+async def see_alive(client: Client) -> None:
+    """Single refusals are told and passed over; after the server's death nothing is judged.
+
+    Raises:
+        ServerError: it answers nothing any more.
+    """
+    await client.send(Request("/v1/models", method="GET"), within=_CONNECT)
 
 
 async def server_text(client: Client, ids: Sequence[int]) -> str:

@@ -65,8 +65,6 @@ async def ask(
         await refuse_other_prompts(sampled, tokenizer, lambda ids: server_text(client, ids))
         greedy, lost_too = await _generated(plan, client, prompts, journal, "greedy")
         raw, fault = await prefill_all(client, sampled, journal, concurrency=plan.concurrency)
-        if fault:
-            await _see_alive(plan)
     prefill = {sample: read_logprobs(values) for sample, values in raw.items()}
     return Answers(engine, sampled, greedy, prefill, [*lost, *lost_too], fault)
 
@@ -83,14 +81,7 @@ async def _generated(
         temperature=plan.temperature if act == "sampled" else 0.0,
         concurrency=plan.concurrency,
     )
-    if made.failures:
-        await _see_alive(plan)
     return [each for each in made.completions if each.token_ids], made.failures
-
-
-async def _see_alive(plan: Plan) -> None:
-    """Single refusals are told and passed over; after the server's death nothing is judged."""
-    await find_engine(plan.url, model=plan.model, api_key=plan.api_key)
 
 
 def score(

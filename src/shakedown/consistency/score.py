@@ -87,12 +87,15 @@ class Reference:
         for number, prompt in enumerate(prompts):
             tokens[number, width - len(prompt) :] = torch.tensor(list(prompt))
             mask[number, width - len(prompt) :] = 1
-        sampling = {"do_sample": True, "temperature": temperature} if temperature else {}
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            # Said in full: it draws from the 50 likeliest tokens where `top_k` is left out.
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         out = self._model.generate(
             input_ids=tokens.to(self.device),
             attention_mask=mask.to(self.device),
             max_new_tokens=max_tokens,
-            **{"do_sample": False, **sampling},
+            **sampling,
         )
         rows: list[list[int]] = out[:, width:].tolist()
         return [self._until_end(row) for row in rows]
@@ -109,13 +112,10 @@ class Reference:
             found = self.tokenizer.eos_token_id
         ends = [] if found is None else found if isinstance(found, list) else [found]
         pad = self.tokenizer.pad_token_id
-        # transformers fills what a call leaves at its default from the checkpoint's, and draws
-        # from the 50 likeliest tokens where `top_k` is left out.
+        # transformers fills what a call leaves at its default from the checkpoint's.
         self._model.generation_config = GenerationConfig(
             eos_token_id=list(ends) or None,
             pad_token_id=pad if pad is not None else next(iter(ends), 0),
-            top_k=0,
-            top_p=1.0,
         )
         return frozenset(ends)
 

@@ -44,7 +44,7 @@ def prompt_verdict(error: PromptMismatchError, plan: Plan, watch: Stopwatch) -> 
         check="prompt_ids",
         status="fail",
         scope="sample",
-        subject=f"sample {error.shown.sample}",
+        subject=str(error.shown.sample),
         measured=f"{error.kind}: {error.shown.sentence}",
         expected="the same ids on both sides",
         blame="code",
