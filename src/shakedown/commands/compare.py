@@ -1,9 +1,12 @@
 """`shakedown compare`: do trainer and inference engine agree on the same tokens?"""
 
 import argparse
+import asyncio
 import contextlib
+import functools
+import shlex
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +20,14 @@ from shakedown.commands.arguments import (
     positive,
     run_config,
 )
-from shakedown.core.errors import BlockedError, UsageError, did_you_mean
+from shakedown.core.errors import BlockedError, StorageError, UsageError, did_you_mean
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Stopwatch, blocked_verdict, finish
 from shakedown.data_sources import read_rows
 
 if TYPE_CHECKING:
-    from shakedown.consistency.run import Plan
+    from shakedown.agents.reward_pool import RewardLimits
+    from shakedown.consistency.plan import Plan
     from shakedown.consistency.server import ComparedServer
 
 EXAMPLES = (
@@ -60,6 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kv-cache-gb", type=above_zero, default=1.0, help="GiB, of a server without a GPU"
+    )
+    parser.add_argument(
+        "--reward",
+        type=place,
+        help="judge the answers of both sides: a name or FILE.py:FUNCTION (default: the config's)",
+    )
+    parser.add_argument(
+        "--compat",
+        choices=("cmp_rollout",),
+        help="print the two lines of AReaL's cmp_rollout.py at the end",
     )
     add_strict(parser)
 
@@ -98,17 +112,52 @@ def run(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
     by_config = args.config is not None or args.endpoint is not None
+    paths = ComparisonPaths(args.out)
     with _planned_by_config(args) if by_config else _planned_by_hand(args) as plan:
         # Torch, which takes seconds, is loaded once options and data have been found good.
+        from shakedown.consistency.prompts import PromptMismatchError
         from shakedown.consistency.run import compare
-        from shakedown.consistency.write import make_verdict, write_tables
+        from shakedown.consistency.write import make_verdict, prompt_verdict
         from shakedown.report.comparison_page import write_report
 
-        result = compare(plan, progress=_say)
-    write_tables(result, args.out)
+        _remove_earlier(paths)
+        try:
+            result = compare(plan, args.out, progress=_say)
+        except PromptMismatchError as error:
+            return finish(prompt_verdict(error, plan, watch), paths.verdict)
     verdict = make_verdict(result, watch)
     write_report(result, verdict, args.out)
-    return finish(verdict, ComparisonPaths(args.out).verdict, strict=args.strict)
+    code = finish(verdict, paths.verdict, strict=args.strict)
+    if args.compat:
+        from shakedown.consistency.accuracy import Paired, cmp_rollout
+
+        greedy = result.accuracy.get("greedy", Paired())
+        print(cmp_rollout(result.engine, greedy), flush=True)
+    return code
+
+
+def _remove_earlier(paths: ComparisonPaths) -> None:
+    """An earlier comparison's page and tables must not stand beside this one's verdict."""
+    for path in (paths.page, paths.tokens, paths.samples):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot remove {path}: {error.strerror or error}", hint="choose another --out"
+            ) from error
+
+
+def _again(args: argparse.Namespace) -> str:
+    """The command line that `args` came from, for the one who goes on from a stop."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    words = ["shakedown", "compare"]
+    for name, default in vars(parser.parse_args([])).items():
+        value = getattr(args, name)
+        if value != default:
+            values = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return shlex.join(words)
 
 
 @contextlib.contextmanager
@@ -131,12 +180,20 @@ def _planned_by_hand(args: argparse.Namespace) -> "Iterator[Plan]":
         ComparisonPaths(args.out).server, args.dtype, args.max_model_len, args.kv_cache_gb, _say
     )
     with open_server(args.engine, own) as server:
-        yield _plan(args, server, reference=model, source=args.data, limit=args.limit)
+        yield _plan(
+            args,
+            server,
+            reference=model,
+            source=args.data,
+            limit=args.limit,
+            reward=args.reward or "",
+        )
 
 
 @contextlib.contextmanager
 def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     """A run's own settings; options on the command line win."""
+    from shakedown.agents.reward_pool import RewardLimits
     from shakedown.consistency.server import ComparedServer
     from shakedown.inference.server import in_use
     from shakedown.training.assets import heldout_source
@@ -147,6 +204,7 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     config = run_config(args.config)
     settings = {
         **config.consistency.model_dump(include={"max_tokens", "temperature", "grade"}),
+        "limits": config.consistency.limits.model_dump(exclude_none=True),
         "dtype": config.model.dtype,
         "seed": config.seed,
     }
@@ -158,6 +216,8 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
             source=args.data or heldout_source(config),
             limit=args.limit or config.consistency.samples,
             settings=settings,
+            reward=args.reward or config.data.reward,
+            limits=RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb),
         )
 
 
@@ -169,10 +229,13 @@ def _plan(
     source: str,
     limit: int | None,
     settings: Mapping[str, Any] | None = None,
+    reward: str = "",
+    limits: "RewardLimits | None" = None,
 ) -> "Plan":
-    rows = read_rows(source, limit=limit)
-    from shakedown.consistency.run import Plan  # after the rows: it imports torch
+    from shakedown.consistency.plan import Plan
 
+    rows = read_rows(source, limit=limit)
+    reward = _usable_reward(args, reward, rows)
     own = given(args, "max_tokens", "temperature", "grade", "dtype", "seed")
     return Plan(
         url=server.url,
@@ -182,8 +245,50 @@ def _plan(
         rows=rows,
         concurrency=args.concurrency,
         request_timeout=args.request_timeout,
+        again=_again(args),
+        reward=functools.partial(_rewards, reward, limits) if reward else None,
+        reward_name=reward,
         **{**(settings or {}), **own},
     )
+
+
+def _usable_reward(args: argparse.Namespace, reward: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """The reward, or nothing where no row has an answer and nobody asked for it.
+
+    Raises:
+        UsageError: it was asked for and cannot be used.
+    """
+    from shakedown.agents.reward_pool import reward_fault
+    from shakedown.agents.rewards import get_reward, is_own
+    from shakedown.consistency.answers import answer_of
+
+    answered = any(answer_of(row) is not None for row in rows)
+    if args.compat and not (reward and answered):
+        raise UsageError(
+            f"--compat {args.compat} prints accuracies: it needs --reward and rows with `answer`",
+            hint="shakedown compare ... --reward exact_match",
+        )
+    if args.reward and not answered:
+        raise UsageError(f"--reward {args.reward}: no row of the data has an `answer`")
+    if not answered:
+        return ""
+    if is_own(reward):
+        fault = asyncio.run(reward_fault(reward))
+        if fault:
+            raise UsageError(fault)
+    elif reward:
+        get_reward(reward)
+    return reward
+
+
+def _rewards(
+    reward: str, limits: "RewardLimits | None", rows: Sequence[tuple[str, str]]
+) -> list[float | None]:
+    """In a process of its own, as in training; None where it failed."""
+    from shakedown.agents.reward_pool import RewardFailure, RewardLimits, score_rows
+
+    found = asyncio.run(score_rows(reward, rows, limits or RewardLimits(), progress=lambda: None))
+    return [None if isinstance(each, RewardFailure) else each for each in found]
 
 
 def _say(line: str) -> None:

@@ -126,14 +126,35 @@ class AgentsConfig(Section):
     min_success_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
 
 
+Limit = Annotated[float, Field(ge=0)] | None
+
+
+class ConsistencyLimits(Section):
+    """A metric passes up to its limit and fails above it; None leaves it as the grade has it."""
+
+    k3: Limit = None
+    token_mult_prob_error: Limit = None
+    mean_abs_dlogp: Limit = None
+    max_abs_dlogp: Limit = None
+    p99_abs_dlogp: Limit = None
+    mean_abs_dprob: Limit = None
+    chi2: Limit = None
+    extreme_share: Limit = None
+    greedy_divergence_rate: Limit = None
+
+
 class ConsistencyConfig(Section):
-    """Rollout consistency: `samples` generated once and scored by each side."""
+    """Rollout consistency: `samples` generated once and scored by each side.
+
+    `limits` are over those of the grade.
+    """
 
     reference: Literal["transformers"] = "transformers"
     samples: Positive = 64
     max_tokens: Positive = 24
     temperature: Annotated[float, Field(ge=0)] = 1.0
     grade: Literal["dense", "moe", "fp8", "strict"] = "dense"
+    limits: ConsistencyLimits = ConsistencyLimits()
 
 
 class FaultConfig(Section):

@@ -5,7 +5,7 @@ t is the trainer's or reference's log-probability, g the engine's; r = t - g, ra
 estimators k1 and k3 Schulman's note on approximating KL.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,8 +50,14 @@ class Aligned:
         """t - g, cut to [-100, 100]."""
         return np.clip(self.t - self.g, -_LARGEST, _LARGEST)
 
-    def take(self, index: npt.NDArray[np.int64]) -> "Aligned":
-        return Aligned(self.t[index], self.g[index], self.sample[index], self.position[index])
+    def split(self) -> Iterator["Aligned"]:
+        """The tokens of each sample that has any, in order."""
+        _, starts = np.unique(self.sample, return_index=True)
+        columns = (self.t, self.g, self.sample, self.position)
+        for t, g, sample, position in zip(
+            *(np.split(column, starts[1:]) for column in columns), strict=True
+        ):
+            yield Aligned(t, g, sample, position)
 
 
 def align(reference: Sequence[Array], engine: Sequence[Array]) -> Aligned:
@@ -72,24 +78,35 @@ def align(reference: Sequence[Array], engine: Sequence[Array]) -> Aligned:
     return Aligned(t[kept], g[kept], sample[kept], position[kept], missing=len(t) - len(kept))
 
 
+# Metrics that are means over tokens: the term of each token, shape [N].
+MEANS: Mapping[str, Callable[[Aligned], Array]] = {
+    "k3": lambda a: np.expm1(a.r) - a.r,
+    "k1": lambda a: -a.r,
+    "token_mult_prob_error": lambda a: np.exp(np.abs(a.r)),
+    "mean_abs_dlogp": lambda a: np.abs(a.r),
+    "mean_abs_dprob": lambda a: np.abs(np.exp(a.t) - np.exp(a.g)),
+    "extreme_share": lambda a: (np.abs(a.r) > np.log(2)).astype(np.float64),
+}
+
+
 def k1(a: Aligned) -> float:
     """Mean of g - t: an unbiased estimate of KL(engine || reference) that can be negative."""
-    return float(np.mean(-a.r))
+    return float(np.mean(MEANS["k1"](a)))
 
 
 def k3(a: Aligned) -> float:
     """Mean of e^r - r - 1: never negative, low variance."""
-    return float(np.mean(np.expm1(a.r) - a.r))
+    return float(np.mean(MEANS["k3"](a)))
 
 
 def token_mult_prob_error(a: Aligned) -> float:
     """Mean of e^|t - g|: 1 is perfect."""
-    return float(np.mean(np.exp(np.abs(a.r))))
+    return float(np.mean(MEANS["token_mult_prob_error"](a)))
 
 
 def mean_abs_dlogp(a: Aligned) -> float:
     """Mean of |t - g| in nats."""
-    return float(np.mean(np.abs(a.r)))
+    return float(np.mean(MEANS["mean_abs_dlogp"](a)))
 
 
 def max_abs_dlogp(a: Aligned) -> float:
@@ -104,7 +121,7 @@ def p99_abs_dlogp(a: Aligned) -> float:
 
 def mean_abs_dprob(a: Aligned) -> float:
     """Mean of |e^t - e^g|."""
-    return float(np.mean(np.abs(np.exp(a.t) - np.exp(a.g))))
+    return float(np.mean(MEANS["mean_abs_dprob"](a)))
 
 
 def pearson(a: Aligned) -> float:
@@ -130,7 +147,7 @@ def chi2(a: Aligned) -> float:
 
 def extreme_share(a: Aligned) -> float:
     """Share of tokens whose ratio or its inverse is above 2."""
-    return float(np.mean(np.abs(a.r) > np.log(2)))
+    return float(np.mean(MEANS["extreme_share"](a)))
 
 
 METRICS: Mapping[str, Callable[[Aligned], float]] = {
@@ -146,43 +163,3 @@ METRICS: Mapping[str, Callable[[Aligned], float]] = {
     "chi2": chi2,
     "extreme_share": extreme_share,
 }
-
-
-def measure(aligned: Aligned, *, seed: int = 0, resamples: int = 500) -> dict[str, Metric]:
-    """Every metric with its interval.
-
-    Samples, not tokens, are drawn again: tokens of one completion are not independent.
-
-    Raises:
-        ValueError: no token was scored by both sides.
-    """
-    if not len(aligned.t):
-        raise ValueError("no token was scored by both sides")
-    drawn = _resampled(aligned, seed=seed, resamples=resamples)
-    values = {name: np.array([metric(a) for a in drawn]) for name, metric in METRICS.items()}
-    return {name: _interval(metric(aligned), values[name]) for name, metric in METRICS.items()}
-
-
-def divergence_rate(
-    first_divergence: Sequence[int | None], *, seed: int = 0, resamples: int = 500
-) -> Metric:
-    """Share of greedy completions whose token differs somewhere from the reference's argmax."""
-    flags = np.array([place is not None for place in first_divergence], dtype=np.float64)
-    if not len(flags):
-        return Metric(0.0, 0.0, 0.0)
-    draw = np.random.default_rng(seed).integers(0, len(flags), (resamples, len(flags)))
-    return _interval(float(flags.mean()), flags[draw].mean(axis=1))
-
-
-def _resampled(aligned: Aligned, *, seed: int, resamples: int) -> list[Aligned]:
-    _, starts = np.unique(aligned.sample, return_index=True)
-    parts = np.split(np.arange(len(aligned.t)), starts[1:])
-    generator = np.random.default_rng(seed)
-    draws = generator.integers(0, len(parts), (resamples, len(parts)))
-    return [aligned.take(np.concatenate([parts[i] for i in draw])) for draw in draws]
-
-
-def _interval(value: float, drawn: Array) -> Metric:
-    # The percentile interval: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13.
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return Metric(value, float(low), float(high))

@@ -5,13 +5,14 @@ ask, and a chat template that differs between trainer and server shows itself on
 """
 
 import asyncio
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
-import numpy as np
 
-from shakedown.consistency.compare import Array
+from shakedown.consistency.journal import Act, Journal, recalled
+from shakedown.consistency.logprobs import read_logprobs
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Generated
 from shakedown.core.errors import BlockedError, ServerError, UsageError
 from shakedown.inference.client import Client
@@ -78,32 +79,44 @@ async def generate(
     if client.engine.name == "vllm":
         return await _from_text(client, prompt, max_tokens=max_tokens, temperature=temperature)
     (found,) = await client.generate(prompt.ids, max_tokens=max_tokens, temperature=temperature)
-    return ComparedCompletion(prompt, found.tokens, _numbers(found.logprobs), found.text)
+    numbers, bad = read_logprobs(found.logprobs)
+    return ComparedCompletion(prompt, found.tokens, numbers, found.text, bad=bad)
 
 
 async def generate_all(
     client: Client,
     prompts: Sequence[EncodedPrompt],
+    journal: Journal,
+    act: Act,
     *,
     max_tokens: int,
     temperature: float,
     concurrency: int,
 ) -> Generated:
-    """Generate for every prompt, `concurrency` at once; single refusals are collected.
+    """Generate for every prompt that has no row in the journal, `concurrency` at once.
+
+    Single refusals are collected.
 
     Raises:
-        BlockedError: as `generate`, or every request was refused.
+        BlockedError: as `generate`, or every request was refused, or the server is gone.
     """
     gate = asyncio.Semaphore(concurrency)
 
     async def one(prompt: EncodedPrompt) -> ComparedCompletion | Failure:
+        build = functools.partial(ComparedCompletion.from_row, prompt)
+        known = recalled(journal, prompt.index, act, build)
+        if known is not None:
+            return known
         async with gate:
             try:
-                return await generate(
+                made = await generate(
                     client, prompt, max_tokens=max_tokens, temperature=temperature
                 )
             except ServerError as error:
+                await see_alive(client)
                 return Failure(prompt.index, str(error))
+        journal.put(prompt.index, act, made.to_row())
+        return made
 
     found = await asyncio.gather(*(one(prompt) for prompt in prompts))
     failures = [result for result in found if isinstance(result, Failure)]
@@ -113,22 +126,64 @@ async def generate_all(
 
 
 async def prefill_all(
-    client: Client, completions: Sequence[ComparedCompletion], *, concurrency: int
-) -> tuple[list[Array] | None, str]:
-    """The engine's own scores [T] of each completion in one pass, at temperature 1.
+    client: Client,
+    completions: Sequence[ComparedCompletion],
+    journal: Journal,
+    *,
+    concurrency: int,
+) -> tuple[dict[int, list[float]], str]:
+    """The engine's own scores [T] of each completion in one pass, at temperature 1, unchecked.
 
-    Returns (None, reason) where the engine cannot do it.
+    By sample; and why some are missing. After the first refusal it is not asked again.
+
+    Raises:
+        ServerError: the server is gone.
     """
     gate = asyncio.Semaphore(concurrency)
+    found: dict[int, list[float]] = {}
+    fault = ""
 
-    async def one(completion: ComparedCompletion) -> Array:
+    async def one(completion: ComparedCompletion) -> None:
+        nonlocal fault
+        number, ids = completion.prompt.index, completion.token_ids
+        known = recalled(journal, number, "prefill", lambda row: list(row["logprobs"]))
         async with gate:
-            return _numbers(await client.score(completion.conditioned_on, completion.token_ids))
+            if known is None and not fault:
+                try:
+                    known = await client.score(completion.prompt.ids, ids)
+                except ServerError as error:
+                    await see_alive(client)
+                    fault = f"the engine did not score given tokens: {error}"
+                else:
+                    journal.put(number, "prefill", {"logprobs": known})
+        if known is not None and len(known) == len(ids):
+            found[number] = known
 
+    await asyncio.gather(*(one(completion) for completion in completions))
+    return found, fault
+
+
+async def see_alive(client: Client) -> None:
+    """Single refusals are told and passed over; after the server's death nothing is judged.
+
+    Raises:
+        ServerError: it answers nothing any more.
+    """
+    await client.send(Request("/v1/models", method="GET"), within=_CONNECT)
+
+
+async def server_text(client: Client, ids: Sequence[int]) -> str:
+    """The text of prompt ids by the server's own tokenizer; empty where it does not say.
+
+    By `echo` of OpenAI's completions: the guard of our own servers lets no /detokenize through.
+    """
+    body = {"model": client.model, "prompt": list(ids), "max_tokens": 0, "echo": True}
     try:
-        return list(await asyncio.gather(*(one(c) for c in completions))), ""
-    except ServerError as error:
-        return None, f"the engine did not score given tokens: {error}"
+        reply = await client.send(Request("/v1/completions", body))
+        text = reply["choices"][0]["text"]
+    except (ServerError, LookupError, TypeError):
+        return ""
+    return text if isinstance(text, str) else ""
 
 
 async def _from_text(
@@ -173,14 +228,16 @@ def _parsed(client: Client, prompt: EncodedPrompt, reply: Any) -> ComparedComple
     values = _listed(logprobs)
     if len(values) != len(token_ids):
         raise ValueError(f"{len(token_ids)} token ids but {len(values)} log-probabilities")
+    numbers, bad = read_logprobs(values)
     message, usage = choice.get("message") or {}, reply.get("usage") or {}
     return ComparedCompletion(
         prompt=prompt,
         token_ids=[int(token) for token in token_ids],
-        logprobs=_numbers(values),
+        logprobs=numbers,
         text=str(choice.get("text") or message.get("content") or ""),
         prompt_ids=choice.get("prompt_token_ids") or reply.get("prompt_token_ids") or (),
         prompt_tokens=int(usage.get("prompt_tokens") or 0),
+        bad=bad,
     )
 
 
@@ -189,7 +246,3 @@ def _listed(logprobs: dict[str, Any]) -> list[Any]:
     if "content" in logprobs:
         return [row.get("logprob") for row in logprobs["content"] or []]
     return list(logprobs.get("token_logprobs") or [])
-
-
-def _numbers(values: Sequence[Any]) -> Array:
-    return np.array([np.nan if value is None else float(value) for value in values], np.float64)

@@ -1,79 +1,55 @@
 """Generate once, score by each side, judge. Imports torch (through `score`): import it lazily."""
 
 import asyncio
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+from shakedown.consistency.accuracy import Paired, accuracy_findings
+from shakedown.consistency.answers import judge_answers
 from shakedown.consistency.attribute import Layer, Views, attribute, culprit
-from shakedown.consistency.compare import Aligned, Array, Metric, align, divergence_rate, measure
-from shakedown.consistency.engine import find_engine, generate_all, make_client, prefill_all
+from shakedown.consistency.bootstrap import divergence_rate
+from shakedown.consistency.compare import Aligned, Array, Metric, align
 from shakedown.consistency.grade import get_limits, grade_metrics
-from shakedown.consistency.greedy import GreedyDivergence, first_divergences, judge_greedy
-from shakedown.consistency.samples import (
-    ComparedCompletion,
-    EncodedPrompt,
-    Failure,
-    Generated,
-    Score,
-    read_prompts,
-)
+from shakedown.consistency.greedy import GreedyDivergence, judge_greedy
+from shakedown.consistency.journal import Journal, Parts, state_of
+from shakedown.consistency.part import ComparedSample, ask, score
+from shakedown.consistency.plan import Plan, Progress
+from shakedown.consistency.samples import check_rows, read_prompts
 from shakedown.consistency.score import Reference, Scored
-from shakedown.core.errors import BlockedError
+from shakedown.consistency.tables import open_tables
+from shakedown.consistency.tally import Tally
+from shakedown.core.errors import BlockedError, ServerError, ShakedownError, StorageError
+from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Finding, Status, status_of
-from shakedown.inference.client import Client
 
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to compare and how. `url` is the server's, without `/v1`; `api_key` what it asks for."""
-
-    url: str
-    reference: str
-    rows: Sequence[Mapping[str, Any]]
-    model: str = ""
-    dtype: str = "auto"
-    max_tokens: int = 64
-    temperature: float = 1.0
-    grade: str = "dense"
-    seed: int = 0
-    concurrency: int = 64
-    request_timeout: float = 300.0
-    api_key: str = field(default="", repr=False)
-
-
-@dataclass(frozen=True)
-class Generations:
-    """Everything that the engine was asked for. `prefill` is None where it cannot do that."""
-
-    engine: str
-    sampled: Generated
-    greedy: Generated
-    prefill: Sequence[Array] | None
-    prefill_fault: str = ""
+_PART = 256  # prompts that are generated together, then scored and written together
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result: tokens of both sides, metrics, findings, layers and what it all means."""
+    """The result: metrics, findings, layers and what it all means.
+
+    `samples` and `tokens` are counts of what was compared. `shown` are those samples whose tokens
+    are kept for layers and drawings (all, unless they are very many), `aligned` their tokens.
+    """
 
     plan: Plan
     engine: str
     reference_dtype: str
-    completions: Sequence[ComparedCompletion]
-    scores: Sequence[Score]
-    prefill: Sequence[Array] | None
+    samples: int
+    tokens: int
+    shown: Sequence[ComparedSample]
     aligned: Aligned
     metrics: Mapping[str, Metric]
     findings: Sequence[Finding]
     layers: Sequence[Layer]
     divergences: Sequence[GreedyDivergence | None]
-    greedy: Sequence[ComparedCompletion] = ()
-    greedy_scores: Sequence[Score] = ()
-    failures: Sequence[Failure] = ()
+    accuracy: Mapping[str, Paired] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     decode: Callable[[int], str] = str
 
@@ -86,7 +62,7 @@ class Comparison:
         """One sentence: the size of the mismatch, and its layer where there is one."""
         k3, dlogp = self.metrics["k3"], self.metrics["mean_abs_dlogp"]
         size = (
-            f"{len(self.aligned.t)} tokens of {len(self.completions)} samples: k3 {k3.value:.2g}, "
+            f"{self.tokens} tokens of {self.samples} samples: k3 {k3.value:.2g}, "
             f"mean |dlogp| {dlogp.value:.2g}, largest {self.metrics['max_abs_dlogp'].value:.2g}"
         )
         layer = culprit(self.layers)
@@ -96,173 +72,175 @@ class Comparison:
         return f"engine and reference differ over {size}{why}"
 
 
-def compare(plan: Plan, *, progress: Progress = lambda _: None) -> Comparison:
-    """Run the whole comparison.
+def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Comparison:
+    """Run the whole comparison, and write tokens.parquet and samples.parquet to the folder `out`.
+
+    What a stopped one of the same plan has left there is taken up, not asked for again.
 
     Raises:
         UsageError: a model, data row or grade that cannot be used.
-        BlockedError: the engine or the reference cannot give what is needed.
+        BlockedError: the engine or the reference cannot give what is needed; a ServerError says
+            how far the comparison came, all of which is kept.
+        PromptMismatchError: the server makes other token ids of the prompts.
+        StorageError: the folder cannot be written.
     """
     get_limits(plan.grade)
+    check_rows(plan.rows)
     begin = time.monotonic()
     reference = Reference(plan.reference, dtype=plan.dtype)
-    prompts = read_prompts(plan.rows, reference.tokenizer)
-    loaded = time.monotonic()
-    progress(f"generating {len(prompts)} samples at temperature {plan.temperature:g} and greedily")
-    made = asyncio.run(_generate(plan, prompts))
-    generated = time.monotonic()
-    progress(f"scoring with transformers in {reference.dtype}")
-    result = _judge(plan, reference, made)
-    seconds = {
-        "load": loaded - begin,
-        "generate": generated - loaded,
-        "score": time.monotonic() - generated,
+    parts = Parts(ComparisonPaths(out).parts, _identity(plan, reference))
+    work = _Work(plan, reference, parts, progress)
+    work.seconds["load"] = time.monotonic() - begin
+    if parts.resumed:
+        progress(f"going on from what is in {parts.folder}")
+    try:
+        with open_tables(out, work.decode) as tables:
+            for number in range(-(-len(plan.rows) // _PART)):
+                tables.add(work.part(number))
+            work.check()
+    except ShakedownError as error:
+        # These pass. Of answers that cannot be used nothing is worth keeping.
+        if not isinstance(error, ServerError | StorageError):
+            parts.remove()
+        raise
+    begin = time.monotonic()
+    result = _judge(plan, reference, work.tally)
+    work.seconds["judge"] = time.monotonic() - begin
+    parts.remove()
+    seconds = {name: round(value, 3) for name, value in work.seconds.items()}
+    return replace(result, seconds=seconds, decode=work.decode)
+
+
+class _Work:
+    """The parts, one after another, and what has come of them."""
+
+    def __init__(self, plan: Plan, reference: Reference, parts: Parts, progress: Progress) -> None:
+        self.tally = Tally()
+        self.seconds = {"load": 0.0, "generate": 0.0, "score": 0.0}
+        self._plan, self._reference, self._parts = plan, reference, parts
+        self._progress, self._done = progress, 0
+
+    def part(self, number: int) -> list[ComparedSample]:
+        """Ask, score and count one part.
+
+        Raises:
+            ServerError: as `ask`, with how many samples are done.
+        """
+        start = number * _PART
+        rows, total = self._plan.rows[start : start + _PART], len(self._plan.rows)
+        prompts = read_prompts(rows, self._reference.tokenizer, start=start)
+        journal = self._parts.journal(number)
+        self._progress(f"samples {start + 1} to {start + len(rows)} of {total}")
+        begin = time.monotonic()
+        try:
+            answers = asyncio.run(ask(self._plan, prompts, self._reference.tokenizer, journal))
+        except ServerError as error:
+            raise self._stopped(error, journal, total) from error
+        generated = time.monotonic()
+        samples, flips = score(self._plan, self._reference, answers, journal)
+        self.tally.add(answers, samples, flips)
+        judge_answers(self._plan, self._reference, answers, journal, self.tally.paired)
+        self._done += len(rows)
+        self.seconds["generate"] += generated - begin
+        self.seconds["score"] += time.monotonic() - generated
+        return samples
+
+    def check(self) -> None:
+        """See that there is anything to judge.
+
+        Raises:
+            BlockedError: there is not.
+        """
+        if not self.tally.samples:
+            raise BlockedError("the engine generated no tokens", hint="raise --max-tokens")
+        if not self.tally.sums.tokens:
+            faults = "; ".join(str(finding.measured) for finding in self.tally.findings())
+            raise BlockedError(f"no token has a log-probability on both sides: {faults}")
+
+    def decode(self, token: int) -> str:
+        return str(self._reference.tokenizer.decode([token]))
+
+    def _stopped(self, error: ServerError, journal: Journal, total: int) -> ServerError:
+        kept = self._done + journal.count("sampled")
+        if not kept:
+            return error
+        done = self._done + journal.count("sampled", "greedy")
+        return ServerError(
+            f"{error.args[0]}; {done} of {total} samples are done and {kept} sampled, kept in "
+            f"{self._parts.folder}",
+            hint=f"see that the server runs with the same weights, then go on: {self._plan.again}",
+        )
+
+
+def _identity(plan: Plan, reference: Reference) -> dict[str, Any]:
+    """All that answers and scores depend on. Not the URL: a server may come back at another."""
+    rows = json.dumps(list(plan.rows), sort_keys=True, default=str)
+    return {
+        "reference": [plan.reference, reference.dtype, state_of(plan.reference)],
+        "model": plan.model,
+        "sampling": [plan.max_tokens, plan.temperature, plan.seed],
+        "reward": plan.reward_name,
+        "rows": hashlib.sha256(rows.encode("utf-8", "replace")).hexdigest(),
     }
-    return replace(result, seconds={name: round(value, 3) for name, value in seconds.items()})
 
 
-async def _generate(plan: Plan, prompts: Sequence[EncodedPrompt]) -> Generations:
-    engine, model = await find_engine(plan.url, model=plan.model, api_key=plan.api_key)
-    many = plan.concurrency
-
-    async def generated(client: Client, temperature: float) -> Generated:
-        return await generate_all(
-            client,
-            prompts,
-            max_tokens=plan.max_tokens,
-            temperature=temperature,
-            concurrency=many,
-        )
-
-    client = make_client(
-        plan.url, engine, model, request_timeout=plan.request_timeout, api_key=plan.api_key
-    )
-    async with client:
-        sampled = await generated(client, plan.temperature)
-        greedy = await generated(client, 0.0)
-        prefill, fault = await prefill_all(
-            client, [c for c in sampled.completions if c.token_ids], concurrency=many
-        )
-    return Generations(engine, sampled, greedy, prefill, fault)
-
-
-def _judge(plan: Plan, reference: Reference, made: Generations) -> Comparison:
-    completions = [c for c in made.sampled.completions if c.token_ids]
-    if not completions:
-        raise BlockedError("the engine generated no tokens", hint="raise --max-tokens")
-    items = [Scored(c.prompt.ids, c.token_ids) for c in completions]
-    scores = reference.score(items, temperature=plan.temperature)
-    aligned = align([s.logprobs for s in scores], [c.logprobs for c in completions])
-    if not len(aligned.t):
-        raise BlockedError("no token has a finite log-probability on both sides")
-    metrics = measure(aligned, seed=plan.seed)
-    greedy = [c for c in made.greedy.completions if c.token_ids]
-    # On the server's own ids: a prompt mismatch is a finding of its own.
-    greedy_scores = reference.score([Scored(c.conditioned_on, c.token_ids) for c in greedy])
-    divergences = first_divergences(greedy, greedy_scores)
+def _judge(plan: Plan, reference: Reference, tally: Tally) -> Comparison:
+    metrics = tally.sums.measure(seed=plan.seed)
     metrics["greedy_divergence_rate"] = divergence_rate(
-        [d.position if d else None for d in divergences], seed=plan.seed
+        [flip.position if flip else None for flip in tally.divergences], seed=plan.seed
     )
-    graded = grade_metrics(metrics, plan.grade)
-    needs_reason = status_of(graded) != "PASS"
-    views = _views(plan, reference, completions, scores, made.prefill, deep=needs_reason)
-    layers = attribute(views)
-    noise = _noise(greedy, greedy_scores, metrics)
-    greedy_finding = judge_greedy(divergences, max_abs_dlogp=noise)
-    findings = [*graded, greedy_finding, *_gaps(made, aligned), *(lay.finding() for lay in layers)]
+    graded = grade_metrics(metrics, get_limits(plan.grade, plan.limits))
+    shown = tally.shown.samples
+    layers = attribute(_views(plan, reference, shown, deep=status_of(graded) != "PASS"))
+    noise = tally.noise(metrics["max_abs_dlogp"].value)
+    greedy = judge_greedy(tally.divergences, max_abs_dlogp=noise)
+    paired = {name: counts for name, counts in tally.paired.items() if counts.rows}
+    findings = [
+        *graded,
+        greedy,
+        *accuracy_findings(paired),
+        *tally.findings(),
+        *(layer.finding() for layer in layers),
+    ]
     return Comparison(
         plan=plan,
-        engine=made.engine,
+        engine=tally.engine,
         reference_dtype=reference.dtype,
-        completions=completions,
-        scores=scores,
-        prefill=made.prefill,
-        aligned=aligned,
+        samples=tally.samples,
+        tokens=tally.sums.tokens,
+        shown=shown,
+        aligned=align(
+            [each.score.logprobs for each in shown], [each.completion.logprobs for each in shown]
+        ),
         metrics=metrics,
         findings=findings,
         layers=layers,
-        divergences=divergences,
-        greedy=greedy,
-        greedy_scores=greedy_scores,
-        failures=made.sampled.failures,
-        decode=lambda token: str(reference.tokenizer.decode([token])),
+        divergences=tally.divergences,
+        accuracy=paired,
     )
 
 
 def _views(
-    plan: Plan,
-    reference: Reference,
-    completions: Sequence[ComparedCompletion],
-    scores: Sequence[Score],
-    prefill: Sequence[Array] | None,
-    *,
-    deep: bool,
+    plan: Plan, reference: Reference, shown: Sequence[ComparedSample], *, deep: bool
 ) -> Views:
     """`deep` also scores in another dtype: only worth its time when there is a mismatch."""
-    items = [Scored(c.conditioned_on, c.token_ids) for c in completions]
-    differ = any(list(c.conditioned_on) != list(c.prompt.ids) for c in completions)
-    same = reference.score(items, temperature=plan.temperature) if differ else None
+    completions = [each.completion for each in shown]
     other: tuple[str, list[Array]] | None = None
     if deep:
         name = "bfloat16" if reference.dtype == "float32" else "float32"
-        second = Reference(plan.reference, dtype=name)
-        other = (name, [s.logprobs for s in second.score(items, temperature=plan.temperature)])
+        items = [Scored(c.prompt.ids, c.token_ids) for c in completions]
+        scores = Reference(plan.reference, dtype=name).score(items, temperature=plan.temperature)
+        other = (name, [own.logprobs for own in scores])
+    prefill = [each.prefill for each in shown if each.prefill is not None]
     return Views(
-        reference=[s.logprobs for s in scores],
+        reference=[each.score.logprobs for each in shown],
         engine=[c.logprobs for c in completions],
         trainer_prompts=[c.prompt.ids for c in completions],
         engine_prompts=[c.prompt_ids for c in completions],
         engine_prompt_tokens=[c.prompt_tokens for c in completions],
         temperature=plan.temperature,
         bos=reference.tokenizer.bos_token_id,
-        reference_raw=[s.raw for s in scores],
-        prefill=prefill,
-        same_prompt=[s.logprobs for s in same] if same else None,
-        same_prompt_raw=[s.raw for s in same] if same else None,
+        reference_raw=[each.score.raw for each in shown],
+        prefill=prefill if len(prefill) == len(shown) else None,
         other_dtype=other,
     )
-
-
-def _noise(
-    greedy: Sequence[ComparedCompletion],
-    scores: Sequence[Score],
-    metrics: Mapping[str, Metric],
-) -> float:
-    """The largest |dlogp| seen on greedy tokens, which are raw and on the server's own ids."""
-    aligned = align([s.raw for s in scores], [c.logprobs for c in greedy])
-    return float(abs(aligned.r).max()) if len(aligned.t) else metrics["max_abs_dlogp"].value
-
-
-def _gaps(made: Generations, aligned: Aligned) -> list[Finding]:
-    """What could not be compared is said, never left out."""
-    findings = []
-    failures = [*made.sampled.failures, *made.greedy.failures]
-    if failures:
-        findings.append(
-            Finding(
-                check="requests",
-                status="warn",
-                scope="sample",
-                subject=f"sample {failures[0].index}",
-                measured=f"{len(failures)} requests failed: {failures[0].reason}",
-                expected="none",
-                blame="environment",
-            )
-        )
-    if aligned.missing:
-        findings.append(
-            Finding(
-                check="missing_logprobs",
-                status="warn",
-                scope="sample",
-                subject="tokens",
-                measured=f"{aligned.missing} tokens without a finite log-probability on a side",
-                expected="none",
-                blame="environment",
-            )
-        )
-    if made.prefill is None:
-        findings.append(
-            Finding(check="layer_decode_prefill", status="skip", measured=made.prefill_fault)
-        )
-    return findings

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from shakedown.consistency.samples import Score
 from shakedown.core.errors import BlockedError, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_GENERATED = 32  # prompts completed at once
 _LOGIT_BYTES = 256 * 2**20  # float32 logits held at once
 
 
@@ -44,6 +45,7 @@ class Reference:
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model.to(self.device)
+        self._ends = self._own_sampling()
         self.vocabulary = int(self._model.get_input_embeddings().num_embeddings)
 
     def score(self, items: Sequence[Scored], *, temperature: float = 1.0) -> list[Score]:
@@ -58,6 +60,64 @@ class Reference:
             batch = [items[number] for number in numbers]
             scores.update(zip(numbers, self._score_batch(batch, temperature or 1.0), strict=True))
         return [scores[number] for number in range(len(items))]
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float, seed: int
+    ) -> list[list[int]]:
+        """Complete each prompt, greedily at temperature 0; seeded by `seed`, else untouched.
+
+        No top-k, top-p or penalty: as the engine is asked to.
+        """
+        made: list[list[int]] = []
+        # The process's random state stays as it is.
+        with torch.random.fork_rng(), torch.inference_mode():
+            torch.manual_seed(seed)
+            for start in range(0, len(prompts), _GENERATED):
+                batch = prompts[start : start + _GENERATED]
+                made += self._generate_batch(batch, max_tokens, temperature)
+        return made
+
+    def _generate_batch(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float
+    ) -> list[list[int]]:
+        width = max(map(len, prompts))
+        # Padded in front: all rows are written on from the last column.
+        tokens = torch.zeros((len(prompts), width), dtype=torch.int64)
+        mask = torch.zeros((len(prompts), width), dtype=torch.int64)
+        for number, prompt in enumerate(prompts):
+            tokens[number, width - len(prompt) :] = torch.tensor(list(prompt))
+            mask[number, width - len(prompt) :] = 1
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            # Said in full: it draws from the 50 likeliest tokens where `top_k` is left out.
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        out = self._model.generate(
+            input_ids=tokens.to(self.device),
+            attention_mask=mask.to(self.device),
+            max_new_tokens=max_tokens,
+            **sampling,
+        )
+        rows: list[list[int]] = out[:, width:].tolist()
+        return [self._until_end(row) for row in rows]
+
+    def _until_end(self, ids: list[int]) -> list[int]:
+        """With the end token, as engines tell it, and without the padding after it."""
+        places = [place for place, token in enumerate(ids) if token in self._ends]
+        return ids[: places[0] + 1] if places else ids
+
+    def _own_sampling(self) -> frozenset[int]:
+        """Put the checkpoint's own sampling settings away; the ids that end a completion."""
+        found = self._model.generation_config.eos_token_id
+        if found is None:
+            found = self.tokenizer.eos_token_id
+        ends = [] if found is None else found if isinstance(found, list) else [found]
+        pad = self.tokenizer.pad_token_id
+        # transformers fills what a call leaves at its default from the checkpoint's.
+        self._model.generation_config = GenerationConfig(
+            eos_token_id=list(ends) or None,
+            pad_token_id=pad if pad is not None else next(iter(ends), 0),
+        )
+        return frozenset(ends)
 
     def _score_batch(self, batch: Sequence[Scored], temperature: float) -> Iterator[Score]:
         rows = [[*item.prompt, *item.completion] for item in batch]

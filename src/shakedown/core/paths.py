@@ -71,6 +71,7 @@ class ComparisonPaths(StepPaths):
 
     tokens = Below("tokens.parquet")  # one row a sampled token
     samples = Below("samples.parquet")  # one row a sample
+    parts = Below("parts")  # what a comparison that is not done has so far
     page = Below("report.html")
     server = Below("server")  # folder of the server that the comparison started for itself
 

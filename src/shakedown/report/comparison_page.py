@@ -80,7 +80,7 @@ def render_report(result: Comparison, verdict: Verdict) -> str:
 
 def metric_rows(result: Comparison) -> list[MetricRow]:
     """Every metric with its interval and, where the grade has one, its limit."""
-    limits = get_limits(result.plan.grade)
+    limits = get_limits(result.plan.grade, result.plan.limits)
     rows = []
     for name, metric in result.metrics.items():
         bound = limits.get(name)
@@ -104,9 +104,9 @@ def worst_tokens(result: Comparison) -> list[WorstToken]:
     rows = []
     for index in order:
         number, position = int(aligned.sample[index]), int(aligned.position[index])
-        completion = result.completions[number]
-        ids = [*completion.conditioned_on, *completion.token_ids]
-        place = len(completion.conditioned_on) + position
+        completion = result.shown[number].completion
+        ids = [*completion.prompt.ids, *completion.token_ids]
+        place = len(completion.prompt.ids) + position
         rows.append(
             WorstToken(
                 sample=completion.prompt.index,

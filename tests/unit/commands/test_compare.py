@@ -6,6 +6,8 @@ be planted exactly; the real engine is compared in test_agents_consistency_vllm.
 
 import json
 import math
+import shlex
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,10 +22,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shakedown.cli import main
-from shakedown.consistency.run import Comparison, Plan, compare
+from shakedown.consistency.plan import Plan
+from shakedown.consistency.run import Comparison, compare
 from shakedown.consistency.samples import read_prompts
 from shakedown.consistency.score import Reference, Scored
-from shakedown.consistency.write import make_verdict, write_tables
+from shakedown.consistency.tables import open_tables
+from shakedown.consistency.write import make_verdict
 from shakedown.core.errors import BlockedError, UsageError
 from shakedown.core.verdict import Stopwatch, read_verdict
 from shakedown.report.comparison_page import render_report
@@ -53,6 +57,8 @@ class Engine:
             return 200, {"data": [{"id": "policy", "owned_by": self.owner}]}
         with self.lock:
             self.seen += 1
+            if body.get("echo") and "no_echo" in self.plant:
+                return 403, {"error": {"message": "no echo here"}}
             if "refuse" in self.plant or ("refuse_some" in self.plant and self.seen % 5 == 0):
                 return 400, {"error": {"message": "as planted"}}
             if path == "/generate":
@@ -62,17 +68,14 @@ class Engine:
             return 200, self.generated(path, body)
 
     def generated(self, path: str, body: dict[str, Any]) -> object:
-        if "messages" in body:
-            text = "".join(m["content"] for m in body["messages"])
-            prompt = [1, *self.reference.tokenizer(text, add_special_tokens=False)["input_ids"]]
-        else:
-            prompt = list(self.reference.tokenizer(body["prompt"])["input_ids"])
-        if "double_bos" in self.plant:
-            prompt = [1, *prompt]
+        if body.get("echo"):
+            # The other tokenizer's ids are ours moved by one.
+            moved = int("other_tokenizer" in self.plant)
+            ids = [body["prompt"][0], *(i - moved for i in body["prompt"][1:])]
+            return {"choices": [{"text": self.reference.tokenizer.decode(ids)}]}
+        prompt = self.prompt(body)
         ids, logprobs = self.sample(prompt, body["max_tokens"], body["temperature"])
-        rows: list[float | None] = list(logprobs)
-        if "missing" in self.plant:
-            rows[0] = None
+        rows = self.planted(logprobs)
         chosen: dict[str, Any] = {"index": 0, "finish_reason": "length", "token_ids": ids}
         if path.endswith("chat/completions"):
             chosen |= {"message": {"content": "x"}}
@@ -84,6 +87,30 @@ class Engine:
         if "no_ids" in self.plant:
             del chosen["token_ids"]
         return {"choices": [chosen], "prompt_token_ids": prompt, "usage": {}}
+
+    def prompt(self, body: dict[str, Any]) -> list[int]:
+        if "messages" in body:
+            text = "".join(m["content"] for m in body["messages"])
+            prompt = [1, *self.reference.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        else:
+            prompt = list(self.reference.tokenizer(body["prompt"])["input_ids"])
+        if "double_bos" in self.plant:
+            prompt = [1, *prompt]
+        if "other_template" in self.plant:
+            prompt = [*prompt, *prompt[-2:]]
+        if "other_tokenizer" in self.plant:
+            prompt = [prompt[0], *(i + 1 for i in prompt[1:])]
+        return prompt
+
+    def planted(self, logprobs: list[float]) -> list[float | None]:
+        rows: list[float | None] = list(logprobs)
+        if "missing" in self.plant:
+            rows[0] = None
+        if "impossible" in self.plant:
+            rows[1:4] = [0.7, math.nan, -math.inf]
+        if "all_above" in self.plant:
+            rows = [0.7] * len(rows)
+        return rows
 
     def native(self, body: dict[str, Any]) -> object:
         """SGLang's /generate: [logprob, token id, text] a token."""
@@ -159,6 +186,9 @@ def server(model: Path) -> Iterator[Engine]:
 
         def answer(self, body: dict[str, Any]) -> None:
             status, reply = engine.reply(self.path, body)
+            if "dies" in engine.plant and engine.seen > 13:
+                self.close_connection = True  # without a word, as a process that was killed
+                return
             data = json.dumps(reply).encode()
             self.send_response(status)
             self.send_header("content-length", str(len(data)))
@@ -200,7 +230,12 @@ def run(engine: Engine, model: Path, data: Path, out: Path, *options: str) -> in
 
 def compared(engine: Engine, model: Path, **options: Any) -> Comparison:
     plan = Plan(url=engine.url, reference=str(model), rows=ROWS, max_tokens=8, **options)
-    return compare(plan)
+    return compared_by(plan)
+
+
+def compared_by(plan: Plan) -> Comparison:
+    with tempfile.TemporaryDirectory() as out:
+        return compare(plan, Path(out))
 
 
 def culprit_of(result: Comparison) -> list[str]:
@@ -233,13 +268,19 @@ def test_tables_hold_whole_numbers_and_nulls_where_something_is_missing(
 ) -> None:
     engine.plant = {"missing", "wrong_greedy"}
     result = compared(engine, model)
-    half = replace(result, greedy=result.greedy[:5], divergences=result.divergences[:5])
-    write_tables(replace(half, decode=lambda _: "\ud800"), tmp_path)
+    silent = [replace(each, greedy=None, divergence=None) for each in result.shown[5:]]
+    with open_tables(tmp_path, lambda _: "\ud800") as tables:
+        tables.add(result.shown[:5])
+        tables.add(silent)
+        tables.add([])
     tokens = pq.read_table(tmp_path / "tokens.parquet")
     samples = pq.read_table(tmp_path / "samples.parquet")
     assert tokens["logprob_engine"].null_count == len(ROWS)
-    assert tokens["token"].to_pylist() == [i for c in result.completions for i in c.token_ids]
+    assert tokens["token"].to_pylist() == [
+        i for each in result.shown for i in each.completion.token_ids
+    ]
     assert set(tokens["text"].to_pylist()) == {"?"}
+    assert pq.ParquetFile(tmp_path / "tokens.parquet").num_row_groups == 2  # one a part
     assert samples["greedy_first_divergence"].to_pylist() == [2] * 5 + [None] * 5
     assert samples["greedy_token_ids"].to_pylist()[5:] == [[]] * 5
 
@@ -253,16 +294,18 @@ def test_metrics_stand_with_their_interval(engine: Engine, model: Path) -> None:
 
 def test_plain_prompts_are_compared_too(engine: Engine, model: Path) -> None:
     plan = Plan(engine.url, str(model), [{"prompt": "12+34="}, {"question": "1+1="}], max_tokens=4)
-    result = compare(plan)
+    result = compared_by(plan)
     assert result.status == "PASS"
-    assert list(result.completions[0].prompt.ids) == list(result.completions[0].prompt_ids)
+    assert list(result.shown[0].completion.prompt.ids) == list(
+        result.shown[0].completion.prompt_ids
+    )
 
 
 def test_sglang_s_own_protocol_is_compared_too(engine: Engine, model: Path) -> None:
     engine.owner = "sglang"
     result = compared(engine, model)
     assert (result.engine, result.status) == ("sglang", "PASS")
-    assert result.prefill is not None
+    assert all(each.prefill is not None for each in result.shown)
 
 
 def test_raw_log_probabilities_at_another_temperature_fail_by_their_name(
@@ -275,12 +318,34 @@ def test_raw_log_probabilities_at_another_temperature_fail_by_their_name(
     assert compared(engine, model, temperature=0.5).status == "PASS"
 
 
-def test_a_double_bos_in_the_server_fails_by_its_name(engine: Engine, model: Path) -> None:
-    engine.plant = {"double_bos"}
-    result = compared(engine, model)
-    finding = {f.check: f for f in result.findings}["layer_prompt_ids"]
-    assert result.status == "FAIL"
-    assert "double BOS in the server" in str(finding.measured)
+@pytest.mark.parametrize(
+    ("plant", "told"),
+    [
+        ({"double_bos"}, ("special tokens", "<bos><bos>00+01=")),
+        ({"other_template"}, ("template", "<bos>00+01=1=")),
+        ({"other_tokenizer"}, ("tokenizer", "<bos>00+01=")),
+        # Without the server's word its ids are read by the trainer's tokenizer.
+        ({"other_template", "no_echo"}, ("template", "<bos>00+01=1=")),
+    ],
+)
+def test_other_prompt_ids_in_the_server_stop_the_comparison_by_their_cause(
+    engine: Engine, model: Path, data: Path, plant: set[str], told: tuple[str, str]
+) -> None:
+    engine.plant = plant
+    out = data.parent / "out"
+
+    assert run(engine, model, data, out) == 1
+
+    verdict = read_verdict(out / "verdict.json")
+    assert verdict.status == "FAIL"
+    assert [f.check for f in verdict.findings] == ["prompt_ids"]  # no forest of other findings
+    assert verdict.summary.startswith("10 of 10 prompts are other token ids")
+    body = verdict.extra["prompt_ids"]
+    assert (body["kind"], body["server_text"]) == told
+    assert body["trainer_text"] == "<bos>00+01="
+    assert body["trainer_ids"] != body["server_ids"]
+    assert "first difference at id" in str(verdict.findings[0].measured)
+    assert not (out / "tokens.parquet").exists()
 
 
 def test_another_checkpoint_fails_by_its_forward_pass(
@@ -317,7 +382,25 @@ def test_missing_log_probabilities_are_told(engine: Engine, model: Path) -> None
     result = compared(engine, model)
     finding = {f.check: f for f in result.findings}["missing_logprobs"]
     assert result.status == "WARN"
-    assert str(finding.measured).startswith("10 tokens")
+    # One in each sampled and each greedy completion.
+    assert str(finding.measured).startswith("20 tokens")
+    assert "sample 0 position 0; sample 1 position 0;" in str(finding.measured)
+
+
+def test_impossible_log_probabilities_fail_by_name_and_are_never_averaged(
+    engine: Engine, model: Path
+) -> None:
+    good = compared(engine, model)
+    engine.plant = {"impossible"}
+    result = compared(engine, model)
+    finding = {f.check: f for f in result.findings}["bad_logprobs"]
+    assert (result.status, finding.status) == ("FAIL", "fail")
+    for named in ("position 1: 0.7, above 0", "position 2: NaN", "position 3: infinite"):
+        assert f"sample 0 {named}" in str(finding.measured)
+    # The good tokens of the same answers are all there, and only they.
+    assert len(result.aligned.t) == len(good.aligned.t) - 3 * len(ROWS)
+    assert not {1, 2, 3} & set(result.aligned.position.tolist())
+    assert result.metrics["max_abs_dlogp"].value < 1e-3
 
 
 def test_single_refused_requests_are_told_and_the_rest_is_compared(
@@ -325,8 +408,157 @@ def test_single_refused_requests_are_told_and_the_rest_is_compared(
 ) -> None:
     engine.plant = {"refuse_some"}
     result = compared(engine, model)
-    assert 0 < len(result.completions) < len(ROWS)
+    assert 0 < result.samples < len(ROWS)
     assert "as planted" in {f.check: str(f.measured) for f in result.findings}["requests"]
+
+
+def test_a_server_that_dies_leaves_what_was_done_and_the_same_command_goes_on(
+    engine: Engine, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shakedown.inference.client._RETRY_SECONDS", ())
+    out, whole = data.parent / "out", data.parent / "whole"
+    assert run(engine, model, data, whole, "--concurrency", "1") == 0
+    engine.plant, engine.seen = {"dies"}, 0
+
+    assert run(engine, model, data, out, "--concurrency", "1") == 3
+
+    verdict = read_verdict(out / "verdict.json")
+    assert verdict.status == "BLOCKED"
+    assert "3 of 10 samples are done and 10 sampled" in verdict.summary
+    again = verdict.next.partition("go on: ")[2]
+    assert not (out / "tokens.parquet").exists()
+
+    engine.plant, engine.seen = set(), 0
+    assert main(shlex.split(again)[1:]) == 0
+
+    # 7 greedy completions and 10 scores by prefill were left to ask for.
+    assert engine.seen == 17
+    assert not (out / "parts").exists()
+    for name in ("tokens.parquet", "samples.parquet"):
+        assert pq.read_table(out / name).equals(pq.read_table(whole / name))
+    metrics = [read_verdict(folder / "verdict.json").metrics for folder in (out, whole)]
+    assert metrics[0]["k3"] == metrics[1]["k3"]
+
+
+REWARD = """
+def even(completion: str, answer: str) -> float:
+    assert answer == "1"
+    return float(sum(map(ord, completion)) % 2 == 0)
+"""
+
+
+def test_both_sides_answers_are_judged_by_a_reward(
+    engine: Engine, model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (data.parent / "mine.py").write_text(REWARD, encoding="utf-8")
+    out = data.parent / "out"
+    reward = ["--reward", f"{data.parent / 'mine.py'}:even"]
+
+    assert run(engine, model, data, out, *reward, "--compat", "cmp_rollout") == 0
+
+    metrics = read_verdict(out / "verdict.json").metrics
+    lines = capsys.readouterr().out.splitlines()
+    # Both sides' greedy completions are the same tokens: the same model makes them.
+    right = metrics["accuracy_greedy_engine"]
+    assert 0 < right < 1
+    assert metrics["accuracy_greedy_reference"] == right
+    assert (metrics["accuracy_greedy_rows"], metrics["accuracy_greedy_p"]) == (10, 1.0)
+    assert metrics["accuracy_sampled_rows"] == 10
+    assert lines[-2:] == [
+        f"Transformers accuracy: {right * 100:.2f}%",
+        f"vLLM         accuracy: {right * 100:.2f}%",
+    ]
+    assert "<h2>Answers</h2>" in (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_reward_that_fails_counts_as_wrong_and_is_told(
+    engine: Engine, model: Path, data: Path
+) -> None:
+    (data.parent / "mine.py").write_text("def none(a, b):\n    return 1 / 0\n", encoding="utf-8")
+    out = data.parent / "out"
+
+    assert run(engine, model, data, out, "--reward", f"{data.parent / 'mine.py'}:none") == 0
+
+    verdict = read_verdict(out / "verdict.json")
+    finding = {f.check: f for f in verdict.findings}["accuracy_greedy"]
+    assert (verdict.status, verdict.metrics["accuracy_greedy_engine"]) == ("WARN", 0.0)
+    assert "20 rewards failed and count as wrong" in str(finding.measured)
+
+
+@pytest.mark.parametrize(
+    ("options", "row", "said"),
+    [
+        (["--reward", "exact_mach"], {"answer": "1"}, "did you mean 'exact_match'"),
+        (["--reward", "exact_match"], {}, "no row of the data has an `answer`"),
+        (["--reward", "mine.py:x"], {"answer": "1"}, "mine.py"),
+        (["--compat", "cmp_rollout"], {"answer": "1"}, "it needs --reward"),
+    ],
+)
+def test_a_reward_that_cannot_be_used_is_told_before_anything_is_loaded(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    row: dict[str, str],
+    said: str,
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", **row}) + "\n", encoding="utf-8")
+    # Neither the model nor the server exists.
+    argv = ["compare", "--reference", "transformers:./none", "--engine", "http://127.0.0.1:9"]
+
+    assert main([*argv, "--data", str(rows), "--out", str(tmp_path / "out"), *options]) == 2
+
+    assert said in capsys.readouterr().err
+
+
+def test_the_reference_completes_as_the_engine_does_whatever_stands_beside_it(
+    engine: Engine,
+) -> None:
+    prompts = [[1, 4, 5, 6, 7, 8], [1, 9], [1, 3, 3, 10]]
+
+    made = engine.reference.generate(prompts, max_tokens=6, temperature=0.0, seed=0)
+
+    ends = engine.reference._ends
+    for prompt, ids in zip(prompts, made, strict=True):
+        expected, _ = engine.sample(prompt, 6, 0.0)
+        assert ids == expected[: len(ids)]
+        assert len(ids) == 6 or ids[-1] in ends
+
+
+def test_the_reference_samples_from_all_tokens_by_its_seed_alone(engine: Engine) -> None:
+    def drawn(seed: int) -> list[list[int]]:
+        return engine.reference.generate([[1, 4]] * 40, max_tokens=8, temperature=5.0, seed=seed)
+
+    before = torch.random.get_rng_state()
+    assert drawn(1) == drawn(1) != drawn(2)
+    assert torch.equal(before, torch.random.get_rng_state())
+    # Near uniform at this temperature: transformers' own 50 likeliest alone would not give these.
+    assert len({i for ids in drawn(3) for i in ids}) > 50
+
+
+def test_parts_of_the_prompts_give_the_same_as_all_at_once(
+    engine: Engine, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = compared(engine, model)
+    monkeypatch.setattr("shakedown.consistency.run._PART", 3)
+    parts = compared(engine, model)
+
+    assert (parts.samples, parts.tokens) == (whole.samples, whole.tokens)
+    # Padding moves the reference's float32 by its rounding.
+    for name, metric in whole.metrics.items():
+        assert parts.metrics[name].value == pytest.approx(metric.value, abs=1e-5), name
+
+
+def test_tables_and_page_of_an_earlier_comparison_do_not_stay_beside_a_new_verdict(
+    engine: Engine, model: Path, data: Path
+) -> None:
+    out = data.parent / "out"
+    assert run(engine, model, data, out) == 0
+    engine.plant = {"double_bos"}
+
+    assert run(engine, model, data, out) == 1
+
+    assert sorted(path.name for path in out.iterdir()) == ["verdict.json"]
 
 
 @pytest.mark.parametrize(
@@ -334,6 +566,7 @@ def test_single_refused_requests_are_told_and_the_rest_is_compared(
     [
         ("no_logprobs", "returned no log-probabilities"),
         ("no_ids", "returned no token ids"),
+        ("all_above", "sample 0 position 0: 0.7, above 0"),
         ("refuse", "all 10 requests failed"),
     ],
 )
@@ -387,7 +620,7 @@ def test_token_ids_outside_the_vocabulary_are_blocked(engine: Engine) -> None:
 
 def test_a_model_that_is_not_served_is_a_usage_error(engine: Engine, model: Path) -> None:
     with pytest.raises(UsageError, match="it serves policy"):
-        compare(Plan(engine.url, str(model), ROWS, model="other"))
+        compared_by(Plan(engine.url, str(model), ROWS, model="other"))
 
 
 def test_scores_do_not_depend_on_the_batch(engine: Engine) -> None:

@@ -183,6 +183,10 @@ def test_resolved_form_loads_to_the_same_config(tmp_path: Path) -> None:
     ("change", "expected"),
     [
         ({"sed": 1}, "sed: unknown key (did you mean 'seed'?)"),
+        (
+            {"consistency": {"limits": {"k33": 1e-3}}},
+            "consistency.limits.k33: unknown key (did you mean 'k3'?)",
+        ),
         ({"serve": {"enigne": "vllm"}}, "serve.enigne: unknown key (did you mean 'engine'?)"),
         (
             {"stages": {"sft": {"optimizer": {"l_r": 1.0}}}},

@@ -1,11 +1,14 @@
 """Metrics against plain float64 loops, their intervals, and what grades make of them."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
 
-from shakedown.consistency.compare import METRICS, Metric, align, divergence_rate, measure
+from shakedown.config.schema import ConsistencyLimits
+from shakedown.consistency.bootstrap import SampleSums, divergence_rate
+from shakedown.consistency.compare import METRICS, Aligned, Metric, align
 from shakedown.consistency.grade import GRADES, get_limits, grade_metrics
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import status_of
@@ -18,6 +21,29 @@ def logprobs(seed: int, samples: int = 12, noise: float = 0.05) -> tuple[Arrays,
     generator = np.random.default_rng(seed)
     t = [-generator.exponential(1.0, generator.integers(1, 20)) for _ in range(samples)]
     return t, [row + generator.normal(0, noise, len(row)) for row in t]
+
+
+def summed(aligned: Aligned) -> SampleSums:
+    sums = SampleSums()
+    for sample in aligned.split():
+        sums.add(sample)
+    return sums
+
+
+def measure(aligned: Aligned, *, seed: int = 0, resamples: int = 500) -> dict[str, Metric]:
+    return summed(aligned).measure(seed=seed, resamples=resamples)
+
+
+def on_tokens(aligned: Aligned, *, seed: int, resamples: int) -> dict[str, Metric]:
+    """The bootstrap as its definition has it: every resample's tokens joined anew."""
+    parts = list(aligned.split())
+    draws = np.random.default_rng(seed).integers(0, len(parts), (resamples, len(parts)))
+    drawn = [align([parts[i].t for i in draw], [parts[i].g for i in draw]) for draw in draws]
+    found = {}
+    for name, metric in METRICS.items():
+        low, high = np.percentile([metric(a) for a in drawn], [2.5, 97.5])
+        found[name] = Metric(metric(aligned), float(low), float(high))
+    return found
 
 
 def by_hand(t: list[float], g: list[float]) -> dict[str, float]:
@@ -79,7 +105,7 @@ def test_one_impossible_token_keeps_every_number_finite(extreme: float) -> None:
     g[3][0] = extreme
     found = measure(align(t, g), resamples=20)
     assert all(math.isfinite(x) for m in found.values() for x in (m.value, m.low, m.high))
-    assert status_of(grade_metrics(found, "dense")) == "FAIL"
+    assert status_of(grade_metrics(found, get_limits("dense"))) == "FAIL"
 
 
 def test_tokens_that_a_side_did_not_score_are_counted() -> None:
@@ -89,6 +115,43 @@ def test_tokens_that_a_side_did_not_score_are_counted() -> None:
     assert aligned.missing == 2
     assert len(aligned.t) == sum(map(len, t)) - 2
     assert np.isfinite(aligned.r).all()
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.05, 0.8])
+def test_intervals_from_sums_are_those_from_all_tokens(noise: float) -> None:
+    aligned = align(*logprobs(11, samples=40, noise=noise))
+
+    found = measure(aligned, seed=3, resamples=200)
+
+    for name, truth in on_tokens(aligned, seed=3, resamples=200).items():
+        pair = [(found[name].value, truth.value), (found[name].low, truth.low)]
+        for ours, theirs in [*pair, (found[name].high, truth.high)]:
+            # chi2 is a mean near 1 less 1, and the correlation of sums cancels: rounding of 1e-12.
+            assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-12), name
+
+
+@pytest.mark.slow  # 200,000 tokens are measured 100 times
+def test_memory_of_the_bootstrap_does_not_grow_with_its_resamples() -> None:
+    generator = np.random.default_rng(0)
+    sums = SampleSums()
+    for _ in range(2000):
+        t = -generator.exponential(1.0, 100)
+        sums.add(align([t], [t + generator.normal(0, 0.05, 100)]))
+
+    tracemalloc.start()
+    sums.measure(resamples=100)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    # A copy of all tokens for each resample, as the definition has it, is 100 x 32 bytes a token.
+    assert peak < 64 * sums.tokens
+
+
+def test_a_sample_without_tokens_is_not_counted() -> None:
+    sums = summed(align([np.zeros(2), np.zeros(0)], [np.zeros(2), np.zeros(0)]))
+    sums.add(align([np.zeros(0)], [np.zeros(0)]))
+
+    assert (sums.samples, sums.tokens) == (1, 2)
 
 
 def test_positions_and_samples_follow_the_tokens() -> None:
@@ -143,10 +206,10 @@ def test_greedy_divergence_is_a_share_of_samples() -> None:
     assert divergence_rate([]) == Metric(0.0, 0.0, 0.0)
 
 
-def graded(grade: str, **values: float) -> str:
+def graded(grade: str, values: dict[str, float], over: dict[str, float] | None = None) -> str:
     good = {"k3": 0.0, "token_mult_prob_error": 1.0, "mean_abs_dlogp": 0.0, "mean_abs_dprob": 0.0}
     metrics = {name: Metric(v, v, v) for name, v in {**good, **values}.items()}
-    return status_of(grade_metrics(metrics, grade))
+    return status_of(grade_metrics(metrics, get_limits(grade, over or {})))
 
 
 @pytest.mark.parametrize(
@@ -170,13 +233,33 @@ def graded(grade: str, **values: float) -> str:
 def test_grades_pass_warn_and_fail_at_their_limits(
     grade: str, values: dict[str, float], status: str
 ) -> None:
-    assert graded(grade, **values) == status
+    assert graded(grade, values) == status
+
+
+@pytest.mark.parametrize(
+    ("over", "values", "status"),
+    [
+        ({"k3": 1e-2}, {"k3": 5e-3}, "PASS"),
+        ({"k3": 1e-4}, {"k3": 1e-4}, "PASS"),
+        ({"k3": 1e-4}, {"k3": 5e-4}, "FAIL"),  # nothing between pass and fail
+        ({"k3": 1e-2}, {"mean_abs_dlogp": 0.06}, "FAIL"),  # the others stay the grade's
+        ({"chi2": 0.1}, {"chi2": 0.2}, "FAIL"),  # a metric without one of its own
+    ],
+)
+def test_limits_of_single_metrics_stand_over_the_grade_s(
+    over: dict[str, float], values: dict[str, float], status: str
+) -> None:
+    assert graded("dense", values, over) == status
+
+
+def test_every_limit_of_the_config_is_of_a_metric() -> None:
+    assert set(ConsistencyLimits.model_fields) <= {*METRICS, "greedy_divergence_rate"}
 
 
 def test_an_interval_that_crosses_the_limit_asks_for_more_samples() -> None:
     t, g = logprobs(5)
     metrics = measure(align(t, g)) | {"k3": Metric(9e-4, 5e-4, 3e-3)}
-    finding = grade_metrics(metrics, "dense")[0]
+    finding = grade_metrics(metrics, get_limits("dense"))[0]
     assert (finding.status, "more samples" in finding.remedy) == ("pass", True)
 
 

@@ -1,0 +1,87 @@
+"""Task accuracy on a part: the reference completes the same rows, and the reward judges both."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from shakedown.consistency.accuracy import Paired
+from shakedown.consistency.journal import Journal, Row, recalled
+from shakedown.consistency.part import Answers
+from shakedown.consistency.plan import Plan
+from shakedown.consistency.samples import ComparedCompletion
+from shakedown.consistency.score import Reference
+
+Rewards = dict[str, tuple[float | None, float | None]]  # by pass: the engine's, the reference's
+
+
+def answer_of(row: Mapping[str, Any]) -> str | None:
+    """The answer of a data row, where it has one that a reward can take."""
+    answer = row.get("answer")
+    usable = isinstance(answer, str | int | float) and not isinstance(answer, bool)
+    return str(answer) if usable else None
+
+
+def judge_answers(
+    plan: Plan,
+    reference: Reference,
+    answers: Answers,
+    journal: Journal,
+    paired: Mapping[str, Paired],
+) -> None:
+    """Count every row with an answer that the engine completed, by its greedy and sampled answer.
+
+    Raises:
+        UsageError, LaunchError: the reward cannot be used.
+    """
+    if plan.reward is None:
+        return
+    passes = {"greedy": answers.greedy, "sampled": answers.sampled}
+    for name, completions in passes.items():
+        able = [c for c in completions if answer_of(plan.rows[c.prompt.index]) is not None]
+        known = {c.prompt.index: _known(journal, c.prompt.index, name) for c in able}
+        new = [c for c in able if known[c.prompt.index] is None]
+        for completion, pair in zip(new, _rewards(plan, reference, new, name), strict=True):
+            _keep(journal, completion.prompt.index, name, pair)
+            known[completion.prompt.index] = pair
+        for found in known.values():
+            paired[name].add(*(found or (None, None)))
+
+
+def _rewards(
+    plan: Plan, reference: Reference, completions: Sequence[ComparedCompletion], name: str
+) -> list[tuple[float | None, float | None]]:
+    """Rewards of engine and reference by row; both sides' tokens become text in the same way."""
+    if not completions or plan.reward is None:
+        return []
+    made = reference.generate(
+        [c.prompt.ids for c in completions],
+        max_tokens=plan.max_tokens,
+        temperature=0.0 if name == "greedy" else plan.temperature,
+        seed=plan.seed + completions[0].prompt.index,
+    )
+    answers = [str(answer_of(plan.rows[c.prompt.index])) for c in completions]
+    texts = [
+        reference.tokenizer.decode(list(ids), skip_special_tokens=True)
+        for ids in (*(c.token_ids for c in completions), *made)
+    ]
+    rewards = plan.reward(list(zip(texts, [*answers, *answers], strict=True)))
+    half = len(completions)
+    return list(zip(rewards[:half], rewards[half:], strict=True))
+
+
+def _known(journal: Journal, sample: int, name: str) -> tuple[float | None, float | None] | None:
+    return (recalled(journal, sample, "answers", _read) or {}).get(name)
+
+
+def _keep(
+    journal: Journal, sample: int, name: str, pair: tuple[float | None, float | None]
+) -> None:
+    known = recalled(journal, sample, "answers", _read) or {}
+    journal.put(sample, "answers", {**known, name: list(pair)})
+
+
+def _read(row: Row) -> Rewards:
+    return {name: (_number(engine), _number(own)) for name, (engine, own) in row.items()}
+
+
+def _number(value: Any) -> float | None:
+    return None if value is None else float(value)

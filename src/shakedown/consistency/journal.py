@@ -1,0 +1,156 @@
+"""What a comparison has so far, on disk: one that was stopped goes on from it.
+
+parts/identity.json   what was compared with what: rows of another comparison are dropped
+parts/00000.jsonl     one part of the prompts: a row a sample and act, written as it comes
+
+A comparison that ends removes the folder.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from shakedown.core.errors import StorageError, UsageError
+from shakedown.core.files import read_object, write_json
+from shakedown.core.private import file_mode, make_folders
+
+Act = Literal["sampled", "greedy", "prefill", "score", "greedy_score", "answers"]
+Row = Mapping[str, Any]
+Kept = TypeVar("Kept")
+
+_SCHEMA = "shakedown/comparison-parts/1"
+# Rows that were made of another one's tokens: they are worth nothing once these are made anew.
+_MADE_OF: Mapping[str, tuple[Act, ...]] = {
+    "sampled": ("prefill", "score", "answers"),
+    "greedy": ("greedy_score", "answers"),
+}
+
+
+class Journal:
+    """The rows of one part; a half-written last one, of a process that was killed, is cut off.
+
+    Raises:
+        StorageError: the file cannot be read or written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: dict[tuple[int, str], Row] = {}
+        try:
+            self._read()
+        except OSError as error:
+            raise _cannot(path, error) from error
+
+    def get(self, sample: int, act: Act) -> Row | None:
+        return self._rows.get((sample, act))
+
+    def put(self, sample: int, act: Act, row: Row) -> None:
+        """Keep a row, in memory and at the end of the file."""
+        line = json.dumps({"sample": sample, "act": act, "row": row}) + "\n"
+        try:
+            with self._path.open("a", encoding="utf-8") as stream:
+                stream.write(line)
+        except OSError as error:
+            raise _cannot(self._path, error) from error
+        self._take(sample, act, row)
+
+    def count(self, *acts: Act) -> int:
+        """Samples that have a row of each of these acts."""
+        samples = {sample for sample, _ in self._rows}
+        return sum(all((s, act) in self._rows for act in acts) for s in samples)
+
+    def _take(self, sample: int, act: str, row: Row) -> None:
+        for later in _MADE_OF.get(act, ()):
+            self._rows.pop((sample, later), None)
+        self._rows[sample, act] = row
+
+    def _read(self) -> None:
+        if not self._path.exists():
+            self._path.touch(mode=file_mode())
+            return
+        whole = 0
+        with self._path.open("rb") as stream:
+            for line in stream:
+                if not line.endswith(b"\n"):
+                    break
+                whole += len(line)
+                self._take_line(line)
+        os.truncate(self._path, whole)
+
+    def _take_line(self, line: bytes) -> None:
+        try:
+            body = json.loads(line)
+            sample, act, row = int(body["sample"]), str(body["act"]), dict(body["row"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            return  # a damaged row is made anew
+        self._take(sample, act, row)
+
+
+def recalled(journal: Journal, sample: int, act: Act, build: Callable[[Row], Kept]) -> Kept | None:
+    """What a row of the journal holds; None without one, or with one that is damaged."""
+    row = journal.get(sample, act)
+    try:
+        return None if row is None else build(row)
+    except (LookupError, TypeError, ValueError, OverflowError):
+        return None
+
+
+class Parts:
+    """The journals of one comparison.
+
+    Args:
+        folder: `parts/` of the results folder.
+        identity: everything that the rows depend on.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self.folder = folder
+        text = json.dumps(identity, sort_keys=True, default=str)
+        digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+        self.resumed = self._is_of(digest)
+        if not self.resumed:
+            self.remove()
+            make_folders(folder)
+            write_json(folder / "identity.json", {"schema": _SCHEMA, "sha256": digest})
+
+    def journal(self, number: int) -> Journal:
+        return Journal(self.folder / f"{number:05d}.jsonl")
+
+    def remove(self) -> None:
+        """Once the result is written, or worth nothing."""
+        try:
+            if self.folder.exists():
+                shutil.rmtree(self.folder)
+        except OSError as error:
+            raise _cannot(self.folder, error) from error
+
+    def _is_of(self, digest: str) -> bool:
+        path = self.folder / "identity.json"
+        try:
+            found = read_object(path, "identity of a comparison", schema=_SCHEMA)
+        except UsageError:
+            return False
+        return found.get("sha256") == digest
+
+
+def state_of(model: str) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of a model folder's files, which change with it; of a hub name: []."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return []
+    facts = [(path, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    return [(path.name, fact.st_size, fact.st_mtime_ns) for path, fact in facts]
+
+
+def _cannot(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot use {path}: {error.strerror or error}",
+        hint="free space on that file system or choose another results folder: --out",
+    )
