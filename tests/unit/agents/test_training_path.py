@@ -32,13 +32,14 @@ def engine() -> Iterator[ChatEngine]:
         yield engine
 
 
-def check(url: str, kind: str) -> list[CheckResult]:
+def check(url: str, kind: str, target: str = TARGET, **kwargs: Any) -> list[CheckResult]:
     plan = CheckPlan(
-        TARGET,
+        target,
         [json.dumps({"kind": kind})],
         AgentEndpoint(f"{url}/v1", "key", "policy"),
         CheckSettings(prompts=2, group_size=2, episode_timeout=20.0),
         GrpoConfig(max_tokens=16),
+        kwargs,
     )
     return asyncio.run(run_checks(plan))
 
@@ -112,3 +113,16 @@ def test_the_agent_runs_with_the_sampling_of_the_stage_that_trains_with_it() -> 
 @pytest.mark.parametrize("engine", ["sglang", "transformers"])
 def test_no_stage_can_train_with_an_agent_where_replies_have_no_token_ids(engine: str) -> None:
     assert training_settings(config(), engine) is None
+
+
+def test_the_constructor_is_given_its_arguments_in_the_checks(engine: ChatEngine) -> None:
+    (plain, *_), (doubled, *_) = (
+        check(engine.url, "single"),
+        check(engine.url, "single", TARGET.replace(":Kinds", ":Doubling"), factor=2.0),
+    )
+
+    assert plain.result
+    assert doubled.result
+    reward = plain.result.episodes[0].reward
+    assert isinstance(reward, float)
+    assert doubled.result.episodes[0].reward == 2.0 * reward

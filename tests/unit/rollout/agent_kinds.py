@@ -156,3 +156,13 @@ class Kinds:
     async def elsewhere(self) -> Any:
         await self.client.completions.create(model=self.model, prompt="1")
         return 1.0
+
+
+class Doubling(Kinds):
+    """Its constructor has an argument."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    async def run(self, data: dict[str, Any], **extra: Any) -> Any:
+        return self.factor * await super().run(data, **extra)

@@ -441,6 +441,28 @@ def test_an_agent_that_cannot_run_is_refused(
     assert words in capsys.readouterr().err
 
 
+def test_a_stage_gives_its_agent_the_arguments_of_its_config(tmp_path: Path) -> None:
+    async def rewards(url: str, **more: Any) -> list[float]:
+        made = job(tmp_path, url, **more)
+        async with AgentGroupSampler(server_of(made), settings_of(made), lambda: 0) as sampler:
+            return list((await sampler.run_group(row("single"))).rewards)
+
+    doubling = TARGET.replace("Kinds", "Doubling")
+    with chatting() as engine:
+        plain = asyncio.run(rewards(engine.url))
+        doubled = asyncio.run(
+            rewards(engine.url, agent=doubling, agent_kwargs={"factor": 2.0}),
+        )
+
+    assert plain
+    assert doubled == [2.0 * reward for reward in plain]
+
+
+def test_arguments_without_an_agent_are_refused() -> None:
+    with pytest.raises(ValueError, match="agent_kwargs are for the class that `agent` names"):
+        GrpoConfig(agent_kwargs={"factor": 2.0})
+
+
 def test_rows_are_given_whole(tmp_path: Path) -> None:
     class Tokenizer:
         chat_template = "x"
