@@ -23,7 +23,7 @@ from shakedown.commands.arguments import (
 from shakedown.core.errors import BlockedError, StorageError, UsageError, did_you_mean
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Stopwatch, blocked_verdict, finish
-from shakedown.data_sources import read_rows
+from shakedown.data_sources import parse_source, read_rows
 
 if TYPE_CHECKING:
     from shakedown.agents.reward_pool import RewardLimits
@@ -234,6 +234,12 @@ def _plan(
 ) -> "Plan":
     from shakedown.consistency.plan import Plan
 
+    parsed = parse_source(source)
+    if parsed.format and parsed.format.images:
+        raise UsageError(
+            f"--data {source}: this format leaves the images out, and rows would be text alone",
+            hint="write rows with images in their messages: docs/consistency.md",
+        )
     rows = read_rows(source, limit=limit)
     reward = _usable_reward(args, reward, rows)
     own = given(args, "max_tokens", "temperature", "grade", "dtype", "seed")
@@ -246,6 +252,7 @@ def _plan(
         concurrency=args.concurrency,
         request_timeout=args.request_timeout,
         again=_again(args),
+        folder=None if parsed.hub else Path(parsed.place).parent,
         reward=functools.partial(_rewards, reward, limits) if reward else None,
         reward_name=reward,
         **{**(settings or {}), **own},

@@ -53,7 +53,7 @@ def _rewards(
     if not completions or plan.reward is None:
         return []
     made = reference.generate(
-        [c.prompt.ids for c in completions],
+        [c.prompt for c in completions],
         max_tokens=plan.max_tokens,
         temperature=0.0 if name == "greedy" else plan.temperature,
         seed=plan.seed + completions[0].prompt.index,

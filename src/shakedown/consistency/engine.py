@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 
+from shakedown.consistency.images import with_images
 from shakedown.consistency.journal import Act, Journal, recalled
 from shakedown.consistency.logprobs import read_logprobs
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Generated
@@ -78,6 +79,10 @@ async def generate(
     """
     if client.engine.name == "vllm":
         return await _from_text(client, prompt, max_tokens=max_tokens, temperature=temperature)
+    if prompt.images:
+        raise UsageError(
+            f"data row {prompt.index + 1} has images: they are compared with vLLM only"
+        )
     (found,) = await client.generate(prompt.ids, max_tokens=max_tokens, temperature=temperature)
     numbers, bad = read_logprobs(found.logprobs)
     return ComparedCompletion(prompt, found.tokens, numbers, found.text, bad=bad)
@@ -148,7 +153,8 @@ async def prefill_all(
         number, ids = completion.prompt.index, completion.token_ids
         known = recalled(journal, number, "prefill", lambda row: list(row["logprobs"]))
         async with gate:
-            if known is None and not fault:
+            # Ids alone would be scored without the images.
+            if known is None and not fault and not completion.prompt.images:
                 try:
                     known = await client.score(completion.prompt.ids, ids)
                 except ServerError as error:
@@ -197,7 +203,11 @@ async def _from_text(
         **_NEUTRAL,
     }
     if prompt.messages:
-        body |= {"messages": list(prompt.messages), "logprobs": True, "top_logprobs": 0}
+        body |= {
+            "messages": with_images(prompt.messages, prompt.images),
+            "logprobs": True,
+            "top_logprobs": 0,
+        }
         reply = await client.send(Request("/v1/chat/completions", body))
     else:
         body |= {"prompt": prompt.text, "logprobs": 0}

@@ -117,7 +117,7 @@ def _scored(
 ) -> list[Score]:
     known = {c.prompt.index: _known(c, journal, act) for c in completions}
     new = [c for c in completions if known[c.prompt.index] is None]
-    items = [Scored(c.prompt.ids, c.token_ids) for c in new]
+    items = [Scored(c.prompt.ids, c.token_ids, c.prompt) for c in new]
     for completion, made in zip(new, reference.score(items, temperature=temperature), strict=True):
         journal.put(completion.prompt.index, act, made.to_row())
         known[completion.prompt.index] = made

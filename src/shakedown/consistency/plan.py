@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from shakedown.consistency.accuracy import RewardOf
@@ -19,6 +20,7 @@ class Plan:
         limits: of single metrics, over the grade's.
         reward: judges completions against each row's `answer`; None: accuracies are not measured.
             `reward_name` is what it is called.
+        folder: the data file's, where relative paths of images begin.
         again: the command that goes on from what a stopped comparison has on disk.
     """
 
@@ -38,3 +40,4 @@ class Plan:
     reward: RewardOf | None = field(default=None, repr=False)
     reward_name: str = ""
     again: str = "the same command"
+    folder: Path | None = None

@@ -128,7 +128,13 @@ class _Work:
         """
         start = number * _PART
         rows, total = self._plan.rows[start : start + _PART], len(self._plan.rows)
-        prompts = read_prompts(rows, self._reference.tokenizer, start=start)
+        prompts = read_prompts(
+            rows,
+            self._reference.tokenizer,
+            start=start,
+            folder=self._plan.folder,
+            image_ids=self._reference.image_ids,
+        )
         journal = self._parts.journal(number)
         self._progress(f"samples {start + 1} to {start + len(rows)} of {total}")
         begin = time.monotonic()
@@ -228,7 +234,7 @@ def _views(
     other: tuple[str, list[Array]] | None = None
     if deep:
         name = "bfloat16" if reference.dtype == "float32" else "float32"
-        items = [Scored(c.prompt.ids, c.token_ids) for c in completions]
+        items = [Scored(c.prompt.ids, c.token_ids, c.prompt) for c in completions]
         scores = Reference(plan.reference, dtype=name).score(items, temperature=plan.temperature)
         other = (name, [own.logprobs for own in scores])
     prefill = [each.prefill for each in shown if each.prefill is not None]

@@ -1,26 +1,34 @@
 """What is generated once and scored by every side: prompts, completions, scores."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from shakedown.consistency.compare import Array
+from shakedown.consistency.images import has_images, take_images
 from shakedown.consistency.logprobs import BadToken
 from shakedown.core.errors import UsageError
 
 Message = Mapping[str, Any]
+# Token ids of messages with images (PNG), expanded as the model's processor does.
+ImageIds = Callable[[Sequence[Message], Sequence[bytes]], list[int]]
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A conversation or a plain text, and the ids that the trainer's tokenizer makes of it."""
+    """A conversation or a plain text, and the ids that the trainer's tokenizer makes of it.
+
+    `images` are PNG, in the order in which the messages show them.
+    """
 
     index: int
     messages: Sequence[Message] = ()
     text: str = ""
     ids: Sequence[int] = ()
+    images: Sequence[bytes] = ()
 
 
 @dataclass(frozen=True)
@@ -122,14 +130,46 @@ def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_prompts(
-    rows: Sequence[Mapping[str, Any]], tokenizer: Any, *, start: int = 0
+    rows: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    *,
+    start: int = 0,
+    folder: Path | None = None,
+    image_ids: ImageIds | None = None,
 ) -> list[EncodedPrompt]:
     """Turn rows into prompts, numbered from `start`.
 
+    Args:
+        folder: the data file's, for images in files.
+        image_ids: makes the ids of messages with images; None: the reference sees no images.
+
     Raises:
-        UsageError: as `check_rows`, or the tokenizer has no chat template, or it refuses a row.
+        UsageError: as `check_rows`, or the tokenizer has no chat template, or it refuses a row;
+            a row with images that cannot be read, or that the reference cannot see.
     """
-    return [_prompt(index, row, tokenizer) for index, row in enumerate(rows, start)]
+    return [
+        _with_images(index, row, folder, image_ids)
+        if has_images(row)
+        else _prompt(index, row, tokenizer)
+        for index, row in enumerate(rows, start)
+    ]
+
+
+def _with_images(
+    index: int, row: Mapping[str, Any], folder: Path | None, image_ids: ImageIds | None
+) -> EncodedPrompt:
+    place = f"data row {index + 1}"
+    if image_ids is None:
+        raise UsageError(
+            f"{place} has images, and the reference is a model or a processor for text alone",
+            hint="give a checkpoint with vision and its processor, or rows without images",
+        )
+    messages, images = take_images(row, place, folder)
+    try:
+        ids = image_ids(messages, images)
+    except Exception as error:  # templates are programs: anything may come
+        raise UsageError(f"{place}: the processor refuses it: {str(error)[:300]}") from error
+    return EncodedPrompt(index, messages=messages, ids=ids, images=images)
 
 
 def _given(index: int, row: Mapping[str, Any]) -> str | list[Message]:

@@ -1,14 +1,23 @@
 """Score given tokens with transformers: the reference side. Imports torch; import it lazily."""
 
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from PIL import Image
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+)
 
-from shakedown.consistency.samples import Score
+from shakedown.consistency.samples import EncodedPrompt, ImageIds, Message, Score
 from shakedown.core.errors import BlockedError, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -22,6 +31,12 @@ class Scored:
 
     prompt: Sequence[int]
     completion: Sequence[int]
+    source: EncodedPrompt | None = None
+
+    @property
+    def images(self) -> bool:
+        """Whether the prompt shows images."""
+        return self.source is not None and bool(self.source.images)
 
 
 class Reference:
@@ -39,14 +54,64 @@ class Reference:
     def __init__(self, model: str, *, dtype: str = "auto") -> None:
         self.name = model
         self.tokenizer: Any = _load(AutoTokenizer, model)
+        vision = hasattr(_load(AutoConfig, model), "vision_config")
+        kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+        self._processor: Any = _load(AutoProcessor, model) if vision else None
         self._model: Any = _load(
-            AutoModelForCausalLM, model, dtype=DTYPES.get(dtype, "auto"), low_cpu_mem_usage=True
+            kind, model, dtype=DTYPES.get(dtype, "auto"), low_cpu_mem_usage=True
         ).eval()
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model.to(self.device)
         self._ends = self._own_sampling()
         self.vocabulary = int(self._model.get_input_embeddings().num_embeddings)
+
+    @property
+    def image_ids(self) -> ImageIds | None:
+        """Makes ids of messages with images; None where the checkpoint sees none."""
+        if getattr(self._processor, "image_processor", None) is None:
+            return None
+        return lambda messages, images: self._features(messages, images)["input_ids"][0].tolist()
+
+    def _features(self, messages: Sequence[Message], images: Sequence[bytes]) -> dict[str, Any]:
+        """All that the model takes of a prompt with images: ids, pixels, token types."""
+        text = self._processor.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
+        pictures = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
+        # The template writes BOS itself, as the server's does.
+        made = self._processor(
+            text=[text], images=[pictures], return_tensors="pt", add_special_tokens=False
+        )
+        return dict(made)
+
+    def _inputs(self, prompt: EncodedPrompt, after: Sequence[int] = ()) -> dict[str, Any]:
+        """The model's arguments for one prompt with images and the text tokens after it."""
+        found = self._features(prompt.messages, prompt.images)
+        shape = found["input_ids"].shape
+        fill = {"input_ids": torch.tensor([list(after)], dtype=torch.int64)}
+        for name, value in found.items():
+            if value.shape == shape:
+                one = torch.ones if name == "attention_mask" else torch.zeros
+                more = fill.get(name, one((1, len(after)), dtype=value.dtype))
+                found[name] = torch.cat([value, more], dim=1)
+            dtype = self._model.dtype if value.is_floating_point() else value.dtype
+            found[name] = found[name].to(self.device, dtype)
+        return found
+
+    def _score_images(self, item: Scored, temperature: float) -> Score:
+        prompt = item.source or EncodedPrompt(0)
+        image = getattr(self._model.config, "image_token_id", None)
+        if image in item.completion:
+            raise BlockedError(
+                f"data row {prompt.index + 1}: the engine generated the image token {image}, "
+                "which the reference cannot score without an image",
+                hint="suppress it in the engine, or lower --temperature",
+            )
+        with torch.inference_mode():
+            out = self._model(**self._inputs(prompt, item.completion), use_cache=False)
+        own = out.logits[0, len(item.prompt) - 1 : -1].float().cpu()
+        return _score(own, torch.tensor(list(item.completion)), temperature)
 
     def score(self, items: Sequence[Scored], *, temperature: float = 1.0) -> list[Score]:
         """Score every completion token, teacher-forced; temperature 0 counts as 1.
@@ -58,11 +123,15 @@ class Reference:
         scores: dict[int, Score] = {}
         for numbers in self._batches(items):
             batch = [items[number] for number in numbers]
+            if batch[0].images:
+                (number,) = numbers
+                scores[number] = self._score_images(batch[0], temperature or 1.0)
+                continue
             scores.update(zip(numbers, self._score_batch(batch, temperature or 1.0), strict=True))
         return [scores[number] for number in range(len(items))]
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int, temperature: float, seed: int
+        self, prompts: Sequence[EncodedPrompt], *, max_tokens: int, temperature: float, seed: int
     ) -> list[list[int]]:
         """Complete each prompt, greedily at temperature 0; seeded by `seed`, else untouched.
 
@@ -72,14 +141,29 @@ class Reference:
         # The process's random state stays as it is.
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
-            for start in range(0, len(prompts), _GENERATED):
-                batch = prompts[start : start + _GENERATED]
+            size = 1 if any(prompt.images for prompt in prompts) else _GENERATED
+            for start in range(0, len(prompts), size):
+                batch = prompts[start : start + size]
                 made += self._generate_batch(batch, max_tokens, temperature)
         return made
 
     def _generate_batch(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float
+        self, prompts: Sequence[EncodedPrompt], max_tokens: int, temperature: float
     ) -> list[list[int]]:
+        if prompts[0].images:
+            inputs = self._inputs(prompts[0])
+        else:
+            inputs = self._padded([prompt.ids for prompt in prompts])
+        width = inputs["input_ids"].shape[1]
+        sampling: dict[str, Any] = {"do_sample": False}
+        if temperature:
+            # Said in full: it draws from the 50 likeliest tokens where `top_k` is left out.
+            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        out = self._model.generate(**inputs, max_new_tokens=max_tokens, **sampling)
+        rows: list[list[int]] = out[:, width:].tolist()
+        return [self._until_end(row) for row in rows]
+
+    def _padded(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
         width = max(map(len, prompts))
         # Padded in front: all rows are written on from the last column.
         tokens = torch.zeros((len(prompts), width), dtype=torch.int64)
@@ -87,18 +171,7 @@ class Reference:
         for number, prompt in enumerate(prompts):
             tokens[number, width - len(prompt) :] = torch.tensor(list(prompt))
             mask[number, width - len(prompt) :] = 1
-        sampling: dict[str, Any] = {"do_sample": False}
-        if temperature:
-            # Said in full: it draws from the 50 likeliest tokens where `top_k` is left out.
-            sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-        out = self._model.generate(
-            input_ids=tokens.to(self.device),
-            attention_mask=mask.to(self.device),
-            max_new_tokens=max_tokens,
-            **sampling,
-        )
-        rows: list[list[int]] = out[:, width:].tolist()
-        return [self._until_end(row) for row in rows]
+        return {"input_ids": tokens.to(self.device), "attention_mask": mask.to(self.device)}
 
     def _until_end(self, ids: list[int]) -> list[int]:
         """With the end token, as engines tell it, and without the padding after it."""
@@ -144,6 +217,9 @@ class Reference:
         room = max(1, _LOGIT_BYTES // (4 * self.vocabulary))
         batch: list[int] = []
         for number in sorted(range(len(items)), key=lambda i: _length(items[i])):
+            if items[number].images:  # one at a time: pixels of few images are held at once
+                yield [number]
+                continue
             if batch and (len(batch) + 1) * _length(items[number]) > room:
                 yield batch
                 batch = []

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from shakedown.cli import main
 from shakedown.consistency.plan import Plan
 from shakedown.consistency.run import Comparison, compare
-from shakedown.consistency.samples import read_prompts
+from shakedown.consistency.samples import EncodedPrompt, read_prompts
 from shakedown.consistency.score import Reference, Scored
 from shakedown.consistency.tables import open_tables
 from shakedown.consistency.write import make_verdict
@@ -516,7 +516,9 @@ def test_the_reference_completes_as_the_engine_does_whatever_stands_beside_it(
 ) -> None:
     prompts = [[1, 4, 5, 6, 7, 8], [1, 9], [1, 3, 3, 10]]
 
-    made = engine.reference.generate(prompts, max_tokens=6, temperature=0.0, seed=0)
+    made = engine.reference.generate(
+        [EncodedPrompt(0, ids=p) for p in prompts], max_tokens=6, temperature=0.0, seed=0
+    )
 
     ends = engine.reference._ends
     for prompt, ids in zip(prompts, made, strict=True):
@@ -527,7 +529,9 @@ def test_the_reference_completes_as_the_engine_does_whatever_stands_beside_it(
 
 def test_the_reference_samples_from_all_tokens_by_its_seed_alone(engine: Engine) -> None:
     def drawn(seed: int) -> list[list[int]]:
-        return engine.reference.generate([[1, 4]] * 40, max_tokens=8, temperature=5.0, seed=seed)
+        return engine.reference.generate(
+            [EncodedPrompt(0, ids=[1, 4])] * 40, max_tokens=8, temperature=5.0, seed=seed
+        )
 
     before = torch.random.get_rng_state()
     assert drawn(1) == drawn(1) != drawn(2)
