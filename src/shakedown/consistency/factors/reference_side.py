@@ -1,0 +1,86 @@
+"""Factors of the reference: the same tokens scored by transformers with one thing changed."""
+
+from shakedown.consistency.factors.bench import Bench, NotMeasuredError
+from shakedown.consistency.factors.table import Contrast
+from shakedown.consistency.score import Reference
+
+_SHORT = ("bfloat16", "float16")
+
+
+def temperature(bench: Bench) -> Contrast:
+    """Log-probabilities after the temperature, of the sampling, and before it."""
+    heat = bench.plan.temperature
+    if heat in (0.0, 1.0):
+        raise NotMeasuredError(
+            "at temperature 1 (and greedily) raw and processed log-probabilities are the same; "
+            "top-p, top-k and penalties are switched off in every request"
+        )
+    raw = [each.score.raw for each in bench.samples]
+    return Contrast(f"at temperature {heat:g}", "raw, at temperature 1", bench.t, raw, "reference")
+
+
+def precision(bench: Bench) -> Contrast:
+    """The reference in the other number format: the engine's, where that differs.
+
+    Rounding counts once for each side that the engine and the reference are known to compute in 16
+    bits; of an engine that does not tell its format only a difference with a direction counts.
+    """
+    own, theirs = bench.reference.dtype, bench.plan.engine_dtype
+    name = theirs if theirs in _SHORT and own not in _SHORT else _other(own)
+    other = Reference(bench.plan.reference, dtype=name)
+    scores = bench.reference_scores(bench.items, other)
+    return Contrast(
+        f"reference in {own}",
+        f"reference in {name}",
+        bench.reference_scores(bench.items),
+        scores,
+        "reference",
+        roundings=sum(dtype in _SHORT for dtype in (own, theirs)) if theirs else 0,
+        note=f"the engine computes in {theirs}" if theirs else "the engine does not tell its own",
+    )
+
+
+def attention(bench: Bench) -> Contrast:
+    """The reference with transformers' plain attention instead of its own choice."""
+    own = bench.reference.attention
+    other = "sdpa" if own == "eager" else "eager"
+    with bench.reference.attending(other):
+        scores = bench.reference_scores(bench.items)
+    note = "the engine's backend stands in its log"
+    return Contrast(own, other, bench.padded, scores, "reference", note=note)
+
+
+def reference_batch(bench: Bench) -> Contrast:
+    """The reference on padded batches, and one sequence at a time."""
+    alone = [bench.reference_scores([item])[0] for item in bench.items]
+    return Contrast("padded batches", "one at a time", bench.padded, alone, "reference")
+
+
+def packing(bench: Bench) -> Contrast:
+    """Sequences padded, and packed into one row with positions that begin anew."""
+    packed = bench.reference.score_packed(bench.items, temperature=bench.plan.temperature)
+    scores = [each.logprobs for each in packed]
+    note = "this project's trainers pad"
+    return Contrast("padded", "packed", bench.padded, scores, "reference", note=note)
+
+
+def trainer(bench: Bench) -> Contrast:
+    """The trainer's own forward pass, on one rank, instead of transformers'."""
+    scored = bench.plan.trainer
+    if scored is None:
+        raise NotMeasuredError("no trainer is named: --trainer fsdp or megatron, or --config")
+    scores = scored(bench.items, bench.reference.dtype, bench.plan.temperature)
+    name = bench.plan.trainer_name
+    return Contrast("transformers", name, bench.padded, scores, "reference", note="on one rank")
+
+
+def tensor_parallel(bench: Bench) -> Contrast:
+    """Always refused: a server has one size."""
+    raise NotMeasuredError(
+        "the server has one tensor-parallel size: start it with another serve.allocation and "
+        f"compare again (now {bench.plan.url})"
+    )
+
+
+def _other(dtype: str) -> str:
+    return "bfloat16" if dtype == "float32" else "float32"
