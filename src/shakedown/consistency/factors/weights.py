@@ -19,8 +19,10 @@ def weights(bench: Bench) -> Contrast:
         NotMeasuredError: the server names no folder that can be read here, or the same content.
     """
     told = bench.plan.engine_weights or bench.ask(_root)
-    if not Path(told).is_dir():
-        raise NotMeasuredError(f"the server names no folder of weights that can be read: {told!r}")
+    if not told or not Path(told).is_dir():
+        raise NotMeasuredError(
+            f"the server names no folder of weights that can be read here: {told or 'none'}"
+        )
     theirs = digest(Path(told))
     ours = digest(Path(bench.plan.reference)) if Path(bench.plan.reference).is_dir() else ""
     if theirs == ours:
