@@ -149,6 +149,8 @@ class Engine:
 
     def scored(self, ids: Sequence[int]) -> object:
         values = self.values(ids[:1], ids[1:])
+        if "updated_later" in self.plant and self.seen > 3 * len(ROWS):
+            values = [value - 0.5 for value in values]
         rows = [None, *({str(i): {"logprob": v}} for i, v in zip(ids[1:], values, strict=True))]
         return {"choices": [{"prompt_logprobs": rows}]}
 
@@ -443,15 +445,28 @@ def test_a_stale_prefix_cache_fails_by_its_name(engine: Engine, model: Path) -> 
 def test_deep_factors_are_measured_only_where_something_is_wrong_or_they_are_asked_for(
     engine: Engine, model: Path
 ) -> None:
-    cheap = {"weights_in_run", "prefix_cache", "decode_prefill"}
+    cheap = {"prompt_ids", "weights_in_run", "prefix_cache", "decode_prefill"}
     assert set(rows_of(compared(engine, model))) == cheap
     every = rows_of(compared(engine, model, factors="all"))
     assert set(every) == set(FACTORS)
     for name in ("precision", "attention", "packing", "reference_batch", "engine_batch"):
         assert every[name].distance is not None, name
-    for name in ("temperature", "trainer", "tensor_parallel", "prefix_cache", "weights"):
+    for name in ("trainer", "tensor_parallel", "prefix_cache", "weights"):
         assert every[name].distance is None, name
         assert every[name].note.startswith("not measured: "), name
+    for name in ("prompt_ids", "temperature"):
+        assert every[name].distance is None, name
+        assert "same" in every[name].note, name
+
+
+def test_weights_that_change_during_the_comparison_fail_by_their_name(
+    engine: Engine, model: Path
+) -> None:
+    engine.plant = {"updated_later"}
+    result = compared(engine, model)
+    finding = {f.check: f for f in result.findings}["factor_weights_in_run"]
+    assert (result.status, finding.status) == ("FAIL", "fail")
+    assert rows_of(result)["weights_in_run"].distance == pytest.approx(0.5, abs=1e-6)
 
 
 def test_both_sides_in_float32_are_held_to_small_limits(

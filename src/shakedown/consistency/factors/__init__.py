@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shakedown.consistency.factors import engine_side, reference_side
-from shakedown.consistency.factors.bench import Bench
+from shakedown.consistency.factors.bench import Bench, NoDifferenceError
 from shakedown.consistency.factors.noise import Noise, measure_noise
 from shakedown.consistency.factors.table import (
     NAMED,
@@ -46,6 +46,7 @@ class Factor:
 
 # From the special to the general: see `table.largest`.
 FACTORS: Mapping[str, Factor] = {
+    "prompt_ids": Factor(reference_side.prompt_ids, "", always=True),
     "temperature": Factor(
         reference_side.temperature,
         "start vLLM with --logprobs-mode processed_logprobs, or sample at temperature 1",
@@ -144,6 +145,8 @@ def _measured(name: str, factor: Factor, bench: Bench, noise: Noise) -> Row:
         contrast = factor.measure(bench)
     except torch.OutOfMemoryError:
         return Row(name, note="not measured: the device's memory does not hold it")
+    except NoDifferenceError as error:
+        return Row(name, note=error.args[0])
     except (BlockedError, UsageError) as error:
         return Row(name, note=f"not measured: {error.args[0]}")
     row = make_row(name, contrast, bench.t, bench.g, floor=noise.of(contrast.side))

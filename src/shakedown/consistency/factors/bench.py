@@ -14,7 +14,7 @@ from shakedown.consistency.part import ComparedSample
 from shakedown.consistency.plan import Plan
 from shakedown.consistency.samples import Scored
 from shakedown.consistency.score import Reference
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import BlockedError, ServerError
 from shakedown.inference.client import Client
 
 _TOKENS, _SAMPLES = 4096, 64  # scored again at most, prompts counted too
@@ -26,6 +26,10 @@ Found = TypeVar("Found")
 
 class NotMeasuredError(BlockedError):
     """A factor that cannot be measured here; the message says why."""
+
+
+class NoDifferenceError(NotMeasuredError):
+    """A factor in which the two sides do not differ; the message says what is the same."""
 
 
 class Bench:
@@ -55,6 +59,19 @@ class Bench:
         return bool(np.nanmean(np.abs(engine - raw)) < np.nanmean(np.abs(engine - scaled)))
 
     @cached_property
+    def prefill(self) -> list[Array]:
+        """The engine's scores in one pass, made right after generation; NaN where it gave none.
+
+        Raises:
+            NotMeasuredError: it gave none at all.
+        """
+        found = [each.prefill for each in self.samples]
+        if all(each is None for each in found):
+            raise NotMeasuredError("the engine did not score given tokens")
+        empty = (np.full(len(row), np.nan) for row in self.t)
+        return [none if each is None else each for each, none in zip(found, empty, strict=True)]
+
+    @cached_property
     def together(self) -> list[Array]:
         """The engine's scores of all of them at once, at temperature 1."""
         return self.engine_scores()
@@ -68,7 +85,7 @@ class Bench:
         """Score by the engine's prefill, in another order or fewer at once; NaN where refused.
 
         Raises:
-            ServerError: the engine does not score given tokens.
+            ServerError: every request was refused.
         """
         order = list(range(len(self.items)))[:: -1 if reverse else 1]
 
@@ -78,10 +95,17 @@ class Bench:
             async def one(number: int) -> tuple[int, Array]:
                 item = self.items[number]
                 async with gate:
-                    values = await client.score(item.prompt, item.completion)
+                    try:
+                        values = await client.score(item.prompt, item.completion)
+                    except ServerError as error:
+                        refused.append(error)
+                        return number, np.full(len(item.completion), np.nan)
                 return number, read_logprobs(values)[0]
 
+            refused: list[ServerError] = []
             found = dict(await asyncio.gather(*(one(number) for number in order)))
+            if len(refused) == len(self.items):
+                raise refused[0]
             return [found[number] for number in range(len(self.items))]
 
         return self.ask(passed)

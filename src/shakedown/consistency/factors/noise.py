@@ -54,5 +54,5 @@ def _row(factor: str, b: str, passes: Callable[[], tuple[list[Array], list[Array
     except ServerError as error:
         return Row(factor, note=f"not measured: {error.args[0]}")
     apart, tokens = distance(first, second), sum(map(len, first))
-    seconds = time.monotonic() - begin
+    seconds = round(time.monotonic() - begin, 3)
     return Row(factor, "scored once", b, distance=apart, tokens=tokens, seconds=seconds)

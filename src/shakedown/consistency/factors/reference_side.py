@@ -1,17 +1,30 @@
 """Factors of the reference: the same tokens scored by transformers with one thing changed."""
 
-from shakedown.consistency.factors.bench import Bench, NotMeasuredError
+from shakedown.consistency.factors.bench import Bench, NoDifferenceError, NotMeasuredError
 from shakedown.consistency.factors.table import Contrast
 from shakedown.consistency.score import Reference
 
 _SHORT = ("bfloat16", "float16")
 
 
+def prompt_ids(bench: Bench) -> Contrast:
+    """Always refused: other ids stop the comparison before anything is scored (prompts.py)."""
+    told = sum(bool(each.completion.prompt_ids) for each in bench.samples)
+    counted = sum(bool(each.completion.prompt_tokens) for each in bench.samples)
+    if told:
+        raise NoDifferenceError(
+            f"{told} prompts are the same ids on both sides: tokenizer, template, special tokens"
+        )
+    if counted:
+        raise NoDifferenceError(f"{counted} prompts have as many ids on both sides")
+    raise NotMeasuredError("prompts went out as ids, or the server does not tell its own")
+
+
 def temperature(bench: Bench) -> Contrast:
     """Log-probabilities after the temperature, of the sampling, and before it."""
     heat = bench.plan.temperature
     if heat in (0.0, 1.0):
-        raise NotMeasuredError(
+        raise NoDifferenceError(
             "at temperature 1 (and greedily) raw and processed log-probabilities are the same; "
             "top-p, top-k and penalties are switched off in every request"
         )

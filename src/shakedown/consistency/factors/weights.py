@@ -3,7 +3,7 @@
 import hashlib
 from pathlib import Path
 
-from shakedown.consistency.factors.bench import Bench, NotMeasuredError
+from shakedown.consistency.factors.bench import Bench, NoDifferenceError, NotMeasuredError
 from shakedown.consistency.factors.table import Contrast
 from shakedown.consistency.score import Reference
 from shakedown.inference.client import Client
@@ -16,7 +16,8 @@ def weights(bench: Bench) -> Contrast:
     """The reference with its own weights, and with those of the folder that the server names.
 
     Raises:
-        NotMeasuredError: the server names no folder that can be read here, or the same content.
+        NotMeasuredError: the server names no folder that can be read here.
+        NoDifferenceError: it has the same content.
     """
     told = bench.plan.engine_weights or bench.ask(_root)
     if not told or not Path(told).is_dir():
@@ -26,7 +27,7 @@ def weights(bench: Bench) -> Contrast:
     theirs = digest(Path(told))
     ours = digest(Path(bench.plan.reference)) if Path(bench.plan.reference).is_dir() else ""
     if theirs == ours:
-        raise NotMeasuredError(f"the same on both sides: sha256 {theirs[:12]}")
+        raise NoDifferenceError(f"the same on both sides: sha256 {theirs[:12]}")
     other = Reference(told, dtype=bench.reference.dtype)
     return Contrast(
         f"weights of {bench.plan.reference}",
