@@ -15,6 +15,7 @@ from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Verdict
 from shakedown.core.visible import masked
 from shakedown.report import comparison_charts, text
+from shakedown.report.comparison_tables import sample_lines, token_lines
 from shakedown.report.environment import page_environment
 
 _WORST = 20  # tokens shown
@@ -88,6 +89,9 @@ def render_report(result: Comparison, verdict: Verdict) -> str:
             explained=explained,
             metrics=metric_rows(result),
             worst=worst_tokens(result),
+            samples=sample_lines(result),
+            tokens=token_lines(result),
+            line=lambda ids: _text(result, ids),
             flips=[d for d in result.divergences if d is not None][:_WORST],
             drawings=comparison_charts.drawings(result.aligned, seed=result.plan.seed),
             plot=comparison_charts,

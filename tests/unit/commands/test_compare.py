@@ -6,6 +6,7 @@ be planted exactly; the real engine is compared in test_agents_consistency_vllm.
 
 import json
 import math
+import re
 import shlex
 import shutil
 import tempfile
@@ -34,6 +35,7 @@ from shakedown.consistency.write import make_verdict
 from shakedown.core.errors import BlockedError, UsageError
 from shakedown.core.verdict import Stopwatch, read_verdict
 from shakedown.report.comparison_page import render_report
+from shakedown.report.comparison_tables import sample_lines, token_lines
 from shakedown.training.demo import write_model
 
 pytestmark = pytest.mark.slow  # each comparison has a server and loads a model
@@ -784,6 +786,42 @@ def test_scores_are_the_model_s_own_log_softmax(engine: Engine) -> None:
         first, second = np.sort(logits)[::-1][:2]
         assert score.top_ids[place] == np.argmax(logits)
         assert score.margins[place] == pytest.approx(first - second, abs=1e-5)
+
+
+def test_the_page_has_factors_before_metrics_samples_and_tokens_and_links_that_lead_somewhere(
+    engine: Engine, model: Path
+) -> None:
+    engine.plant = {"outlier"}
+    result = compared(engine, model)
+    page = render_report(result, make_verdict(result, Stopwatch()))
+    heads = re.findall(r"<h2>(.*?)</h2>", page)
+    assert heads == ["Factors", "Metrics", "Other findings", "Samples", "Tokens"]
+    links = set(re.findall(r'href="#(.*?)"', page))
+    assert {"factors", "samples"} < links
+    assert links <= set(re.findall(r'id="(.*?)"', page))
+    for row in (*result.explained.rows, *result.explained.noise):
+        assert f"<code>{row.factor}</code>" in page
+
+
+def test_tables_of_samples_and_tokens_are_sums_of_the_same_differences(
+    engine: Engine, model: Path
+) -> None:
+    result = compared(engine, model, dtype="bfloat16")
+    samples, tokens = sample_lines(result), token_lines(result)
+    mean = result.metrics["mean_abs_dlogp"].value
+    # Ten samples of eight tokens each, of which fewer than 80 ids but more than 20 are different.
+    assert sum(line.mean for line in samples) / 10 == pytest.approx(mean)
+    assert samples[0].mean == max(line.mean for line in samples)
+    by_id: dict[int, list[float]] = {}
+    for number, each in enumerate(result.shown):
+        own = np.abs(result.aligned.r[result.aligned.sample == number])
+        for token, size in zip(each.completion.token_ids, own, strict=True):
+            by_id.setdefault(int(token), []).append(float(size))
+    first = max(by_id, key=lambda token: sum(by_id[token]))
+    assert (tokens[0].token, tokens[0].count) == (first, len(by_id[first]))
+    assert tokens[0].mean == pytest.approx(np.mean(by_id[first]))
+    assert tokens[0].largest == max(by_id[first])
+    assert tokens[0].share == pytest.approx(sum(by_id[first]) / (80 * mean))
 
 
 @pytest.mark.parametrize("row", [{}, {"prompt": 3}, {"messages": ["a"]}, {"messages": {}}])
