@@ -143,8 +143,8 @@ def chosen(shown: Sequence[ComparedSample]) -> list[ComparedSample]:
     worst = sorted(range(len(shown)), key=lambda i: -sizes[i])[:_WORST]
     mean = sum(map(_length, shown)) / len(shown)
     room = max(1, min(_SAMPLES - _WORST, int(_TOKENS / mean)))
-    step = -(-len(shown) // room)
-    order = list(dict.fromkeys([*worst, *range(0, len(shown), step)]))
+    spread = np.linspace(0, len(shown) - 1, min(room, len(shown))).round().astype(int)
+    order = list(dict.fromkeys([*worst, *spread.tolist()]))
     kept: list[int] = []
     tokens = 0
     for number in order:
