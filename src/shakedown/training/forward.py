@@ -10,8 +10,8 @@ from shakedown.config import Config, OptimizerConfig
 from shakedown.consistency.compare import Array
 from shakedown.consistency.plan import TrainerScores
 from shakedown.consistency.samples import Scored
-from shakedown.core.errors import BlockedError
-from shakedown.training.engines import engine_class
+from shakedown.core.errors import BlockedError, look_up
+from shakedown.training.engines import ENGINES, engine_class
 
 _ROWS = 8  # sequences of a micro batch
 
@@ -25,14 +25,17 @@ def last_backend(config: Config) -> str:
 def trainer_scores(backend: str, model: str) -> TrainerScores:
     """A function that scores completions by that engine's forward on one rank of this machine.
 
+    It raises a ConfigError where the engine is not installed or does not take the model.
+
     Raises:
-        ConfigError: no such engine.
+        UsageError: no such engine.
     """
-    kind = engine_class(f"{backend}:d1")
+    look_up("trainer", backend, ENGINES)
 
     def scores(items: Sequence[Scored], dtype: str, temperature: float) -> list[Array]:
         if not Path(model).is_dir():
             raise BlockedError(f"{backend} reads a folder, and {model} is none")
+        kind = engine_class(f"{backend}:d1")
         return _scored(kind, Path(model), items, dtype, temperature or 1.0)
 
     return scores

@@ -58,6 +58,7 @@ class Engine:
     plant: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
     seen: int = 0
+    told: int = 0
 
     def reply(self, path: str, body: dict[str, Any]) -> tuple[int, object]:
         if path == "/v1/models":
@@ -153,8 +154,15 @@ class Engine:
         values = self.values(ids[:1], ids[1:])
         if "updated_later" in self.plant and self.seen > 3 * len(ROWS):
             values = [value - 0.5 for value in values]
+        if "wavers" in self.plant:
+            values = self.waver(values)
         rows = [None, *({str(i): {"logprob": v}} for i, v in zip(ids[1:], values, strict=True))]
         return {"choices": [{"prompt_logprobs": rows}]}
+
+    def waver(self, values: list[float]) -> list[float]:
+        """Another answer each time, by a thousandth of a nat."""
+        self.told += 1
+        return list(values + np.random.default_rng(self.told).normal(0, 1e-3, len(values)))
 
     def values(
         self, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1
@@ -180,6 +188,8 @@ class Engine:
         values = self.values(prompt, ids, temperature)
         if "stale_cache" in self.plant:
             values = [value - _STALE for value in values]
+        if "wavers" in self.plant:
+            values = self.waver(values)
         if "outlier" in self.plant and temperature and prompt[1] == prompt[2]:
             values[1] -= 5.0
         return ids, values
@@ -459,6 +469,27 @@ def test_deep_factors_are_measured_only_where_something_is_wrong_or_they_are_ask
     for name in ("prompt_ids", "temperature"):
         assert every[name].distance is None, name
         assert "same" in every[name].note, name
+
+
+def test_an_engine_that_wavers_is_held_to_its_own_noise(engine: Engine, model: Path) -> None:
+    engine.plant = {"wavers"}
+    result = compared(engine, model, engine_dtype="float32", factors="all")
+    # Two draws of a normal distribution are apart by 2 sigma / sqrt(pi) in the mean.
+    floor = max(row.distance or 0.0 for row in result.explained.noise)
+    assert floor == pytest.approx(2e-3 / math.sqrt(math.pi), rel=0.3)
+    assert result.explained.chosen.limits["mean_abs_dlogp"].good == pytest.approx(4 * floor)
+    assert result.status == "PASS"
+    # As large as the noise by which it is measured, within a few percent.
+    assert rows_of(result)["weights_in_run"].distance == pytest.approx(floor, rel=0.4)
+    assert not [f for f in result.findings if f.check.startswith("factor_")]
+
+
+def test_an_outlier_s_place_stands_in_the_summary(engine: Engine, model: Path) -> None:
+    engine.plant = {"outlier"}
+    result = compared(engine, model)
+    assert (result.status, culprit_of(result)) == ("FAIL", ["decode_prefill"])
+    # Prompts whose first two digits are alike; only "00+01=" is one.
+    assert "largest 5 (sample 0 position 1)" in result.summary
 
 
 def test_weights_that_change_during_the_comparison_fail_by_their_name(

@@ -75,7 +75,12 @@ def test_a_distance_within_the_noise_floor_has_no_share() -> None:
     contrast = Contrast("a", "b", engine, T, "engine")
 
     assert row(contrast, engine, floor=0.2).share == 0
-    assert row(contrast, engine, floor=0.01).share == pytest.approx(1)
+    size = row(contrast, engine).distance
+    assert size is not None
+    # Of a distance that is twice the floor sqrt(3) / 2 is not noise.
+    near = row(contrast, engine, floor=size / 2)
+    assert near.share == pytest.approx(math.sqrt(0.75))
+    assert near.left == pytest.approx((1 - math.sqrt(0.75)) * size)
 
 
 def test_rounding_of_both_sides_counts_by_its_squares() -> None:

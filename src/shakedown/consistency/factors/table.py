@@ -5,8 +5,8 @@ With t the reference's log-probability, g the engine's, and a, b those of a fact
     whole     mean |g - t|
     distance  mean |a - b|
     left      mean |g - t - (a - b)|, the whole with b in a's place (a factor of the reference
-              counts with the other sign)
-    share     1 - left / whole, of what lies above the noise floor
+              counts with the other sign); in the table, (1 - share) * whole
+    share     (1 - left / whole) * sqrt(1 - (floor / distance)^2): noise is no factor
 
 Rounding has no direction: two sides that round on their own are apart by the root of the sum of
 their squares. There left = sqrt(whole^2 - distance^2), where that is less.
@@ -89,7 +89,7 @@ def make_row(
     floor: float,
     seconds: float = 0.0,
 ) -> Row:
-    """The row of a factor; a distance within the noise floor has no share."""
+    """The row of a factor; a distance within the noise floor has no share, one near it a part."""
     t, g, a, b = _common(reference, engine, contrast.scores_a, contrast.scores_b)
     if not len(t):
         return Row(factor, contrast.a, contrast.b, note="no token was scored on all sides")
@@ -99,7 +99,9 @@ def make_row(
     rounded = contrast.roundings * apart**2
     if rounded:
         left = min(left, math.sqrt(max(0.0, whole**2 - rounded)))
-    share = max(0.0, 1 - left / whole) if whole > 0 and apart > floor else 0.0
+    # Independent noise adds in squares: what is left of the distance without the floor's part.
+    above = math.sqrt(1 - (floor / apart) ** 2) if apart > floor else 0.0
+    share = above * max(0.0, 1 - left / whole) if whole > 0 else 0.0
     return Row(
         factor=factor,
         a=contrast.a,
@@ -107,7 +109,7 @@ def make_row(
         distance=apart,
         floor=floor,
         share=share,
-        left=left if share else whole,
+        left=(1 - share) * whole,
         whole=whole,
         tokens=len(t),
         note=contrast.note,

@@ -20,6 +20,8 @@ def weights(bench: Bench) -> Contrast:
         NoDifferenceError: it has the same content.
     """
     told = bench.plan.engine_weights or bench.ask(_root)
+    if told and told == bench.plan.reference and not Path(told).is_dir():
+        raise NoDifferenceError(f"both sides name {told}")
     if not told or not Path(told).is_dir():
         raise NotMeasuredError(
             f"the server names no folder of weights that can be read here: {told or 'none'}"
@@ -43,6 +45,8 @@ def digest(folder: Path) -> str:
     """SHA-256 of a folder's *.safetensors, in the order of their names."""
     total = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
+        if not path.is_file():
+            continue
         with path.open("rb") as stream:
             while block := stream.read(_BLOCK):
                 total.update(block)
