@@ -29,6 +29,7 @@ from shakedown.core.errors import BlockedError, ServerError, ShakedownError, Sto
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Finding, Status, status_of
 
+_BAD = ("fail", "error", "warn")  # what a finding can be that did not pass, the worst first
 _PART = 256  # prompts that are generated together, then scored and written together
 
 
@@ -72,8 +73,12 @@ class Comparison:
         size += f" (sample {sample} position {self.aligned.position[worst]})"
         if self.status == "PASS":
             return f"engine and reference agree over {size}"
-        why = f"; {self.explained.sentence}" if self.explained.sentence else ""
-        return f"engine and reference differ over {size}{why}"
+        if self.explained.sentence:
+            return f"engine and reference differ over {size}; {self.explained.sentence}"
+        worse = min(
+            (f for f in self.findings if f.status in _BAD), key=lambda f: _BAD.index(f.status)
+        )
+        return f"the log-probabilities agree over {size}; {worse.check}: {worse.measured}"
 
 
 def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Comparison:

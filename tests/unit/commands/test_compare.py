@@ -544,6 +544,8 @@ def test_a_greedy_token_that_is_not_the_argmax_is_seen(engine: Engine, model: Pa
     result = compared(engine, model)
     assert result.metrics["greedy_divergence_rate"].value == 1.0
     assert {d.position for d in result.divergences if d} == {2}
+    assert "the log-probabilities agree" in result.summary
+    assert "greedy_divergence: 10 of 10 diverge" in result.summary
 
 
 def test_missing_log_probabilities_are_told(engine: Engine, model: Path) -> None:
