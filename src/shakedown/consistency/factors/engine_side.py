@@ -123,7 +123,7 @@ async def _next_token(
         value = reply["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"]
         details = (reply.get("usage") or {}).get("prompt_tokens_details")
         cached = int(details.get("cached_tokens") or 0) if details else None
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise NotMeasuredError(
             "the engine does not tell the log-probability of a given next token "
             "(`logprob_token_ids`, vllm 0.32)"
