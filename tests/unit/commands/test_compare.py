@@ -376,6 +376,10 @@ def test_sglang_s_own_protocol_is_compared_too(engine: Engine, model: Path) -> N
     result = compared(engine, model)
     assert (result.engine, result.status) == ("sglang", "PASS")
     assert all(each.prefill is not None for each in result.shown)
+    rows = rows_of(compared(engine, model, factors="all"))
+    assert rows["prefix_cache"].note == "not measured: sglang takes no cache salt, for a cold pass"
+    assert rows["prompt_ids"].note.startswith("not measured: prompts went out as ids")
+    assert rows["engine_batch"].distance == pytest.approx(0, abs=1e-5)
 
 
 def test_raw_log_probabilities_at_another_temperature_fail_by_their_name(
@@ -438,6 +442,7 @@ def test_other_weights_are_named_when_the_server_tells_its_folder(
     assert row.left is not None
     assert row.left < 1e-4  # with the server's weights both sides agree
     assert "largest factor: weights" in result.summary
+    assert make_verdict(result, Stopwatch()).next.startswith("give the reference the checkpoint")
 
 
 def test_a_stale_prefix_cache_fails_by_its_name(engine: Engine, model: Path) -> None:

@@ -15,6 +15,7 @@ from shakedown.inference.client import Client
 from shakedown.inference.engines import Request
 
 _PROBED = 96  # tokens that are scored one by one, with the prefix cache and without
+_PROBED_LENGTH = 1 << 16  # tokens of all their prefixes, which are computed anew once
 
 
 def prefix_cache(bench: Bench) -> Contrast:
@@ -88,9 +89,11 @@ def engine_batch(bench: Bench) -> Contrast:
 
 def _places(bench: Bench) -> list[tuple[int, int]]:
     """(sample, position) of the tokens that are scored one by one, evenly over each completion."""
-    each = max(1, _PROBED // len(bench.items))
+    mean = sum(len(i.prompt) + len(i.completion) for i in bench.items) / len(bench.items)
+    room = max(1, min(_PROBED, int(_PROBED_LENGTH / mean)))
+    each = max(1, room // len(bench.items))
     chosen = []
-    for number, item in enumerate(bench.items[:_PROBED]):
+    for number, item in enumerate(bench.items[:room]):
         count = min(each, len(item.completion))
         where = np.linspace(0, len(item.completion) - 1, count).astype(int)
         chosen += [(number, int(place)) for place in dict.fromkeys(where.tolist())]
