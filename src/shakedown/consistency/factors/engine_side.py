@@ -40,14 +40,13 @@ def prefix_cache(bench: Bench) -> Contrast:
                 return await _next_token(client, bench, place, salt)
 
         warm = await asyncio.gather(*(one(place, "") for place in places))
+        if all(count == 0 for _, count in warm):
+            raise NotMeasuredError("no prefix of these samples is in the engine's cache")
         cold = await asyncio.gather(*(one(place, uuid.uuid4().hex) for place in places))
         return list(warm), list(cold)
 
     warm, cold = bench.ask(passed)
-    cached = [count for _, count in warm]
-    if all(count == 0 for count in cached):
-        raise NotMeasuredError("no prefix of these samples is in the engine's cache")
-    told = [count for count in cached if count]
+    told = [count for _, count in warm if count]
     note = f"{sum(told)} prompt tokens of {len(told)} requests came from the cache" if told else ""
     return Contrast(
         "prefix from the cache",
