@@ -153,7 +153,7 @@ class ConsistencyConfig(Section):
     samples: Positive = 64
     max_tokens: Positive = 24
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    grade: Literal["dense", "moe", "fp8", "strict"] = "dense"
+    grade: Literal["auto", "dense", "moe", "fp8", "strict"] = "auto"
     limits: ConsistencyLimits = ConsistencyLimits()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.files import read_object
 from shakedown.inference.engines import LaunchSpec
-from shakedown.inference.folder import ServerOrder
+from shakedown.inference.folder import Endpoint, ServerOrder
 from shakedown.inference.server import temporary
 
 _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
@@ -19,12 +19,31 @@ _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
 class ComparedServer:
     """Where the engine answers: its URL without `/v1`, the model name to ask for, and its key.
 
-    An empty name asks for the one model that the server has.
+    An empty name asks for the one model that the server has. `dtype`, `weights` and `log`
+    are what it is known to compute in, the folder that it has, its log; empty: not known.
     """
 
     url: str
     model: str = ""
     api_key: str = field(default="", repr=False)
+    dtype: str = ""
+    weights: str = ""
+    log: str = ""
+
+    @classmethod
+    def of(cls, endpoint: Endpoint) -> "ComparedServer":
+        """A server of `shakedown serve`; of somebody else's only what it answers is known."""
+        known = not endpoint.external
+        dtype = endpoint.order.spec.dtype if known else "auto"
+        return cls(
+            endpoint.base_url,
+            endpoint.served_name,
+            endpoint.api_key(),
+            # vLLM makes another of `auto` where a checkpoint is in float32.
+            "" if dtype == "auto" else dtype,
+            endpoint.model if known else "",
+            endpoint.log,
+        )
 
 
 @dataclass(frozen=True)
@@ -64,7 +83,7 @@ def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
         )
     order = ServerOrder("compare", kind, _spec(model, own))
     with temporary(order, own.folder, say=own.say) as endpoint:
-        yield ComparedServer(endpoint.base_url, endpoint.served_name, endpoint.api_key())
+        yield ComparedServer.of(endpoint)
 
 
 def _spec(model: str, own: OwnServer) -> LaunchSpec:

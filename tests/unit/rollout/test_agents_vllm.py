@@ -128,7 +128,7 @@ def test_another_checkpoint_than_the_served_one_fails(served: Served, tmp_path: 
     argv += ["--engine", served.endpoint.base_url, "--data", str(served.data)]
     assert main([*argv, "--out", str(tmp_path / "out")]) == 1
     verdict = read_verdict(tmp_path / "out" / "verdict.json")
-    assert "other weights" in verdict.summary
+    assert "largest factor: weights" in verdict.summary
 
 
 def test_what_agents_did_has_the_tokens_and_logprobs_of_transformers(
