@@ -8,6 +8,7 @@ from shakedown.consistency import factors
 from shakedown.consistency.compare import Metric
 from shakedown.consistency.factors.table import Row
 from shakedown.consistency.grade import Chosen, choose_limits, grade_metrics
+from shakedown.consistency.layers import LayerFinding, find_layer
 from shakedown.consistency.part import ComparedSample
 from shakedown.consistency.plan import Plan, Progress
 from shakedown.consistency.score import Reference
@@ -18,7 +19,8 @@ from shakedown.core.verdict import Finding, status_of
 class Explained:
     """Limits by the measured noise, the factor table, what it says, and how long it took.
 
-    `unexplained`: the comparison does not pass, and no factor accounts for it.
+    `unexplained`: the comparison does not pass, and no factor accounts for it. `layer` was looked
+    for where that is so, or the weights account for it.
     """
 
     chosen: Chosen
@@ -29,6 +31,7 @@ class Explained:
     unexplained: bool
     samples: int
     seconds: float
+    layer: LayerFinding | None = None
 
 
 def explain(
@@ -63,16 +66,25 @@ def explain(
     differs = status_of([*graded, *judged(rows, deep=False)]) != "PASS"
     if differs or plan.factors == "all":
         rows = factors.measure(bench, noise, deep=True, known=rows, progress=progress)
-    unexplained = differs and factors.named(rows) is None
-    # Here, where no factor explains the difference, is the place to ask which layer makes it.
+    best = factors.named(rows)
+    layer = None
+    if differs and (best is None or best.factor == "weights"):
+        progress("layers")
+        layer = find_layer(bench)
     whole = metrics["mean_abs_dlogp"].value
     return Explained(
         chosen=chosen,
         noise=noise.rows,
         rows=rows,
-        findings=judged(rows, deep=differs),
-        sentence=factors.explanation(rows, whole) if differs else "",
-        unexplained=unexplained,
+        findings=[*judged(rows, deep=differs), *([layer.finding()] if layer else [])],
+        sentence=_sentence(rows, whole, layer) if differs else "",
+        unexplained=differs and best is None,
+        layer=layer,
         samples=len(bench.samples),
         seconds=time.monotonic() - begin,
     )
+
+
+def _sentence(rows: Sequence[Row], whole: float, layer: LayerFinding | None) -> str:
+    said = factors.explanation(rows, whole)
+    return f"{said}; layer {layer.sentence}" if layer else said

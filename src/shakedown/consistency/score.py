@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +24,19 @@ class Reference:
     Args:
         model: a local folder or a hub name.
         dtype: `float32`, `bfloat16`, or `auto` (as the checkpoint says).
+        config: a transformers config that takes the place of the checkpoint's own.
 
     Raises:
         UsageError: no such folder, or it holds no model.
         BlockedError: the hub's model cannot be had.
     """
 
-    def __init__(self, model: str, *, dtype: str = "auto") -> None:
+    def __init__(self, model: str, *, dtype: str = "auto", config: Any = None) -> None:
         self.name = model
         self.tokenizer: Any = _load(AutoTokenizer, model)
-        self._model: Any = _load(
-            AutoModelForCausalLM, model, dtype=DTYPES.get(dtype, "auto"), low_cpu_mem_usage=True
-        ).eval()
+        options = {"dtype": DTYPES.get(dtype, "auto"), "low_cpu_mem_usage": True}
+        options |= {"config": config} if config is not None else {}
+        self._model: Any = _load(AutoModelForCausalLM, model, **options).eval()
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model.to(self.device)
@@ -70,6 +71,25 @@ class Reference:
             yield
         finally:
             self._model.set_attn_implementation(own)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By name, in the order of the forward pass; tied ones under each of their names."""
+        return dict(self._model.named_parameters(remove_duplicate=False))
+
+    @contextlib.contextmanager
+    def computing_with(self, parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+        """Compute with these in the place of its own until the block ends; nothing is copied."""
+        own = self.parameters()
+        try:
+            self._put(parameters)
+            yield
+        finally:
+            self._put({name: own[name] for name in parameters})
+
+    def _put(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(self._model.get_submodule(parent), leaf, parameter)
 
     def score(self, items: Sequence[Scored], *, temperature: float = 1.0) -> list[Score]:
         """Score every completion token, teacher-forced; temperature 0 counts as 1.

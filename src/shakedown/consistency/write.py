@@ -48,6 +48,7 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
             "limits_from": result.explained.chosen.source,
             "engine_dtype": result.plan.engine_dtype,
             "noise": [asdict(row) for row in result.explained.noise],
+            "layer": None if result.explained.layer is None else asdict(result.explained.layer),
             "factors": [asdict(row) for row in result.explained.rows],
         },
     )

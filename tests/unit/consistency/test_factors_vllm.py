@@ -140,6 +140,9 @@ def test_one_layer_five_percent_off_fails_in_float32_by_the_weights(
     left = rows_of(result)["weights"].left
     assert left is not None
     assert left < 1e-4
+    assert result.explained.layer is not None
+    assert result.explained.layer.layer == "model.layers.1"
+    assert "model.layers.1" in result.summary
 
 
 def test_one_layer_five_percent_off_behind_the_same_files_is_left_unexplained(
@@ -152,6 +155,7 @@ def test_one_layer_five_percent_off_behind_the_same_files_is_left_unexplained(
     assert result.status == "FAIL"
     assert named_in(result) == ""
     assert "no measured factor explains it" in result.summary
+    assert "weights that the server has loaded since it started cannot be read" in result.summary
 
 
 def test_a_stale_prefix_cache_after_an_update_fails_by_its_name(

@@ -9,6 +9,7 @@ import torch
 from shakedown.consistency.factors import engine_side, reference_side
 from shakedown.consistency.factors.bench import Bench, NoDifferenceError
 from shakedown.consistency.factors.noise import Noise, measure_noise
+from shakedown.consistency.factors.settings import config
 from shakedown.consistency.factors.table import (
     NAMED,
     Contrast,
@@ -66,6 +67,11 @@ FACTORS: Mapping[str, Factor] = {
         "code",
         always=True,
         fault=True,
+    ),
+    "config": Factor(
+        config,
+        "give both sides one config.json: these settings change the forward pass",
+        "user",
     ),
     "weights": Factor(
         weights, "give the reference the checkpoint that the server has, or the other way", "user"

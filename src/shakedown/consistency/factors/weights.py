@@ -19,18 +19,12 @@ def weights(bench: Bench) -> Contrast:
         NotMeasuredError: the server names no folder that can be read here.
         NoDifferenceError: it has the same content.
     """
-    told = bench.plan.engine_weights or bench.ask(_root)
-    if told and told == bench.plan.reference and not Path(told).is_dir():
-        raise NoDifferenceError(f"both sides name {told}")
-    if not told or not Path(told).is_dir():
-        raise NotMeasuredError(
-            f"the server names no folder of weights that can be read here: {told or 'none'}"
-        )
-    theirs = digest(Path(told))
+    told = told_folder(bench)
+    theirs = digest(told)
     ours = digest(Path(bench.plan.reference)) if Path(bench.plan.reference).is_dir() else ""
     if theirs == ours:
         raise NoDifferenceError(f"the same on both sides: sha256 {theirs[:12]}")
-    other = Reference(told, dtype=bench.reference.dtype)
+    other = Reference(str(told), dtype=bench.reference.dtype)
     return Contrast(
         f"weights of {bench.plan.reference}",
         f"weights of {told}",
@@ -39,6 +33,23 @@ def weights(bench: Bench) -> Contrast:
         "reference",
         note=f"sha256 {ours[:12] or 'unknown'} and {theirs[:12]}",
     )
+
+
+def told_folder(bench: Bench) -> Path:
+    """The folder that the server is known or says to have its weights from.
+
+    Raises:
+        NotMeasuredError: there is none that can be read here.
+        NoDifferenceError: both sides name the same checkpoint of a hub.
+    """
+    told = bench.plan.engine_weights or bench.ask(_root)
+    if told and told == bench.plan.reference and not Path(told).is_dir():
+        raise NoDifferenceError(f"both sides name {told}")
+    if not told or not Path(told).is_dir():
+        raise NotMeasuredError(
+            f"the server names no folder of weights that can be read here: {told or 'none'}"
+        )
+    return Path(told)
 
 
 def digest(folder: Path) -> str:
