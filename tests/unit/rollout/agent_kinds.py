@@ -78,7 +78,6 @@ class Kinds:
         """Two turns, the first one streamed."""
         history: Any = [{"role": "user", "content": "one"}]
         ask: Any = {"model": "any name", "max_output_tokens": 16}
-        # The client's own `stream()` takes `response.incomplete`, of a reply cut off, for an error.
         stream = await self.client.responses.create(input=history, stream=True, **ask)
         first = [event async for event in stream][-1].response
         history += [item.model_dump(exclude_none=True) for item in first.output]

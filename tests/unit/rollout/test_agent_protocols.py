@@ -258,12 +258,18 @@ async def test_why_a_reply_ended_is_told_in_the_protocol_s_words(agent: Agent) -
     short = await agent.anthropic.messages.create(max_tokens=2, **ask)
     stopped = await agent.anthropic.messages.create(max_tokens=9, stop_sequences=["!"], **ask)
     cut = await agent.openai.responses.create(model=ANY, input=QUESTION, max_output_tokens=2)
+    # The helper raises on `response.incomplete`, as OpenAI's agents framework does.
+    async with agent.openai.responses.stream(
+        model=ANY, input=QUESTION, max_output_tokens=2
+    ) as stream:
+        streamed = await stream.get_final_response()
 
     assert (short.stop_reason, short.stop_sequence) == ("max_tokens", None)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "!")
-    assert cut.status == "incomplete"
-    assert cut.incomplete_details is not None
-    assert cut.incomplete_details.reason == "max_output_tokens"
+    for response in (cut, streamed):
+        assert response.status == "completed"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
 
 
 async def test_clients_retry_and_raise_their_own_errors(agent: Agent, engine: ChatEngine) -> None:
@@ -356,6 +362,11 @@ USER = {"role": "user", "content": "x"}
         ("messages", {"messages": [USER], "tool_choice": {"type": "any"}}, "tool_choice forces"),
         ("messages", {"messages": [USER], "tools": [{"type": "bash_20250124"}]}, "bash_20250124"),
         ("messages", {"messages": [USER], "mcp_servers": []}, "mcp_servers is not supported"),
+        (
+            "messages",
+            {"messages": [USER], "context_management": {"edits": [{"type": "clear_tool_uses"}]}},
+            "context_management takes from the history",
+        ),
         ("messages", {"messages": {"role": "user"}}, "messages is {'role'"),
         ("messages", {"messages": ["x"]}, "a message is 'x'"),
         ("messages", {"messages": [USER], "system": 1}, "system is 1"),
@@ -476,6 +487,14 @@ def test_thoughts_text_and_two_tools_of_a_reply_are_shown_apart() -> None:
     assert arguments == ['{"a": 1}', "not json"]
 
 
+def test_what_frameworks_send_unasked_has_no_effect() -> None:
+    """OpenAI's agents framework for a model that it takes for GPT-5, and Claude Code."""
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    plain = {"messages": [USER]}
+    assert PROTOCOLS["messages"].to_chat({**plain, "context_management": kept}) == plain
+    assert PROTOCOLS["responses"].to_chat({"input": [USER], "text": {"verbosity": "low"}}) == plain
+
+
 ODD: tuple[Any, ...] = (
     None,
     -1,
@@ -499,7 +518,8 @@ ODD: tuple[Any, ...] = (
 NAMES = {
     "chat/completions": "messages tools tool_choice response_format n stream_options max_tokens",
     "responses": "input instructions tools tool_choice reasoning text include truncation stream",
-    "messages": "messages system tools tool_choice thinking output_config max_tokens stream",
+    "messages": "messages system tools tool_choice thinking output_config max_tokens stream"
+    " context_management",
 }
 
 
