@@ -24,6 +24,7 @@ from shakedown.agents.http_calls import HttpCall
 from shakedown.agents.measured import Measured, merged
 from shakedown.cli import main
 from shakedown.core.verdict import Finding, read_verdict, status_of
+from shakedown.rollout.staleness import Staleness
 
 Row = dict[str, Any]
 REPOSITORY = Path(__file__).parents[3]
@@ -311,18 +312,28 @@ def test_a_url_without_a_path_gets_the_version(given: str, url: str) -> None:
     assert with_version(given) == url
 
 
+RULE = Staleness(max_concurrent=64, max_head_offpolicyness=1, batch_size=6)
+
+
 def check_agent(server: ChatServer, agent: str, **settings: Any) -> Any:
     sizes = CheckSettings(**{"prompts": 6, "group_size": 4, "episode_timeout": 20.0, **settings})
     rows = [json.dumps(row) for row in ({}, {"text": "slow"})]
-    return asyncio.run(run_checks(CheckPlan(f"{AGENTS}:{agent}", rows, endpoint_of(server), sizes)))
+    plan = CheckPlan(f"{AGENTS}:{agent}", rows, endpoint_of(server), sizes, rule=RULE)
+    return asyncio.run(run_checks(plan, progress=print))
 
 
-def test_all_checks_pass_for_a_sound_agent(server: ChatServer) -> None:
+def test_all_checks_pass_for_a_sound_agent(
+    server: ChatServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     checks = check_agent(server, "Chat")
     assert [check.name for check in checks] == ["single", "concurrent", "grouped", "controller"]
     assert all(check.passed for check in checks)
-    assert [len(check.result.episodes) for check in checks] == [1, 24, 15, 48]
+    assert [len(check.result.episodes) for check in checks] == [1, 24, 15, 72]
     assert by_check(checks[2].findings)["group_isolation"].status == "pass"
+    capacity = by_check(checks[3].findings)["controller_capacity"]
+    assert (capacity.status, capacity.measured) == ("pass", "3 batches of 6 groups")
+    said = capsys.readouterr().out
+    assert "controller: capacity 12 groups at the start; 0 after 2 batches of 6" in said
 
 
 def test_the_first_check_that_fails_names_the_cause_and_ends_the_run(server: ChatServer) -> None:
