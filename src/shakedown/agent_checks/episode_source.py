@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup
+from shakedown.agents.agent_pool import AgentGroup, AgentPool, AgentResult, AgentSetup
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured
 from shakedown.config import Config, GrpoConfig, StageConfig
@@ -15,7 +15,10 @@ from shakedown.rollout.staleness import Staleness, stage_rule
 class EpisodeSource(Protocol):
     """Runs episodes in workers, and tells what these measured."""
 
-    async def run_episode(self, data: str) -> AgentResult:
+    def group(self) -> AbstractAsyncContextManager[AgentGroup]:
+        """What the episodes of one group are given: one instance of the class runs them all."""
+
+    async def run_episode(self, data: str, *, group: AgentGroup | None = None) -> AgentResult:
         """Run one episode of a row, given as JSON; every outcome, a failure too, is a result.
 
         Raises:

@@ -1,9 +1,10 @@
 """Checks run an agent as training will, all of them: what only works elsewhere is found at once."""
 
 import asyncio
+import contextlib
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from shakedown.agent_checks.checks import (
     run_checks,
 )
 from shakedown.agent_checks.episode_source import training_rule, training_settings
+from shakedown.agents.agent_pool import AgentGroup
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured
 from shakedown.config import Config, GrpoConfig, load_config
@@ -142,7 +144,11 @@ def test_a_stage_whose_rollouts_can_never_start_is_told_before_any_check() -> No
 class Silent:
     """Episodes that never end."""
 
-    async def run_episode(self, data: str) -> Any:  # noqa: ARG002
+    @contextlib.asynccontextmanager
+    async def group(self) -> AsyncIterator[AgentGroup]:
+        yield AgentGroup()
+
+    async def run_episode(self, data: str, *, group: AgentGroup | None = None) -> Any:  # noqa: ARG002
         await asyncio.Event().wait()
 
     async def take_measured(self) -> Measured:

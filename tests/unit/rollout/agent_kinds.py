@@ -1,6 +1,7 @@
 """An agent that is good or bad as its row says; the tests of training with agents run it."""
 
 import asyncio
+import copy
 import os
 import sys
 import time
@@ -14,14 +15,20 @@ import openai
 class Kinds:
     """`data["kind"]` names the method."""
 
+    data: dict[str, Any]
+    extra: dict[str, Any]
+    model: str
+    client: openai.AsyncOpenAI
+
     async def run(self, data: dict[str, Any], **extra: Any) -> Any:
-        self.data, self.extra, self.model = data, extra, extra["model"]
-        self.client = openai.AsyncOpenAI(
+        one = copy.copy(self)  # the group's episodes share this instance
+        one.data, one.extra, one.model = data, extra, extra["model"]
+        one.client = openai.AsyncOpenAI(
             base_url=extra["base_url"],
             api_key=extra["api_key"],
             http_client=extra["http_client"],
         )
-        return await getattr(self, data["kind"])()
+        return await getattr(one, data["kind"])()
 
     async def ask(self, *contents: str, **more: Any) -> Any:
         """Messages by turns of user and assistant."""
