@@ -160,7 +160,7 @@ class Kinds:
         return 1.0
 
     async def elsewhere(self) -> Any:
-        await self.client.completions.create(model=self.model, prompt="1")
+        await self.client.embeddings.create(model=self.model, input="1")
         return 1.0
 
 

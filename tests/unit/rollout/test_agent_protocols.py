@@ -1,4 +1,4 @@
-"""Agents may speak three protocols: each call is one chat completion, recorded and shown rightly.
+"""Agents may speak four protocols: each call is one completion, recorded and shown rightly.
 
 Real clients, the stand-in engine.
 """
@@ -381,6 +381,9 @@ USER = {"role": "user", "content": "x"}
             "image_url",
         ),
         ("chat/completions", {"messages": [USER], "stream_options": [1]}, "stream_options"),
+        ("completions", {"prompt": [[1], [2]]}, "prompt is [[1], [2]]: expected one text, or"),
+        ("completions", {"prompt": [1], "stream": True}, "stream is True"),
+        ("completions", {"prompt": [1], "suffix": "x"}, "suffix is not supported"),
     ],
 )
 async def test_what_training_cannot_use_is_refused_with_a_sentence(
@@ -487,6 +490,47 @@ def test_thoughts_text_and_two_tools_of_a_reply_are_shown_apart() -> None:
     assert arguments == ['{"a": 1}', "not json"]
 
 
+@pytest.mark.parametrize(
+    ("more", "tokens", "logprobs"),
+    [
+        ({}, None, None),
+        ({"return_token_ids": True}, True, None),
+        ({"logprobs": 0, "temperature": 0.2, "top_k": 5}, None, True),
+    ],
+)
+async def test_a_prompt_of_token_ids_is_completed_and_recorded(
+    agent: Agent, engine: ChatEngine, more: dict[str, Any], tokens: Any, logprobs: Any
+) -> None:
+    reply = await agent.post("completions", model=ANY, prompt=PROMPT, max_tokens=50, **more)
+
+    (call,) = agent.proxy.close(agent.key)
+    assert (call.prompt, call.completion.tokens, call.version) == (PROMPT, REPLY, 7)
+    assert call.completion.logprobs == [logprob(token) for token in REPLY]
+    ((path, sent),) = engine.seen
+    assert (path, sent["prompt"], sent["max_tokens"]) == ("/v1/completions", PROMPT, 50)
+    assert (sent["temperature"], sent["logprobs"], sent["model"]) == (1.0, 0, "policy")
+    assert not {"top_k", "top_logprobs", "messages"} & sent.keys()
+    (choice,) = reply.json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (TEXT, "stop")
+    assert (choice.get("token_ids"), choice.get("logprobs") and True) == (
+        tokens and REPLY,
+        logprobs,
+    )
+
+
+async def test_a_turn_of_token_ids_goes_on_with_the_sequence_of_the_one_before(
+    agent: Agent,
+) -> None:
+    more = [*PROMPT, *REPLY, 65, 66]
+    await agent.openai.completions.create(model=ANY, prompt=PROMPT, max_tokens=50)
+    await agent.openai.completions.create(model=ANY, prompt=more, max_tokens=50)
+
+    (sequence,) = joined(agent.proxy.close(agent.key))
+    assert sequence.calls == 2
+    assert sequence.tokens[: len(more)] == more
+    assert sum(sequence.mask) == 2 * len(REPLY)
+
+
 def test_what_frameworks_send_unasked_has_no_effect() -> None:
     """OpenAI's agents framework for a model that it takes for GPT-5, and Claude Code."""
     kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
@@ -520,6 +564,7 @@ NAMES = {
     "responses": "input instructions tools tool_choice reasoning text include truncation stream",
     "messages": "messages system tools tool_choice thinking output_config max_tokens stream"
     " context_management",
+    "completions": "prompt logprobs stream echo n max_tokens stop",
 }
 
 
