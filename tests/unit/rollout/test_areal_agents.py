@@ -44,6 +44,15 @@ WITH_TOOLS: dict[str, dict[str, Any]] = {
     "handoffs:HandoffAgent": {},
     "areal.workflow.anthropic.claude_math_agent:MathToolAgent": {"max_turns": 3},
 }
+# With `arun_episode` in the place of `run`; the tokenizer is the served model's.
+WORKFLOWS: dict[str, dict[str, Any]] = {
+    "areal.workflow.rlvr:RLVRWorkflow": {"reward_fn": "math_rewards.last_characters"},
+    "areal.workflow.multi_turn:MultiTurnWorkflow": {
+        "reward_fn": "math_rewards.last_characters",
+        "max_turns": 3,
+        "turn_discount": 0.9,
+    },
+}
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +89,9 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mo
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(("agent", "kwargs"), [*WITHOUT_TOOLS.items(), *WITH_TOOLS.items()])
+@pytest.mark.parametrize(
+    ("agent", "kwargs"), [*WITHOUT_TOOLS.items(), *WITH_TOOLS.items(), *WORKFLOWS.items()]
+)
 def test_what_it_does_against_vllm_is_trained_with_the_tokens_of_the_engine(
     served: ModelServer, model: Path, agent: str, kwargs: dict[str, Any]
 ) -> None:
