@@ -4,8 +4,9 @@
     async with AgentPool(AgentSetup("my/agent.py:MyAgent", endpoint)) as pool:
         result = await pool.run_episode('{"messages": []}')
 
-Episodes are spread over the workers; all of one worker share its event loop. A worker that ends,
-or that is silent because something blocks it outside of Python, costs the episodes it has.
+Groups of episodes are spread over the workers, each with one instance of the class; all of one
+worker share its event loop. A worker that ends, or that is silent because something blocks it
+outside of Python, costs the episodes it has.
 """
 
 import asyncio
