@@ -4,17 +4,21 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup
+from shakedown.agents.agent_pool import AgentGroup, AgentPool, AgentResult, AgentSetup
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured
-from shakedown.config import Config, GrpoConfig
+from shakedown.config import Config, GrpoConfig, StageConfig
 from shakedown.rollout.agent_sampler import ENGINE, AgentGroupSampler, ModelServer
+from shakedown.rollout.staleness import Staleness, stage_rule
 
 
 class EpisodeSource(Protocol):
     """Runs episodes in workers, and tells what these measured."""
 
-    async def run_episode(self, data: str) -> AgentResult:
+    def group(self) -> AbstractAsyncContextManager[AgentGroup]:
+        """What the episodes of one group are given: one instance of the class runs them all."""
+
+    async def run_episode(self, data: str, *, group: AgentGroup | None = None) -> AgentResult:
         """Run one episode of a row, given as JSON; every outcome, a failure too, is a result.
 
         Raises:
@@ -68,8 +72,29 @@ def training_settings(config: Config, engine: str) -> GrpoConfig | None:
     """
     if engine != ENGINE:
         return None
-    stages = [stage.grpo for stage in config.stages.values() if stage.grpo]
-    own = [grpo for grpo in stages if grpo.agent == config.agents.target]
-    chosen = next(iter([*own, *stages]), GrpoConfig())
+    _, stage = _training_stage(config)
+    chosen = (stage and stage.grpo) or GrpoConfig()
     # Partial rollouts are refused together with an agent.
     return chosen.model_copy(update={"agent": config.agents.target, "partial_rollouts": False})
+
+
+def training_rule(config: Config) -> Staleness:
+    """How far ahead of the trainer that stage's rollouts may be, with batches of a local batch.
+
+    Groups have the checks' size; as many episodes may be in flight as in the stage.
+
+    Raises:
+        ConfigError: no rollout of the stage could ever start.
+    """
+    name, stage = _training_stage(config)
+    settings, batch = (stage and stage.grpo) or GrpoConfig(), config.agents.local_batch
+    if stage is not None:
+        batch = min(batch, stage_rule(name, settings, stage.batch_size).batch_size)
+    slots = max(1, settings.max_concurrent // config.agents.group_size)
+    return Staleness(slots, settings.async_level, batch)
+
+
+def _training_stage(config: Config) -> tuple[str, StageConfig | None]:
+    stages = [(name, stage) for name, stage in config.stages.items() if stage.grpo]
+    own = [each for each in stages if each[1].grpo and each[1].grpo.agent == config.agents.target]
+    return next(iter([*own, *stages]), ("", None))

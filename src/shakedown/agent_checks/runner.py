@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shakedown.agent_checks.episode_source import EpisodeSource
 from shakedown.agent_checks.episodes import Episode, RunResult
-from shakedown.agents.agent_pool import AgentResult, all_ended
+from shakedown.agents.agent_pool import AgentGroup, AgentResult, all_ended
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,10 @@ class EpisodeRunner:
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
         size = self._settings.group_size
-        return await all_ended(self._episode(row, group, member) for member in range(size))
+        async with self._source.group() as shared:
+            return await all_ended(
+                self._episode(row, group, member, shared) for member in range(size)
+            )
 
     async def result(self, episodes: Iterable[Episode]) -> RunResult:
         """These episodes with what was measured so far."""
@@ -54,13 +57,13 @@ class EpisodeRunner:
         ordered = sorted(episodes, key=lambda episode: episode.index)
         return RunResult(ordered, await self._source.take_measured(), seconds)
 
-    async def _episode(self, row: str, group: int, member: int) -> Episode:
+    async def _episode(self, row: str, group: int, member: int, shared: AgentGroup) -> Episode:
         index = group * self._settings.group_size + member
         if index in self._settings.fail_on_purpose:
             result = AgentResult(cause="exception", detail="made to fail on purpose")
         else:
             async with self._gate:
-                result = await self._source.run_episode(row)
+                result = await self._source.run_episode(row, group=shared)
         return Episode(
             index=index,
             group=group,

@@ -157,7 +157,7 @@ def _run(args: argparse.Namespace) -> int:
 
 def _checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.checks import CheckPlan, CheckSettings, run_checks
-    from shakedown.agent_checks.episode_source import training_settings
+    from shakedown.agent_checks.episode_source import training_rule, training_settings
     from shakedown.agent_checks.results import checks_verdict, write_check_episodes
     from shakedown.agent_checks.server_probe import find_endpoint
     from shakedown.inference.server import in_use
@@ -167,8 +167,9 @@ def _checks(args: argparse.Namespace) -> int:
 
     watch = Stopwatch()
     config = run_config(args.config)
+    rule = training_rule(config)
     settings = CheckSettings(
-        prompts=config.agents.prompts,
+        prompts=config.agents.local_batch,
         group_size=config.agents.group_size,
         episode_timeout=args.episode_timeout or config.agents.episode_timeout,
         min_success_rate=config.agents.min_success_rate,
@@ -179,7 +180,7 @@ def _checks(args: argparse.Namespace) -> int:
         endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())
         training = training_settings(config, served.engine)
         agents = config.agents
-        plan = CheckPlan(agents.target, rows, endpoint, settings, training, agents.kwargs)
+        plan = CheckPlan(agents.target, rows, endpoint, settings, training, agents.kwargs, rule)
         checks = asyncio.run(run_checks(plan, progress=lambda line: print(f"  {line}", flush=True)))
     paths = AgentsPaths(args.out)
     write_check_episodes(paths.episodes, checks)

@@ -161,7 +161,7 @@ class AgentProxy:
         sent, wanted, changed = prepare(protocol.to_chat(await _body(request)), self._sampling)
         self._say(changed)
         if not wanted.stream:
-            return await self._answered(key, sent | self._model, wanted, protocol.reply())
+            return await self._answered(key, sent | self._model, wanted, protocol)
         return await self._streamed(request, key, sent | self._model, wanted, protocol.reply())
 
     def _check_key(self, request: web.Request, *others: str) -> str:
@@ -183,15 +183,15 @@ class AgentProxy:
         return key
 
     async def _answered(
-        self, key: str, sent: Body, wanted: ReplyOptions, shown: Reply
+        self, key: str, sent: Body, wanted: ReplyOptions, protocol: Protocol
     ) -> web.StreamResponse:
-        async with self._asked(sent) as (reply, version):
+        async with self._asked(protocol.to_engine(sent), protocol.path) as (reply, version):
             content = await reply.read()
             _check_status(reply, content)
         try:
-            body = json.loads(content)
+            body = protocol.from_engine(json.loads(content))
             calls = read_reply(body, version)
-            answer = shown.whole(clean(body, wanted))
+            answer = protocol.reply().whole(clean(body, wanted))
         except _MALFORMED as error:
             raise _CallError(502, f"not recorded: {error}") from error
         self._keep(key, calls)
@@ -220,11 +220,13 @@ class AgentProxy:
         return response
 
     @contextlib.asynccontextmanager
-    async def _asked(self, sent: Body) -> AsyncIterator[tuple[aiohttp.ClientResponse, int]]:
+    async def _asked(
+        self, sent: Body, path: str = _CHAT
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, int]]:
         """The engine's reply and the version that writes it; inside, no weights are loaded."""
         async with self.gate.request():
             version = self._version()
-            async with self._session.post(self._upstream + _CHAT, json=sent) as reply:
+            async with self._session.post(self._upstream + path, json=sent) as reply:
                 yield reply, version
 
     async def _events(
