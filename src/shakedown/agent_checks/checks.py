@@ -4,6 +4,7 @@ Each check runs only when the one before it passed, so the first that fails name
 """
 
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +57,8 @@ class CheckPlan:
 
     `target`: as `shakedown agent run` takes it. `data`: rows as JSON. `grpo`: the sampling of a
     stage that would train with the agent; None: the server's replies have no token ids, so that no
-    stage can. `kwargs`: for the class's constructor.
+    stage can. `kwargs`: for the class's constructor. `on_end`: is told of each episode that has
+    ended, with the check's name.
     """
 
     target: str
@@ -65,6 +67,12 @@ class CheckPlan:
     settings: CheckSettings = field(default_factory=CheckSettings)
     grpo: GrpoConfig | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    on_end: Callable[[str, Episode], None] = lambda _check, _episode: None
+
+    def sizes(self, check: str, concurrency: int, group_size: int = 1, **more: Any) -> RunSettings:
+        """How a check runs its episodes."""
+        on_end = functools.partial(self.on_end, check)
+        return RunSettings(concurrency, group_size, on_end=on_end, **more)
 
     def rows(self, count: int) -> list[str]:
         """Rows are used again when there are fewer than prompts."""
@@ -102,14 +110,14 @@ async def run_checks(
 
 async def single(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """One episode alone: is the agent's logic right?"""
-    result = await run_episodes(source, plan.rows(1), RunSettings(concurrency=1))
+    result = await run_episodes(source, plan.rows(1), plan.sizes("single", 1))
     return await _judged("single", result, plan, min_success_rate=1.0)
 
 
 async def concurrent(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """All prompts and samples at once: does the agent's framework stand it?"""
     prompts, group_size = plan.settings.prompts, plan.settings.group_size
-    sizes = RunSettings(prompts * group_size, group_size)
+    sizes = plan.sizes("concurrent", prompts * group_size, group_size)
     return await _judged("concurrent", await run_episodes(source, plan.rows(prompts), sizes), plan)
 
 
@@ -117,7 +125,8 @@ async def grouped(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """A few groups with one episode made to fail: every other episode must come through."""
     group_size = plan.settings.group_size
     groups = min(_FAULT_GROUPS, plan.settings.prompts)
-    sizes = RunSettings(groups * group_size, group_size, fail_on_purpose=frozenset({0}))
+    first = frozenset({0})
+    sizes = plan.sizes("grouped", groups * group_size, group_size, fail_on_purpose=first)
     result = await run_episodes(source, plan.rows(groups), sizes)
     others = dataclasses.replace(result, episodes=[e for e in result.episodes if e.index != 0])
     check = await _judged("grouped", others, plan)
@@ -138,7 +147,7 @@ async def controller(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     group_size = plan.settings.group_size
     batch_size = min(_CONTROLLER_BATCH, plan.settings.prompts)
     rows = plan.rows(batch_size * _CONTROLLER_BATCHES)
-    runner = EpisodeRunner(source, RunSettings(len(rows) * group_size, group_size))
+    runner = EpisodeRunner(source, plan.sizes("controller", len(rows) * group_size, group_size))
 
     async def run_group(number: int) -> list[Episode]:
         return await runner.run_group(rows[number], number)

@@ -1,9 +1,10 @@
 """Episodes and what was measured around them: the data that checks are judged by."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from shakedown.agents.call_log import CallLog
 from shakedown.agents.contract import Reward
 from shakedown.agents.measured import Measured
 
@@ -13,7 +14,8 @@ class Episode:
     """One call of `run`. `cause` is empty when it went well, else a key of `causes.CAUSES`.
 
     `group` is the data row, `member` the sample of that row; `seconds` is the time of the call
-    alone, without the wait for a place among the concurrent ones.
+    alone, without the wait for a place among the concurrent ones. `trace`: the traceback of an
+    exception in the agent. `on_purpose`: a check made it fail. `log`: its calls of the server.
     """
 
     index: int
@@ -24,13 +26,32 @@ class Episode:
     detail: str = ""
     status: int = 0
     seconds: float = 0.0
+    trace: str = ""
+    on_purpose: bool = False
+    log: CallLog | None = None
 
     @property
     def ok(self) -> bool:
         return not self.cause
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """A line of episodes.jsonl."""
+        log = (self.log or CallLog("client")).to_json()
+        return {
+            "index": self.index,
+            "group": self.group,
+            "member": self.member,
+            "reward": self.reward,
+            "cause": self.cause,
+            "detail": self.detail,
+            "status": self.status,
+            "seconds": round(self.seconds, 6),
+            "trace": self.trace,
+            "on_purpose": self.on_purpose,
+            "calls_seen_by": log["seen_by"],
+            "calls_left_out": log["left_out"],
+            "calls": log["calls"],
+        }
 
 
 @dataclass(frozen=True)

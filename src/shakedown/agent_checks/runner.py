@@ -1,8 +1,9 @@
 """Run rows of data as groups of episodes, at most so many at once, and gather what came of them."""
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shakedown.agent_checks.episode_source import EpisodeSource
@@ -14,12 +15,14 @@ from shakedown.agents.agent_pool import AgentResult, all_ended
 class RunSettings:
     """How to run: episodes at once, and samples a row.
 
-    `fail_on_purpose`: numbers of episodes that fail, to show that others do not suffer.
+    `fail_on_purpose`: numbers of episodes that fail, to show that others do not suffer. `on_end`:
+    is told of each episode when it has ended.
     """
 
     concurrency: int = 64
     group_size: int = 1
     fail_on_purpose: frozenset[int] = frozenset()
+    on_end: Callable[[Episode], None] = lambda _: None
 
 
 class EpisodeRunner:
@@ -56,12 +59,13 @@ class EpisodeRunner:
 
     async def _episode(self, row: str, group: int, member: int) -> Episode:
         index = group * self._settings.group_size + member
-        if index in self._settings.fail_on_purpose:
+        on_purpose = index in self._settings.fail_on_purpose
+        if on_purpose:
             result = AgentResult(cause="exception", detail="made to fail on purpose")
         else:
             async with self._gate:
                 result = await self._source.run_episode(row)
-        return Episode(
+        episode = Episode(
             index=index,
             group=group,
             member=member,
@@ -70,7 +74,13 @@ class EpisodeRunner:
             detail=result.detail,
             status=result.status,
             seconds=result.seconds,
+            trace=result.trace,
+            on_purpose=on_purpose,
+            log=result.log,
         )
+        self._settings.on_end(episode)
+        # It may be one of very many: what people read of it is in the file now.
+        return dataclasses.replace(episode, log=None)
 
 
 async def run_episodes(

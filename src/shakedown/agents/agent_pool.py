@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from shakedown.agents.agent_worker import ALIVE_SECONDS, LONGEST_LINE
+from shakedown.agents.call_log import CallLog
 from shakedown.agents.contract import Reward
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured, merged
@@ -55,7 +56,7 @@ class AgentResult:
 
     `cause` is empty when it went well, else a key of `causes.CAUSES`; `status` is the HTTP status
     that failed it, else 0; `trace` is the traceback of an exception in the agent. `seconds`: wall
-    time.
+    time. `log`: its calls, where they are kept.
     """
 
     reward: Reward | None = None
@@ -64,6 +65,7 @@ class AgentResult:
     status: int = 0
     trace: str = ""
     seconds: float = 0.0
+    log: CallLog | None = None
 
 
 class _AgentWorker(Worker):
@@ -123,13 +125,14 @@ class _AgentWorker(Worker):
             self._fail(
                 "blocked_loop", f"something blocks the worker for more than {patience:.0f} s"
             )
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             self._fail("exit", UNREADABLE)
 
     def _hand_out(self, reply: dict[str, Any]) -> None:
         future = self._waiting.get(str(reply.pop("key", "")))
         if future is not None and not future.done():
-            future.set_result(AgentResult(**reply))
+            log = reply.pop("log", None)
+            future.set_result(AgentResult(**reply, log=CallLog.read(log) if log else None))
         elif "measured" in reply and self._measuring is not None and not self._measuring.done():
             self._measuring.set_result(Measured.read(reply["measured"]))
 

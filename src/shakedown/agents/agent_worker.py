@@ -9,6 +9,8 @@ requests:
                    {"key": K, "cause": C, "detail": D, "status": HTTP STATUS, "trace": T}
     {}                                           -> {"measured": {...}}, the fields of `Measured`
 
+With `log`, what `CallLog.to_json` tells of the episode's calls, where no proxy sees them.
+
 `{"alive": true}` says every second that the event loop turns. All episodes share the loop: clients
 and locks that a module makes once work. An episode's clock is the loop's: while another one blocks
 the loop it stands still, and the one that blocks is ended by a signal.
@@ -25,6 +27,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shakedown.agents.call_log import CallLog
 from shakedown.agents.causes import classify, status_code
 from shakedown.agents.contract import AgentExitError, accepts_model, judge_return, load_agent
 from shakedown.agents.endpoint import AgentEndpoint, set_environment, shared_client
@@ -66,7 +69,8 @@ class Host:
         set_environment(self._endpoint)
         if setup["recorded"]:
             tag_requests(self._endpoint.base_url)
-        self._http.install(share_tls=setup["share_tls"])
+        self._log_calls = setup["measure"] and not setup["recorded"]  # the proxy sees more of them
+        self._http.install(share_tls=setup["share_tls"], log_calls=self._log_calls)
         self._client = shared_client()
         self._http.tls_contexts = 0  # that client's is not the agent's
         self._agent = load_agent(setup["target"], setup["kwargs"])
@@ -92,6 +96,8 @@ class Host:
 
     def _start(self, episode: dict[str, Any]) -> None:
         key = episode["key"]
+        if self._log_calls:
+            self._http.logs[key] = CallLog("client")
         task = asyncio.create_task(self._run(episode))
         self._running[key] = _Running(task)
         task.add_done_callback(lambda done: self._ended(key, done))
@@ -123,7 +129,7 @@ class Host:
         if self._running.pop(key, None) is None:
             return  # its time had run out: that was told
         if error is None:
-            self._streams.say(key=key, reward=task.result())
+            self._streams.say(key=key, reward=task.result(), log=self._http.take_log(key))
             return
         stop_at_exception(error)
         cause, detail = classify(error, self._file)
@@ -134,6 +140,7 @@ class Host:
             detail=self._without_key(detail),
             status=status_code(error),
             trace=self._without_key(trace)[-_LONGEST_TRACE:],
+            log=self._http.take_log(key),
         )
 
     def _without_key(self, text: str) -> str:
@@ -163,7 +170,8 @@ class Host:
         running = self._running.pop(key)
         running.task.cancel()
         detail = f"no result after {self._monitor.limit:g} s"
-        self._streams.say(key=key, cause="episode_timeout", detail=detail)
+        log = self._http.take_log(key)
+        self._streams.say(key=key, cause="episode_timeout", detail=detail, log=log)
 
     def _take_measured(self) -> dict[str, Any]:
         """What was measured since the last time."""

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import functools
 import json
 import shlex
 import sys
@@ -117,9 +118,10 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.episode_source import episode_source
-    from shakedown.agent_checks.results import run_verdict, write_episodes
+    from shakedown.agent_checks.results import Recorder, run_verdict
     from shakedown.agent_checks.runner import RunSettings, run_episodes
     from shakedown.agent_checks.server_probe import ask_server, find_endpoint
+    from shakedown.agents.episode_lines import EpisodeLines
     from shakedown.rollout.agent_sampler import agent_rows
 
     watch = Stopwatch()
@@ -134,10 +136,14 @@ def _run(args: argparse.Namespace) -> int:
         kwargs=kwargs,
     )
 
+    paths = AgentsPaths(args.out)
+
     async def run_rows() -> "RunResult":
         async with opened as source:
-            settings = RunSettings(args.concurrency, args.group_size)
-            return await run_episodes(source, rows, settings)
+            with EpisodeLines(paths.episodes) as lines:
+                on_end = functools.partial(Recorder(lines, 0, len(rows)).add, "run")
+                settings = RunSettings(args.concurrency, args.group_size, on_end=on_end)
+                return await run_episodes(source, rows, settings)
 
     total = len(rows) * args.group_size
     print(f"{total} episodes of {args.target}, {args.concurrency} at once", file=sys.stderr)
@@ -145,8 +151,6 @@ def _run(args: argparse.Namespace) -> int:
     failed = any(not episode.ok for episode in result.episodes)
     # Asked only after failures, which its state may explain; with an empty URL nothing is asked.
     server = asyncio.run(ask_server(endpoint.base_url if failed else "", endpoint.api_key))
-    paths = AgentsPaths(args.out)
-    write_episodes(paths.episodes, result.episodes)
     verdict = run_verdict(result, server, watch, min_success_rate=args.min_success_rate)
     given = f" --kwargs {shlex.quote(json.dumps(kwargs))}" if kwargs else ""
     again = f"shakedown agent run {args.target} --data {args.data}{given} --limit 1"
@@ -158,8 +162,9 @@ def _run(args: argparse.Namespace) -> int:
 def _checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.checks import CheckPlan, CheckSettings, run_checks
     from shakedown.agent_checks.episode_source import training_settings
-    from shakedown.agent_checks.results import checks_verdict, write_check_episodes
+    from shakedown.agent_checks.results import Recorder, checks_verdict
     from shakedown.agent_checks.server_probe import find_endpoint
+    from shakedown.agents.episode_lines import EpisodeLines
     from shakedown.inference.server import in_use
     from shakedown.rollout.agent_sampler import agent_rows
     from shakedown.training.assets import heldout_source
@@ -178,11 +183,14 @@ def _checks(args: argparse.Namespace) -> int:
         rows = agent_rows(args.data or heldout_source(config), limit=settings.prompts)
         endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())
         training = training_settings(config, served.engine)
-        agents = config.agents
-        plan = CheckPlan(agents.target, rows, endpoint, settings, training, agents.kwargs)
-        checks = asyncio.run(run_checks(plan, progress=lambda line: print(f"  {line}", flush=True)))
-    paths = AgentsPaths(args.out)
-    write_check_episodes(paths.episodes, checks)
+        agents, paths = config.agents, AgentsPaths(args.out)
+        with EpisodeLines(paths.episodes) as lines:
+            on_end = Recorder(lines, 0, len(rows)).add
+            plan = CheckPlan(
+                agents.target, rows, endpoint, settings, training, agents.kwargs, on_end
+            )
+            say = functools.partial(print, flush=True)
+            checks = asyncio.run(run_checks(plan, progress=lambda line: say(f"  {line}")))
     about = {"target": config.agents.target, "base_url": endpoint.base_url}
     verdict = replace(checks_verdict(checks, watch), extra=about)
     return finish(verdict, paths.verdict, strict=args.strict)

@@ -18,6 +18,7 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
+from shakedown.agents.call_log import CallLog
 from shakedown.agents.episode_tag import HEADER
 from shakedown.inference.secret import bearer
 from shakedown.rollout.agent_calls import (
@@ -31,6 +32,7 @@ from shakedown.rollout.agent_calls import (
     prepare,
     read_reply,
 )
+from shakedown.rollout.call_entry import CallEntry
 from shakedown.rollout.protocols import PROTOCOLS
 from shakedown.rollout.protocols.base import Protocol, Reply
 from shakedown.rollout.request_gate import RequestGate
@@ -62,6 +64,7 @@ class AgentProxy:
         timeout: seconds for one call.
         api_key: what the engine asks for.
         model: the name that the engine serves, whatever name an agent gives; empty: the agent's.
+        log_calls: keep what episodes ask and are answered for people, too: see `log_of`.
 
     `recorded` counts calls; with the proxy's own `api_key`, outside of an episode, an agent can
     ask for the models alone.
@@ -76,12 +79,14 @@ class AgentProxy:
         timeout: float,
         api_key: str = "",
         model: str = "",
+        log_calls: bool = False,
     ) -> None:
         self._model = {"model": model} if model else {}
         self._headers, self.api_key = bearer(api_key), secrets.token_hex(16)
         self._upstream, self._sampling, self._version = upstream, sampling, version
         self._times = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
         self._episodes: dict[str, list[Call]] = {}
+        self._log_calls, self._logs = log_calls, dict[str, CallLog]()
         self._said: set[str] = set()
         self._stack = contextlib.AsyncExitStack()
         self.gate = RequestGate()
@@ -122,18 +127,27 @@ class AgentProxy:
         """Begin an episode; returns its key and its own base URL, which ends in `/v1`."""
         key = secrets.token_hex(16)
         self._episodes[key] = []
+        if self._log_calls:
+            self._logs[key] = CallLog("proxy")
         return key, f"http://{self.host}:{self.port}/e/{key}/v1"
 
     def close(self, key: str) -> list[Call]:
         """End an episode: its calls in the order in which they ended; later ones are refused."""
+        self._logs.pop(key, None)
         return self._episodes.pop(key, [])
+
+    def log_of(self, key: str) -> CallLog | None:
+        """What people can read of an episode that is not closed; None: nothing is kept."""
+        return self._logs.get(key)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = _VERSIONS.sub("", request.match_info["path"], count=1)
         protocol = PROTOCOLS.get(path, PROTOCOLS["chat/completions"])
+        key = _key(request)
+        entry = CallEntry(key, self._logs.get(key) if path != "models" else None, path)
         try:
             if (request.method, path) == ("GET", "models"):
-                self._check_key(request, self.api_key)
+                self._check_key(key, self.api_key)
                 return await self._models()
             if request.method != "POST" or path not in PROTOCOLS:
                 raise _CallError(
@@ -142,7 +156,8 @@ class AgentProxy:
                     f"only POST {', '.join(f'/v1/{name}' for name in PROTOCOLS)}, which is what "
                     "is recorded",
                 )
-            return await self._passed_on(request, self._check_key(request), protocol)
+            self._check_key(key)
+            return await self._passed_on(request, entry, protocol)
         except RefusedCallError as error:
             status, message = 400, str(error)
         except _CallError as error:
@@ -153,52 +168,54 @@ class AgentProxy:
             status, message = 504, f"the engine did not answer within {self._times.total:g} s"
         except aiohttp.ClientError as error:
             status, message = 502, f"the engine: {type(error).__name__} {error}".strip()
+        finally:
+            entry.left()
+        entry.ended(status, message)
         return web.json_response(protocol.reply.error(status, message), status=status)
 
     async def _passed_on(
-        self, request: web.Request, key: str, protocol: Protocol
+        self, request: web.Request, entry: CallEntry, protocol: Protocol
     ) -> web.StreamResponse:
-        sent, wanted, changed = prepare(protocol.to_chat(await _body(request)), self._sampling)
+        asked = protocol.to_chat(await _body(request))
+        entry.sent(asked)
+        sent, wanted, changed = prepare(asked, self._sampling)
         self._say(changed)
         if not wanted.stream:
-            return await self._answered(key, sent | self._model, wanted, protocol.reply())
-        return await self._streamed(request, key, sent | self._model, wanted, protocol.reply())
+            return await self._answered(entry, sent | self._model, wanted, protocol.reply())
+        return await self._streamed(request, entry, sent | self._model, wanted, protocol.reply())
 
-    def _check_key(self, request: web.Request, *others: str) -> str:
-        """The key of the call: an episode's, or one of `others`.
+    def _check_key(self, key: str, *others: str) -> None:
+        """Of a call: an episode's, or one of `others`.
 
         Raises:
             _CallError: it is none.
         """
-        sent = request.headers
-        token = sent.get("Authorization", "").removeprefix("Bearer ").strip()
-        told = (request.match_info.get("key"), sent.get(HEADER), sent.get("x-api-key"), token)
-        key = next(filter(None, told), "")
         if key not in self._episodes and key not in others:
             raise _CallError(
                 403,
                 "this call belongs to no running episode: use base_url or api_key of run's "
                 "keyword arguments, and make no calls after run has returned",
             )
-        return key
 
     async def _answered(
-        self, key: str, sent: Body, wanted: ReplyOptions, shown: Reply
+        self, entry: CallEntry, sent: Body, wanted: ReplyOptions, shown: Reply
     ) -> web.StreamResponse:
         async with self._asked(sent) as (reply, version):
             content = await reply.read()
             _check_status(reply, content)
         try:
             body = json.loads(content)
+            entry.add(body)
             calls = read_reply(body, version)
             answer = shown.whole(clean(body, wanted))
         except _MALFORMED as error:
             raise _CallError(502, f"not recorded: {error}") from error
-        self._keep(key, calls)
+        self._keep(entry, calls)
+        entry.ended(200)
         return web.json_response(answer)
 
     async def _streamed(
-        self, request: web.Request, key: str, sent: Body, wanted: ReplyOptions, shown: Reply
+        self, request: web.Request, entry: CallEntry, sent: Body, wanted: ReplyOptions, shown: Reply
     ) -> web.StreamResponse:
         """Written apart from what is read: an agent that does not read holds no update up."""
         # The queue has no limit of its own: a reply is at most `max_tokens` chunks.
@@ -210,7 +227,7 @@ class AgentProxy:
             await response.prepare(request)
             writing = asyncio.create_task(_write(response, events))
             try:
-                async for event in self._events(reply, key, wanted, version, shown):
+                async for event in self._events(reply, entry, wanted, version, shown):
                     events.put_nowait(event)
                 events.put_nowait(b"")
             except BaseException:
@@ -230,7 +247,7 @@ class AgentProxy:
     async def _events(
         self,
         reply: aiohttp.ClientResponse,
-        key: str,
+        entry: CallEntry,
         wanted: ReplyOptions,
         version: int,
         shown: Reply,
@@ -239,6 +256,7 @@ class AgentProxy:
         record, held = StreamRecord(version), list[Body]()
         try:
             async for chunk in _chunks(reply):
+                entry.add(chunk)
                 record.add(chunk)
                 if record.finished(wanted.choices):
                     held.append(chunk)
@@ -252,9 +270,11 @@ class AgentProxy:
                 for event in shown.add(clean(chunk, wanted))
             ]
             last += shown.end()
-            self._keep(key, record.calls())
+            self._keep(entry, record.calls())
+            entry.ended(200)
         except (aiohttp.ClientError, TimeoutError, _CallError, *_MALFORMED) as error:
             last = [shown.failed(502, f"not recorded: {error}")]
+            entry.ended(502, f"not recorded: {error}")
         for event in last:
             yield event
 
@@ -264,15 +284,16 @@ class AgentProxy:
                 body=await reply.read(), status=reply.status, content_type="application/json"
             )
 
-    def _keep(self, key: str, calls: list[Call]) -> None:
+    def _keep(self, entry: CallEntry, calls: list[Call]) -> None:
         """Add to the episode.
 
         Raises:
             _CallError: it has ended: nobody would be rewarded for the call.
         """
-        if key not in self._episodes:
+        if entry.key not in self._episodes:
             raise _CallError(403, "the episode ended before this call did")
-        self._episodes[key] += calls
+        self._episodes[entry.key] += calls
+        entry.recorded(calls)
         self.recorded += 1
 
     def _say(self, changed: list[str]) -> None:
@@ -286,6 +307,14 @@ class AgentProxy:
                     f"{self._sampling.max_tokens}, and nothing else narrows the sampling",
                     flush=True,
                 )
+
+
+def _key(request: web.Request) -> str:
+    """What a call gives as its key; empty: nothing."""
+    sent = request.headers
+    token = sent.get("Authorization", "").removeprefix("Bearer ").strip()
+    told = (request.match_info.get("key"), sent.get(HEADER), sent.get("x-api-key"), token)
+    return next(filter(None, told), "")
 
 
 async def _body(request: web.Request) -> Body:

@@ -120,7 +120,8 @@ class AgentGroupSampler:
         server: of the policy.
         settings: the stage's.
         version: of the weights that the server has.
-        measure: have the workers keep what they measure, for `take_measured`.
+        measure: have the workers keep what they measure, for `take_measured`, and episodes the log
+            of their calls.
         share_tls: as in `AgentSetup`.
 
     `failures` counts episodes that are left out by their cause.
@@ -148,6 +149,7 @@ class AgentGroupSampler:
             timeout=settings.batch_timeout,
             api_key=server.api_key,
             model=server.model,
+            log_calls=measure,
         )
         self._pool: AgentPool | None = None
         self._stack = contextlib.AsyncExitStack()
@@ -265,6 +267,7 @@ class AgentGroupSampler:
         try:
             result = await self._workers.run_episode(data, key=key, base_url=url)
         finally:
+            log = self._proxy.log_of(key)
             calls = self._proxy.close(key)
             self._running -= 1
         self._ended += 1
@@ -275,7 +278,7 @@ class AgentGroupSampler:
             self._note(result, data)
         else:
             self._failed_in_row = 0
-        return RecordedEpisode(**vars(result), calls=calls)
+        return RecordedEpisode(**(vars(result) | {"log": log}), calls=calls)
 
     async def take_measured(self) -> Measured:
         """What the workers measured since the last call; one caller at a time."""
