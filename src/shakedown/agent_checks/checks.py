@@ -50,6 +50,11 @@ class CheckResult:
     def passed(self) -> bool:
         return self.result is not None and status_of(self.findings) in ("PASS", "WARN")
 
+    @property
+    def failed(self) -> Episode | None:
+        """The first episode that failed."""
+        return self.result.first_failed if self.result else None
+
 
 @dataclass(frozen=True)
 class CheckPlan:
@@ -80,9 +85,15 @@ class CheckPlan:
 
 
 async def run_checks(
-    plan: CheckPlan, *, progress: Callable[[str], None] = lambda _: None
+    plan: CheckPlan,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+    table: "Mapping[str, Check] | None" = None,
 ) -> list[CheckResult]:
     """Run the checks until one fails; those after it are listed as not reached.
+
+    Args:
+        table: checks by name; None: all of `CHECKS`.
 
     Raises:
         UsageError: the class cannot be imported or is no agent.
@@ -99,7 +110,7 @@ async def run_checks(
     )
     # One for all checks, as in training: what an agent's module keeps is there in the next one.
     async with source as entered:
-        for name, check in CHECKS.items():
+        for name, check in (CHECKS if table is None else table).items():
             if checks and not checks[-1].passed:
                 checks.append(_skipped(name))
                 continue
@@ -177,7 +188,15 @@ async def controller(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     return dataclasses.replace(check, findings=[*check.findings, stuck], sentence=blocked)
 
 
-CHECKS: dict[str, Callable[[CheckPlan, EpisodeSource], Awaitable[CheckResult]]] = {
+async def one_row(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
+    """Every row of the plan once, all at once: a row that failed is given again and again."""
+    result = await run_episodes(source, plan.data, plan.sizes("row", len(plan.data)))
+    return await _judged("row", result, plan, min_success_rate=1.0)
+
+
+Check = Callable[[CheckPlan, EpisodeSource], Awaitable[CheckResult]]
+ROW_CHECK: Mapping[str, Check] = {"row": one_row}
+CHECKS: Mapping[str, Check] = {
     "single": single,
     "concurrent": concurrent,
     "grouped": grouped,

@@ -62,6 +62,11 @@ class RunResult:
     measured: Measured = field(default_factory=Measured)
     seconds: float = 0.0
 
+    @property
+    def first_failed(self) -> Episode | None:
+        """The first episode that failed by itself."""
+        return next((e for e in self.episodes if not e.ok and not e.on_purpose), None)
+
     def groups(self) -> dict[int, list[Episode]]:
         """Episodes by data row."""
         table: dict[int, list[Episode]] = {}

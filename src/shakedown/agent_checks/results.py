@@ -66,8 +66,11 @@ class Recorder:
         Raises:
             StorageError: the file cannot be written.
         """
-        row = self.first_row + episode.group % self.rows
-        self.lines.add({"check": check, "row": row, **episode.to_json()})
+        self.lines.add({"check": check, "row": self.row_of(episode), **episode.to_json()})
+
+    def row_of(self, episode: Episode) -> int:
+        """The number of its row in the data, from 0."""
+        return self.first_row + episode.group % self.rows
 
 
 def _versions() -> dict[str, str]:

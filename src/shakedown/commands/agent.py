@@ -6,9 +6,10 @@ import functools
 import json
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shakedown.commands.arguments import (
     Actions,
@@ -21,7 +22,9 @@ from shakedown.commands.arguments import (
     positive,
     run_action,
     run_config,
+    whole,
 )
+from shakedown.core.errors import UsageError
 from shakedown.core.paths import AgentsPaths
 from shakedown.core.verdict import Stopwatch, finish
 
@@ -65,7 +68,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_parser.add_argument("--base-url", help="the server's URL (default: OPENAI_BASE_URL)")
     run_parser.add_argument("--concurrency", type=positive, default=64, help="episodes at once")
     run_parser.add_argument("--group-size", type=positive, default=1, help="samples a row")
-    run_parser.add_argument("--limit", type=positive, help="use the first K rows only")
+    which = run_parser.add_mutually_exclusive_group()
+    which.add_argument("--limit", type=positive, metavar="K", help="use the first K rows only")
+    _row_arguments(run_parser, which)
     run_parser.add_argument(
         "--model", default="", help="model name (default: what the server serves)"
     )
@@ -98,12 +103,55 @@ def _checks_arguments(actions: Actions) -> None:
     checks.add_argument(
         "--data", type=place, help="rows to use (default: the config's held-out rows)"
     )
+    _row_arguments(checks, checks)
     _common_arguments(checks)
     checks.add_argument(
         "--episode-timeout",
         type=above_zero,
         help="seconds an episode may take (default: the config's)",
     )
+
+
+def _row_arguments(parser: argparse.ArgumentParser, group: Any) -> None:
+    """`group`: of options that rule each other out."""
+    group.add_argument(
+        "--row",
+        type=whole(0),
+        metavar="N",
+        help="use this row only: the `row` of episodes.jsonl, from 0",
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=1, metavar="N", help="with --row: run it that often"
+    )
+
+
+def _rows(source: str, args: argparse.Namespace, limit: int | None) -> list[str]:
+    """The rows to use, as JSON; each is there once.
+
+    Raises:
+        UsageError: there is no row of that number; --repeat without --row; as `agent_rows`.
+    """
+    from shakedown.rollout.agent_sampler import agent_rows
+
+    if args.row is None and args.repeat > 1:
+        raise UsageError("--repeat runs one row again and again", hint="give --row N, too")
+    if args.row is None:
+        return agent_rows(source, limit=limit)
+    rows = agent_rows(source, limit=args.row + 1)
+    if len(rows) <= args.row:
+        raise UsageError(f"--row {args.row}: {source} has {len(rows)} rows, numbered from 0")
+    return rows[args.row :]
+
+
+def _again(args: argparse.Namespace, command: Sequence[object], row: int) -> str:
+    """The command that runs one row alone, with the same options and a folder of its own."""
+    out = args.out / f"row-{row}" if args.row is None else args.out
+    words = [*command, "--row", row, "--repeat", 1, "--out", out]
+    if args.separate_tls:
+        words.append("--separate-tls")
+    if args.episode_timeout is not None:
+        words += ["--episode-timeout", f"{args.episode_timeout:g}"]
+    return shlex.join(["shakedown", "agent", args.action, *map(str, words)])
 
 
 def _common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,11 +170,10 @@ def _run(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.runner import RunSettings, run_episodes
     from shakedown.agent_checks.server_probe import ask_server, find_endpoint
     from shakedown.agents.episode_lines import EpisodeLines
-    from shakedown.rollout.agent_sampler import agent_rows
 
     watch = Stopwatch()
     kwargs = {key: value for given in args.kwargs for key, value in given.items()}
-    rows = agent_rows(args.data, limit=args.limit)
+    rows = _rows(args.data, args, args.limit)
     endpoint = find_endpoint(args.base_url, args.model)
     opened = episode_source(
         args.target,
@@ -141,32 +188,44 @@ def _run(args: argparse.Namespace) -> int:
     async def run_rows() -> "RunResult":
         async with opened as source:
             with EpisodeLines(paths.episodes) as lines:
-                on_end = functools.partial(Recorder(lines, 0, len(rows)).add, "run")
+                on_end = functools.partial(Recorder(lines, args.row or 0, len(rows)).add, "run")
                 settings = RunSettings(args.concurrency, args.group_size, on_end=on_end)
-                return await run_episodes(source, rows, settings)
+                return await run_episodes(source, rows * args.repeat, settings)
 
-    total = len(rows) * args.group_size
+    total = len(rows) * args.repeat * args.group_size
     print(f"{total} episodes of {args.target}, {args.concurrency} at once", file=sys.stderr)
     result = asyncio.run(run_rows())
-    failed = any(not episode.ok for episode in result.episodes)
+    failed = result.first_failed
     # Asked only after failures, which its state may explain; with an empty URL nothing is asked.
     server = asyncio.run(ask_server(endpoint.base_url if failed else "", endpoint.api_key))
     verdict = run_verdict(result, server, watch, min_success_rate=args.min_success_rate)
-    given = f" --kwargs {shlex.quote(json.dumps(kwargs))}" if kwargs else ""
-    again = f"shakedown agent run {args.target} --data {args.data}{given} --limit 1"
+    again = _run_again(args, kwargs, (args.row or 0) + failed.group % len(rows)) if failed else ""
     about = {"target": args.target, "base_url": endpoint.base_url}
-    verdict = replace(verdict, next=again if failed else "", extra={**about, **verdict.extra})
+    verdict = replace(verdict, next=again, extra={**about, **verdict.extra})
     return finish(verdict, paths.verdict, strict=args.strict)
 
 
+def _run_again(args: argparse.Namespace, kwargs: Mapping[str, Any], row: int) -> str:
+    words: list[object] = [args.target, "--data", args.data]
+    words += ["--kwargs", json.dumps(kwargs)] if kwargs else []
+    words += ["--base-url", args.base_url] if args.base_url else []
+    words += ["--model", args.model] if args.model else []
+    return _again(args, words, row)
+
+
 def _checks(args: argparse.Namespace) -> int:
-    from shakedown.agent_checks.checks import CheckPlan, CheckSettings, run_checks
+    from shakedown.agent_checks.checks import (
+        CHECKS,
+        ROW_CHECK,
+        CheckPlan,
+        CheckSettings,
+        run_checks,
+    )
     from shakedown.agent_checks.episode_source import training_settings
     from shakedown.agent_checks.results import Recorder, checks_verdict
     from shakedown.agent_checks.server_probe import find_endpoint
     from shakedown.agents.episode_lines import EpisodeLines
     from shakedown.inference.server import in_use
-    from shakedown.rollout.agent_sampler import agent_rows
     from shakedown.training.assets import heldout_source
     from shakedown.training.serving import order_of_run
 
@@ -180,17 +239,29 @@ def _checks(args: argparse.Namespace) -> int:
         share_tls=not args.separate_tls,
     )
     with in_use(args.endpoint, lambda: order_of_run(config)) as served:
-        rows = agent_rows(args.data or heldout_source(config), limit=settings.prompts)
+        rows = _rows(args.data or heldout_source(config), args, settings.prompts)
         endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())
         training = training_settings(config, served.engine)
         agents, paths = config.agents, AgentsPaths(args.out)
         with EpisodeLines(paths.episodes) as lines:
-            on_end = Recorder(lines, 0, len(rows)).add
+            recorder, used = Recorder(lines, args.row or 0, len(rows)), rows * args.repeat
             plan = CheckPlan(
-                agents.target, rows, endpoint, settings, training, agents.kwargs, on_end
+                agents.target, used, endpoint, settings, training, agents.kwargs, recorder.add
             )
-            say = functools.partial(print, flush=True)
-            checks = asyncio.run(run_checks(plan, progress=lambda line: say(f"  {line}")))
+            table = ROW_CHECK if args.row is not None else CHECKS
+            checks = asyncio.run(run_checks(plan, progress=_say, table=table))
+    failed = next((episode for check in checks if (episode := check.failed)), None)
+    again = _checks_again(args, recorder.row_of(failed)) if failed else ""
     about = {"target": config.agents.target, "base_url": endpoint.base_url}
-    verdict = replace(checks_verdict(checks, watch), extra=about)
+    verdict = replace(checks_verdict(checks, watch), next=again, extra=about)
     return finish(verdict, paths.verdict, strict=args.strict)
+
+
+def _checks_again(args: argparse.Namespace, row: int) -> str:
+    words: list[object] = ["--config", *args.config, "--endpoint", args.endpoint]
+    words += ["--data", args.data] if args.data else []
+    return _again(args, words, row)
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", flush=True)
