@@ -16,6 +16,7 @@ class Episode:
     `group` is the data row, `member` the sample of that row; `seconds` is the time of the call
     alone, without the wait for a place among the concurrent ones. `trace`: the traceback of an
     exception in the agent. `on_purpose`: a check made it fail. `log`: its calls of the server.
+    `calls_made`, `calls_failed`, `answered`: as in `AgentResult`.
     """
 
     index: int
@@ -29,6 +30,9 @@ class Episode:
     trace: str = ""
     on_purpose: bool = False
     log: CallLog | None = None
+    calls_made: int = 0
+    calls_failed: int = 0
+    answered: float = 0.0
 
     @property
     def ok(self) -> bool:

@@ -23,6 +23,30 @@ CLIENT_LIMITS = (
     "max_keepalive_connections=4096)))"
 )
 
+# Of causes that are seen on the wire alone.
+_WIRE_REMEDIES: Mapping[str, tuple[Blame, str]] = {
+    "hanging": (
+        "environment",
+        "read the server's log; if it is merely busy, lower --concurrency or raise "
+        "--episode-timeout",
+    ),
+    "truncated": (
+        "environment",
+        "read the log of the server, and of any proxy before it, at the time of the episode",
+    ),
+    "bad_reply": (
+        "environment",
+        "see whether base_url leads to the inference server and not to a web page or another "
+        "service",
+    ),
+    "file_descriptors": (
+        "environment",
+        "raise the limit in the shell that starts the command: ulimit -n 65536; or lower "
+        "--concurrency",
+    ),
+    "not_asked": ("environment", "start the server again and run the command again"),
+}
+
 
 @dataclass(frozen=True)
 class ServerProbe:
@@ -68,6 +92,7 @@ def judge_run(
         episodes = [episode for episode in result.episodes if episode.cause == cause]
         if episodes:
             findings.append(_cause_finding(cause, episodes, result, server, failed_as))
+    findings += _failed_calls(result)
     return [*findings, *_client_findings(result.measured), *_reward_findings(result)]
 
 
@@ -80,6 +105,8 @@ def metrics(result: RunResult) -> dict[str, float]:
         "episodes": len(result.episodes),
         "episodes_ok": sum(episode.ok for episode in result.episodes),
         "episodes_failed": sum(causes.values()),
+        "calls": sum(episode.calls_made for episode in result.episodes),
+        "calls_failed": sum(episode.calls_failed for episode in result.episodes),
         "seconds": result.seconds,
         "latency_p50_seconds": percentile(latencies, 0.50),
         "latency_p99_seconds": percentile(latencies, 0.99),
@@ -129,9 +156,9 @@ def _statistics(rewards: Sequence[float]) -> dict[str, float]:
 
 
 def _never_reached(result: RunResult) -> bool:
-    """Whether no episode came to the server; the recording proxy says so by these statuses."""
-    causes, statuses = ("connection", "connect_timeout"), (502, 504)
-    return all(each.cause in causes or each.status in statuses for each in result.episodes)
+    """Whether no episode came to the server."""
+    causes = ("connection", "connect_timeout")
+    return all(each.cause in causes for each in result.episodes)
 
 
 def _cause_finding(
@@ -172,6 +199,7 @@ def _remedy(
             f"the server serves {served}: take the name from extra_kwargs['model'] or "
             "OPENAI_MODEL, or serve the model under the name that the agent gives",
         ),
+        **_WIRE_REMEDIES,
         "episode_timeout": (
             "code",
             "look at what the episode waits for, or raise --episode-timeout",
@@ -334,3 +362,23 @@ def to_extra(result: RunResult) -> dict[str, Any]:
     """What a reader may want beside the metrics: failures by cause, blocks of the loop."""
     causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
     return {"failures": dict(causes), "blocked_at": dict(result.measured.blocked_at)}
+
+
+def _failed_calls(result: RunResult) -> list[Finding]:
+    """Calls that failed in episodes that went well: the agent bore it, retries perhaps."""
+    borne = [episode for episode in result.episodes if episode.ok and episode.calls_failed]
+    if not borne:
+        return []
+    failed = sum(episode.calls_failed for episode in borne)
+    made = sum(episode.calls_made for episode in result.episodes)
+    return [
+        Finding(
+            check="failed_calls",
+            status="warn",
+            scope="role",
+            subject="agent",
+            measured=f"{failed} of {made} calls failed in {len(borne)} episodes that went well",
+            expected="none; such an episode is rewarded for what it did without them",
+            remedy="their status and error stand in episodes.jsonl",
+        )
+    ]

@@ -77,6 +77,9 @@ class EpisodeRunner:
             trace=result.trace,
             on_purpose=on_purpose,
             log=result.log,
+            calls_made=result.calls_made,
+            calls_failed=result.calls_failed,
+            answered=result.answered,
         )
         self._settings.on_end(episode)
         # It may be one of very many: what people read of it is in the file now.

@@ -9,7 +9,8 @@ requests:
                    {"key": K, "cause": C, "detail": D, "status": HTTP STATUS, "trace": T}
     {}                                           -> {"measured": {...}}, the fields of `Measured`
 
-With `log`, what `CallLog.to_json` tells of the episode's calls, where no proxy sees them.
+With `log`, what `CallLog.to_json` tells of the episode's calls, and `wire`, what `WireWatch.take`
+tells of their answers, where no proxy sees them.
 
 `{"alive": true}` says every second that the event loop turns. All episodes share the loop: clients
 and locks that a module makes once work. An episode's clock is the loop's: while another one blocks
@@ -35,6 +36,7 @@ from shakedown.agents.episode_tag import EPISODE_KEY, tag_requests
 from shakedown.agents.event_loop_lag import LoopMonitor
 from shakedown.agents.http_calls import HttpRecorder
 from shakedown.agents.measured import Measured
+from shakedown.agents.wire_watch import WireWatch
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 from shakedown.debug.asked import stop_at_exception
@@ -71,6 +73,9 @@ class Host:
             tag_requests(self._endpoint.base_url)
         self._log_calls = setup["measure"] and not setup["recorded"]  # the proxy sees more of them
         self._http.install(share_tls=setup["share_tls"], log_calls=self._log_calls)
+        self._wire = WireWatch(self._endpoint.base_url)
+        if self._log_calls:
+            self._wire.install()
         self._client = shared_client()
         self._http.tls_contexts = 0  # that client's is not the agent's
         self._agent = load_agent(setup["target"], setup["kwargs"])
@@ -98,6 +103,7 @@ class Host:
         key = episode["key"]
         if self._log_calls:
             self._http.logs[key] = CallLog("client")
+            self._wire.begin(key)
         task = asyncio.create_task(self._run(episode))
         self._running[key] = _Running(task)
         task.add_done_callback(lambda done: self._ended(key, done))
@@ -129,7 +135,7 @@ class Host:
         if self._running.pop(key, None) is None:
             return  # its time had run out: that was told
         if error is None:
-            self._streams.say(key=key, reward=task.result(), log=self._http.take_log(key))
+            self._streams.say(key=key, reward=task.result(), **self._seen(key))
             return
         stop_at_exception(error)
         cause, detail = classify(error, self._file)
@@ -140,8 +146,12 @@ class Host:
             detail=self._without_key(detail),
             status=status_code(error),
             trace=self._without_key(trace)[-_LONGEST_TRACE:],
-            log=self._http.take_log(key),
+            **self._seen(key),
         )
+
+    def _seen(self, key: str) -> dict[str, Any]:
+        """Of an episode's requests."""
+        return {"log": self._http.take_log(key), "wire": self._wire.take(key)}
 
     def _without_key(self, text: str) -> str:
         """An agent's exception may quote its arguments, and is written into verdicts and logs."""
@@ -170,8 +180,7 @@ class Host:
         running = self._running.pop(key)
         running.task.cancel()
         detail = f"no result after {self._monitor.limit:g} s"
-        log = self._http.take_log(key)
-        self._streams.say(key=key, cause="episode_timeout", detail=detail, log=log)
+        self._streams.say(key=key, cause="episode_timeout", detail=detail, **self._seen(key))
 
     def _take_measured(self) -> dict[str, Any]:
         """What was measured since the last time."""

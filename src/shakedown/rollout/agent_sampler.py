@@ -267,13 +267,11 @@ class AgentGroupSampler:
         try:
             result = await self._workers.run_episode(data, key=key, base_url=url)
         finally:
-            log = self._proxy.log_of(key)
+            log, wire = self._proxy.log_of(key), self._proxy.wire_of(key)
             calls = self._proxy.close(key)
             self._running -= 1
         self._ended += 1
-        if not result.cause and not calls:
-            detail = "run returned a reward and no chat call of it was recorded"
-            result = AgentResult(cause="no_call", detail=detail, seconds=result.seconds)
+        result = result.by_wire(wire)
         if result.cause:
             self._note(result, data)
         else:

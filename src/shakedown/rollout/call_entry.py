@@ -1,4 +1,4 @@
-"""Fills in one call of an agent's log while the proxy handles it; without a log it does nothing."""
+"""Notes one call of an episode while the proxy handles it: for people, and what came back of it."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -6,10 +6,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shakedown.agents.call_log import MOST_REPLIES, CallLog
+from shakedown.agents.wire import WireCall
 from shakedown.rollout.agent_calls import Body, Call
 from shakedown.rollout.protocols.base import pieces
 
 _MALFORMED = (ValueError, TypeError, AttributeError, KeyError)  # what an engine may tell
+
+# What the protocols put before the engine's id of a reply.
+_PREFIXES = {"responses": "resp_", "messages": "msg_"}
 
 
 @dataclass
@@ -25,12 +29,19 @@ class CallEntry:
     Args:
         log: of the episode; None: there is none, or nobody reads it.
         protocol: the path below `/v1`.
+        wire: of the episode, with its other calls; None: the call belongs to none.
     """
 
-    def __init__(self, key: str, log: CallLog | None, protocol: str) -> None:
+    def __init__(
+        self, key: str, log: CallLog | None, protocol: str, wire: list[WireCall] | None = None
+    ) -> None:
         self.key, self._log = key, log
         self._call = log.begin(protocol) if log is not None else None
         self._began = time.monotonic()
+        self._wire, self._prefix = WireCall(), _PREFIXES.get(protocol, "")
+        if wire is not None:
+            wire.append(self._wire)
+        self._reply_id = ""
         self._replies: dict[int, _Reply] = {}
 
     def sent(self, body: Mapping[str, Any]) -> None:
@@ -40,6 +51,7 @@ class CallEntry:
 
     def add(self, chunk: Body) -> None:
         """A chunk of the engine's reply; one whose form is odd says so in the log."""
+        self._reply_id = str(chunk.get("id") or self._reply_id)[:200]
         if self._call is None:
             return
         try:
@@ -53,8 +65,15 @@ class CallEntry:
             self._call.prompt_tokens = len(calls[0].prompt)
             self._call.completion_tokens = sum(len(call.completion.tokens) for call in calls)
 
-    def ended(self, status: int, error: str = "") -> None:
-        """What the agent was told, at last."""
+    def heard(self) -> None:
+        """The engine has begun to answer."""
+        self._wire.heard = time.time()
+
+    def ended(self, status: int, error: str = "", fault: str = "") -> None:
+        """What the agent was told, at last; `fault`: a key of `causes.CAUSES`."""
+        seen = status if fault in ("", "api_status") else 0
+        said = f"status {status}: {error}" if fault == "api_status" else error
+        self._wire.end(seen, fault, said, f"{self._prefix}{self._reply_id}")
         if self._log is None or self._call is None:
             return
         self._call.status, self._call.error = status, self._log.cut(error, 2000) or self._call.error
@@ -62,6 +81,7 @@ class CallEntry:
 
     def left(self) -> None:
         """The call is over; where the agent was told nothing, what came until then is kept."""
+        self._wire.leave()
         if self._call is not None and not self._call.status:
             self._fill()
 

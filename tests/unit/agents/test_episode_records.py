@@ -76,7 +76,7 @@ def test_a_line_names_its_row_and_what_came_of_it(seen: dict[str, Line]) -> None
     good, bad = seen["two_turns"], seen["raises"]
 
     assert (good["check"], good["row"], good["member"]) == ("run", 5, 0)
-    assert (good["reward"], good["cause"]) == ({"a": 4.0, "b": 0.0}, "")
+    assert (good["reward"], good["cause"]) == ({"chatcmpl-4": 4.0, "chatcmpl-12": 0.0}, "")
     assert good["seconds"] > 0
     assert (bad["row"], bad["reward"], bad["cause"]) == (10, None, "exception")
     assert 'raise ValueError("never works")' in bad["trace"]

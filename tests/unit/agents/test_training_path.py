@@ -60,7 +60,7 @@ def test_an_agent_that_can_be_trained_with_passes_every_check(engine: ChatEngine
     assert requests == [2 * size for size in sizes]
     assert all(numbers[f"{check.name}_loop_lag_max_seconds"] >= 0 for check in checks)
     rewards = [e.reward for e in checks[-1].result.episodes] if checks[-1].result else []
-    assert rewards == [{"a": 4.0, "b": 0.0}] * 8
+    assert rewards == [{"chatcmpl-4": 4.0, "chatcmpl-12": 0.0}] * 8
 
 
 @pytest.mark.parametrize(
