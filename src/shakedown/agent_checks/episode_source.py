@@ -32,6 +32,7 @@ def episode_source(
     seconds: float,
     share_tls: bool = True,
     grpo: GrpoConfig | None = None,
+    own_lengths: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> AbstractAsyncContextManager[EpisodeSource]:
     """The workers, and the recording proxy where `grpo` is given; entering starts them.
@@ -41,6 +42,7 @@ def episode_source(
         seconds: that an episode may take.
         grpo: a stage's sampling, for an engine whose chat replies have token ids; None: agents
             talk to the endpoint itself.
+        own_lengths: with `grpo`: replies are as long as the agent asks.
         kwargs: for the class's constructor, of what JSON has a form for.
 
     Raises:
@@ -58,18 +60,24 @@ def episode_source(
         update={"agent": target, "agent_timeout": seconds, "agent_kwargs": dict(kwargs or {})}
     )
     # No trainer publishes weights here: every token is of version 0.
-    return AgentGroupSampler(server, settings, lambda: 0, measure=True, share_tls=share_tls)
+    return AgentGroupSampler(
+        server, settings, lambda: 0, measure=True, share_tls=share_tls, own_lengths=own_lengths
+    )
 
 
-def training_settings(config: Config, engine: str) -> GrpoConfig | None:
+def training_settings(config: Config, engine: str, target: str = "") -> GrpoConfig | None:
     """How the stage that names the checked agent runs it, else how the first GRPO stage would.
+
+    Args:
+        target: the agent; empty: `agents.target`.
 
     None: the engine's chat replies have no token ids, so that no stage can train with an agent.
     """
     if engine != ENGINE:
         return None
     stages = [stage.grpo for stage in config.stages.values() if stage.grpo]
-    own = [grpo for grpo in stages if grpo.agent == config.agents.target]
+    target = target or config.agents.target
+    own = [grpo for grpo in stages if grpo.agent == target]
     chosen = next(iter([*own, *stages]), GrpoConfig())
     # Partial rollouts are refused together with an agent.
-    return chosen.model_copy(update={"agent": config.agents.target, "partial_rollouts": False})
+    return chosen.model_copy(update={"agent": target, "partial_rollouts": False})

@@ -7,14 +7,26 @@ from shakedown.agent_checks.checks import CheckResult, check_metrics
 from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agent_checks.judge import ServerProbe, judge_run, metrics, summary, to_extra
 from shakedown.agents.episode_lines import EpisodeLines
-from shakedown.core.verdict import Stopwatch, Verdict, counted, installed_versions, status_of
+from shakedown.core.verdict import (
+    Finding,
+    Stopwatch,
+    Verdict,
+    counted,
+    installed_versions,
+    status_of,
+)
 
 
 def run_verdict(
-    result: RunResult, server: ServerProbe, watch: Stopwatch, *, min_success_rate: float
+    result: RunResult,
+    server: ServerProbe,
+    watch: Stopwatch,
+    others: Sequence[Finding] = (),
+    *,
+    min_success_rate: float,
 ) -> Verdict:
     """The verdict on one run; `server` is what the server said of itself after a failure."""
-    findings = judge_run(result, server, min_success_rate=min_success_rate)
+    findings = [*judge_run(result, server, min_success_rate=min_success_rate), *others]
     return Verdict(
         stage="agents",
         status=status_of(findings),

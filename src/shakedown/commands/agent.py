@@ -30,6 +30,7 @@ from shakedown.core.verdict import Stopwatch, finish
 
 if TYPE_CHECKING:
     from shakedown.agent_checks.episodes import RunResult
+    from shakedown.config import GrpoConfig
 
 EXAMPLES = (
     "shakedown agent run my_agent.py:Agent --data prompts.jsonl"
@@ -66,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="argument of the class's constructor, or a JSON object of them; may be repeated",
     )
     run_parser.add_argument("--base-url", help="the server's URL (default: OPENAI_BASE_URL)")
+    add_config(run_parser, required=False)
     run_parser.add_argument("--concurrency", type=positive, default=64, help="episodes at once")
     run_parser.add_argument("--group-size", type=positive, default=1, help="samples a row")
     which = run_parser.add_mutually_exclusive_group()
@@ -166,6 +168,7 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.episode_source import episode_source
+    from shakedown.agent_checks.recordable import ask_recordable
     from shakedown.agent_checks.results import Recorder, run_verdict
     from shakedown.agent_checks.runner import RunSettings, run_episodes
     from shakedown.agent_checks.server_probe import ask_server, find_endpoint
@@ -174,12 +177,16 @@ def _run(args: argparse.Namespace) -> int:
     watch = Stopwatch()
     kwargs = {key: value for given in args.kwargs for key, value in given.items()}
     rows = _rows(args.data, args, args.limit)
+    sampling = _run_sampling(args)
     endpoint = find_endpoint(args.base_url, args.model)
+    recordable = asyncio.run(ask_recordable(endpoint, seconds=args.episode_timeout))
     opened = episode_source(
         args.target,
         endpoint,
         seconds=args.episode_timeout,
         share_tls=not args.separate_tls,
+        grpo=sampling if recordable.yes else None,
+        own_lengths=not args.config,
         kwargs=kwargs,
     )
 
@@ -198,11 +205,27 @@ def _run(args: argparse.Namespace) -> int:
     failed = result.first_failed
     # Asked only after failures, which its state may explain; with an empty URL nothing is asked.
     server = asyncio.run(ask_server(endpoint.base_url if failed else "", endpoint.api_key))
-    verdict = run_verdict(result, server, watch, min_success_rate=args.min_success_rate)
+    verdict = run_verdict(
+        result, server, watch, recordable.finding(), min_success_rate=args.min_success_rate
+    )
     again = _run_again(args, kwargs, (args.row or 0) + failed.group % len(rows)) if failed else ""
     about = {"target": args.target, "base_url": endpoint.base_url}
     verdict = replace(verdict, next=again, extra={**about, **verdict.extra})
     return finish(verdict, paths.verdict, strict=args.strict)
+
+
+def _run_sampling(args: argparse.Namespace) -> "GrpoConfig":
+    """The sampling of the stage of `--config` that trains with the agent, else GRPO's defaults.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    from shakedown.agent_checks.episode_source import training_settings
+    from shakedown.config import GrpoConfig
+    from shakedown.rollout.agent_sampler import ENGINE
+
+    found = training_settings(run_config(args.config), ENGINE, args.target) if args.config else None
+    return found or GrpoConfig()
 
 
 def _run_again(args: argparse.Namespace, kwargs: Mapping[str, Any], row: int) -> str:
@@ -210,6 +233,7 @@ def _run_again(args: argparse.Namespace, kwargs: Mapping[str, Any], row: int) ->
     words += ["--kwargs", json.dumps(kwargs)] if kwargs else []
     words += ["--base-url", args.base_url] if args.base_url else []
     words += ["--model", args.model] if args.model else []
+    words += ["--config", *args.config] if args.config else []
     return _again(args, words, row)
 
 

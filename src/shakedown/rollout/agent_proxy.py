@@ -310,10 +310,12 @@ class AgentProxy:
             name = each.split(" ", 1)[0]
             if name not in self._said:
                 self._said.add(name)
+                most = self._sampling.max_tokens
+                length = "" if most is None else f"max_tokens at most {most}, "
                 print(
                     f"the agent asks for {each}: in training temperature is "
-                    f"{self._sampling.temperature:g}, max_tokens at most "
-                    f"{self._sampling.max_tokens}, and nothing else narrows the sampling",
+                    f"{self._sampling.temperature:g}, {length}and nothing else narrows the "
+                    "sampling",
                     flush=True,
                 )
 

@@ -123,6 +123,7 @@ class AgentGroupSampler:
         measure: have the workers keep what they measure, for `take_measured`, and episodes the log
             of their calls.
         share_tls: as in `AgentSetup`.
+        own_lengths: replies are as long as the agent asks, not at most the stage's `max_tokens`.
 
     `failures` counts episodes that are left out by their cause.
     """
@@ -138,10 +139,12 @@ class AgentGroupSampler:
         *,
         measure: bool = False,
         share_tls: bool = True,
+        own_lengths: bool = False,
     ) -> None:
         self._server, self._settings = server, settings
         self._measure, self._share_tls = measure, share_tls
-        sampling = Sampling(settings.temperature, settings.max_tokens)
+        most = None if own_lengths else settings.max_tokens
+        sampling = Sampling(settings.temperature, most)
         self._proxy = AgentProxy(
             server.url,
             sampling,

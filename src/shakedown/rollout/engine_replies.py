@@ -100,11 +100,17 @@ def check_status(reply: aiohttp.ClientResponse, content: bytes) -> None:
     Raises:
         CallError: there is one.
     """
-    if reply.status == 200:
-        return
+    message = said_of_error(reply.status, content)
+    if message:
+        raise CallError(reply.status, message)
+
+
+def said_of_error(status: int, content: bytes) -> str:
+    """What the engine says in an error's body; empty when it is no error."""
+    if status == 200:
+        return ""
     try:
         said = json.loads(content)["error"]["message"]
     except (ValueError, KeyError, TypeError, RecursionError):
         said = None
-    message = str(said) if said else f"the engine: {content.decode(errors='replace')[:500]}"
-    raise CallError(reply.status, message)
+    return str(said) if said else f"the engine: {content.decode(errors='replace')[:500]}"

@@ -88,3 +88,15 @@ class Elsewhere(Swallows):
 
     async def run(self, data: Row, **extra: Any) -> Any:
         return await super().run(data, **(extra | {"base_url": data["url"]}))
+
+
+class Appends(Swallows):
+    """Goes on with the list of its row; returns how long that was before."""
+
+    async def run(self, data: Row, **extra: Any) -> Any:
+        before = float(len(data["messages"]))
+        client = openai.AsyncOpenAI(base_url=extra["base_url"], api_key=extra["api_key"])
+        async with client:
+            reply = await client.chat.completions.create(model="m", messages=data["messages"])
+        data["messages"].append(reply.choices[0].message.model_dump(exclude_none=True))
+        return before
