@@ -26,7 +26,7 @@ from shakedown.commands.arguments import (
 )
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AgentsPaths
-from shakedown.core.verdict import Stopwatch, finish
+from shakedown.core.verdict import Stopwatch, Verdict, finish
 
 if TYPE_CHECKING:
     from shakedown.agent_checks.episodes import RunResult
@@ -202,7 +202,7 @@ def _run(args: argparse.Namespace) -> int:
     again = _run_again(args, kwargs, (args.row or 0) + failed.group % len(rows)) if failed else ""
     about = {"target": args.target, "base_url": endpoint.base_url}
     verdict = replace(verdict, next=again, extra={**about, **verdict.extra})
-    return finish(verdict, paths.verdict, strict=args.strict)
+    return _finish(verdict, paths, args)
 
 
 def _run_again(args: argparse.Namespace, kwargs: Mapping[str, Any], row: int) -> str:
@@ -254,13 +254,22 @@ def _checks(args: argparse.Namespace) -> int:
     again = _checks_again(args, recorder.row_of(failed)) if failed else ""
     about = {"target": config.agents.target, "base_url": endpoint.base_url}
     verdict = replace(checks_verdict(checks, watch), next=again, extra=about)
-    return finish(verdict, paths.verdict, strict=args.strict)
+    return _finish(verdict, paths, args)
 
 
 def _checks_again(args: argparse.Namespace, row: int) -> str:
     words: list[object] = ["--config", *args.config, "--endpoint", args.endpoint]
     words += ["--data", args.data] if args.data else []
     return _again(args, words, row)
+
+
+def _finish(verdict: Verdict, paths: AgentsPaths, args: argparse.Namespace) -> int:
+    from shakedown.report.episodes_page import write_page
+
+    code = finish(verdict, paths.verdict, strict=args.strict)
+    write_page(paths, verdict)
+    print(f"  page: {paths.page}", flush=True)
+    return code
 
 
 def _say(line: str) -> None:

@@ -63,6 +63,7 @@ class AgentsPaths(StepPaths):
     """`agents/`: what the agent class did under load."""
 
     episodes = Below("episodes.jsonl")  # one JSON line an episode
+    page = Below("episodes.html")  # some of them as conversations
 
 
 @dataclass(frozen=True)

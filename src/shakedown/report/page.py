@@ -17,6 +17,7 @@ from jinja2 import Environment
 from shakedown import __version__
 from shakedown.core import files
 from shakedown.core.paths import (
+    AgentsPaths,
     AttemptPaths,
     ComparisonPaths,
     PreflightPaths,
@@ -166,7 +167,8 @@ def _stage_files(root: Path) -> list[Path]:
 def _step_files(root: Path) -> list[Path]:
     """Of a check or of a server: the section shows those that are there."""
     server = ServerPaths(root)
-    files = [ComparisonPaths(root).page, server.verdict, server.endpoint]
+    pages = [ComparisonPaths(root).page, AgentsPaths(root).page]
+    files = [*pages, server.verdict, server.endpoint]
     return [*files, server.log, server.daemon_log, PreflightPaths(root).nodes]
 
 
