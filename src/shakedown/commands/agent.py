@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import functools
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,9 @@ from shakedown.commands.arguments import (
     Actions,
     above_zero,
     add_config,
+    add_debug,
     add_strict,
+    debug_asked,
     key_values,
     number,
     place,
@@ -26,7 +29,9 @@ from shakedown.commands.arguments import (
 )
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AgentsPaths
+from shakedown.core.private import make_folders
 from shakedown.core.verdict import Stopwatch, Verdict, finish
+from shakedown.debug import asked
 
 if TYPE_CHECKING:
     from shakedown.agent_checks.episodes import RunResult
@@ -162,6 +167,24 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
         help="let each client build its own TLS context, as it does without shakedown",
     )
     add_strict(parser)
+    add_debug(parser)
+
+
+def _debugged(args: argparse.Namespace) -> bool:
+    """Whether workers stop for debuggers: by the environment that they are started with."""
+    if not debug_asked(args):
+        return False
+    from shakedown.core.folders import storage_errors
+    from shakedown.debug.stops import make_folder
+
+    folder = AgentsPaths(args.out).debug
+    with storage_errors("write", folder):
+        make_folders(args.out)
+        make_folder(folder)
+    os.environ.update(asked.environment(folder, "agent"))
+    where = shlex.quote(str(args.out))
+    print(f"agents stop for a debugger: shakedown debug attach {where}", file=sys.stderr)
+    return True
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -178,7 +201,7 @@ def _run(args: argparse.Namespace) -> int:
     opened = episode_source(
         args.target,
         endpoint,
-        seconds=args.episode_timeout,
+        seconds=asked.NO_TIMEOUT if _debugged(args) else args.episode_timeout,
         share_tls=not args.separate_tls,
         kwargs=kwargs,
     )
@@ -238,6 +261,9 @@ def _checks(args: argparse.Namespace) -> int:
         min_success_rate=config.agents.min_success_rate,
         share_tls=not args.separate_tls,
     )
+    if _debugged(args):
+        week = asked.NO_TIMEOUT
+        settings = replace(settings, episode_timeout=week, batch_timeout=week)
     with in_use(args.endpoint, lambda: order_of_run(config)) as served:
         rows = _rows(args.data or heldout_source(config), args, settings.prompts)
         endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())

@@ -64,6 +64,7 @@ class AgentsPaths(StepPaths):
 
     episodes = Below("episodes.jsonl")  # one JSON line an episode
     page = Below("episodes.html")  # some of them as conversations
+    debug = Below("debug")  # workers that stand for a debugger; see `debug.stops`
 
 
 @dataclass(frozen=True)
