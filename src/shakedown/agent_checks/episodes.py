@@ -15,7 +15,8 @@ class Episode:
 
     `group` is the data row, `member` the sample of that row; `seconds` is the time of the call
     alone, without the wait for a place among the concurrent ones. `trace`: the traceback of an
-    exception in the agent. `on_purpose`: a check made it fail. `log`: its calls of the server.
+    exception in the agent. `on_purpose`: a check made it fail. `tokens`: sampled for it, as far as
+    that is known. `log`: its calls of the server.
     """
 
     index: int
@@ -28,6 +29,7 @@ class Episode:
     seconds: float = 0.0
     trace: str = ""
     on_purpose: bool = False
+    tokens: int = 0
     log: CallLog | None = None
 
     @property

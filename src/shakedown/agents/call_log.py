@@ -46,11 +46,15 @@ class LoggedCall:
 
 @dataclass
 class CallLog:
-    """The calls of one episode in the order in which they began; `left_out` counts those beyond."""
+    """The calls of one episode in the order in which they began; `left_out` counts those beyond.
+
+    `tokens`: sampled in all of them, where they are told.
+    """
 
     seen_by: SeenBy
     calls: list[LoggedCall] = field(default_factory=list)
     left_out: int = 0
+    tokens: int = 0
     room: int = ROOM
     _before: list[int] = field(default_factory=list)
 

@@ -20,6 +20,7 @@ from shakedown.core.verdict import Verdict
 from shakedown.report import text
 from shakedown.report.environment import page_environment
 from shakedown.report.episodes_view import EpisodeView, episode_view
+from shakedown.report.facts import check_table
 
 MOST_FAILED, MOST_OF_CAUSE, MOST_GOOD = 200, 50, 40  # conversations on the page
 _ROOM = 6_000_000  # characters of all conversations; a browser is slow with more
@@ -84,12 +85,13 @@ def render(chosen: Chosen, verdict: Verdict, run_page: str = "") -> str:
         run_page: the URL of the page of the whole run; empty: there is none.
     """
     environment = page_environment()
-    for function in (text.duration, text.plural, text.shorten):
+    for function in (text.duration, text.number, text.plural, text.shorten):
         environment.filters[function.__name__] = function
     return environment.get_template("episodes.html").render(
         chosen=chosen,
         verdict=verdict,
         run_page=run_page,
+        table=check_table(verdict),
         failures=[(cause, count) for cause, count in chosen.causes.most_common() if cause],
         shakedown_version=__version__,
     )

@@ -107,6 +107,7 @@ def _environment(root: Path, folder: Path) -> Environment:
         "evidence": _evidence(root, folder),
         "split_findings": facts.split_findings,
         "bad_exits": facts.bad_exits,
+        "check_table": facts.check_table,
         "server_facts": facts.server_facts,
         "outcome_mark": _outcome_mark,
         "chart_data": _chart_data,

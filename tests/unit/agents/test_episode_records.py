@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 
-from shakedown.agent_checks.checks import CheckPlan, CheckSettings, run_checks
+from shakedown.agent_checks.checks import (
+    CheckPlan,
+    CheckSettings,
+    check_metrics,
+    run_checks,
+)
 from shakedown.agent_checks.episode_source import episode_source
 from shakedown.agent_checks.results import Recorder
 from shakedown.agent_checks.runner import RunSettings, run_episodes
@@ -187,7 +192,12 @@ def test_every_check_writes_its_episodes_and_names_rows_that_are_used_again(
         checks = asyncio.run(run_checks(plan))
 
     found = list(read_episodes(path))
+    numbers = check_metrics(checks)
     assert all(check.passed for check in checks)
+    tokens = numbers["concurrent_tokens_per_second"] * numbers["concurrent_seconds"]
+    assert tokens == pytest.approx(8 * len("<7>."), rel=1e-3)
+    good = numbers["concurrent_good_episodes_per_second"] * numbers["concurrent_seconds"]
+    assert good == pytest.approx(8, rel=1e-3)
     assert [line["check"] for line in found].count("concurrent") == 8
     assert {line["row"] for line in found if line["group"] == 3} == {0}
     (purpose,) = [line for line in found if line["on_purpose"]]
