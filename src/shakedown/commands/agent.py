@@ -35,6 +35,7 @@ from shakedown.debug import asked
 
 if TYPE_CHECKING:
     from shakedown.agent_checks.episodes import RunResult
+    from shakedown.agents.episode_lines import EpisodeLines
 
 EXAMPLES = (
     "shakedown agent run my_agent.py:Agent --data prompts.jsonl"
@@ -192,7 +193,6 @@ def _run(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.results import Recorder, run_verdict
     from shakedown.agent_checks.runner import RunSettings, run_episodes
     from shakedown.agent_checks.server_probe import ask_server, find_endpoint
-    from shakedown.agents.episode_lines import EpisodeLines
 
     watch = Stopwatch()
     kwargs = {key: value for given in args.kwargs for key, value in given.items()}
@@ -210,7 +210,7 @@ def _run(args: argparse.Namespace) -> int:
 
     async def run_rows() -> "RunResult":
         async with opened as source:
-            with EpisodeLines(paths.episodes) as lines:
+            with _lines(paths) as lines:
                 on_end = functools.partial(Recorder(lines, args.row or 0, len(rows)).add, "run")
                 settings = RunSettings(args.concurrency, args.group_size, on_end=on_end)
                 return await run_episodes(source, rows * args.repeat, settings)
@@ -247,7 +247,6 @@ def _checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.episode_source import training_settings
     from shakedown.agent_checks.results import Recorder, checks_verdict
     from shakedown.agent_checks.server_probe import find_endpoint
-    from shakedown.agents.episode_lines import EpisodeLines
     from shakedown.inference.server import in_use
     from shakedown.training.assets import heldout_source
     from shakedown.training.serving import order_of_run
@@ -269,7 +268,7 @@ def _checks(args: argparse.Namespace) -> int:
         endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())
         training = training_settings(config, served.engine)
         agents, paths = config.agents, AgentsPaths(args.out)
-        with EpisodeLines(paths.episodes) as lines:
+        with _lines(paths) as lines:
             recorder, used = Recorder(lines, args.row or 0, len(rows)), rows * args.repeat
             plan = CheckPlan(
                 agents.target, used, endpoint, settings, training, agents.kwargs, recorder.add
@@ -296,6 +295,17 @@ def _finish(verdict: Verdict, paths: AgentsPaths, args: argparse.Namespace) -> i
     write_page(paths, verdict)
     print(f"  page: {paths.page}", flush=True)
     return code
+
+
+def _lines(paths: AgentsPaths) -> "EpisodeLines":
+    """The new file of episodes; what an older run found does not stay beside it."""
+    from shakedown.agents.episode_lines import EpisodeLines
+    from shakedown.core.folders import storage_errors
+
+    for old in (paths.verdict, paths.page):
+        with storage_errors("remove", old):
+            old.unlink(missing_ok=True)
+    return EpisodeLines(paths.episodes)
 
 
 def _say(line: str) -> None:

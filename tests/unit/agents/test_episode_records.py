@@ -213,6 +213,9 @@ def test_a_run_that_is_killed_has_every_episode_that_had_ended(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     argv = [sys.executable, "-m", "shakedown.cli", "agent", "run", TARGET, "--data", str(data)]
     argv += ["--base-url", engine.url, "--out", str(tmp_path)]
+    old = [tmp_path / "verdict.json", tmp_path / "episodes.html"]
+    for file in old:
+        file.write_text("of an older run", encoding="utf-8")
     running = subprocess.Popen(argv, env=os.environ | {"OPENAI_API_KEY": "key"})
     path, until = tmp_path / "episodes.jsonl", time.monotonic() + 60
     while not path.exists() or path.read_bytes().count(b"\n") < 2:
@@ -223,3 +226,4 @@ def test_a_run_that_is_killed_has_every_episode_that_had_ended(
     running.wait(30)
 
     assert [line["row"] for line in read_episodes(path)] in ([0, 1], [1, 0])
+    assert not any(file.exists() for file in old)
