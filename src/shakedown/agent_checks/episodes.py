@@ -15,8 +15,9 @@ class Episode:
 
     `group` is the data row, `member` the sample of that row; `seconds` is the time of the call
     alone, without the wait for a place among the concurrent ones. `trace`: the traceback of an
-    exception in the agent. `on_purpose`: a check made it fail. `log`: its calls of the server.
-    `calls_made`, `calls_failed`, `answered`: as in `AgentResult`.
+    exception in the agent. `on_purpose`: a check made it fail. `tokens`: sampled for it, as far as
+    that is known. `log`: its calls of the server. `calls_made`,
+    `calls_failed`, `answered`: as in `AgentResult`.
     """
 
     index: int
@@ -29,6 +30,7 @@ class Episode:
     seconds: float = 0.0
     trace: str = ""
     on_purpose: bool = False
+    tokens: int = 0
     log: CallLog | None = None
     calls_made: int = 0
     calls_failed: int = 0

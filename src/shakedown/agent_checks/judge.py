@@ -97,17 +97,24 @@ def judge_run(
 
 
 def metrics(result: RunResult) -> dict[str, float]:
-    """Numbers of a run; seconds are named so, shares are in 0..1."""
+    """Numbers of a run; seconds are named so, shares are in 0..1.
+
+    `good_episodes_per_second`: of wall time, also called goodput. `tokens_per_second`: sampled ones
+    of all episodes, where the proxy counts them.
+    """
+    good, tokens = sum(e.ok for e in result.episodes), sum(e.tokens for e in result.episodes)
     latencies = [episode.seconds for episode in result.episodes if episode.ok]
     rewards = mean_rewards(result.episodes)
     causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
     numbers: dict[str, float] = {
         "episodes": len(result.episodes),
-        "episodes_ok": sum(episode.ok for episode in result.episodes),
+        "episodes_ok": good,
         "episodes_failed": sum(causes.values()),
         "calls": sum(episode.calls_made for episode in result.episodes),
         "calls_failed": sum(episode.calls_failed for episode in result.episodes),
         "seconds": result.seconds,
+        **_per_second("good_episodes", good, result.seconds),
+        **_per_second("tokens", tokens, result.seconds),
         "latency_p50_seconds": percentile(latencies, 0.50),
         "latency_p99_seconds": percentile(latencies, 0.99),
         "latency_max_seconds": max(latencies, default=0.0),
@@ -117,6 +124,11 @@ def metrics(result: RunResult) -> dict[str, float]:
     if rewards:
         numbers |= _statistics(rewards)
     return {name: round(value, 6) for name, value in numbers.items()}
+
+
+def _per_second(name: str, count: int, seconds: float) -> dict[str, float]:
+    """Nothing to tell of a count of 0, which may not be known."""
+    return {f"{name}_per_second": count / seconds} if count and seconds > 0 else {}
 
 
 def _client_metrics(seen: Measured) -> dict[str, float]:

@@ -76,6 +76,7 @@ class EpisodeRunner:
             seconds=result.seconds,
             trace=result.trace,
             on_purpose=on_purpose,
+            tokens=result.log.tokens if result.log else 0,
             log=result.log,
             calls_made=result.calls_made,
             calls_failed=result.calls_failed,

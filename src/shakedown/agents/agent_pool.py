@@ -24,6 +24,7 @@ from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured, merged
 from shakedown.agents.wire import Outcome, WireCall, judged, last_answer, unknown_ids
 from shakedown.agents.worker_pool import UNREADABLE, Worker, WorkerPool, ending
+from shakedown.debug import asked
 
 T = TypeVar("T")
 
@@ -231,7 +232,8 @@ class AgentPool(WorkerPool[_AgentWorker]):
             "shakedown.agents.agent_worker",
             asdict(self._setup),
             what=f"agent {self._setup.target!r}",
-            seconds=_START_SECONDS,
+            # A breakpoint may stand in what the module does when it is imported.
+            seconds=asked.NO_TIMEOUT if asked.is_asked() else _START_SECONDS,
             longest_reply=LONGEST_LINE,
         )
         worker.read_replies(self._setup.seconds + _SILENCE_SECONDS)

@@ -39,7 +39,7 @@ from shakedown.agents.measured import Measured
 from shakedown.agents.wire_watch import WireWatch
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
-from shakedown.debug.asked import stop_at_exception
+from shakedown.debug.asked import is_held, stop_at_exception
 
 ALIVE_SECONDS = 1.0  # between signs of life
 LONGEST_LINE = 1 << 26  # bytes: a row of data with its images
@@ -65,7 +65,8 @@ class Host:
     def __init__(self, setup: dict[str, Any], streams: WorkerStreams) -> None:
         self._setup, self._streams = setup, streams
         self._endpoint = AgentEndpoint(**setup["endpoint"])
-        self._http, self._monitor = HttpRecorder(), LoopMonitor(limit=float(setup["seconds"]))
+        self._http = HttpRecorder()
+        self._monitor = LoopMonitor(limit=float(setup["seconds"]), held=is_held)
         self._running: dict[str, _Running] = {}
         # All of it before the agent's module is imported, which may make clients.
         set_environment(self._endpoint)
@@ -90,6 +91,7 @@ class Host:
             os.fdopen(self._streams.requests, "rb", buffering=0),
         )
         self._monitor.start()
+        threading.Thread(target=self._alive_while_held, daemon=True).start()
         clock = asyncio.create_task(self._clock())
         async for line in lines:
             request = json.loads(line)
@@ -164,7 +166,7 @@ class Host:
         while True:
             await asyncio.sleep(_TICK)
             now = time.monotonic()
-            spent, before = min(now - before, _MOST_COUNTED), now
+            spent, before = 0.0 if is_held() else min(now - before, _MOST_COUNTED), now
             for key, running in list(self._running.items()):
                 running.seconds += spent
                 if running.seconds > self._monitor.limit:
@@ -174,6 +176,13 @@ class Host:
                 self._streams.say(alive=True)
                 if not self._setup["measure"]:
                     self._forget_measured()  # nobody asks for it, and a stage may run for days
+
+    def _alive_while_held(self) -> None:
+        """A debugger that an agent started holds the loop for as long as a person needs."""
+        while True:
+            time.sleep(ALIVE_SECONDS)
+            if is_held():
+                self._streams.say(alive=True)
 
     def _expire(self, key: str) -> None:
         """Tell it at once; a task that ignores its cancellation is left behind, unheard."""

@@ -13,6 +13,7 @@ MOST_CALLS = 200  # of an episode
 MOST_MESSAGES = 100  # of a call
 MOST_REPLIES = 8  # of a call
 LONGEST_TEXT = 20_000  # characters of a message or a reply
+_MOST_NESTED = 200  # objects and arrays of a message that is kept as it is
 ROOM = 200_000  # characters of an episode; when they are used up, of each text its size is told
 
 SeenBy = Literal["proxy", "client"]
@@ -45,11 +46,15 @@ class LoggedCall:
 
 @dataclass
 class CallLog:
-    """The calls of one episode in the order in which they began; `left_out` counts those beyond."""
+    """The calls of one episode in the order in which they began; `left_out` counts those beyond.
+
+    `tokens`: sampled in all of them, where they are told.
+    """
 
     seen_by: SeenBy
     calls: list[LoggedCall] = field(default_factory=list)
     left_out: int = 0
+    tokens: int = 0
     room: int = ROOM
     _before: list[int] = field(default_factory=list)
 
@@ -103,7 +108,7 @@ class CallLog:
         return cls(told["seen_by"], calls, told["left_out"])
 
     def _message(self, message: Any, text: str) -> Any:
-        if len(text) <= min(LONGEST_TEXT, self.room):
+        if len(text) <= min(LONGEST_TEXT, self.room) and _is_flat(text):
             self.room -= len(text)
             return message
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
@@ -114,3 +119,8 @@ class CallLog:
             "content": self.cut(message["content"]),
         }
         return shown | ({"more": self.cut(json.dumps(others))} if others else {})
+
+
+def _is_flat(text: str) -> bool:
+    """Whoever reads the file parses it: what is nested too deeply for that is kept as text."""
+    return text.count("[") + text.count("{") <= _MOST_NESTED

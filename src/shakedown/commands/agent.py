@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import functools
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,9 @@ from shakedown.commands.arguments import (
     Actions,
     above_zero,
     add_config,
+    add_debug,
     add_strict,
+    debug_asked,
     key_values,
     number,
     place,
@@ -26,10 +29,13 @@ from shakedown.commands.arguments import (
 )
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AgentsPaths
-from shakedown.core.verdict import Stopwatch, finish
+from shakedown.core.private import make_folders
+from shakedown.core.verdict import Stopwatch, Verdict, finish
+from shakedown.debug import asked
 
 if TYPE_CHECKING:
     from shakedown.agent_checks.episodes import RunResult
+    from shakedown.agents.episode_lines import EpisodeLines
     from shakedown.config import GrpoConfig
 
 EXAMPLES = (
@@ -164,6 +170,24 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
         help="let each client build its own TLS context, as it does without shakedown",
     )
     add_strict(parser)
+    add_debug(parser)
+
+
+def _debugged(args: argparse.Namespace) -> bool:
+    """Whether workers stop for debuggers: by the environment that they are started with."""
+    if not debug_asked(args):
+        return False
+    from shakedown.core.folders import storage_errors
+    from shakedown.debug.stops import make_folder
+
+    folder = AgentsPaths(args.out).debug
+    with storage_errors("write", folder):
+        make_folders(args.out)
+        make_folder(folder)
+    os.environ.update(asked.environment(folder, "agent"))
+    where = shlex.quote(str(args.out))
+    print(f"agents stop for a debugger: shakedown debug attach {where}", file=sys.stderr)
+    return True
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -172,7 +196,6 @@ def _run(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.results import Recorder, run_verdict
     from shakedown.agent_checks.runner import RunSettings, run_episodes
     from shakedown.agent_checks.server_probe import ask_server, find_endpoint
-    from shakedown.agents.episode_lines import EpisodeLines
 
     watch = Stopwatch()
     kwargs = {key: value for given in args.kwargs for key, value in given.items()}
@@ -183,7 +206,7 @@ def _run(args: argparse.Namespace) -> int:
     opened = episode_source(
         args.target,
         endpoint,
-        seconds=args.episode_timeout,
+        seconds=asked.NO_TIMEOUT if _debugged(args) else args.episode_timeout,
         share_tls=not args.separate_tls,
         grpo=sampling if recordable.yes else None,
         own_lengths=not args.config,
@@ -194,7 +217,7 @@ def _run(args: argparse.Namespace) -> int:
 
     async def run_rows() -> "RunResult":
         async with opened as source:
-            with EpisodeLines(paths.episodes) as lines:
+            with _lines(paths) as lines:
                 on_end = functools.partial(Recorder(lines, args.row or 0, len(rows)).add, "run")
                 settings = RunSettings(args.concurrency, args.group_size, on_end=on_end)
                 return await run_episodes(source, rows * args.repeat, settings)
@@ -211,7 +234,7 @@ def _run(args: argparse.Namespace) -> int:
     again = _run_again(args, kwargs, (args.row or 0) + failed.group % len(rows)) if failed else ""
     about = {"target": args.target, "base_url": endpoint.base_url}
     verdict = replace(verdict, next=again, extra={**about, **verdict.extra})
-    return finish(verdict, paths.verdict, strict=args.strict)
+    return _finish(verdict, paths, args)
 
 
 def _run_sampling(args: argparse.Namespace) -> "GrpoConfig":
@@ -248,7 +271,6 @@ def _checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.episode_source import training_settings
     from shakedown.agent_checks.results import Recorder, checks_verdict
     from shakedown.agent_checks.server_probe import find_endpoint
-    from shakedown.agents.episode_lines import EpisodeLines
     from shakedown.inference.server import in_use
     from shakedown.training.assets import heldout_source
     from shakedown.training.serving import order_of_run
@@ -262,12 +284,15 @@ def _checks(args: argparse.Namespace) -> int:
         min_success_rate=config.agents.min_success_rate,
         share_tls=not args.separate_tls,
     )
+    if _debugged(args):
+        week = asked.NO_TIMEOUT
+        settings = replace(settings, episode_timeout=week, batch_timeout=week)
     with in_use(args.endpoint, lambda: order_of_run(config)) as served:
         rows = _rows(args.data or heldout_source(config), args, settings.prompts)
         endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())
         training = training_settings(config, served.engine)
         agents, paths = config.agents, AgentsPaths(args.out)
-        with EpisodeLines(paths.episodes) as lines:
+        with _lines(paths) as lines:
             recorder, used = Recorder(lines, args.row or 0, len(rows)), rows * args.repeat
             plan = CheckPlan(
                 agents.target, used, endpoint, settings, training, agents.kwargs, recorder.add
@@ -278,13 +303,33 @@ def _checks(args: argparse.Namespace) -> int:
     again = _checks_again(args, recorder.row_of(failed)) if failed else ""
     about = {"target": config.agents.target, "base_url": endpoint.base_url}
     verdict = replace(checks_verdict(checks, watch), next=again, extra=about)
-    return finish(verdict, paths.verdict, strict=args.strict)
+    return _finish(verdict, paths, args)
 
 
 def _checks_again(args: argparse.Namespace, row: int) -> str:
     words: list[object] = ["--config", *args.config, "--endpoint", args.endpoint]
     words += ["--data", args.data] if args.data else []
     return _again(args, words, row)
+
+
+def _finish(verdict: Verdict, paths: AgentsPaths, args: argparse.Namespace) -> int:
+    from shakedown.report.episodes_page import write_page
+
+    code = finish(verdict, paths.verdict, strict=args.strict)
+    write_page(paths, verdict)
+    print(f"  page: {paths.page}", flush=True)
+    return code
+
+
+def _lines(paths: AgentsPaths) -> "EpisodeLines":
+    """The new file of episodes; what an older run found does not stay beside it."""
+    from shakedown.agents.episode_lines import EpisodeLines
+    from shakedown.core.folders import storage_errors
+
+    for old in (paths.verdict, paths.page):
+        with storage_errors("remove", old):
+            old.unlink(missing_ok=True)
+    return EpisodeLines(paths.episodes)
 
 
 def _say(line: str) -> None:

@@ -61,9 +61,10 @@ class CallEntry:
 
     def recorded(self, calls: Sequence[Call]) -> None:
         """What is kept of the reply to be trained on."""
-        if self._call is not None:
+        if self._log is not None and self._call is not None:
             self._call.prompt_tokens = len(calls[0].prompt)
             self._call.completion_tokens = sum(len(call.completion.tokens) for call in calls)
+            self._log.tokens += self._call.completion_tokens
 
     def heard(self) -> None:
         """The engine has begun to answer."""

@@ -64,6 +64,16 @@ def test_an_episode_takes_no_more_room_than_it_may() -> None:
     assert "10,0" in told["calls"][-1]["messages"][-1]["content"]
 
 
+def test_what_is_nested_deeply_is_kept_as_text() -> None:
+    log = CallLog("proxy")
+    call = log.begin("chat/completions")
+    deep = json.loads("[" * 900 + "]" * 900)
+
+    log.add_messages(call, [{"role": "user", "content": deep}])
+
+    assert call.messages == [{"content": json.dumps({"role": "user", "content": deep})}]
+
+
 def test_a_call_without_an_answer_says_so_and_is_read_back() -> None:
     log = CallLog("client")
     log.begin("POST host/v1/chat/completions")

@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 
-from shakedown.agent_checks.checks import CheckPlan, CheckSettings, run_checks
+from shakedown.agent_checks.checks import (
+    CheckPlan,
+    CheckSettings,
+    check_metrics,
+    run_checks,
+)
 from shakedown.agent_checks.episode_source import episode_source
 from shakedown.agent_checks.results import Recorder
 from shakedown.agent_checks.runner import RunSettings, run_episodes
@@ -187,7 +192,12 @@ def test_every_check_writes_its_episodes_and_names_rows_that_are_used_again(
         checks = asyncio.run(run_checks(plan))
 
     found = list(read_episodes(path))
+    numbers = check_metrics(checks)
     assert all(check.passed for check in checks)
+    tokens = numbers["concurrent_tokens_per_second"] * numbers["concurrent_seconds"]
+    assert tokens == pytest.approx(8 * len("<7>."), rel=1e-3)
+    good = numbers["concurrent_good_episodes_per_second"] * numbers["concurrent_seconds"]
+    assert good == pytest.approx(8, rel=1e-3)
     assert [line["check"] for line in found].count("concurrent") == 8
     assert {line["row"] for line in found if line["group"] == 3} == {0}
     (purpose,) = [line for line in found if line["on_purpose"]]
@@ -203,6 +213,9 @@ def test_a_run_that_is_killed_has_every_episode_that_had_ended(
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     argv = [sys.executable, "-m", "shakedown.cli", "agent", "run", TARGET, "--data", str(data)]
     argv += ["--base-url", engine.url, "--out", str(tmp_path)]
+    old = [tmp_path / "verdict.json", tmp_path / "episodes.html"]
+    for file in old:
+        file.write_text("of an older run", encoding="utf-8")
     running = subprocess.Popen(argv, env=os.environ | {"OPENAI_API_KEY": "key"})
     path, until = tmp_path / "episodes.jsonl", time.monotonic() + 60
     while not path.exists() or path.read_bytes().count(b"\n") < 2:
@@ -213,3 +226,4 @@ def test_a_run_that_is_killed_has_every_episode_that_had_ended(
     running.wait(30)
 
     assert [line["row"] for line in read_episodes(path)] in ([0, 1], [1, 0])
+    assert not any(file.exists() for file in old)

@@ -61,6 +61,7 @@ def test_the_next_command_of_a_run_that_failed_runs_the_first_failing_row(
     assert (line["row"], line["cause"]) == (2, "exception")
     assert {"--separate-tls", "--model", "30"} <= set(command)
     assert len(lines(out)) == 10
+    assert "never works" in (out / "episodes.html").read_text(encoding="utf-8")
     assert again(out / "row-2") == command
 
 
