@@ -11,6 +11,7 @@ from typing import Any
 
 from shakedown.agent_checks.episode_source import EpisodeSource, episode_source
 from shakedown.agent_checks.episodes import Episode, RunResult
+from shakedown.agent_checks.halt import Halt
 from shakedown.agent_checks.judge import judge_run, metrics, summary
 from shakedown.agent_checks.runner import EpisodeRunner, RunSettings, run_episodes
 from shakedown.agent_checks.server_probe import ask_server
@@ -63,7 +64,7 @@ class CheckPlan:
     `target`: as `shakedown agent run` takes it. `data`: rows as JSON. `grpo`: the sampling of a
     stage that would train with the agent; None: the server's replies have no token ids, so that no
     stage can. `kwargs`: for the class's constructor. `on_end`: is told of each episode that has
-    ended, with the check's name.
+    ended, with the check's name. `halt`: ends the checks early.
     """
 
     target: str
@@ -73,11 +74,12 @@ class CheckPlan:
     grpo: GrpoConfig | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     on_end: Callable[[str, Episode], None] = lambda _check, _episode: None
+    halt: Halt = field(default_factory=Halt)
 
     def sizes(self, check: str, concurrency: int, group_size: int = 1, **more: Any) -> RunSettings:
         """How a check runs its episodes."""
         on_end = functools.partial(self.on_end, check)
-        return RunSettings(concurrency, group_size, on_end=on_end, **more)
+        return RunSettings(concurrency, group_size, on_end=on_end, halt=self.halt, **more)
 
     def rows(self, count: int) -> list[str]:
         """Rows are used again when there are fewer than prompts."""

@@ -61,17 +61,36 @@ class Episode:
 
 
 @dataclass(frozen=True)
+class Stop:
+    """Why a run ended early.
+
+    `signal`: the number of one, else 0. `gone_since`: Unix time at which the server was first seen
+    to be gone, else 0. `seen`: what was seen, for people.
+    """
+
+    seen: str
+    signal: int = 0
+    gone_since: float = 0.0
+
+
+@dataclass(frozen=True)
 class RunResult:
-    """Every episode in order, and what was measured around them (times in seconds)."""
+    """Every episode in order, and what was measured around them (times in seconds).
+
+    `stop`: why it ended early; None: it did not.
+    """
 
     episodes: Sequence[Episode] = ()
     measured: Measured = field(default_factory=Measured)
     seconds: float = 0.0
+    stop: Stop | None = None
 
     @property
     def first_failed(self) -> Episode | None:
         """The first episode that failed by itself."""
-        return next((e for e in self.episodes if not e.ok and not e.on_purpose), None)
+        not_by_itself = ("", "not_asked")
+        failed = (e for e in self.episodes if e.cause not in not_by_itself and not e.on_purpose)
+        return next(failed, None)
 
     def groups(self) -> dict[int, list[Episode]]:
         """Episodes by data row."""

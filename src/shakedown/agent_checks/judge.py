@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shakedown.agent_checks.early_end import judged_episodes, stop_findings, stop_sentence
 from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agents.causes import CAUSES
 from shakedown.agents.event_loop_lag import percentile
@@ -52,7 +53,7 @@ _WIRE_REMEDIES: Mapping[str, tuple[Blame, str]] = {
 class ServerProbe:
     """What the server said when it was asked itself; `seconds` is the time of that answer.
 
-    `asked` is false when there was no URL to ask.
+    `asked` is false when there was no URL to ask; `gone`: nothing listens at its address.
     """
 
     asked: bool = False
@@ -60,6 +61,7 @@ class ServerProbe:
     models: Sequence[str] = ()
     seconds: float = 0.0
     error: str = ""
+    gone: bool = False
 
 
 def judge_run(
@@ -72,10 +74,11 @@ def judge_run(
     """One finding for the success rate, one a cause of failure, and the client's health."""
     good = sum(episode.ok for episode in result.episodes)
     total = len(result.episodes)
-    rate = good / total if total else 0.0
-    passed = total > 0 and rate >= min_success_rate
-    nothing_to_judge = not good and server.asked and not server.reachable and _never_reached(result)
-    status: FindingStatus = "pass" if passed else "error" if nothing_to_judge else "fail"
+    judged = judged_episodes(result)
+    passed = bool(judged) and good / len(judged) >= min_success_rate
+    unreached = not good and server.asked and not server.reachable and _never_reached(result)
+    cut_short = result.stop is not None and (passed or not judged)
+    status: FindingStatus = "error" if unreached or cut_short else "pass" if passed else "fail"
     findings = [
         Finding(
             check=check,
@@ -88,6 +91,7 @@ def judge_run(
         )
     ]
     failed_as: FindingStatus = "warn" if passed else status
+    findings += stop_findings(result)
     for cause in CAUSES:
         episodes = [episode for episode in result.episodes if episode.cause == cause]
         if episodes:
@@ -169,7 +173,7 @@ def _statistics(rewards: Sequence[float]) -> dict[str, float]:
 
 def _never_reached(result: RunResult) -> bool:
     """Whether no episode came to the server."""
-    causes = ("connection", "connect_timeout")
+    causes = ("connection", "connect_timeout", "not_asked")
     return all(each.cause in causes for each in result.episodes)
 
 
@@ -360,6 +364,8 @@ def summary(result: RunResult, server: ServerProbe) -> str:
     total = len(result.episodes)
     if good == total:
         return f"{total} episodes ran, none failed, in {result.seconds:.1f} s"
+    if result.stop is not None:
+        return stop_sentence(result, result.stop)
     causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
     worst, count = causes.most_common(1)[0]
     sentence = f"{total - good} of {total} episodes failed, {count} of them by {worst}"

@@ -4,11 +4,15 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shakedown.agent_checks.episode_source import EpisodeSource
 from shakedown.agent_checks.episodes import Episode, RunResult
+from shakedown.agent_checks.halt import Halt
 from shakedown.agents.agent_pool import AgentResult, all_ended
+from shakedown.agents.measured import Measured
+
+_STOP_SECONDS = 2.0  # for what was measured, after a signal
 
 
 @dataclass(frozen=True)
@@ -16,13 +20,15 @@ class RunSettings:
     """How to run: episodes at once, and samples a row.
 
     `fail_on_purpose`: numbers of episodes that fail, to show that others do not suffer. `on_end`:
-    is told of each episode when it has ended.
+    is told of each episode when it has ended. `halt`: ends the run early; one for all runs that end
+    together.
     """
 
     concurrency: int = 64
     group_size: int = 1
     fail_on_purpose: frozenset[int] = frozenset()
     on_end: Callable[[Episode], None] = lambda _: None
+    halt: Halt = field(default_factory=Halt)
 
 
 class EpisodeRunner:
@@ -55,7 +61,16 @@ class EpisodeRunner:
         """These episodes with what was measured so far."""
         seconds = time.perf_counter() - self._began
         ordered = sorted(episodes, key=lambda episode: episode.index)
-        return RunResult(ordered, await self._source.take_measured(), seconds)
+        return RunResult(ordered, await self._measured(), seconds, self._settings.halt.stop)
+
+    async def _measured(self) -> Measured:
+        """After a signal nobody waits for a worker that is blocked."""
+        stop = self._settings.halt.stop
+        try:
+            async with asyncio.timeout(_STOP_SECONDS if stop and stop.signal else None):
+                return await self._source.take_measured()
+        except TimeoutError:
+            return Measured()
 
     async def _episode(self, row: str, group: int, member: int) -> Episode:
         index = group * self._settings.group_size + member
@@ -64,7 +79,8 @@ class EpisodeRunner:
             result = AgentResult(cause="exception", detail="made to fail on purpose")
         else:
             async with self._gate:
-                result = await self._source.run_episode(row)
+                result = await self._settings.halt.run(self._source.run_episode(row))
+                await self._settings.halt.look_at(result)
         episode = Episode(
             index=index,
             group=group,

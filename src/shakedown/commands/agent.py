@@ -34,6 +34,7 @@ from shakedown.core.verdict import Stopwatch, Verdict, finish
 from shakedown.debug import asked
 
 if TYPE_CHECKING:
+    from shakedown.agent_checks.checks import CheckResult
     from shakedown.agent_checks.episodes import RunResult
     from shakedown.agents.episode_lines import EpisodeLines
     from shakedown.config import GrpoConfig
@@ -191,7 +192,9 @@ def _debugged(args: argparse.Namespace) -> bool:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from shakedown.agent_checks.early_end import exit_code
     from shakedown.agent_checks.episode_source import episode_source
+    from shakedown.agent_checks.halt import Halt
     from shakedown.agent_checks.recordable import ask_recordable
     from shakedown.agent_checks.results import Recorder, run_verdict
     from shakedown.agent_checks.runner import RunSettings, run_episodes
@@ -213,14 +216,15 @@ def _run(args: argparse.Namespace) -> int:
         kwargs=kwargs,
     )
 
-    paths = AgentsPaths(args.out)
+    paths, halt = AgentsPaths(args.out), Halt(endpoint)
 
     async def run_rows() -> "RunResult":
         async with opened as source:
             with _lines(paths) as lines:
                 on_end = functools.partial(Recorder(lines, args.row or 0, len(rows)).add, "run")
-                settings = RunSettings(args.concurrency, args.group_size, on_end=on_end)
-                return await run_episodes(source, rows * args.repeat, settings)
+                settings = RunSettings(args.concurrency, args.group_size, on_end=on_end, halt=halt)
+                with halt.signals():
+                    return await run_episodes(source, rows * args.repeat, settings)
 
     total = len(rows) * args.repeat * args.group_size
     print(f"{total} episodes of {args.target}, {args.concurrency} at once", file=sys.stderr)
@@ -234,7 +238,7 @@ def _run(args: argparse.Namespace) -> int:
     again = _run_again(args, kwargs, (args.row or 0) + failed.group % len(rows)) if failed else ""
     about = {"target": args.target, "base_url": endpoint.base_url}
     verdict = replace(verdict, next=again, extra={**about, **verdict.extra})
-    return _finish(verdict, paths, args)
+    return exit_code(halt.stop, _finish(verdict, paths, args))
 
 
 def _run_sampling(args: argparse.Namespace) -> "GrpoConfig":
@@ -268,7 +272,9 @@ def _checks(args: argparse.Namespace) -> int:
         CheckSettings,
         run_checks,
     )
+    from shakedown.agent_checks.early_end import exit_code
     from shakedown.agent_checks.episode_source import training_settings
+    from shakedown.agent_checks.halt import Halt
     from shakedown.agent_checks.results import Recorder, checks_verdict
     from shakedown.agent_checks.server_probe import find_endpoint
     from shakedown.inference.server import in_use
@@ -294,16 +300,23 @@ def _checks(args: argparse.Namespace) -> int:
         agents, paths = config.agents, AgentsPaths(args.out)
         with _lines(paths) as lines:
             recorder, used = Recorder(lines, args.row or 0, len(rows)), rows * args.repeat
+            halt = Halt(endpoint)
+            kwargs, on_end = agents.kwargs, recorder.add
             plan = CheckPlan(
-                agents.target, used, endpoint, settings, training, agents.kwargs, recorder.add
+                agents.target, used, endpoint, settings, training, kwargs, on_end, halt
             )
             table = ROW_CHECK if args.row is not None else CHECKS
-            checks = asyncio.run(run_checks(plan, progress=_say, table=table))
+
+            async def run_all() -> "list[CheckResult]":
+                with halt.signals():
+                    return await run_checks(plan, progress=_say, table=table)
+
+            checks = asyncio.run(run_all())
     failed = next((episode for check in checks if (episode := check.failed)), None)
     again = _checks_again(args, recorder.row_of(failed)) if failed else ""
     about = {"target": config.agents.target, "base_url": endpoint.base_url}
     verdict = replace(checks_verdict(checks, watch), next=again, extra=about)
-    return _finish(verdict, paths, args)
+    return exit_code(halt.stop, _finish(verdict, paths, args))
 
 
 def _checks_again(args: argparse.Namespace, row: int) -> str:

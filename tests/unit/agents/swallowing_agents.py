@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 from typing import Any
 
 import openai
@@ -18,6 +19,8 @@ class Swallows:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(data.get("patience")):
                     await getattr(self, data.get("by", "openai"))(text)
+        if data.get("dies"):
+            os._exit(3)
         if data.get("foreign"):
             return {"chatcmpl-of-nobody": 1.0}
         if data.get("keyed"):
