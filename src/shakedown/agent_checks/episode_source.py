@@ -14,8 +14,10 @@ from shakedown.rollout.agent_sampler import ENGINE, AgentGroupSampler, ModelServ
 class EpisodeSource(Protocol):
     """Runs episodes in workers, and tells what these measured."""
 
-    async def run_episode(self, data: str) -> AgentResult:
+    async def run_episode(self, data: str, *, name: str = "") -> AgentResult:
         """Run one episode of a row, given as JSON; every outcome, a failure too, is a result.
+
+        `name`: of the episode, for people.
 
         Raises:
             UsageError, LaunchError: a worker had to be replaced and could not be.

@@ -233,6 +233,11 @@ def _remedy(
             "code",
             "return a number, or a dict {completion.id: number}, on every path of `run`",
         ),
+        "shared_history": (
+            "code",
+            "keep messages and sessions in the instance or in `run`, not in the class, the module "
+            "or a file: an episode's reward must be that of its own row",
+        ),
         "exit": ("code", "raise an exception instead of ending the process"),
         "exception": ("code", "fix the named line; the other episodes were not affected"),
         "api_status": _status_remedy(episodes),

@@ -79,7 +79,9 @@ class EpisodeRunner:
             result = AgentResult(cause="exception", detail="made to fail on purpose")
         else:
             async with self._gate:
-                result = await self._settings.halt.run(self._source.run_episode(row))
+                name = f"sample {member} of row {group}"
+                running = self._source.run_episode(row, name=name)
+                result = await self._settings.halt.run(running)
                 await self._settings.halt.look_at(result)
         episode = Episode(
             index=index,

@@ -201,11 +201,19 @@ class AgentPool(WorkerPool[_AgentWorker]):
         super().__init__(self._start_worker, workers)
         self._setup, self._numbers = setup, itertools.count()
 
-    async def run_episode(self, data: str, *, key: str = "", base_url: str = "") -> AgentResult:
+    async def run_episode(
+        self,
+        data: str,
+        *,
+        key: str = "",
+        base_url: str = "",
+        name: str = "",  # noqa: ARG002 - as any source of episodes
+    ) -> AgentResult:
         """Run one episode; every outcome, a failure too, is a result.
 
         Args:
             data: one row as JSON.
+            name: not used; the recording proxy compares episodes by it.
             key: names the episode to the recording proxy, and is given to the agent as `api_key`.
             base_url: given to the agent. Left out, both are the setup's endpoint's.
 

@@ -46,6 +46,7 @@ from shakedown.rollout.engine_replies import (
 from shakedown.rollout.protocols import PROTOCOLS
 from shakedown.rollout.protocols.base import Protocol, Reply
 from shakedown.rollout.request_gate import RequestGate
+from shakedown.rollout.shared_history import SharedHistory
 
 _LARGEST = 1 << 26  # bytes of a request, and of one line of a stream
 _BACKLOG = 4096  # a thousand episodes connect at once
@@ -69,6 +70,7 @@ class AgentProxy:
         model: the name that the engine serves, whatever name an agent gives; empty: the agent's.
         log_calls: keep what episodes ask and are answered for people, too: see `log_of`.
 
+    `history` looks for replies of other rows in the messages of episodes that were begun there.
     `recorded` counts calls; with the proxy's own `api_key`, outside of an episode, an agent can
     ask for the models alone.
     """
@@ -91,6 +93,7 @@ class AgentProxy:
         self._episodes: dict[str, list[Call]] = {}
         self._log_calls, self._logs = log_calls, dict[str, CallLog]()
         self._wires = dict[str, list[WireCall]]()
+        self.history = SharedHistory()
         self._said: set[str] = set()
         self._stack = contextlib.AsyncExitStack()
         self.gate = RequestGate()
@@ -183,6 +186,7 @@ class AgentProxy:
     ) -> web.StreamResponse:
         asked = protocol.to_chat(await _body(request))
         entry.sent(asked)
+        self.history.asked(entry.key, asked.get("messages"))
         sent, wanted, changed = prepare(asked, self._sampling)
         self._say(changed)
         if not wanted.stream:
@@ -303,6 +307,7 @@ class AgentProxy:
             raise CallError(403, "the episode ended before this call did")
         self._episodes[entry.key] += calls
         entry.recorded(calls)
+        self.history.sampled(entry.key, calls)
         self.recorded += 1
 
     def _say(self, changed: list[str]) -> None:

@@ -10,7 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup, all_ended
@@ -256,25 +256,30 @@ class AgentGroupSampler:
             agent_episodes=[joined(episode.calls) for episode in good],
         )
 
-    async def run_episode(self, data: str) -> RecordedEpisode:
+    async def run_episode(self, data: str, *, name: str = "") -> RecordedEpisode:
         """One episode; every outcome, a failure too, is a result.
 
         Args:
             data: the row as JSON.
+            name: for people. With one, what was sampled for other rows must not be in its messages.
 
         Raises:
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
         key, url = self._proxy.open()
+        if name:
+            self._proxy.history.begin(key, name, data)
         self._running += 1
         try:
             result = await self._workers.run_episode(data, key=key, base_url=url)
         finally:
             log, wire = self._proxy.log_of(key), self._proxy.wire_of(key)
-            calls = self._proxy.close(key)
+            calls, shared = self._proxy.close(key), self._proxy.history.end(key)
             self._running -= 1
         self._ended += 1
         result = result.by_wire(wire)
+        if shared and not result.cause:
+            result = replace(result, cause="shared_history", detail=shared, reward=None)
         if result.cause:
             self._note(result, data)
         else:

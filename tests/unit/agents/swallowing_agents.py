@@ -103,3 +103,25 @@ class Appends(Swallows):
             reply = await client.chat.completions.create(model="m", messages=data["messages"])
         data["messages"].append(reply.choices[0].message.model_dump(exclude_none=True))
         return before
+
+
+class Remembers(Swallows):
+    """All episodes of a worker share the list of the class."""
+
+    history: list[Row] = []  # noqa: RUF012 - that is the fault
+
+    async def run(self, data: Row, **extra: Any) -> Any:
+        messages: Any = self.history
+        messages.append({"role": "user", "content": data["texts"][0]})
+        client = openai.AsyncOpenAI(base_url=extra["base_url"], api_key=extra["api_key"])
+        async with client:
+            reply = await client.chat.completions.create(model="m", messages=messages)
+        messages.append({"role": "assistant", "content": reply.choices[0].message.content})
+        return 1.0
+
+
+class OwnHistory(Remembers):
+    """The same with a list of each instance."""
+
+    def __init__(self) -> None:
+        self.history = []

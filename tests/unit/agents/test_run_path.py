@@ -112,3 +112,24 @@ def test_the_kind_of_server_is_told_by_its_answer_alone(tmp_path: Path) -> None:
         server.die()
 
     assert (before, seen_by(tmp_path)) == ({"client"}, {"proxy"})
+
+
+@pytest.mark.parametrize(("agent", "shared"), [("Remembers", True), ("OwnHistory", False)])
+def test_a_history_that_episodes_share_is_found_by_its_contents(
+    tmp_path: Path, agent: str, shared: bool
+) -> None:
+    rows: list[Row] = [{"texts": [f"talk {number}"]} for number in range(4)]
+    with wire_server() as server:
+        more = ("--concurrency", "1", "--group-size", "2")
+        code, verdict = agent_run(tmp_path, server.url, rows, *more, target=f"{AGENTS}:{agent}")
+
+    lines = sorted(read_episodes(tmp_path / "episodes.jsonl"), key=lambda line: line["index"])
+    causes = [line["cause"] for line in lines]
+    # The samples of the first row have each other's replies alone, which are not compared.
+    assert (code, causes) == ((1, [""] * 2 + ["shared_history"] * 6) if shared else (0, [""] * 8))
+    if shared:
+        assert (
+            "a message of sample 0 of row 1 has what was sampled for sample" in lines[2]["detail"]
+        )
+        assert "of row 0: 'talk 0: the quick" in lines[2]["detail"]
+        assert "not in the class" in finding(verdict, "failed_shared_history").remedy

@@ -1,8 +1,9 @@
 """A local server whose replies fail on the wire as the last message says.
 
-`good`, `status:N`, `html`, `cut` (a body without its end), `reset`, `hang`; with `stream` in the
-body also `cut` (closed in the middle), `gone` (reset there) and `slowly` (waits there). Good
-replies have token ids if `ids`. `die()` ends it as a crash does: the port refuses from then on.
+`good`, `talk...` (says that and more), `status:N`, `html`, `cut` (a body without its end), `reset`,
+`hang`; with `stream` in the body also `cut` (closed in the middle), `gone` (reset there) and
+`slowly` (waits there). Good replies have token ids if `ids`. `die()` ends it as a crash does: the
+port refuses from then on.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from typing import Any
 
 from tests.unit.rollout.chat_engine import chat, chunks, prompt_ids
 
+_TALK = "the quick brown fox jumps over the lazy dog, and then it goes home for supper"
 _HTML = b"<html><body>please log in</body></html>"
 
 
@@ -103,6 +105,9 @@ class WireServer:
                 connection.shutdown(socket.SHUT_RDWR)
             return False
         reply = chat(body, prompt)
+        if wish.startswith("talk"):
+            said = f"{wish}: {_TALK}"
+            reply["choices"][0]["message"]["content"] = said
         if not self.ids:
             del reply["prompt_token_ids"], reply["choices"][0]["token_ids"]
         return _send(connection, 200, reply, missing=wish == "cut")
