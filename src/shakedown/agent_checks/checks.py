@@ -4,12 +4,14 @@ Each check runs only when the one before it passed, so the first that fails name
 """
 
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shakedown.agent_checks.episode_source import EpisodeSource, episode_source
 from shakedown.agent_checks.episodes import Episode, RunResult
+from shakedown.agent_checks.halt import Halt
 from shakedown.agent_checks.judge import judge_run, metrics, summary
 from shakedown.agent_checks.runner import EpisodeRunner, RunSettings, run_episodes
 from shakedown.agent_checks.server_probe import ask_server
@@ -49,6 +51,11 @@ class CheckResult:
     def passed(self) -> bool:
         return self.result is not None and status_of(self.findings) in ("PASS", "WARN")
 
+    @property
+    def failed(self) -> Episode | None:
+        """The first episode that failed."""
+        return self.result.first_failed if self.result else None
+
 
 @dataclass(frozen=True)
 class CheckPlan:
@@ -57,6 +64,8 @@ class CheckPlan:
     `target`: as `shakedown agent run` takes it. `data`: rows as JSON. `grpo`: the sampling of a
     stage that would train with the agent; None: the server's replies have no token ids, so that no
     stage can. `kwargs`: for the class's constructor. `rule`: of the check `controller`, in groups.
+    `on_end`: is told of each episode that has ended, with the check's name. `halt`: ends the
+    checks early.
     """
 
     target: str
@@ -66,6 +75,13 @@ class CheckPlan:
     grpo: GrpoConfig | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     rule: Staleness = _RULE
+    on_end: Callable[[str, Episode], None] = lambda _check, _episode: None
+    halt: Halt = field(default_factory=Halt)
+
+    def sizes(self, check: str, concurrency: int, group_size: int = 1, **more: Any) -> RunSettings:
+        """How a check runs its episodes."""
+        on_end = functools.partial(self.on_end, check)
+        return RunSettings(concurrency, group_size, on_end=on_end, halt=self.halt, **more)
 
     def rows(self, count: int) -> list[str]:
         """Rows are used again when there are fewer than prompts."""
@@ -73,9 +89,15 @@ class CheckPlan:
 
 
 async def run_checks(
-    plan: CheckPlan, *, progress: Callable[[str], None] = lambda _: None
+    plan: CheckPlan,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+    table: "Mapping[str, Check] | None" = None,
 ) -> list[CheckResult]:
     """Run the checks until one fails; those after it are listed as not reached.
+
+    Args:
+        table: checks by name; None: all of `CHECKS`.
 
     Raises:
         UsageError: the class cannot be imported or is no agent.
@@ -92,7 +114,7 @@ async def run_checks(
     )
     # One for all checks, as in training: what an agent's module keeps is there in the next one.
     async with source as entered:
-        for name, check in CHECKS.items():
+        for name, check in (CHECKS if table is None else table).items():
             if checks and not checks[-1].passed:
                 checks.append(_skipped(name))
                 continue
@@ -105,14 +127,14 @@ async def run_checks(
 
 async def single(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """One episode alone: is the agent's logic right?"""
-    result = await run_episodes(source, plan.rows(1), RunSettings(concurrency=1))
+    result = await run_episodes(source, plan.rows(1), plan.sizes("single", 1))
     return await _judged("single", result, plan, min_success_rate=1.0)
 
 
 async def concurrent(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """All prompts and samples at once: does the agent's framework stand it?"""
     prompts, group_size = plan.settings.prompts, plan.settings.group_size
-    sizes = RunSettings(prompts * group_size, group_size)
+    sizes = plan.sizes("concurrent", prompts * group_size, group_size)
     return await _judged("concurrent", await run_episodes(source, plan.rows(prompts), sizes), plan)
 
 
@@ -120,7 +142,8 @@ async def grouped(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """A few groups with one episode made to fail: every other episode must come through."""
     group_size = plan.settings.group_size
     groups = min(_FAULT_GROUPS, plan.settings.prompts)
-    sizes = RunSettings(groups * group_size, group_size, fail_on_purpose=frozenset({0}))
+    first = frozenset({0})
+    sizes = plan.sizes("grouped", groups * group_size, group_size, fail_on_purpose=first)
     result = await run_episodes(source, plan.rows(groups), sizes)
     others = dataclasses.replace(result, episodes=[e for e in result.episodes if e.index != 0])
     check = await _judged("grouped", others, plan)
@@ -144,7 +167,7 @@ async def controller(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     group_size, rule = plan.settings.group_size, plan.rule
     batches = rule.max_head_offpolicyness + 2
     rows = plan.rows(rule.batch_size * batches)
-    runner = EpisodeRunner(source, RunSettings(len(rows) * group_size, group_size))
+    runner = EpisodeRunner(source, plan.sizes("controller", len(rows) * group_size, group_size))
 
     async def run_group(number: int) -> list[Episode]:
         return await runner.run_group(rows[number], number)
@@ -178,7 +201,15 @@ async def controller(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     return dataclasses.replace(check, findings=findings, sentence=blocked or check.sentence)
 
 
-CHECKS: dict[str, Callable[[CheckPlan, EpisodeSource], Awaitable[CheckResult]]] = {
+async def one_row(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
+    """Every row of the plan once, all at once: a row that failed is given again and again."""
+    result = await run_episodes(source, plan.data, plan.sizes("row", len(plan.data)))
+    return await _judged("row", result, plan, min_success_rate=1.0)
+
+
+Check = Callable[[CheckPlan, EpisodeSource], Awaitable[CheckResult]]
+ROW_CHECK: Mapping[str, Check] = {"row": one_row}
+CHECKS: Mapping[str, Check] = {
     "single": single,
     "concurrent": concurrent,
     "grouped": grouped,

@@ -184,7 +184,7 @@ def test_each_failure_has_its_cause_and_loses_no_other_episode(server: ChatServe
         "api_status",
         "unknown_model",
         "connection",
-        "episode_timeout",
+        "hanging",
         "bad_return",
         "",
     ]
@@ -198,7 +198,7 @@ def test_a_client_timeout_is_told_from_a_connection_fault(server: ChatServer) ->
 def test_faults_of_the_agent_itself_end_its_episode_alone_and_name_the_line() -> None:
     acts = ["raise", "exit", "sleep", "stubborn", "return"]
     result = run("Faulty", [{"act": act} for act in acts], seconds=1.0)
-    assert causes(result) == ["exception", "exit", "episode_timeout", "episode_timeout", ""]
+    assert causes(result) == ["exception", "exit", "episode_timeout", "episode_timeout", "no_call"]
     assert "KeyError: 'lost'" in result.episodes[0].detail
     assert 'raise KeyError("lost")' in result.episodes[0].detail
     assert f"{AGENTS}:" in result.episodes[0].detail
@@ -206,14 +206,14 @@ def test_faults_of_the_agent_itself_end_its_episode_alone_and_name_the_line() ->
 
 def test_a_process_that_ends_costs_the_episodes_it_had_and_is_replaced() -> None:
     result = run("Faulty", [{"act": "die"}, {"act": "return"}], concurrency=1)
-    assert causes(result) == ["exit", ""]
+    assert causes(result) == ["exit", "no_call"]
     assert "exit code 3" in result.episodes[0].detail
 
 
 def test_code_that_blocks_the_loop_for_ever_is_interrupted_and_named() -> None:
     acts = ["return", "block", "return", "spin", "return"]
     result = run("Faulty", [{"act": act} for act in acts], seconds=0.5)
-    assert causes(result) == ["", "blocked_loop", "", "blocked_loop", ""]
+    assert causes(result) == ["no_call", "blocked_loop", "no_call", "blocked_loop", "no_call"]
     assert any(str(AGENTS) in place for place in result.measured.blocked_at)
     lag = by_check(judge_run(result, ServerProbe()))["event_loop_lag"]
     assert str(AGENTS) in str(lag.measured)
@@ -384,9 +384,10 @@ def test_the_command_reports_failures_by_cause(server: ChatServer, tmp_path: Pat
     assert main([*argv, "--min-success-rate", "0.5", "--strict"]) == 1
 
 
-def test_every_instance_is_built_with_values_of_its_own(tmp_path: Path) -> None:
+def test_every_instance_is_built_with_values_of_its_own(server: ChatServer, tmp_path: Path) -> None:
     data = write_rows(tmp_path, [{}] * 3)
     argv = ["agent", "run", f"{AGENTS}:Counting", "--data", data, "--out", str(tmp_path / "out")]
+    argv += ["--base-url", server.url]
 
     code = main([*argv, "--kwargs", '{"start": 40, "seen": []}', "--kwargs", "start=50"])
 

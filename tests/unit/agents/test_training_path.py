@@ -67,7 +67,7 @@ def test_an_agent_that_can_be_trained_with_passes_every_check(engine: ChatEngine
     assert requests == [2 * size for size in sizes]
     assert all(numbers[f"{check.name}_loop_lag_max_seconds"] >= 0 for check in checks)
     rewards = [e.reward for e in checks[-1].result.episodes] if checks[-1].result else []
-    assert rewards == [{"a": 4.0, "b": 0.0}] * 8
+    assert rewards == [{"chatcmpl-4": 4.0, "chatcmpl-12": 0.0}] * 8
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ class Silent:
     async def group(self) -> AsyncIterator[AgentGroup]:
         yield AgentGroup()
 
-    async def run_episode(self, data: str, *, group: AgentGroup | None = None) -> Any:  # noqa: ARG002
+    async def run_episode(self, data: str, **_: Any) -> Any:
         await asyncio.Event().wait()
 
     async def take_measured(self) -> Measured:

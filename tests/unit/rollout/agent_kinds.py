@@ -43,9 +43,9 @@ class Kinds:
         return float(len(reply.choices[0].message.content))
 
     async def two_turns(self) -> Any:
-        first = (await self.ask("one")).choices[0].message.content
-        second = (await self.ask("one", first, "and?")).choices[0].message.content
-        return {"a": float(len(second)), "b": 0.0}
+        first = await self.ask("one")
+        second = await self.ask("one", first.choices[0].message.content, "and?")
+        return {first.id: float(len(second.choices[0].message.content)), second.id: 0.0}
 
     async def rewrites(self) -> Any:
         await self.ask("one")
