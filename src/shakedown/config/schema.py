@@ -129,7 +129,7 @@ class AgentsConfig(Section):
 Limit = Annotated[float, Field(ge=0)] | None
 
 
-class ConsistencyLimits(Section):
+class TokenLimits(Section):
     """A metric passes up to its limit and fails above it; None leaves it as the grade has it."""
 
     k3: Limit = None
@@ -140,6 +140,11 @@ class ConsistencyLimits(Section):
     mean_abs_dprob: Limit = None
     chi2: Limit = None
     extreme_share: Limit = None
+
+
+class ConsistencyLimits(TokenLimits):
+    """Those of `compare`, which also generates greedily."""
+
     greedy_divergence_rate: Limit = None
 
 
@@ -220,6 +225,17 @@ class OptimizerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
 
 
+class DriftConfig(Section):
+    """What becomes of a stage whose trainer and engine disagree on the tokens of its own weights.
+
+    `limits` are over those of the run's `consistency`; `patience`: steps in a row.
+    """
+
+    action: Literal["flag", "stop", "off"] = "flag"
+    limits: TokenLimits = TokenLimits()
+    patience: Positive = 1
+
+
 class GrpoConfig(Section):
     """GRPO's own settings. `async_level`: steps the trainer may run ahead (0 = synchronous)."""
 
@@ -248,6 +264,7 @@ class GrpoConfig(Section):
     weight_update_timeout: Seconds = 120.0
     record: bool = False
     partial_rollouts: bool = False
+    drift: DriftConfig = DriftConfig()
 
     @model_validator(mode="after")
     def _cap_leaves_equal_tokens_alone(self) -> "GrpoConfig":
