@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from shakedown.core.outcome import Outcome, judge_outcome
+from shakedown.diagnosis.diagnose import diagnose_stage
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.rollout.reference import reference_logprobs
 from shakedown.rollout.store import RolloutStore
@@ -135,8 +136,8 @@ def test_an_engine_that_drops_its_updates_stops_the_stage_at_the_first_step_of_n
 
     assert codes == [1, 1]
     log = stage.log(0)
-    assert "DriftError: k3 of trainer against engine was" in log
-    assert "at step 2, above 0.002" in log
+    assert "DriftError: step 2: trainer and engine differ on the tokens of its weights: k3 " in log
+    assert "(limit 0.002), mean_abs_dlogp" in log
     assert "next: shakedown compare --reference transformers:" in log
     rows = stage.rows()
     assert [row["step"] for row in rows] == [1, 2]
@@ -146,13 +147,18 @@ def test_an_engine_that_drops_its_updates_stops_the_stage_at_the_first_step_of_n
     assert verdict.status == "FAIL"
     assert verdict.findings[1].measured.endswith("first above at step 2, in 1 of 2 judged steps")
     assert "does the engine take the new weights" in verdict.findings[1].remedy
+    ended = Outcome(
+        "stage", 1, "failed", "", "trainer-rank0", {"trainer-rank0": 1, "trainer-rank1": 1}
+    )
+    told = diagnose_stage(job.attempt.root, ended).extra["diagnosis"]
+    assert (told["cause"], told["culprits"]["ranks"]) == ("server_unhealthy", [])
 
 
 def test_an_engine_that_drops_its_updates_is_flagged_and_the_stage_goes_on(stage: Stage) -> None:
     job, codes = _run(stage, _deaf)
 
     assert codes == [0, 0], stage.log(0)
-    assert "drift: k3 of trainer against engine was" in stage.log(0)
+    assert "drift: step 2: trainer and engine differ" in stage.log(0)
     assert "drift: " not in stage.log(1)
     verdict = _judged(stage, job, "completed")
     assert verdict.status == "WARN"
@@ -166,7 +172,7 @@ def test_an_engine_whose_weights_are_a_little_off_stops_the_stage_after_its_pati
 
     assert codes == [1, 1]
     assert [row["step"] for row in stage.rows()] == [1, 2]
-    assert "since step 1" in stage.log(0)
+    assert "above the limits since step 1" in stage.log(0)
 
 
 def test_tokens_that_are_known_to_be_of_older_weights_are_no_drift(stage: Stage) -> None:

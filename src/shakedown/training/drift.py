@@ -5,7 +5,7 @@ the same. Tokens of older weights are not judged: there the policy itself has mo
 """
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,22 +32,22 @@ class DriftError(ShakedownError):
 
 @dataclass
 class Drift:
-    """Steps in a row in which a metric was above its limit; `judged` steps came before them."""
+    """Steps in a row, `first` to `last`, in which a metric was above its limit.
+
+    `judged`: how many judged steps came before.
+    """
 
     metric: str
     limit: float
     first: int
     judged: int
+    last: int = 0
     steps: int = 0
     worst: float = 0.0
     worst_step: int = 0
 
     def __str__(self) -> str:
-        since = f" since step {self.first}" if self.steps > 1 else ""
-        return (
-            f"{self.metric} of trainer against engine was {self.worst:.3g} at step "
-            f"{self.worst_step}, above {self.limit:g}{since}"
-        )
+        return f"{self.metric} {self.worst:.3g} (limit {self.limit:.7g})"
 
 
 @dataclass
@@ -83,7 +83,7 @@ class DriftWatch:
             self._now.pop(name, None)
             return None
         drift = self._now.setdefault(name, Drift(name, limit, step, self.judged))
-        drift.steps += 1
+        drift.steps, drift.last = drift.steps + 1, step
         if value > drift.worst:
             drift.worst, drift.worst_step = value, step
         return drift if drift.steps == self.patience else None
@@ -165,6 +165,15 @@ def drift_findings(
     return [_finding(drifts, watch.judged, stopped) for drifts in by_metric.values()]
 
 
+def sentence(drifts: Sequence[Drift]) -> str:
+    """Of drifts that one row made so; all have lasted equally long."""
+    since = f", above the limits since step {drifts[0].first}" if drifts[0].steps > 1 else ""
+    return (
+        f"step {max(drift.last for drift in drifts)}: trainer and engine differ on the tokens of "
+        f"its weights: {', '.join(map(str, drifts))}{since}"
+    )
+
+
 def advice(drift: Drift) -> str:
     """Where to look."""
     if drift.judged:
@@ -186,7 +195,7 @@ def _finding(drifts: list[Drift], judged: int, stopped: bool) -> Finding:
         subject=first.metric,
         measured=f"{worst.worst:.3g} at step {worst.worst_step}, first above at step "
         f"{first.first}, in {count} of {judged} judged steps",
-        expected=f"<= {first.limit:g}",
+        expected=f"<= {first.limit:.7g}",
         blame="environment",
         remedy=advice(first),
     )

@@ -19,6 +19,7 @@ from shakedown.training.drift import (
     compare_command,
     drift_watch,
     note_stop,
+    sentence,
     stops,
 )
 from shakedown.training.evaluate import Evaluator
@@ -166,7 +167,7 @@ class Trainer:
         drifts, job = self._drift.add(row), self._context.job
         if not drifts:
             return
-        told = "; ".join(map(str, drifts))
+        told = sentence(drifts)
         if stops(job):
             self.log_metrics(self._context.step, {**row, **self._meter.columns(row)})
             if self._is_rank0:

@@ -21,6 +21,7 @@ from shakedown.training.drift import (
     drift_findings,
     drift_limits,
     note_stop,
+    sentence,
     with_drift,
 )
 from shakedown.training.stage.job import StageJob, read_job
@@ -94,8 +95,9 @@ def test_a_drift_is_found_once_it_has_lasted() -> None:
     (drift,) = watch.found
     assert (drift.first, drift.steps, drift.worst, drift.worst_step) == (3, 3, 0.3, 4)
     assert drift.judged == 2
-    assert str(drift) == (
-        "k3 of trainer against engine was 0.3 at step 4, above 0.002 since step 3"
+    assert sentence([drift]) == (
+        "step 5: trainer and engine differ on the tokens of its weights: k3 0.3 (limit 0.002), "
+        "above the limits since step 3"
     )
 
 
@@ -195,7 +197,7 @@ def test_a_flagged_drift_is_a_warning_with_its_first_step_and_its_worst(tmp_path
 def test_a_stopped_stage_fails_by_the_metric_and_the_step(tmp_path: Path) -> None:
     job = _job(tmp_path, action="stop")
     _write(job, [_row(1, 0.5)])
-    note_stop(job, "k3 of trainer against engine was 0.5 at step 1, above 0.002")
+    note_stop(job, "step 1: trainer and engine differ")
     ended = Outcome("grpo", 1, "failed", "trainer-rank0 exit code 1", "trainer-rank0")
     diagnosis = replace(judge_outcome(ended, None, tmp_path), summary="rank 0 ended: user code")
 
@@ -203,8 +205,7 @@ def test_a_stopped_stage_fails_by_the_metric_and_the_step(tmp_path: Path) -> Non
 
     assert (verdict.status, verdict.exit_code()) == ("FAIL", ExitCode.FAIL)
     assert verdict.summary == (
-        "stage grpo failed: k3 of trainer against engine was 0.5 at step 1, above 0.002; "
-        "trainer-rank0 exit code 1"
+        "stage grpo failed: step 1: trainer and engine differ; trainer-rank0 exit code 1"
     )
     drift = verdict.findings[1]
     assert (drift.status, drift.subject) == ("fail", "k3")
