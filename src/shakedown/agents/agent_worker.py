@@ -64,7 +64,7 @@ class Host:
         self._running: dict[str, _Running] = {}
         # All of it before the agent's module is imported, which may make clients.
         set_environment(self._endpoint)
-        if setup["recorded"]:
+        if self._endpoint.base_url:
             tag_requests(self._endpoint.base_url)
         self._http.install(share_tls=setup["share_tls"])
         self._client = shared_client()

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -22,10 +23,11 @@ from shakedown.commands.arguments import (
     run_config,
 )
 from shakedown.core.paths import AgentsPaths
-from shakedown.core.verdict import Stopwatch, finish
+from shakedown.core.verdict import Stopwatch, finish, with_findings
 
 if TYPE_CHECKING:
     from shakedown.agent_checks.episodes import RunResult
+    from shakedown.inference.relay import Servers
 
 EXAMPLES = (
     "shakedown agent run my_agent.py:Agent --data prompts.jsonl"
@@ -61,7 +63,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="argument of the class's constructor, or a JSON object of them; may be repeated",
     )
-    run_parser.add_argument("--base-url", help="the server's URL (default: OPENAI_BASE_URL)")
+    run_parser.add_argument(
+        "--base-url", help="the server's URL, or URL,URL (default: OPENAI_BASE_URL)"
+    )
     run_parser.add_argument("--concurrency", type=positive, default=64, help="episodes at once")
     run_parser.add_argument("--group-size", type=positive, default=1, help="samples a row")
     run_parser.add_argument("--limit", type=positive, help="use the first K rows only")
@@ -116,6 +120,16 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from shakedown.agents.episode_tag import HEADER
+    from shakedown.inference.relay import relayed
+
+    given = args.base_url or os.environ.get("OPENAI_BASE_URL", "")
+    key = os.environ.get("OPENAI_API_KEY", "")
+    with relayed(given, key, sticky=HEADER) as servers:
+        return _run_on(servers, args)
+
+
+def _run_on(servers: "Servers", args: argparse.Namespace) -> int:
     from shakedown.agent_checks.episode_source import episode_source
     from shakedown.agent_checks.results import run_verdict, write_episodes
     from shakedown.agent_checks.runner import RunSettings, run_episodes
@@ -125,7 +139,7 @@ def _run(args: argparse.Namespace) -> int:
     watch = Stopwatch()
     kwargs = {key: value for given in args.kwargs for key, value in given.items()}
     rows = agent_rows(args.data, limit=args.limit)
-    endpoint = find_endpoint(args.base_url, args.model)
+    endpoint = find_endpoint(servers.url, args.model)
     opened = episode_source(
         args.target,
         endpoint,
@@ -152,7 +166,7 @@ def _run(args: argparse.Namespace) -> int:
     again = f"shakedown agent run {args.target} --data {args.data}{given} --limit 1"
     about = {"target": args.target, "base_url": endpoint.base_url}
     verdict = replace(verdict, next=again if failed else "", extra={**about, **verdict.extra})
-    return finish(verdict, paths.verdict, strict=args.strict)
+    return finish(with_findings(verdict, servers.findings()), paths.verdict, strict=args.strict)
 
 
 def _checks(args: argparse.Namespace) -> int:
@@ -160,6 +174,8 @@ def _checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.episode_source import training_settings
     from shakedown.agent_checks.results import checks_verdict, write_check_episodes
     from shakedown.agent_checks.server_probe import find_endpoint
+    from shakedown.agents.episode_tag import HEADER
+    from shakedown.inference.relay import relayed
     from shakedown.inference.server import in_use
     from shakedown.rollout.agent_sampler import agent_rows
     from shakedown.training.assets import heldout_source
@@ -174,9 +190,12 @@ def _checks(args: argparse.Namespace) -> int:
         min_success_rate=config.agents.min_success_rate,
         share_tls=not args.separate_tls,
     )
-    with in_use(args.endpoint, lambda: order_of_run(config)) as served:
+    with (
+        in_use(args.endpoint, lambda: order_of_run(config)) as served,
+        relayed(served.base_url, served.api_key(), sticky=HEADER) as servers,
+    ):
         rows = agent_rows(args.data or heldout_source(config), limit=settings.prompts)
-        endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())
+        endpoint = find_endpoint(servers.url, served.served_name, served.api_key())
         training = training_settings(config, served.engine)
         agents = config.agents
         plan = CheckPlan(agents.target, rows, endpoint, settings, training, agents.kwargs)
@@ -184,5 +203,6 @@ def _checks(args: argparse.Namespace) -> int:
     paths = AgentsPaths(args.out)
     write_check_episodes(paths.episodes, checks)
     about = {"target": config.agents.target, "base_url": endpoint.base_url}
-    verdict = replace(checks_verdict(checks, watch), extra=about)
+    verdict = with_findings(checks_verdict(checks, watch), servers.findings())
+    verdict = replace(verdict, extra=about)
     return finish(verdict, paths.verdict, strict=args.strict)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shakedown.consistency.accuracy import RewardOf
+from shakedown.core.verdict import Finding
 
 Progress = Callable[[str], None]
 
@@ -19,6 +20,7 @@ class Plan:
         limits: of single metrics, over the grade's.
         reward: judges completions against each row's `answer`; None: accuracies are not measured.
             `reward_name` is what it is called.
+        servers: what became of each, where there are several.
         again: the command that goes on from what a stopped comparison has on disk.
     """
 
@@ -38,3 +40,4 @@ class Plan:
     reward: RewardOf | None = field(default=None, repr=False)
     reward_name: str = ""
     again: str = "the same command"
+    servers: Callable[[], Sequence[Finding]] = list

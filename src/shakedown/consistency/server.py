@@ -2,14 +2,16 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.files import read_object
+from shakedown.core.verdict import Finding
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import ServerOrder
+from shakedown.inference.relay import relayed
 from shakedown.inference.server import temporary
 
 _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
@@ -19,12 +21,14 @@ _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
 class ComparedServer:
     """Where the engine answers: its URL without `/v1`, the model name to ask for, and its key.
 
-    An empty name asks for the one model that the server has.
+    An empty name asks for the one model that the server has. `findings`: what became of each where
+    there are several.
     """
 
     url: str
     model: str = ""
     api_key: str = field(default="", repr=False)
+    findings: Callable[[], Sequence[Finding]] = field(default=list, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,16 @@ class OwnServer:
 def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
     """The server at a URL as it is; for `vllm:MODEL` or `sglang:MODEL` one of our own.
 
-    A URL's key is the environment's OPENAI_API_KEY.
+    A URL's key is the environment's OPENAI_API_KEY. Of several, `URL,URL`, see `relay`.
 
     Raises:
         UsageError: neither a URL nor ENGINE:MODEL; a checkpoint that cannot be read.
         ServerError: our own server did not start.
     """
     if engine.startswith(("http://", "https://")):
-        url, key = engine.rstrip("/").removesuffix("/v1"), os.environ.get("OPENAI_API_KEY", "")
-        yield ComparedServer(url, api_key=key)
+        key = os.environ.get("OPENAI_API_KEY", "")
+        with relayed(engine.rstrip("/").removesuffix("/v1"), key) as servers:
+            yield ComparedServer(servers.url, api_key=key, findings=servers.findings)
         return
     kind, _, model = engine.partition(":")
     if kind not in _ENGINES or not model:

@@ -18,7 +18,7 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
-from shakedown.agents.episode_tag import HEADER
+from shakedown.agents.episode_tag import EPISODE_KEY, HEADER
 from shakedown.inference.secret import bearer
 from shakedown.rollout.agent_calls import (
     Body,
@@ -180,6 +180,7 @@ class AgentProxy:
                 "this call belongs to no running episode: use base_url or api_key of run's "
                 "keyword arguments, and make no calls after run has returned",
             )
+        EPISODE_KEY.set(key)  # of this call's task
         return key
 
     async def _answered(
@@ -224,7 +225,10 @@ class AgentProxy:
         """The engine's reply and the version that writes it; inside, no weights are loaded."""
         async with self.gate.request():
             version = self._version()
-            async with self._session.post(self._upstream + _CHAT, json=sent) as reply:
+            # A relay of several servers keeps an episode with one of them by it.
+            episode = {HEADER: EPISODE_KEY.get()}
+            url = self._upstream + _CHAT
+            async with self._session.post(url, json=sent, headers=episode) as reply:
                 yield reply, version
 
     async def _events(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shakedown.config import Config
-from shakedown.consistency.grade import get_limits
+from shakedown.consistency.grade import GRADES, get_limits
 from shakedown.core.errors import ExitCode, ShakedownError
 from shakedown.core.files import write_text
 from shakedown.core.outcome import Outcome
@@ -96,7 +96,9 @@ def drift_limits(config: Config, stage: str) -> dict[str, float]:
         return {}
     consistency = config.consistency
     own = consistency.limits.model_dump(exclude_none=True, exclude={"greedy_divergence_rate"})
-    limits = get_limits(consistency.grade, own | grpo.drift.limits.model_dump(exclude_none=True))
+    # A grade that `compare` chooses by what it measures is that of most models here.
+    grade = consistency.grade if consistency.grade in GRADES else "dense"
+    limits = get_limits(grade, own | grpo.drift.limits.model_dump(exclude_none=True))
     return {name: bounds.poor for name, bounds in limits.items()}
 
 
