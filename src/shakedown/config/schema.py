@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -29,6 +30,10 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=
 Place = Annotated[str, AfterValidator(expand_home)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Sink = Literal["tensorboard", "wandb"]
+
+
+def _is_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 class Section(BaseModel):
@@ -89,7 +94,12 @@ class ServeConfig(Section):
     """The persistent inference server."""
 
     engine: Literal["vllm", "sglang", "transformers", "external"] = "vllm"
-    url: Annotated[str, Field(pattern=r"^(https?://[^\s@]+)?$")] = ""
+    # One, or several as a list or with commas between; kept with commas.
+    url: Annotated[
+        str,
+        BeforeValidator(lambda given: ",".join(given) if _is_texts(given) else given),
+        Field(pattern=r"^(https?://[^\s@,]+(,https?://[^\s@,]+)*)?$"),
+    ] = ""
     key_file: Place = ""
     key_env: Annotated[str, Field(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
     allocation: str = "vllm:d1"
