@@ -72,7 +72,7 @@ class Host:
         self._instances: dict[str, Any] = {}
         # All of it before the agent's module is imported, which may make clients.
         set_environment(self._endpoint)
-        if setup["recorded"]:
+        if self._endpoint.base_url:
             tag_requests(self._endpoint.base_url)
         self._log_calls = setup["measure"] and not setup["recorded"]  # the proxy sees more of them
         self._http.install(share_tls=setup["share_tls"], log_calls=self._log_calls)

@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -29,6 +30,10 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=
 Place = Annotated[str, AfterValidator(expand_home)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Sink = Literal["tensorboard", "wandb"]
+
+
+def _is_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 class Section(BaseModel):
@@ -89,7 +94,12 @@ class ServeConfig(Section):
     """The persistent inference server."""
 
     engine: Literal["vllm", "sglang", "transformers", "external"] = "vllm"
-    url: Annotated[str, Field(pattern=r"^(https?://[^\s@]+)?$")] = ""
+    # One, or several as a list or with commas between; kept with commas.
+    url: Annotated[
+        str,
+        BeforeValidator(lambda given: ",".join(given) if _is_texts(given) else given),
+        Field(pattern=r"^(https?://[^\s@,]+(,https?://[^\s@,]+)*)?$"),
+    ] = ""
     key_file: Place = ""
     key_env: Annotated[str, Field(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
     allocation: str = "vllm:d1"
@@ -148,7 +158,7 @@ class AgentsConfig(Section):
 Limit = Annotated[float, Field(ge=0)] | None
 
 
-class ConsistencyLimits(Section):
+class TokenLimits(Section):
     """A metric passes up to its limit and fails above it; None leaves it as the grade has it."""
 
     k3: Limit = None
@@ -159,6 +169,11 @@ class ConsistencyLimits(Section):
     mean_abs_dprob: Limit = None
     chi2: Limit = None
     extreme_share: Limit = None
+
+
+class ConsistencyLimits(TokenLimits):
+    """Those of `compare`, which also generates greedily."""
+
     greedy_divergence_rate: Limit = None
 
 
@@ -239,6 +254,17 @@ class OptimizerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
 
 
+class DriftConfig(Section):
+    """What becomes of a stage whose trainer and engine disagree on the tokens of its own weights.
+
+    `limits` are over those of the run's `consistency`; `patience`: steps in a row.
+    """
+
+    action: Literal["flag", "stop", "off"] = "flag"
+    limits: TokenLimits = TokenLimits()
+    patience: Positive = 1
+
+
 class GrpoConfig(Section):
     """GRPO's own settings. `async_level`: steps the trainer may run ahead (0 = synchronous)."""
 
@@ -267,6 +293,7 @@ class GrpoConfig(Section):
     weight_update_timeout: Seconds = 120.0
     record: bool = False
     partial_rollouts: bool = False
+    drift: DriftConfig = DriftConfig()
 
     @model_validator(mode="after")
     def _cap_leaves_equal_tokens_alone(self) -> "GrpoConfig":

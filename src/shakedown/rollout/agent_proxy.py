@@ -252,7 +252,11 @@ class AgentProxy:
         """The engine's reply and the version that writes it; inside, no weights are loaded."""
         async with self.gate.request():
             version = self._version()
-            async with self._session.post(self._upstream + path, json=sent) as reply:
+            # A relay of several servers keeps an episode with one of them by it.
+            episode = {HEADER: entry.key}
+            async with self._session.post(
+                self._upstream + path, json=sent, headers=episode
+            ) as reply:
                 entry.heard()
                 yield reply, version
 

@@ -148,7 +148,7 @@ class Silent:
     async def group(self) -> AsyncIterator[AgentGroup]:
         yield AgentGroup()
 
-    async def run_episode(self, data: str, **_: Any) -> Any:
+    async def run_episode(self, data: str, **_: Any) -> Any:  # noqa: ARG002
         await asyncio.Event().wait()
 
     async def take_measured(self) -> Measured:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from shakedown.cli import main
-from shakedown.config import Written, dump_config, load_config, merge, parse_config
+from shakedown.config import ServeConfig, Written, dump_config, load_config, merge, parse_config
 from shakedown.core.errors import ConfigError, ExitCode
 from shakedown.training.lint import faults_of, findings_of
 
@@ -313,3 +313,14 @@ def test_data_that_is_not_there_is_found_by_lint(
 
     assert found.keys() == fault.keys()
     assert all(words in found[subject] for subject, words in fault.items())
+
+
+def test_the_urls_of_several_external_servers_are_a_list_or_a_text_with_commas() -> None:
+    urls = ["http://10.0.0.7:8000", "http://10.0.0.8:8000"]
+
+    for given in (urls, ",".join(urls)):
+        config = ServeConfig.model_validate({"engine": "external", "url": given})
+        assert config.url == ",".join(urls)
+    for wrong in (["http://a:1", 2], ["http://a:1", "b"], ["http://me:key@a"]):
+        with pytest.raises(ValueError, match="url"):
+            ServeConfig.model_validate({"engine": "external", "url": wrong})
