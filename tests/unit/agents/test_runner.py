@@ -396,10 +396,13 @@ def test_every_instance_is_built_with_values_of_its_own(server: ChatServer, tmp_
     assert (metrics["reward_mean"], metrics["reward_std"]) == (51.0, 0.0)
 
 
-def test_a_group_has_one_instance_and_every_group_another(tmp_path: Path) -> None:
+def test_a_group_has_one_instance_and_every_group_another(
+    server: ChatServer, tmp_path: Path
+) -> None:
     """As in AReaL: what `run` keeps on `self` is the group's."""
     data = write_rows(tmp_path, [{}] * 8)
     argv = ["agent", "run", f"{AGENTS}:Counting", "--data", data, "--out", str(tmp_path / "out")]
+    argv += ["--base-url", server.url]
 
     assert main([*argv, "--kwargs", '{"start": 40, "seen": []}', "--group-size", "3"]) == 0
 
