@@ -42,7 +42,7 @@ class Episode:
 
     def to_json(self) -> dict[str, Any]:
         """A line of episodes.jsonl."""
-        log = (self.log or CallLog("client")).to_json()
+        log = self.log.to_json() if self.log else {"seen_by": "", "left_out": 0, "calls": []}
         return {
             "index": self.index,
             "group": self.group,

@@ -202,6 +202,7 @@ def test_every_check_writes_its_episodes_and_names_rows_that_are_used_again(
     assert {line["row"] for line in found if line["group"] == 3} == {0}
     (purpose,) = [line for line in found if line["on_purpose"]]
     assert (purpose["check"], purpose["index"], purpose["calls"]) == ("grouped", 0, [])
+    assert {line["calls_seen_by"] for line in found} == {"proxy", ""}
 
 
 @pytest.mark.slow
