@@ -133,3 +133,18 @@ def test_a_history_that_episodes_share_is_found_by_its_contents(
         )
         assert "of row 0: 'talk 0: the quick" in lines[2]["detail"]
         assert "not in the class" in finding(verdict, "failed_shared_history").remedy
+
+
+@pytest.mark.parametrize("protocol", ["openai", "responses", "messages"])
+def test_rewards_are_by_the_ids_that_the_agent_sees_in_every_protocol(
+    tmp_path: Path, protocol: str
+) -> None:
+    rows: list[Row] = [{"texts": ["x", "longer"], "by": protocol, "keyed": True}]
+    rows += [{"texts": ["x"], "by": protocol, "foreign": True}]
+    with wire_server() as server:
+        code, _ = agent_run(tmp_path, server.url, rows)
+
+    good, foreign = sorted(read_episodes(tmp_path / "episodes.jsonl"), key=lambda each: each["row"])
+    assert (code, good["cause"], len(good["reward"])) == (1, "", 2), good
+    assert foreign["cause"] == "bad_return"
+    assert f"the replies' ids are {min(good['reward'])!r}" in foreign["detail"]
