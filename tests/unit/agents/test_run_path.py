@@ -52,6 +52,21 @@ def test_a_server_that_tells_token_ids_is_asked_through_the_proxy(tmp_path: Path
     assert all("top_p" not in body and body["return_token_ids"] for body in asked)
 
 
+def test_another_model_name_is_answered_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with wire_server() as server:
+        code, _ = agent_run(
+            tmp_path,
+            server.url,
+            [{"messages": [{"role": "user", "content": "x"}]}],
+            target=f"{AGENTS}:Appends",
+        )
+
+    said = capsys.readouterr().out
+    assert (code, said.count("the agent names the model 'm': 'policy' answers")) == (0, 1)
+
+
 def test_with_a_config_the_sampling_is_its_stages(tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     grpo = {"agent": KINDS, "max_tokens": 5, "temperature": 0.5}
