@@ -20,10 +20,10 @@ from shakedown.config import GrpoConfig
 from shakedown.core.errors import BlockedError
 from shakedown.core.verdict import Finding, status_of
 from shakedown.rollout.controller import RolloutController
+from shakedown.rollout.staleness import Staleness, foretell
 
+_RULE = Staleness(max_concurrent=64, max_head_offpolicyness=0, batch_size=8)
 _FAULT_GROUPS = 4  # groups of the check that makes one episode fail: three without a failure
-_CONTROLLER_BATCHES = 2  # the second one may only start when the first has been consumed
-_CONTROLLER_BATCH = 8  # groups a batch
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,9 @@ class CheckPlan:
 
     `target`: as `shakedown agent run` takes it. `data`: rows as JSON. `grpo`: the sampling of a
     stage that would train with the agent; None: the server's replies have no token ids, so that no
-    stage can. `kwargs`: for the class's constructor. `on_end`: is told of each episode that has
-    ended, with the check's name. `halt`: ends the checks early.
+    stage can. `kwargs`: for the class's constructor. `rule`: of the check `controller`, in groups.
+    `on_end`: is told of each episode that has ended, with the check's name. `halt`: ends the
+    checks early.
     """
 
     target: str
@@ -73,6 +74,7 @@ class CheckPlan:
     settings: CheckSettings = field(default_factory=CheckSettings)
     grpo: GrpoConfig | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    rule: Staleness = _RULE
     on_end: Callable[[str, Episode], None] = lambda _check, _episode: None
     halt: Halt = field(default_factory=Halt)
 
@@ -116,6 +118,8 @@ async def run_checks(
             if checks and not checks[-1].passed:
                 checks.append(_skipped(name))
                 continue
+            if check is controller:
+                progress(f"{name}: {foretell(plan.rule)}")
             checks.append(await check(plan, entered))
             progress(f"{name}: {checks[-1].sentence}")
     return checks
@@ -156,10 +160,13 @@ async def grouped(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
 
 
 async def controller(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
-    """Batches through the rollout controller, as the trainer will ask for them."""
-    group_size = plan.settings.group_size
-    batch_size = min(_CONTROLLER_BATCH, plan.settings.prompts)
-    rows = plan.rows(batch_size * _CONTROLLER_BATCHES)
+    """Batches through the rollout controller, as the trainer will ask for them.
+
+    One more than may start before the first update: the last waits for a version.
+    """
+    group_size, rule = plan.settings.group_size, plan.rule
+    batches = rule.max_head_offpolicyness + 2
+    rows = plan.rows(rule.batch_size * batches)
     runner = EpisodeRunner(source, plan.sizes("controller", len(rows) * group_size, group_size))
 
     async def run_group(number: int) -> list[Episode]:
@@ -169,25 +176,29 @@ async def controller(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     blocked = ""
     async with RolloutController(
         run_group,
-        max_concurrent=len(rows),
-        max_head_offpolicyness=0,
-        batch_size=batch_size,
+        max_concurrent=rule.max_concurrent,
+        max_head_offpolicyness=rule.max_head_offpolicyness,
+        batch_size=rule.batch_size,
         source=iter(range(len(rows))),
     ) as rollout:
         try:
-            for version in range(1, _CONTROLLER_BATCHES + 1):
+            for version in range(1, batches + 1):
                 batch = await rollout.next_batch(plan.settings.batch_timeout)
                 episodes += [episode for group in batch for episode in group]
                 rollout.set_version(version)
         except BlockedError as error:
             blocked = str(error)
     check = await _judged("controller", await runner.result(episodes), plan)
-    if not blocked:
-        return check
-    stuck = Finding(
-        check="controller_blocked", status="fail", scope="role", subject="rollout", measured=blocked
+    moves = Finding(
+        check="controller_capacity",
+        status="fail" if blocked else "pass",
+        scope="role",
+        subject="rollout",
+        measured=blocked or f"{batches} batches of {rule.batch_size} groups",
+        expected=foretell(rule),
     )
-    return dataclasses.replace(check, findings=[*check.findings, stuck], sentence=blocked)
+    findings = [*check.findings, moves]
+    return dataclasses.replace(check, findings=findings, sentence=blocked or check.sentence)
 
 
 async def one_row(plan: CheckPlan, source: EpisodeSource) -> CheckResult:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shakedown.agent_checks.episode_source import EpisodeSource
 from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agent_checks.halt import Halt
-from shakedown.agents.agent_pool import AgentResult, all_ended
+from shakedown.agents.agent_pool import AgentGroup, AgentResult, all_ended
 from shakedown.agents.measured import Measured
 
 _STOP_SECONDS = 2.0  # for what was measured, after a signal
@@ -55,7 +55,10 @@ class EpisodeRunner:
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
         size = self._settings.group_size
-        return await all_ended(self._episode(row, group, member) for member in range(size))
+        async with self._source.group() as shared:
+            return await all_ended(
+                self._episode(row, group, member, shared) for member in range(size)
+            )
 
     async def result(self, episodes: Iterable[Episode]) -> RunResult:
         """These episodes with what was measured so far."""
@@ -72,7 +75,7 @@ class EpisodeRunner:
         except TimeoutError:
             return Measured()
 
-    async def _episode(self, row: str, group: int, member: int) -> Episode:
+    async def _episode(self, row: str, group: int, member: int, shared: AgentGroup) -> Episode:
         index = group * self._settings.group_size + member
         on_purpose = index in self._settings.fail_on_purpose
         if on_purpose:
@@ -80,7 +83,7 @@ class EpisodeRunner:
         else:
             async with self._gate:
                 name = f"sample {member} of row {group}"
-                running = self._source.run_episode(row, name=name)
+                running = self._source.run_episode(row, group=shared, name=name)
                 result = await self._settings.halt.run(running)
                 await self._settings.halt.look_at(result)
         episode = Episode(

@@ -4,16 +4,18 @@
     async with AgentPool(AgentSetup("my/agent.py:MyAgent", endpoint)) as pool:
         result = await pool.run_episode('{"messages": []}')
 
-Episodes are spread over the workers; all of one worker share its event loop. A worker that ends,
-or that is silent because something blocks it outside of Python, costs the episodes it has.
+Groups of episodes are spread over the workers, each with one instance of the class; all of one
+worker share its event loop. A worker that ends, or that is silent because something blocks it
+outside of Python, costs the episodes it has.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -23,7 +25,7 @@ from shakedown.agents.contract import Reward
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured, merged
 from shakedown.agents.wire import Outcome, WireCall, judged, last_answer, unknown_ids
-from shakedown.agents.worker_pool import UNREADABLE, Worker, WorkerPool, ending
+from shakedown.agents.worker_pool import UNREADABLE, Seat, Worker, WorkerPool, ending
 from shakedown.debug import asked
 
 T = TypeVar("T")
@@ -117,14 +119,16 @@ class _AgentWorker(Worker):
         """From now on hand results out; the process may be silent for `patience` seconds."""
         self._reading = asyncio.create_task(self._read(patience))
 
-    async def run(self, data: str, key: str, base_url: str, api_key: str) -> AgentResult:
+    async def run(
+        self, data: str, key: str, base_url: str, api_key: str, group: str
+    ) -> AgentResult:
         """Hand an episode over and wait for what becomes of it."""
         if self._failure is not None:  # it ended between its start and this call
             return self._failure
         future: asyncio.Future[_Told] = asyncio.get_running_loop().create_future()
         self._waiting[key], began = future, time.monotonic()
         # `data` is JSON already: a row with its images is not parsed and written again here.
-        head = json.dumps({"key": key, "base_url": base_url, "api_key": api_key})
+        head = json.dumps({"key": key, "base_url": base_url, "api_key": api_key, "group": group})
         try:
             await self.send(f'{head[:-1]}, "data": {data}}}')
             result, wire = await future
@@ -189,6 +193,13 @@ class _AgentWorker(Worker):
             self._measuring.set_result(Measured())
 
 
+@dataclass(eq=False)
+class AgentGroup(Seat[_AgentWorker]):
+    """Episodes that share one instance of the class."""
+
+    name: str = ""
+
+
 class AgentPool(WorkerPool[_AgentWorker]):
     """Runs one agent class in processes of its own, many episodes in each.
 
@@ -201,10 +212,21 @@ class AgentPool(WorkerPool[_AgentWorker]):
         super().__init__(self._start_worker, workers)
         self._setup, self._numbers = setup, itertools.count()
 
+    @contextlib.asynccontextmanager
+    async def group(self) -> AsyncIterator[AgentGroup]:
+        """What the episodes of one group are given: one instance of the class runs them all."""
+        group = AgentGroup(name=str(next(self._numbers)))
+        try:
+            yield group
+        finally:
+            if group.worker is not None and group.worker.alive:
+                await group.worker.send(json.dumps({"forget": group.name}))
+
     async def run_episode(
         self,
         data: str,
         *,
+        group: AgentGroup | None = None,
         key: str = "",
         base_url: str = "",
         name: str = "",  # noqa: ARG002 - as any source of episodes
@@ -213,6 +235,7 @@ class AgentPool(WorkerPool[_AgentWorker]):
 
         Args:
             data: one row as JSON.
+            group: of `group`; left out, the episode has an instance of its own.
             name: not used; the recording proxy compares episodes by it.
             key: names the episode to the recording proxy, and is given to the agent as `api_key`.
             base_url: given to the agent. Left out, both are the setup's endpoint's.
@@ -221,12 +244,13 @@ class AgentPool(WorkerPool[_AgentWorker]):
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
         endpoint = self._setup.endpoint
-        async with self.worker() as worker:
+        async with self.worker(group) as worker:
             return await worker.run(
                 data,
                 key or str(next(self._numbers)),
                 base_url or endpoint.base_url,
                 key or endpoint.api_key,
+                group.name if group is not None else "",
             )
 
     async def take_measured(self) -> Measured:

@@ -4,9 +4,10 @@ Reads JSON lines from standard input, the first one its setup (the fields of `Ag
 requests:
 
     {...}                                        -> {} or {"fault": TEXT}
-    {"key": K, "base_url": U, "api_key": A, "data": {...}}
+    {"key": K, "base_url": U, "api_key": A, "group": G, "data": {...}}
                                                  -> later, in any order: {"key": K, "reward": R} or
                    {"key": K, "cause": C, "detail": D, "status": HTTP STATUS, "trace": T}
+    {"forget": G}                                -> nothing: the group has ended
     {}                                           -> {"measured": {...}}, the fields of `Measured`
 
 With `log`, what `CallLog.to_json` tells of the episode's calls, and `wire`, what `WireWatch.take`
@@ -68,9 +69,10 @@ class Host:
         self._http = HttpRecorder()
         self._monitor = LoopMonitor(limit=float(setup["seconds"]), held=is_held)
         self._running: dict[str, _Running] = {}
+        self._instances: dict[str, Any] = {}
         # All of it before the agent's module is imported, which may make clients.
         set_environment(self._endpoint)
-        if setup["recorded"]:
+        if self._endpoint.base_url:
             tag_requests(self._endpoint.base_url)
         self._log_calls = setup["measure"] and not setup["recorded"]  # the proxy sees more of them
         self._http.install(share_tls=setup["share_tls"], log_calls=self._log_calls)
@@ -95,8 +97,10 @@ class Host:
         clock = asyncio.create_task(self._clock())
         async for line in lines:
             request = json.loads(line)
-            if request:
+            if "key" in request:
                 self._start(request)
+            elif "forget" in request:
+                self._instances.pop(request["forget"], None)
             else:
                 self._streams.say(measured=self._take_measured())
         clock.cancel()
@@ -120,17 +124,25 @@ class Host:
         if self._endpoint.model and accepts_model(self._agent):
             kwargs["model"] = self._endpoint.model
         try:
-            return judge_return(await self._build().run(episode["data"], **kwargs))
+            return judge_return(
+                await self._instance(episode["group"]).run(episode["data"], **kwargs)
+            )
         except (SystemExit, KeyboardInterrupt) as error:
             # asyncio lets both end the whole loop, with every other episode in it.
             raise AgentExitError(f"the agent raised {type(error).__name__}: {error}") from error
 
-    def _build(self) -> Any:
-        """One instance an episode, with values of its own: an agent may change a list it is given.
+    def _instance(self, group: str) -> Any:
+        """One a group, as AReaL has it; without a group one an episode.
 
-        They came as JSON, so that this copy is a whole one.
+        Each has values of its own: an agent may change a list it is given. They came as JSON, so
+        that this copy is a whole one.
         """
-        return self._agent(**copy.deepcopy(self._setup["kwargs"]))
+        if group in self._instances:
+            return self._instances[group]
+        instance = self._agent(**copy.deepcopy(self._setup["kwargs"]))
+        if group:
+            self._instances[group] = instance
+        return instance
 
     def _ended(self, key: str, task: "asyncio.Task[Any]") -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()

@@ -30,7 +30,7 @@ from shakedown.commands.arguments import (
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AgentsPaths
 from shakedown.core.private import make_folders
-from shakedown.core.verdict import Stopwatch, Verdict, finish
+from shakedown.core.verdict import Stopwatch, Verdict, finish, with_findings
 from shakedown.debug import asked
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from shakedown.agent_checks.episodes import RunResult
     from shakedown.agents.episode_lines import EpisodeLines
     from shakedown.config import GrpoConfig
+    from shakedown.inference.relay import Servers
 
 EXAMPLES = (
     "shakedown agent run my_agent.py:Agent --data prompts.jsonl"
@@ -73,7 +74,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="argument of the class's constructor, or a JSON object of them; may be repeated",
     )
-    run_parser.add_argument("--base-url", help="the server's URL (default: OPENAI_BASE_URL)")
+    run_parser.add_argument(
+        "--base-url", help="the server's URL, or URL,URL (default: OPENAI_BASE_URL)"
+    )
     add_config(run_parser, required=False)
     run_parser.add_argument("--concurrency", type=positive, default=64, help="episodes at once")
     run_parser.add_argument("--group-size", type=positive, default=1, help="samples a row")
@@ -192,6 +195,16 @@ def _debugged(args: argparse.Namespace) -> bool:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from shakedown.agents.episode_tag import HEADER
+    from shakedown.inference.relay import relayed
+
+    given = args.base_url or os.environ.get("OPENAI_BASE_URL", "")
+    key = os.environ.get("OPENAI_API_KEY", "")
+    with relayed(given, key, sticky=HEADER) as servers:
+        return _run_on(servers, args)
+
+
+def _run_on(servers: "Servers", args: argparse.Namespace) -> int:
     from shakedown.agent_checks.early_end import exit_code
     from shakedown.agent_checks.episode_source import episode_source
     from shakedown.agent_checks.halt import Halt
@@ -204,7 +217,7 @@ def _run(args: argparse.Namespace) -> int:
     kwargs = {key: value for given in args.kwargs for key, value in given.items()}
     rows = _rows(args.data, args, args.limit)
     sampling = _run_sampling(args)
-    endpoint = find_endpoint(args.base_url, args.model)
+    endpoint = find_endpoint(servers.url, args.model)
     recordable = asyncio.run(ask_recordable(endpoint, seconds=args.episode_timeout))
     opened = episode_source(
         args.target,
@@ -237,7 +250,9 @@ def _run(args: argparse.Namespace) -> int:
     )
     again = _run_again(args, kwargs, (args.row or 0) + failed.group % len(rows)) if failed else ""
     about = {"target": args.target, "base_url": endpoint.base_url}
-    verdict = replace(verdict, next=again, extra={**about, **verdict.extra})
+    verdict = replace(
+        with_findings(verdict, servers.findings()), next=again, extra={**about, **verdict.extra}
+    )
     return exit_code(halt.stop, _finish(verdict, paths, args))
 
 
@@ -273,18 +288,21 @@ def _checks(args: argparse.Namespace) -> int:
         run_checks,
     )
     from shakedown.agent_checks.early_end import exit_code
-    from shakedown.agent_checks.episode_source import training_settings
+    from shakedown.agent_checks.episode_source import training_rule, training_settings
     from shakedown.agent_checks.halt import Halt
     from shakedown.agent_checks.results import Recorder, checks_verdict
     from shakedown.agent_checks.server_probe import find_endpoint
+    from shakedown.agents.episode_tag import HEADER
+    from shakedown.inference.relay import relayed
     from shakedown.inference.server import in_use
     from shakedown.training.assets import heldout_source
     from shakedown.training.serving import order_of_run
 
     watch = Stopwatch()
     config = run_config(args.config)
+    rule = training_rule(config)
     settings = CheckSettings(
-        prompts=config.agents.prompts,
+        prompts=config.agents.local_batch,
         group_size=config.agents.group_size,
         episode_timeout=args.episode_timeout or config.agents.episode_timeout,
         min_success_rate=config.agents.min_success_rate,
@@ -293,17 +311,27 @@ def _checks(args: argparse.Namespace) -> int:
     if _debugged(args):
         week = asked.NO_TIMEOUT
         settings = replace(settings, episode_timeout=week, batch_timeout=week)
-    with in_use(args.endpoint, lambda: order_of_run(config)) as served:
+    with (
+        in_use(args.endpoint, lambda: order_of_run(config)) as served,
+        relayed(served.base_url, served.api_key(), sticky=HEADER) as servers,
+    ):
         rows = _rows(args.data or heldout_source(config), args, settings.prompts)
-        endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())
+        endpoint = find_endpoint(servers.url, served.served_name, served.api_key())
         training = training_settings(config, served.engine)
         agents, paths = config.agents, AgentsPaths(args.out)
         with _lines(paths) as lines:
             recorder, used = Recorder(lines, args.row or 0, len(rows)), rows * args.repeat
             halt = Halt(endpoint)
-            kwargs, on_end = agents.kwargs, recorder.add
             plan = CheckPlan(
-                agents.target, used, endpoint, settings, training, kwargs, on_end, halt
+                agents.target,
+                used,
+                endpoint,
+                settings,
+                training,
+                agents.kwargs,
+                rule,
+                recorder.add,
+                halt,
             )
             table = ROW_CHECK if args.row is not None else CHECKS
 
@@ -315,8 +343,8 @@ def _checks(args: argparse.Namespace) -> int:
     failed = next((episode for check in checks if (episode := check.failed)), None)
     again = _checks_again(args, recorder.row_of(failed)) if failed else ""
     about = {"target": config.agents.target, "base_url": endpoint.base_url}
-    verdict = replace(checks_verdict(checks, watch), next=again, extra=about)
-    return exit_code(halt.stop, _finish(verdict, paths, args))
+    verdict = with_findings(checks_verdict(checks, watch), servers.findings())
+    return exit_code(halt.stop, _finish(replace(verdict, next=again, extra=about), paths, args))
 
 
 def _checks_again(args: argparse.Namespace, row: int) -> str:

@@ -72,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_stage(config, args.stage, paths, given, model=args.model, replay=args.replay)
     outcome = run_stage(plan)
     print(f"stage {args.stage} {outcome.state}: {outcome.sentence}", flush=True)
+    for found in outcome.findings:
+        if found.status == "warn":
+            print(f"  WARN {found.check} {found.subject}: {found.measured}", flush=True)
+    if outcome.next:
+        print(f"  next: {outcome.next}", flush=True)
     print(f"  logs: {AttemptPaths(paths.stage(args.stage).latest).logs}", flush=True)
     return int(outcome.exit_code)
 

@@ -191,7 +191,7 @@ class AgentProxy:
         self._say(changed)
         self._say_model(asked.get("model"))
         if not wanted.stream:
-            return await self._answered(entry, sent | self._model, wanted, protocol.reply())
+            return await self._answered(entry, sent | self._model, wanted, protocol)
         return await self._streamed(request, entry, sent | self._model, wanted, protocol.reply())
 
     def _check_key(self, key: str, *others: str) -> None:
@@ -208,16 +208,16 @@ class AgentProxy:
             )
 
     async def _answered(
-        self, entry: CallEntry, sent: Body, wanted: ReplyOptions, shown: Reply
+        self, entry: CallEntry, sent: Body, wanted: ReplyOptions, protocol: Protocol
     ) -> web.StreamResponse:
-        async with self._asked(sent, entry) as (reply, version):
+        async with self._asked(protocol.to_engine(sent), entry, protocol.path) as (reply, version):
             content = await reply.read()
             check_status(reply, content)
         try:
-            body = read_object(content, reply.content_type)
+            body = protocol.from_engine(read_object(content, reply.content_type))
             entry.add(body)
             calls = read_reply(body, version)
-            answer = shown.whole(clean(body, wanted))
+            answer = protocol.reply().whole(clean(body, wanted))
         except MALFORMED as error:
             raise not_recorded(error) from error
         self._keep(entry, calls)
@@ -248,12 +248,16 @@ class AgentProxy:
 
     @contextlib.asynccontextmanager
     async def _asked(
-        self, sent: Body, entry: CallEntry
+        self, sent: Body, entry: CallEntry, path: str = _CHAT
     ) -> AsyncIterator[tuple[aiohttp.ClientResponse, int]]:
         """The engine's reply and the version that writes it; inside, no weights are loaded."""
         async with self.gate.request():
             version = self._version()
-            async with self._session.post(self._upstream + _CHAT, json=sent) as reply:
+            # A relay of several servers keeps an episode with one of them by it.
+            episode = {HEADER: entry.key}
+            async with self._session.post(
+                self._upstream + path, json=sent, headers=episode
+            ) as reply:
                 entry.heard()
                 yield reply, version
 

@@ -10,10 +10,11 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup, all_ended
+from shakedown.agents.agent_pool import AgentGroup, AgentPool, AgentResult, AgentSetup, all_ended
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured
 from shakedown.config import GrpoConfig
@@ -237,7 +238,9 @@ class AgentGroupSampler:
         """
         began = time.monotonic()
         data = prompt.data if isinstance(prompt, AgentPrompt) else "{}"
-        episodes = await all_ended(self.run_episode(data) for _ in range(self._settings.group_size))
+        size = self._settings.group_size
+        async with self.group() as group:
+            episodes = await all_ended(self.run_episode(data, group=group) for _ in range(size))
         good = [episode for episode in episodes if not episode.cause]
         failed = [episode for episode in episodes if episode.cause]
         if len(good) < 2:
@@ -256,11 +259,18 @@ class AgentGroupSampler:
             agent_episodes=[joined(episode.calls) for episode in good],
         )
 
-    async def run_episode(self, data: str, *, name: str = "") -> RecordedEpisode:
+    def group(self) -> AbstractAsyncContextManager[AgentGroup]:
+        """As `AgentPool.group`."""
+        return self._workers.group()
+
+    async def run_episode(
+        self, data: str, *, group: AgentGroup | None = None, name: str = ""
+    ) -> RecordedEpisode:
         """One episode; every outcome, a failure too, is a result.
 
         Args:
             data: the row as JSON.
+            group: as for `AgentPool.run_episode`.
             name: for people. With one, what was sampled for other rows must not be in its messages.
 
         Raises:
@@ -271,7 +281,7 @@ class AgentGroupSampler:
             self._proxy.history.begin(key, name, data)
         self._running += 1
         try:
-            result = await self._workers.run_episode(data, key=key, base_url=url)
+            result = await self._workers.run_episode(data, group=group, key=key, base_url=url)
         finally:
             log, wire = self._proxy.log_of(key), self._proxy.wire_of(key)
             calls, shared = self._proxy.close(key), self._proxy.history.end(key)

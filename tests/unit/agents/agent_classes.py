@@ -5,7 +5,8 @@ import contextlib
 import json
 import os
 import time
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 from openai import AsyncOpenAI
 
@@ -125,6 +126,18 @@ class OnlyAlone:
         await asyncio.sleep(0.1)
         OnlyAlone.busy -= 1
         return 1.0
+
+
+class Living:
+    """Rewarded by how many of its instances there are."""
+
+    alive: ClassVar["weakref.WeakSet[Living]"] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+    async def run(self, _data: Row, **_: Any) -> int:
+        return len(self.alive)
 
 
 class Counting:

@@ -13,6 +13,7 @@ from shakedown.core.private import own_tree
 from shakedown.debug import asked
 from shakedown.profiling.request import requested
 from shakedown.training.assets import Assets
+from shakedown.training.drift import drift_limits
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.run import StagePlan
 
@@ -52,6 +53,7 @@ def plan_stage(
         world_size=trainer_world(settings),
         stage_root=str(paths.stage(stage).root.absolute()),
         replay=str(replay.absolute()) if replay else "",
+        drift_limits=drift_limits(config, stage),
     )
     if asked.is_asked():
         job = without_timeouts(job)
