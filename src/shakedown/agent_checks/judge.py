@@ -7,6 +7,7 @@ from typing import Any
 
 from shakedown.agent_checks.early_end import judged_episodes, stop_findings, stop_sentence
 from shakedown.agent_checks.episodes import Episode, RunResult
+from shakedown.agent_checks.wire_findings import WIRE_REMEDIES, failed_calls
 from shakedown.agents.causes import CAUSES
 from shakedown.agents.event_loop_lag import percentile
 from shakedown.agents.http_calls import HttpCall
@@ -23,30 +24,6 @@ CLIENT_LIMITS = (
     "http_client=DefaultAsyncHttpxClient(limits=Limits(max_connections=4096, "
     "max_keepalive_connections=4096)))"
 )
-
-# Of causes that are seen on the wire alone.
-_WIRE_REMEDIES: Mapping[str, tuple[Blame, str]] = {
-    "hanging": (
-        "environment",
-        "read the server's log; if it is merely busy, lower --concurrency or raise "
-        "--episode-timeout",
-    ),
-    "truncated": (
-        "environment",
-        "read the log of the server, and of any proxy before it, at the time of the episode",
-    ),
-    "bad_reply": (
-        "environment",
-        "see whether base_url leads to the inference server and not to a web page or another "
-        "service",
-    ),
-    "file_descriptors": (
-        "environment",
-        "raise the limit in the shell that starts the command: ulimit -n 65536; or lower "
-        "--concurrency",
-    ),
-    "not_asked": ("environment", "start the server again and run the command again"),
-}
 
 
 @dataclass(frozen=True)
@@ -96,7 +73,7 @@ def judge_run(
         episodes = [episode for episode in result.episodes if episode.cause == cause]
         if episodes:
             findings.append(_cause_finding(cause, episodes, result, server, failed_as))
-    findings += _failed_calls(result)
+    findings += failed_calls(result)
     return [*findings, *_client_findings(result.measured), *_reward_findings(result)]
 
 
@@ -215,7 +192,7 @@ def _remedy(
             f"the server serves {served}: take the name from extra_kwargs['model'] or "
             "OPENAI_MODEL, or serve the model under the name that the agent gives",
         ),
-        **_WIRE_REMEDIES,
+        **WIRE_REMEDIES,
         "episode_timeout": (
             "code",
             "look at what the episode waits for, or raise --episode-timeout",
@@ -385,23 +362,3 @@ def to_extra(result: RunResult) -> dict[str, Any]:
     """What a reader may want beside the metrics: failures by cause, blocks of the loop."""
     causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
     return {"failures": dict(causes), "blocked_at": dict(result.measured.blocked_at)}
-
-
-def _failed_calls(result: RunResult) -> list[Finding]:
-    """Calls that failed in episodes that went well: the agent bore it, retries perhaps."""
-    borne = [episode for episode in result.episodes if episode.ok and episode.calls_failed]
-    if not borne:
-        return []
-    failed = sum(episode.calls_failed for episode in borne)
-    made = sum(episode.calls_made for episode in result.episodes)
-    return [
-        Finding(
-            check="failed_calls",
-            status="warn",
-            scope="role",
-            subject="agent",
-            measured=f"{failed} of {made} calls failed in {len(borne)} episodes that went well",
-            expected="none; such an episode is rewarded for what it did without them",
-            remedy="their status and error stand in episodes.jsonl",
-        )
-    ]

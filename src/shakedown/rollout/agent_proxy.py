@@ -189,6 +189,7 @@ class AgentProxy:
         self.history.asked(entry.key, asked.get("messages"))
         sent, wanted, changed = prepare(asked, self._sampling)
         self._say(changed)
+        self._say_model(asked.get("model"))
         if not wanted.stream:
             return await self._answered(entry, sent | self._model, wanted, protocol)
         return await self._streamed(request, entry, sent | self._model, wanted, protocol.reply())
@@ -313,6 +314,13 @@ class AgentProxy:
         entry.recorded(calls)
         self.history.sampled(entry.key, calls)
         self.recorded += 1
+
+    def _say_model(self, named: object) -> None:
+        """Once for each other name, shortened: harmless here, and not without the proxy."""
+        served, name = self._model.get("model", ""), f"{named!s:.80}"
+        if served and named and name != served and f"model {name}" not in self._said:
+            self._said.add(f"model {name}")
+            print(f"the agent names the model {name!r}: {served!r} answers, as in training")
 
     def _say(self, changed: list[str]) -> None:
         for each in changed:

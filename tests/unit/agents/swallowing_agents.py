@@ -48,6 +48,18 @@ class Swallows:
             async for _ in await client.chat.completions.create(**self.body(text), stream=True):
                 return
 
+    async def responses(self, text: str) -> None:
+        client = openai.AsyncOpenAI(base_url=self.url, api_key=self.key, max_retries=0)
+        async with client:
+            self.ids.append((await client.responses.create(model="m", input=text)).id)
+
+    async def messages(self, text: str) -> None:
+        import anthropic
+
+        ask: Any = {"model": "m", "max_tokens": 16, "messages": self.body(text)["messages"]}
+        async with anthropic.AsyncAnthropic(base_url=self.url, api_key=self.key) as client:
+            self.ids.append((await client.messages.create(**ask)).id)
+
     async def synchronous(self, text: str) -> None:
         with openai.OpenAI(base_url=self.url, api_key=self.key, max_retries=0) as client:
             client.chat.completions.create(**self.body(text))

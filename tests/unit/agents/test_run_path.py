@@ -52,6 +52,21 @@ def test_a_server_that_tells_token_ids_is_asked_through_the_proxy(tmp_path: Path
     assert all("top_p" not in body and body["return_token_ids"] for body in asked)
 
 
+def test_another_model_name_is_answered_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with wire_server() as server:
+        code, _ = agent_run(
+            tmp_path,
+            server.url,
+            [{"messages": [{"role": "user", "content": "x"}]}],
+            target=f"{AGENTS}:Appends",
+        )
+
+    said = capsys.readouterr().out
+    assert (code, said.count("the agent names the model 'm': 'policy' answers")) == (0, 1)
+
+
 def test_with_a_config_the_sampling_is_its_stages(tmp_path: Path) -> None:
     more = tmp_path / "more.yaml"
     grpo = {"agent": KINDS, "max_tokens": 5, "temperature": 0.5}
@@ -133,3 +148,18 @@ def test_a_history_that_episodes_share_is_found_by_its_contents(
         )
         assert "of row 0: 'talk 0: the quick" in lines[2]["detail"]
         assert "not in the class" in finding(verdict, "failed_shared_history").remedy
+
+
+@pytest.mark.parametrize("protocol", ["openai", "responses", "messages"])
+def test_rewards_are_by_the_ids_that_the_agent_sees_in_every_protocol(
+    tmp_path: Path, protocol: str
+) -> None:
+    rows: list[Row] = [{"texts": ["x", "longer"], "by": protocol, "keyed": True}]
+    rows += [{"texts": ["x"], "by": protocol, "foreign": True}]
+    with wire_server() as server:
+        code, _ = agent_run(tmp_path, server.url, rows)
+
+    good, foreign = sorted(read_episodes(tmp_path / "episodes.jsonl"), key=lambda each: each["row"])
+    assert (code, good["cause"], len(good["reward"])) == (1, "", 2), good
+    assert foreign["cause"] == "bad_return"
+    assert f"the replies' ids are {min(good['reward'])!r}" in foreign["detail"]
