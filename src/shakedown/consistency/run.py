@@ -72,8 +72,14 @@ class Comparison:
         size += f" (sample {sample} position {self.aligned.position[worst]})"
         if self.status == "PASS":
             return f"engine and reference agree over {size}"
-        why = f"; {self.explained.sentence}" if self.explained.sentence else ""
-        return f"engine and reference differ over {size}{why}"
+        if self.explained.sentence:
+            return f"engine and reference differ over {size}; {self.explained.sentence}"
+        # The compared numbers pass; what does not are answers, refused values or single flips.
+        order = [
+            each for status in ("fail", "warn") for each in self.findings if each.status == status
+        ]
+        why = "".join(f", but {each.check}: {each.measured}" for each in order[:1])
+        return f"engine and reference agree over {size}{why}"
 
 
 def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Comparison:
