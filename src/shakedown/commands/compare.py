@@ -269,6 +269,7 @@ def _plan(
         reward_name=reward,
         engine_dtype=args.engine_dtype or server.dtype,
         engine_weights=server.weights,
+        engine_log=server.log,
         factors=args.factors,
         trainer=trainer_scores(trainer, reference) if trainer else None,
         trainer_name=trainer,

@@ -23,8 +23,8 @@ class Plan:
         limits: of single metrics, over the grade's.
         reward: judges completions against each row's `answer`; None: accuracies are not measured.
             `reward_name` is what it is called.
-        engine_dtype, engine_weights: what the server is known to compute in, and the folder that
-            it has; empty: not known.
+        engine_dtype, engine_weights, engine_log: what the server is known to compute in, the
+            folder that it has, and its log; empty: not known.
         factors: `auto` measures the deep ones only where the comparison does not pass, `all`
             always.
         trainer: a trainer's own forward pass; `trainer_name` is what it is called.
@@ -48,6 +48,7 @@ class Plan:
     reward_name: str = ""
     engine_dtype: str = ""
     engine_weights: str = ""
+    engine_log: str = ""
     factors: str = "auto"
     trainer: TrainerScores | None = field(default=None, repr=False)
     trainer_name: str = ""

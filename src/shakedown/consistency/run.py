@@ -29,6 +29,7 @@ from shakedown.core.errors import BlockedError, ServerError, ShakedownError, Sto
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Finding, Status, status_of
 
+_BAD = ("fail", "error", "warn")  # what a finding can be that did not pass, the worst first
 _PART = 256  # prompts that are generated together, then scored and written together
 
 
@@ -74,12 +75,10 @@ class Comparison:
             return f"engine and reference agree over {size}"
         if self.explained.sentence:
             return f"engine and reference differ over {size}; {self.explained.sentence}"
-        # The compared numbers pass; what does not are answers, refused values or single flips.
-        order = [
-            each for status in ("fail", "warn") for each in self.findings if each.status == status
-        ]
-        why = "".join(f", but {each.check}: {each.measured}" for each in order[:1])
-        return f"engine and reference agree over {size}{why}"
+        worse = min(
+            (f for f in self.findings if f.status in _BAD), key=lambda f: _BAD.index(f.status)
+        )
+        return f"the log-probabilities agree over {size}; {worse.check}: {worse.measured}"
 
 
 def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Comparison:

@@ -19,8 +19,8 @@ _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
 class ComparedServer:
     """Where the engine answers: its URL without `/v1`, the model name to ask for, and its key.
 
-    An empty name asks for the one model that the server has. `dtype` and `weights` are what it is
-    known to compute in and the folder that it has; empty: not known.
+    An empty name asks for the one model that the server has. `dtype`, `weights` and `log`
+    are what it is known to compute in, the folder that it has, its log; empty: not known.
     """
 
     url: str
@@ -28,6 +28,7 @@ class ComparedServer:
     api_key: str = field(default="", repr=False)
     dtype: str = ""
     weights: str = ""
+    log: str = ""
 
     @classmethod
     def of(cls, endpoint: Endpoint) -> "ComparedServer":
@@ -41,6 +42,7 @@ class ComparedServer:
             # vLLM makes another of `auto` where a checkpoint is in float32.
             "" if dtype == "auto" else dtype,
             endpoint.model if known else "",
+            endpoint.log,
         )
 
 

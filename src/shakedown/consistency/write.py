@@ -17,7 +17,8 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
     numbers |= accuracy_metrics(result.accuracy)
     numbers |= {"tokens": result.tokens, "samples": result.samples}
     numbers |= {f"seconds_{name}": value for name, value in result.seconds.items()}
-    then = "open report.html: the factors, then the worst tokens"
+    remedies = [f.remedy for f in result.findings if f.check.startswith("factor_") and f.remedy]
+    then = "; ".join([*remedies[:1], "open report.html: the factors, then the worst tokens"])
     if result.explained.unexplained:
         then = (
             "no measured factor explains it: see that the server has the reference's weights whole "

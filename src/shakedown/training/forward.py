@@ -1,6 +1,7 @@
 """A trainer's own forward pass on one rank, for `shakedown compare`. Torch is imported late."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,8 @@ def _scored(
         )
         for start in range(0, len(items), _ROWS)
     ]
-    with _one_rank(device):
+    # The engine says its layout: standard output is the command's.
+    with _one_rank(device), contextlib.redirect_stdout(sys.stderr):
         engine = kind.build(model, optimizer=OptimizerConfig(lr=1e-6), dtype=dtype, device=device)
         found = torch.cat(engine.logprobs(batches, temperature=temperature)).double()
     lengths = [len(item.completion) for item in items]

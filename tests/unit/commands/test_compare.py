@@ -376,6 +376,10 @@ def test_sglang_s_own_protocol_is_compared_too(engine: Engine, model: Path) -> N
     result = compared(engine, model)
     assert (result.engine, result.status) == ("sglang", "PASS")
     assert all(each.prefill is not None for each in result.shown)
+    rows = rows_of(compared(engine, model, factors="all"))
+    assert rows["prefix_cache"].note == "not measured: sglang takes no cache salt, for a cold pass"
+    assert rows["prompt_ids"].note.startswith("not measured: prompts went out as ids")
+    assert rows["engine_batch"].distance == pytest.approx(0, abs=1e-5)
 
 
 def test_raw_log_probabilities_at_another_temperature_fail_by_their_name(
@@ -438,6 +442,7 @@ def test_other_weights_are_named_when_the_server_tells_its_folder(
     assert row.left is not None
     assert row.left < 1e-4  # with the server's weights both sides agree
     assert "largest factor: weights" in result.summary
+    assert make_verdict(result, Stopwatch()).next.startswith("give the reference the checkpoint")
 
 
 def test_a_stale_prefix_cache_fails_by_its_name(engine: Engine, model: Path) -> None:
@@ -544,6 +549,8 @@ def test_a_greedy_token_that_is_not_the_argmax_is_seen(engine: Engine, model: Pa
     result = compared(engine, model)
     assert result.metrics["greedy_divergence_rate"].value == 1.0
     assert {d.position for d in result.divergences if d} == {2}
+    assert "the log-probabilities agree" in result.summary
+    assert "greedy_divergence: 10 of 10 diverge" in result.summary
 
 
 def test_missing_log_probabilities_are_told(engine: Engine, model: Path) -> None:
@@ -601,8 +608,8 @@ def test_a_server_that_dies_leaves_what_was_done_and_the_same_command_goes_on(
     assert main(shlex.split(again)[1:]) == 0
 
     # 7 greedy completions and 10 scores by prefill were left to ask for; noise and prefix cache
-    # are measured anew: three passes of 10, and 80 tokens with the cache and without.
-    assert engine.seen == 17 + 30 + 160
+    # are measured anew: three passes of 10, and 80 tokens, none of which comes from the cache.
+    assert engine.seen == 17 + 30 + 80
     assert not (out / "parts").exists()
     for name in ("tokens.parquet", "samples.parquet"):
         assert pq.read_table(out / name).equals(pq.read_table(whole / name))

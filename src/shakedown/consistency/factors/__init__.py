@@ -149,13 +149,13 @@ def _measured(name: str, factor: Factor, bench: Bench, noise: Noise) -> Row:
     begin = time.monotonic()
     try:
         contrast = factor.measure(bench)
+        row = make_row(name, contrast, bench.t, bench.g, floor=noise.of(contrast.side))
     except torch.OutOfMemoryError:
-        return Row(name, note="not measured: the device's memory does not hold it")
+        row = Row(name, note="not measured: the device's memory does not hold it")
     except NoDifferenceError as error:
-        return Row(name, note=error.args[0])
+        row = Row(name, note=error.args[0])
     except (BlockedError, UsageError) as error:
-        return Row(name, note=f"not measured: {error.args[0]}")
-    row = make_row(name, contrast, bench.t, bench.g, floor=noise.of(contrast.side))
+        row = Row(name, note=f"not measured: {error.args[0]}")
     return replace(row, seconds=round(time.monotonic() - begin, 3))
 
 

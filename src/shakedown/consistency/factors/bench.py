@@ -141,17 +141,19 @@ def chosen(shown: Sequence[ComparedSample]) -> list[ComparedSample]:
         return []
     sizes = [_largest(each) for each in shown]
     worst = sorted(range(len(shown)), key=lambda i: -sizes[i])[:_WORST]
-    mean = sum(map(_length, shown)) / len(shown)
-    room = max(1, min(_SAMPLES - _WORST, int(_TOKENS / mean)))
+    typical = float(np.median([_length(each) for each in shown]))
+    room = max(1, min(_SAMPLES - _WORST, int(_TOKENS / typical)))
     spread = np.linspace(0, len(shown) - 1, min(room, len(shown))).round().astype(int)
     order = list(dict.fromkeys([*worst, *spread.tolist()]))
     kept: list[int] = []
     tokens = 0
     for number in order:
-        tokens += _length(shown[number])
-        if kept and tokens > _TOKENS:
-            break
-        kept.append(number)
+        length = _length(shown[number])
+        if tokens + length <= _TOKENS:
+            kept.append(number)
+            tokens += length
+    # Where every sample is longer than the bound, the shortest stands for them.
+    kept = kept or [min(range(len(shown)), key=lambda i: _length(shown[i]))]
     return [shown[number] for number in sorted(kept)]
 
 

@@ -15,6 +15,7 @@ from shakedown.inference.client import Client
 from shakedown.inference.engines import Request
 
 _PROBED = 96  # tokens that are scored one by one, with the prefix cache and without
+_PROBED_LENGTH = 1 << 16  # tokens of all their prefixes, which are computed anew once
 
 
 def prefix_cache(bench: Bench) -> Contrast:
@@ -39,14 +40,13 @@ def prefix_cache(bench: Bench) -> Contrast:
                 return await _next_token(client, bench, place, salt)
 
         warm = await asyncio.gather(*(one(place, "") for place in places))
+        if all(count == 0 for _, count in warm):
+            raise NotMeasuredError("no prefix of these samples is in the engine's cache")
         cold = await asyncio.gather(*(one(place, uuid.uuid4().hex) for place in places))
         return list(warm), list(cold)
 
     warm, cold = bench.ask(passed)
-    cached = [count for _, count in warm]
-    if all(count == 0 for count in cached):
-        raise NotMeasuredError("no prefix of these samples is in the engine's cache")
-    told = [count for count in cached if count]
+    told = [count for _, count in warm if count]
     note = f"{sum(told)} prompt tokens of {len(told)} requests came from the cache" if told else ""
     return Contrast(
         "prefix from the cache",
@@ -88,9 +88,11 @@ def engine_batch(bench: Bench) -> Contrast:
 
 def _places(bench: Bench) -> list[tuple[int, int]]:
     """(sample, position) of the tokens that are scored one by one, evenly over each completion."""
-    each = max(1, _PROBED // len(bench.items))
+    mean = sum(len(i.prompt) + len(i.completion) for i in bench.items) / len(bench.items)
+    room = max(1, min(_PROBED, int(_PROBED_LENGTH / mean)))
+    each = max(1, room // len(bench.items))
     chosen = []
-    for number, item in enumerate(bench.items[:_PROBED]):
+    for number, item in enumerate(bench.items[:room]):
         count = min(each, len(item.completion))
         where = np.linspace(0, len(item.completion) - 1, count).astype(int)
         chosen += [(number, int(place)) for place in dict.fromkeys(where.tolist())]
@@ -123,7 +125,7 @@ async def _next_token(
         value = reply["choices"][0]["logprobs"]["top_logprobs"][0][f"token_id:{token}"]
         details = (reply.get("usage") or {}).get("prompt_tokens_details")
         cached = int(details.get("cached_tokens") or 0) if details else None
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
         raise NotMeasuredError(
             "the engine does not tell the log-probability of a given next token "
             "(`logprob_token_ids`, vllm 0.32)"

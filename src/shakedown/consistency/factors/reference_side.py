@@ -1,9 +1,14 @@
 """Factors of the reference: the same tokens scored by transformers with one thing changed."""
 
+import re
+from pathlib import Path
+
 from shakedown.consistency.factors.bench import Bench, NoDifferenceError, NotMeasuredError
 from shakedown.consistency.factors.table import Contrast
 from shakedown.consistency.score import Reference
 
+_LONGEST = 4096  # tokens of a sequence: plain attention holds a square of them for each head
+_HEAD = 1 << 20  # bytes of a log in which the backend is looked for
 _SHORT = ("bfloat16", "float16")
 
 
@@ -55,11 +60,15 @@ def precision(bench: Bench) -> Contrast:
 
 def attention(bench: Bench) -> Contrast:
     """The reference with transformers' plain attention instead of its own choice."""
+    longest = max(len(item.prompt) + len(item.completion) for item in bench.items)
+    if longest > _LONGEST:
+        raise NotMeasuredError(f"plain attention over {longest} tokens takes too much memory")
     own = bench.reference.attention
     other = "sdpa" if own == "eager" else "eager"
     with bench.reference.attending(other):
         scores = bench.reference_scores(bench.items)
-    note = "the engine's backend stands in its log"
+    backend = _backend(Path(bench.plan.engine_log)) if bench.plan.engine_log else ""
+    note = f"the engine's backend: {backend}" if backend else "the engine tells none of its own"
     return Contrast(own, other, bench.padded, scores, "reference", note=note)
 
 
@@ -93,6 +102,16 @@ def tensor_parallel(bench: Bench) -> Contrast:
         "the server has one tensor-parallel size: start it with another serve.allocation and "
         f"compare again (now {bench.plan.url})"
     )
+
+
+def _backend(log: Path) -> str:
+    """What vLLM's log says of the attention that it chose on a GPU; empty where it does not."""
+    try:
+        with log.open("rb") as stream:
+            found = re.search(rb"Using (\w{1,40}) attention backend", stream.read(_HEAD))
+    except OSError:
+        return ""
+    return found[1].decode() if found else ""
 
 
 def _other(dtype: str) -> str:
