@@ -67,8 +67,9 @@ def explain(
     if differs or plan.factors == "all":
         rows = factors.measure(bench, noise, deep=True, known=rows, progress=progress)
     best = factors.named(rows)
+    fault = next((each for each in judged(rows, deep=False) if each.status == "fail"), None)
     layer = None
-    if differs and (best is None or best.factor == "weights"):
+    if differs and (best.factor == "weights" if best else fault is None):
         progress("layers")
         layer = find_layer(bench)
     whole = metrics["mean_abs_dlogp"].value
@@ -77,14 +78,19 @@ def explain(
         noise=noise.rows,
         rows=rows,
         findings=[*judged(rows, deep=differs), *([layer.finding()] if layer else [])],
-        sentence=_sentence(rows, whole, layer) if differs else "",
-        unexplained=differs and best is None,
+        sentence=_sentence(rows, whole, layer, None if best else fault) if differs else "",
+        unexplained=differs and best is None and fault is None,
         layer=layer,
         samples=len(bench.samples),
         seconds=time.monotonic() - begin,
     )
 
 
-def _sentence(rows: Sequence[Row], whole: float, layer: LayerFinding | None) -> str:
+def _sentence(
+    rows: Sequence[Row], whole: float, layer: LayerFinding | None, fault: Finding | None
+) -> str:
+    """`fault`: one that is not in the compared numbers, such as weights that came after them."""
+    if fault:
+        return f"{fault.check.removeprefix('factor_')}: {fault.measured}"
     said = factors.explanation(rows, whole)
     return f"{said}; layer {layer.sentence}" if layer else said

@@ -165,12 +165,15 @@ def unequal(
 ) -> dict[str, dict[str, torch.nn.Parameter]]:
     """Their parameters that are not ours, by layer, in the order of the forward pass.
 
-    Of another shape they fit nowhere and are left out.
+    Of another shape they fit nowhere and are left out. What both sides tie is one: it is in the
+    layer of its first name.
     """
     parts: dict[str, dict[str, torch.nn.Parameter]] = {}
+    first: dict[tuple[int, int], str] = {}
     for name, own in ours.items():
         other = theirs.get(name)
         if other is None or other.shape != own.shape or torch.equal(own, other):
             continue
-        parts.setdefault(layer_of(name), {})[name] = other
+        layer = first.setdefault((id(own), id(other)), layer_of(name))
+        parts.setdefault(layer, {})[name] = other
     return parts

@@ -1,5 +1,6 @@
 """Two checkpoints' tensors held against each other by name, block by block. Imports torch."""
 
+import functools
 import json
 import math
 import re
@@ -231,19 +232,27 @@ def _difference(
         if shapes[0] != shapes[1]:
             note = f"shape {list(shapes[0])} against {list(shapes[1])}"
             return TensorDifference(name, None, note=note)
-        sums = torch.zeros(4, dtype=torch.float64)  # a*a, a*b, (b-a)^2, (b-a)^2 once rounded
-        equal = True
-        for x, y in _blocks(a, name_a, b, name_b, shapes[0]):
-            equal = equal and x.dtype == y.dtype and torch.equal(x, y)
-            coarse = min(x.dtype, y.dtype, key=_precision)
-            rounded = y.to(coarse).double() - x.to(coarse).double()
-            u, v = x.double(), y.double()
-            sums += torch.stack(
-                [(u * u).sum(), (u * v).sum(), ((v - u) ** 2).sum(), (rounded**2).sum()]
-            )
-    if equal:
-        return None
+        pairs = functools.partial(_blocks, a, name_a, b, name_b, shapes[0])
+        # Most tensors are equal, and only to look for that is ten times as fast.
+        if all(x.dtype == y.dtype and torch.equal(x, y) for x, y in pairs()):
+            return None
+        sums = torch.zeros(4, dtype=torch.float64)
+        for x, y in pairs():
+            sums += _sums(x.flatten(), y.flatten())
     return _measured(name, *sums.tolist())
+
+
+def _sums(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x*x, x*y, (y-x)^2, and (y-x)^2 in the coarser of both formats."""
+    u, v = x.double(), y.double()
+    apart = v - u
+    square = apart.dot(apart)
+    coarse = square
+    if x.dtype != y.dtype:
+        form = min(x.dtype, y.dtype, key=_precision)
+        rounded = y.to(form).double() - x.to(form).double()
+        coarse = rounded.dot(rounded)
+    return torch.stack([u.dot(u), u.dot(v), square, coarse])
 
 
 def _measured(name: str, aa: float, ab: float, dd: float, rounded: float) -> TensorDifference:

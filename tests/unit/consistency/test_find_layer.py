@@ -61,6 +61,7 @@ def bench(own: Path, told: Path, computing: Path) -> Bench:
         ("model.layers.1.mlp.down_proj.weight", "model.layers.1"),
         ("model.layers.0.self_attn.v_proj.weight", "model.layers.0"),
         ("model.norm.weight", "model.norm"),
+        ("model.embed_tokens.weight", "model.embed_tokens"),  # and the tied output embeddings
     ],
 )
 def test_the_layer_of_the_one_tensor_that_is_off_is_named(

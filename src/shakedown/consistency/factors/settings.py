@@ -18,6 +18,8 @@ _FREE = frozenset(
     }
 )
 
+_SHOWN = 3  # settings in a sentence; the row's note has all
+
 
 def config(bench: Bench) -> Contrast:
     """The reference with its own config.json, and with that of the server's folder.
@@ -36,7 +38,7 @@ def config(bench: Bench) -> Contrast:
     other = Reference(str(own), dtype=bench.reference.dtype, config=theirs)
     return Contrast(
         "config.json of the reference",
-        "config.json of the server",
+        f"that of the server, {', '.join(found[:_SHOWN])}",
         bench.padded,
         bench.reference_scores(bench.items, other),
         "reference",
