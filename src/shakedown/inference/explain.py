@@ -79,11 +79,13 @@ RULES: tuple[Rule, ...] = (
         "vllm/model_executor/model_loader/default_loader.py; transformers/modeling_utils.py",
     ),
     Rule(
-        r"SafetensorError|Error while deserializing header",
+        # vLLM reads the header itself, too: a Git LFS pointer ends it with a MemoryError there.
+        r"SafetensorError|Error while deserializing header|in parse_safetensors_file_metadata"
+        r"|for VllmConfig\s{1,9}Value error, (Expecting|Unterminated string|Extra data)",
         "the model's weights are cut off or damaged",
         "compare the sizes of *.safetensors with where they come from; 130 bytes are a Git LFS "
         "pointer: git lfs pull",
-        "safetensors, as its Python binding writes it",
+        "safetensors' Python binding; vllm/transformers_utils/utils.py",
     ),
     Rule(
         r"Attempted to load weight|There is no module or parameter named"

@@ -138,6 +138,19 @@ LOGS = [
         "incomplete metadata, file not fully covered",
     ),
     ("cut off or damaged", "Error while deserializing header: header too large"),
+    # a vLLM server that was given the first 3000 bytes of model.safetensors
+    (
+        "cut off or damaged",
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+        "  Value error, Unterminated string starting at: line 1 column 2989 (char 2988) "
+        "[type=value_error, input_value=ArgsKwargs((), {'model_co...",
+    ),
+    # vllm/transformers_utils/utils.py, of a Git LFS pointer
+    (
+        "cut off or damaged",
+        '  File "vllm/transformers_utils/utils.py", line 113, in parse_safetensors_file_metadata\n'
+        '    metadata = json.loads(f.read(length_of_metadata).decode("utf-8"))\nMemoryError',
+    ),
     # vllm/model_executor/model_loader/weight_utils.py
     (
         "do not fit",
