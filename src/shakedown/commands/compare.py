@@ -88,13 +88,27 @@ def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grade",
-        choices=("dense", "moe", "fp8", "strict"),
-        help="how strict to be (default: the config's, or dense)",
+        choices=("auto", "dense", "moe", "fp8", "strict"),
+        help="how strict to be (default: the config's, or auto: by dtypes and measured noise)",
     )
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         help="of the reference (default: the config's, or auto)",
+    )
+    parser.add_argument(
+        "--engine-dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="what the engine computes in (default: what is known of a server of our own)",
+    )
+    parser.add_argument(
+        "--factors",
+        choices=("auto", "all"),
+        default="auto",
+        help="measure the deep ones too where the comparison passes",
+    )
+    parser.add_argument(
+        "--trainer", help="fsdp, megatron or archon: score by its forward, too, on one rank"
     )
     parser.add_argument("--seed", type=int, help="of the bootstrap (default: the config's, or 0)")
 
@@ -187,6 +201,7 @@ def _planned_by_hand(args: argparse.Namespace) -> "Iterator[Plan]":
             source=args.data,
             limit=args.limit,
             reward=args.reward or "",
+            trainer=args.trainer or "",
         )
 
 
@@ -198,6 +213,7 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     from shakedown.inference.relay import relayed
     from shakedown.inference.server import in_use
     from shakedown.training.assets import heldout_source
+    from shakedown.training.forward import last_backend
     from shakedown.training.serving import order_of_run
 
     if args.config is None or args.endpoint is None:
@@ -215,15 +231,14 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     ):
         yield _plan(
             args,
-            ComparedServer(
-                servers.url, served.served_name, served.api_key(), findings=servers.findings
-            ),
+            ComparedServer.of(served, servers.url, servers.findings),
             reference=args.reference.partition(":")[2] if args.reference else served.model,
             source=args.data or heldout_source(config),
             limit=args.limit or config.consistency.samples,
             settings=settings,
             reward=args.reward or config.data.reward,
             limits=RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb),
+            trainer=args.trainer or last_backend(config),
         )
 
 
@@ -237,8 +252,10 @@ def _plan(
     settings: Mapping[str, Any] | None = None,
     reward: str = "",
     limits: "RewardLimits | None" = None,
+    trainer: str = "",
 ) -> "Plan":
     from shakedown.consistency.plan import Plan
+    from shakedown.training.forward import trainer_scores
 
     rows = read_rows(source, limit=limit)
     reward = _usable_reward(args, reward, rows)
@@ -255,6 +272,12 @@ def _plan(
         servers=server.findings,
         reward=functools.partial(_rewards, reward, limits) if reward else None,
         reward_name=reward,
+        engine_dtype=args.engine_dtype or server.dtype,
+        engine_weights=server.weights,
+        engine_log=server.log,
+        factors=args.factors,
+        trainer=trainer_scores(trainer, reference) if trainer else None,
+        trainer_name=trainer,
         **{**(settings or {}), **own},
     )
 

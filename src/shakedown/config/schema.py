@@ -125,15 +125,34 @@ class ServeConfig(Section):
 
 
 class AgentsConfig(Section):
-    """The agent checks: one episode, then `prompts` x `group_size` at once, then the controller."""
+    """The agent checks: one episode, then all of a local batch at once, then the controller.
+
+    The local batch, in prompts, is `prompts`, or else one of `rollout_dp` replicas' share of
+    `global_batch`. With AReaL's example sizes, the defaults: 64 x 8 = 512 episodes at once.
+    """
 
     target: Place
     kwargs: dict[str, JsonValue] = {}
-    # 64 x 8 = 512 episodes at once: the share of each of 4 replicas in a batch of 256 prompts x 8.
-    prompts: Positive = 64
+    global_batch: Positive = 256
     group_size: Positive = 8
+    rollout_dp: Positive = 4
+    prompts: Positive | None = None
     episode_timeout: Seconds = 120.0
     min_success_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+    @property
+    def local_batch(self) -> int:
+        """Prompts of one replica's share."""
+        return self.prompts or self.global_batch // self.rollout_dp
+
+    @model_validator(mode="after")
+    def _batch_is_cut_evenly(self) -> "AgentsConfig":
+        if not self.prompts and self.global_batch % self.rollout_dp:
+            raise ValueError(
+                f"global_batch {self.global_batch} cannot be cut into rollout_dp "
+                f"{self.rollout_dp} equal shares: set a multiple of it, or `prompts`, one share"
+            )
+        return self
 
 
 Limit = Annotated[float, Field(ge=0)] | None
@@ -168,7 +187,7 @@ class ConsistencyConfig(Section):
     samples: Positive = 64
     max_tokens: Positive = 24
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    grade: Literal["dense", "moe", "fp8", "strict"] = "dense"
+    grade: Literal["auto", "dense", "moe", "fp8", "strict"] = "auto"
     limits: ConsistencyLimits = ConsistencyLimits()
 
 

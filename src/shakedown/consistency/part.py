@@ -17,8 +17,14 @@ from shakedown.consistency.journal import Act, Journal, recalled
 from shakedown.consistency.logprobs import BadToken, read_logprobs
 from shakedown.consistency.plan import Plan
 from shakedown.consistency.prompts import refuse_other_prompts
-from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Score
-from shakedown.consistency.score import Reference, Scored
+from shakedown.consistency.samples import (
+    ComparedCompletion,
+    EncodedPrompt,
+    Failure,
+    Score,
+    Scored,
+)
+from shakedown.consistency.score import Reference
 from shakedown.inference.client import Client
 
 

@@ -64,6 +64,14 @@ class ComparedCompletion:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """A prompt's ids and the completion's ids that follow it; both are not empty."""
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Score:
     """The reference's view of one completion, arrays of shape [T].
 

@@ -1,27 +1,21 @@
 """Score given tokens with transformers: the reference side. Imports torch; import it lazily."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from shakedown.consistency.samples import Score
+from shakedown.consistency.samples import Score, Scored
 from shakedown.core.errors import BlockedError, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _GENERATED = 32  # prompts completed at once
 _LOGIT_BYTES = 256 * 2**20  # float32 logits held at once
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A prompt's ids and the completion's ids that follow it; both are not empty."""
-
-    prompt: Sequence[int]
-    completion: Sequence[int]
 
 
 class Reference:
@@ -30,23 +24,72 @@ class Reference:
     Args:
         model: a local folder or a hub name.
         dtype: `float32`, `bfloat16`, or `auto` (as the checkpoint says).
+        config: a transformers config that takes the place of the checkpoint's own.
 
     Raises:
         UsageError: no such folder, or it holds no model.
         BlockedError: the hub's model cannot be had.
     """
 
-    def __init__(self, model: str, *, dtype: str = "auto") -> None:
+    def __init__(self, model: str, *, dtype: str = "auto", config: Any = None) -> None:
         self.name = model
         self.tokenizer: Any = _load(AutoTokenizer, model)
-        self._model: Any = _load(
-            AutoModelForCausalLM, model, dtype=DTYPES.get(dtype, "auto"), low_cpu_mem_usage=True
-        ).eval()
+        options = {"dtype": DTYPES.get(dtype, "auto"), "low_cpu_mem_usage": True}
+        options |= {"config": config} if config is not None else {}
+        self._model: Any = _load(AutoModelForCausalLM, model, **options).eval()
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model.to(self.device)
         self._ends = self._own_sampling()
         self.vocabulary = int(self._model.get_input_embeddings().num_embeddings)
+
+    @property
+    def attention(self) -> str:
+        """transformers' name of the attention that it computes with, such as `sdpa`."""
+        return str(self._model.config._attn_implementation)
+
+    @property
+    def experts(self) -> bool:
+        """Whether the model is a mixture of experts, by the names in use for their number."""
+        text = self._model.config.get_text_config()
+        counts = [getattr(text, name, None) for name in _EXPERTS]
+        return any(isinstance(count, int) and count > 1 for count in counts)
+
+    @contextlib.contextmanager
+    def attending(self, attention: str) -> Iterator[None]:
+        """Compute with another attention until the block ends.
+
+        Raises:
+            BlockedError: the model does not have it.
+        """
+        own = self.attention
+        try:
+            self._model.set_attn_implementation(attention)
+        except (ValueError, ImportError) as error:
+            raise BlockedError(f"the model has no {attention} attention: {error}") from error
+        try:
+            yield
+        finally:
+            self._model.set_attn_implementation(own)
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By name, in the order of the forward pass; tied ones under each of their names."""
+        return dict(self._model.named_parameters(remove_duplicate=False))
+
+    @contextlib.contextmanager
+    def computing_with(self, parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+        """Compute with these in the place of its own until the block ends; nothing is copied."""
+        own = self.parameters()
+        try:
+            self._put(parameters)
+            yield
+        finally:
+            self._put({name: own[name] for name in parameters})
+
+    def _put(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(self._model.get_submodule(parent), leaf, parameter)
 
     def score(self, items: Sequence[Scored], *, temperature: float = 1.0) -> list[Score]:
         """Score every completion token, teacher-forced; temperature 0 counts as 1.
@@ -59,6 +102,18 @@ class Reference:
         for numbers in self._batches(items):
             batch = [items[number] for number in numbers]
             scores.update(zip(numbers, self._score_batch(batch, temperature or 1.0), strict=True))
+        return [scores[number] for number in range(len(items))]
+
+    def score_packed(self, items: Sequence[Scored], *, temperature: float = 1.0) -> list[Score]:
+        """As `score`, with the sequences of a batch one after another in one row.
+
+        transformers keeps them apart by their position ids, which begin at 0 in each.
+        """
+        self._check_vocabulary(items)
+        scores: dict[int, Score] = {}
+        for numbers in self._batches(items):
+            batch = [items[number] for number in numbers]
+            scores.update(zip(numbers, self._score_row(batch, temperature or 1.0), strict=True))
         return [scores[number] for number in range(len(items))]
 
     def generate(
@@ -137,6 +192,22 @@ class Reference:
         for item, row, logits in zip(batch, rows, output.logits, strict=True):
             # The logits at a place are those of the token after it.
             own = logits[len(item.prompt) - 1 : len(row) - 1].float().cpu()
+            yield _score(own, torch.tensor(list(item.completion)), temperature)
+
+    def _score_row(self, batch: Sequence[Scored], temperature: float) -> Iterator[Score]:
+        rows = [[*item.prompt, *item.completion] for item in batch]
+        tokens = torch.tensor([list(itertools.chain(*rows))])
+        places = torch.cat([torch.arange(len(row)) for row in rows])[None]
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=tokens.to(self.device),
+                position_ids=places.to(self.device),
+                use_cache=False,
+            )
+        end = 0
+        for item, row in zip(batch, rows, strict=True):
+            end += len(row)
+            own = output.logits[0, end - len(item.completion) - 1 : end - 1].float().cpu()
             yield _score(own, torch.tensor(list(item.completion)), temperature)
 
     def _batches(self, items: Sequence[Scored]) -> Iterator[list[int]]:

@@ -10,7 +10,7 @@ from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.files import read_object
 from shakedown.core.verdict import Finding
 from shakedown.inference.engines import LaunchSpec
-from shakedown.inference.folder import ServerOrder
+from shakedown.inference.folder import Endpoint, ServerOrder
 from shakedown.inference.relay import relayed
 from shakedown.inference.server import temporary
 
@@ -21,14 +21,39 @@ _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
 class ComparedServer:
     """Where the engine answers: its URL without `/v1`, the model name to ask for, and its key.
 
-    An empty name asks for the one model that the server has. `findings`: what became of each where
-    there are several.
+    An empty name asks for the one model that the server has. `dtype`, `weights` and `log`
+    are what it is known to compute in, the folder that it has, its log; empty: not known.
+    `findings`: what became of each where there are several.
     """
 
     url: str
     model: str = ""
     api_key: str = field(default="", repr=False)
+    dtype: str = ""
+    weights: str = ""
+    log: str = ""
     findings: Callable[[], Sequence[Finding]] = field(default=list, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, endpoint: Endpoint, url: str = "", findings: Callable[[], Sequence[Finding]] = list
+    ) -> "ComparedServer":
+        """A server of `shakedown serve`; of somebody else's only what it answers is known.
+
+        `url`: one for all servers, where there are several.
+        """
+        known = not endpoint.external
+        dtype = endpoint.order.spec.dtype if known else "auto"
+        return cls(
+            url or endpoint.base_url,
+            endpoint.served_name,
+            endpoint.api_key(),
+            # vLLM makes another of `auto` where a checkpoint is in float32.
+            "" if dtype == "auto" else dtype,
+            endpoint.model if known else "",
+            endpoint.log,
+            findings,
+        )
 
 
 @dataclass(frozen=True)
@@ -69,7 +94,7 @@ def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
         )
     order = ServerOrder("compare", kind, _spec(model, own))
     with temporary(order, own.folder, say=own.say) as endpoint:
-        yield ComparedServer(endpoint.base_url, endpoint.served_name, endpoint.api_key())
+        yield ComparedServer.of(endpoint)
 
 
 def _spec(model: str, own: OwnServer) -> LaunchSpec:

@@ -63,6 +63,8 @@ class AgentsPaths(StepPaths):
     """`agents/`: what the agent class did under load."""
 
     episodes = Below("episodes.jsonl")  # one JSON line an episode
+    page = Below("episodes.html")  # some of them as conversations
+    debug = Below("debug")  # workers that stand for a debugger; see `debug.stops`
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def key(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.exhaustive
 def test_every_check_passes_with_512_episodes_at_once(served: Served, tmp_path: Path) -> None:
     config = load_config(CONFIG, served.config)
-    assert config.agents.prompts * config.agents.group_size == 512
+    assert config.agents.local_batch * config.agents.group_size == 512
     argv = ["agent", "checks", "--config", str(CONFIG), str(served.config)]
     code = main([*argv, "--endpoint", str(served.record), "--out", str(tmp_path)])
     verdict = read_verdict(tmp_path / "verdict.json")
@@ -128,7 +128,7 @@ def test_another_checkpoint_than_the_served_one_fails(served: Served, tmp_path: 
     argv += ["--engine", served.endpoint.base_url, "--data", str(served.data)]
     assert main([*argv, "--out", str(tmp_path / "out")]) == 1
     verdict = read_verdict(tmp_path / "out" / "verdict.json")
-    assert "other weights" in verdict.summary
+    assert "largest factor: weights" in verdict.summary
 
 
 def test_what_agents_did_has_the_tokens_and_logprobs_of_transformers(

@@ -17,8 +17,6 @@ from shakedown.training.drift import drift_limits
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.run import StagePlan
 
-_DEBUG_SECONDS = 7 * 86400.0  # longer than any job
-
 
 def plan_stage(
     config: Config,
@@ -73,9 +71,9 @@ def without_timeouts(job: StageJob) -> StageJob:
     config = job.config
     if config.grpo is not None:
         names = ("agent_timeout", "batch_timeout", "weight_update_timeout")
-        grpo = config.grpo.model_copy(update=dict.fromkeys(names, _DEBUG_SECONDS))
+        grpo = config.grpo.model_copy(update=dict.fromkeys(names, asked.NO_TIMEOUT))
         config = config.model_copy(update={"grpo": grpo})
-    return replace(job, config=config, reward_timeout=_DEBUG_SECONDS)
+    return replace(job, config=config, reward_timeout=asked.NO_TIMEOUT)
 
 
 def _own_model(folder: Path) -> str:
