@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--rows", type=int, default=256, help="prompts of a run (256)")
     add("--repeats", type=int, default=3, help="runs of each side; the median counts (3)")
-    add("--tokens", type=int, nargs="+", default=[10_000, 100_000, 1_000_000], metavar="N")
+    add("--tokens", type=int, nargs="+", default=[10_000, 100_000, 300_000, 1_000_000], metavar="N")
     add("--quick", action="store_true", help="small sizes against the scripted server alone")
     add("--memory-of", nargs=3, help=argparse.SUPPRESS, metavar=("URL", "MODEL", "TOKENS"))
     return parser
