@@ -8,6 +8,7 @@ port refuses from then on.
 
 import contextlib
 import json
+import os
 import socket
 import struct
 import threading
@@ -63,7 +64,9 @@ class WireServer:
                     break
         with self._lock:
             self._open.discard(connection)
-        connection.close()
+        # Also where the file above still counts as a user of the socket, as after a reset.
+        if (descriptor := connection.detach()) >= 0:
+            os.close(descriptor)
 
     def _answer(self, connection: socket.socket, path: str, content: bytes) -> bool:
         if path.endswith("/models"):
