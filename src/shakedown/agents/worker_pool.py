@@ -184,6 +184,18 @@ class _Slot(Generic[W]):
         return self.starting.done() and (worker is None or not worker.alive)
 
 
+@dataclass(eq=False)
+class Seat(Generic[W]):
+    """Where callers that belong together sit: one worker, another one when that is lost."""
+
+    slot: _Slot[W] | None = None
+
+    @property
+    def worker(self) -> W | None:
+        """None before the first caller, and when it could not be started."""
+        return self.slot.worker if self.slot is not None else None
+
+
 class WorkerPool(Generic[W]):
     """Up to `workers` processes. Use it on one event loop, as `async with WorkerPool(...)`.
 
@@ -228,14 +240,17 @@ class WorkerPool(Generic[W]):
         return sorted(worker.pid for worker in self.workers_alive)
 
     @contextlib.asynccontextmanager
-    async def worker(self) -> AsyncIterator[W]:
-        """The worker with the fewest callers, one started anew for it where there may be more.
+    async def worker(self, seat: Seat[W] | None = None) -> AsyncIterator[W]:
+        """The seat's worker, or the one with the fewest callers, started anew where more may be.
 
         Raises:
             UsageError, LaunchError: a worker had to be started and could not be.
         """
         await self._end_lost()
-        slot = self._least_loaded()
+        taken = seat.slot if seat is not None and seat.slot in self._slots else None
+        slot = taken or self._least_loaded()
+        if seat is not None:
+            seat.slot = slot
         slot.load += 1
         try:
             # Others wait for the same start: one caller's cancellation must not end it.

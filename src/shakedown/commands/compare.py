@@ -22,7 +22,7 @@ from shakedown.commands.arguments import (
 )
 from shakedown.core.errors import BlockedError, StorageError, UsageError, did_you_mean
 from shakedown.core.paths import ComparisonPaths
-from shakedown.core.verdict import Stopwatch, blocked_verdict, finish
+from shakedown.core.verdict import Stopwatch, blocked_verdict, finish, with_findings
 from shakedown.data_sources import read_rows
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference", type=place, help="transformers:MODEL, a folder or a hub name"
     )
     parser.add_argument(
-        "--engine", type=place, help="URL, vllm:MODEL or sglang:MODEL (started and ended)"
+        "--engine", type=place, help="URL, URL,URL, vllm:MODEL or sglang:MODEL (started and ended)"
     )
     parser.add_argument("--data", type=place, help="JSON lines, or hub:NAME[:SPLIT]")
     add_config(parser, required=False)
@@ -139,7 +139,7 @@ def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
             result = compare(plan, args.out, progress=_say)
         except PromptMismatchError as error:
             return finish(prompt_verdict(error, plan, watch), paths.verdict)
-    verdict = make_verdict(result, watch)
+    verdict = with_findings(make_verdict(result, watch), plan.servers())
     write_report(result, verdict, args.out)
     code = finish(verdict, paths.verdict, strict=args.strict)
     if args.compat:
@@ -210,6 +210,7 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     """A run's own settings; options on the command line win."""
     from shakedown.agents.reward_pool import RewardLimits
     from shakedown.consistency.server import ComparedServer
+    from shakedown.inference.relay import relayed
     from shakedown.inference.server import in_use
     from shakedown.training.assets import heldout_source
     from shakedown.training.forward import last_backend
@@ -224,10 +225,13 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
         "dtype": config.model.dtype,
         "seed": config.seed,
     }
-    with in_use(args.endpoint, lambda: order_of_run(config)) as served:
+    with (
+        in_use(args.endpoint, lambda: order_of_run(config)) as served,
+        relayed(served.base_url, served.api_key()) as servers,
+    ):
         yield _plan(
             args,
-            ComparedServer.of(served),
+            ComparedServer.of(served, servers.url, servers.findings),
             reference=args.reference.partition(":")[2] if args.reference else served.model,
             source=args.data or heldout_source(config),
             limit=args.limit or config.consistency.samples,
@@ -265,6 +269,7 @@ def _plan(
         concurrency=args.concurrency,
         request_timeout=args.request_timeout,
         again=_again(args),
+        servers=server.findings,
         reward=functools.partial(_rewards, reward, limits) if reward else None,
         reward_name=reward,
         engine_dtype=args.engine_dtype or server.dtype,

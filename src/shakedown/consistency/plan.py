@@ -7,6 +7,7 @@ from typing import Any
 from shakedown.consistency.accuracy import RewardOf
 from shakedown.consistency.compare import Array
 from shakedown.consistency.samples import Scored
+from shakedown.core.verdict import Finding
 
 Progress = Callable[[str], None]
 # (sequences, dtype, temperature) -> log-probabilities of the completions by a trainer's forward.
@@ -28,6 +29,7 @@ class Plan:
         factors: `auto` measures the deep ones only where the comparison does not pass, `all`
             always.
         trainer: a trainer's own forward pass; `trainer_name` is what it is called.
+        servers: what became of each, where there are several.
         again: the command that goes on from what a stopped comparison has on disk.
     """
 
@@ -53,3 +55,4 @@ class Plan:
     trainer: TrainerScores | None = field(default=None, repr=False)
     trainer_name: str = ""
     again: str = "the same command"
+    servers: Callable[[], Sequence[Finding]] = list

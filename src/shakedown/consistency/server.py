@@ -2,14 +2,16 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.files import read_object
+from shakedown.core.verdict import Finding
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import Endpoint, ServerOrder
+from shakedown.inference.relay import relayed
 from shakedown.inference.server import temporary
 
 _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
@@ -21,6 +23,7 @@ class ComparedServer:
 
     An empty name asks for the one model that the server has. `dtype`, `weights` and `log`
     are what it is known to compute in, the folder that it has, its log; empty: not known.
+    `findings`: what became of each where there are several.
     """
 
     url: str
@@ -29,20 +32,27 @@ class ComparedServer:
     dtype: str = ""
     weights: str = ""
     log: str = ""
+    findings: Callable[[], Sequence[Finding]] = field(default=list, compare=False, repr=False)
 
     @classmethod
-    def of(cls, endpoint: Endpoint) -> "ComparedServer":
-        """A server of `shakedown serve`; of somebody else's only what it answers is known."""
+    def of(
+        cls, endpoint: Endpoint, url: str = "", findings: Callable[[], Sequence[Finding]] = list
+    ) -> "ComparedServer":
+        """A server of `shakedown serve`; of somebody else's only what it answers is known.
+
+        `url`: one for all servers, where there are several.
+        """
         known = not endpoint.external
         dtype = endpoint.order.spec.dtype if known else "auto"
         return cls(
-            endpoint.base_url,
+            url or endpoint.base_url,
             endpoint.served_name,
             endpoint.api_key(),
             # vLLM makes another of `auto` where a checkpoint is in float32.
             "" if dtype == "auto" else dtype,
             endpoint.model if known else "",
             endpoint.log,
+            findings,
         )
 
 
@@ -65,15 +75,16 @@ class OwnServer:
 def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
     """The server at a URL as it is; for `vllm:MODEL` or `sglang:MODEL` one of our own.
 
-    A URL's key is the environment's OPENAI_API_KEY.
+    A URL's key is the environment's OPENAI_API_KEY. Of several, `URL,URL`, see `relay`.
 
     Raises:
         UsageError: neither a URL nor ENGINE:MODEL; a checkpoint that cannot be read.
         ServerError: our own server did not start.
     """
     if engine.startswith(("http://", "https://")):
-        url, key = engine.rstrip("/").removesuffix("/v1"), os.environ.get("OPENAI_API_KEY", "")
-        yield ComparedServer(url, api_key=key)
+        key = os.environ.get("OPENAI_API_KEY", "")
+        with relayed(engine.rstrip("/").removesuffix("/v1"), key) as servers:
+            yield ComparedServer(servers.url, api_key=key, findings=servers.findings)
         return
     kind, _, model = engine.partition(":")
     if kind not in _ENGINES or not model:
