@@ -22,7 +22,7 @@ def client(extra: Row, **more: Any) -> openai.AsyncOpenAI:
 
 async def ask(extra: Row, messages: Any, *, made: Any = None, **more: Any) -> Any:
     """One chat call; `made`: with a client of one's own."""
-    words = {"model": extra["model"], "messages": messages, "max_tokens": 24, **more}
+    words = {"model": extra.get("model", "policy"), "messages": messages, "max_tokens": 24, **more}
     return await (made or client(extra)).chat.completions.create(**words)
 
 

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -164,6 +165,15 @@ def ending(code: int | None) -> str:
 W = TypeVar("W", bound=Worker)
 
 
+def _allow_descriptors() -> None:
+    """Let this process, and workers after it, open as many files as the system allows it.
+
+    The usual soft limit of 1024 is below what a few hundred episodes need, two connections each.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @dataclass(eq=False)
 class _Slot(Generic[W]):
     """One worker of a pool, also while it starts; `load`: callers that use it or wait for it."""
@@ -218,6 +228,7 @@ class WorkerPool(Generic[W]):
             UsageError: the user's code cannot be used.
             LaunchError: a process could not be started.
         """
+        _allow_descriptors()
         try:
             async with self.worker():
                 return self

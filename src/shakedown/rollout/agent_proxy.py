@@ -128,6 +128,10 @@ class AgentProxy:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End all connections, and listen no more."""
         await self._stack.aclose()
 
     def open(self) -> tuple[str, str]:

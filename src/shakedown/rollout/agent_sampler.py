@@ -183,6 +183,9 @@ class AgentGroupSampler:
             self._pool = await stack.enter_async_context(AgentPool(setup))
             ticking = asyncio.create_task(self._tick())
             stack.callback(ticking.cancel)
+            # Before the workers: its connections may have taken all file descriptors, and ending a
+            # worker with its children needs some. Closed again, it does nothing.
+            stack.push_async_callback(proxy.aclose)
             self._stack = stack.pop_all()
         return self
 

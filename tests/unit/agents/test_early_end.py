@@ -101,6 +101,20 @@ def test_too_few_descriptors_are_named_with_the_limit_and_the_remedy(tmp_path: P
     assert "ulimit -n" in finding.remedy
 
 
+@pytest.mark.slow
+def test_a_soft_limit_of_descriptors_costs_no_episode(tmp_path: Path) -> None:
+    rows: list[Row] = [{"texts": ["hang"], "patience": 5.0}] * 100
+    with wire_server() as server:
+        argv = arguments(tmp_path, server.url, rows, "--concurrency", "100")
+        running = started(argv, limit=64, kind="-Sn")
+        running.wait(120)
+
+    _, lines = found(tmp_path)
+    causes = {line["cause"] for line in lines}
+    assert len(lines) == 100
+    assert "file_descriptors" not in causes
+
+
 def test_an_agent_that_ends_its_process_loses_no_episode_that_had_ended(tmp_path: Path) -> None:
     rows: list[Row] = [{"texts": ["x"]}, {"texts": ["x"], "dies": True}, {"texts": ["x"]}]
     with wire_server() as server:
@@ -110,9 +124,9 @@ def test_an_agent_that_ends_its_process_loses_no_episode_that_had_ended(tmp_path
     assert (code, [line["cause"] for line in lines]) == (1, ["", "exit", ""])
 
 
-def started(argv: list[str], limit: int = 0) -> "subprocess.Popen[bytes]":
+def started(argv: list[str], limit: int = 0, kind: str = "-n") -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "shakedown.cli", *argv]
-    limited = ["sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh"] if limit else []
+    limited = ["sh", "-c", f'ulimit {kind} {limit}; exec "$@"', "sh"] if limit else []
     return subprocess.Popen([*limited, *command], env=os.environ | {"OPENAI_API_KEY": "k"})
 
 
