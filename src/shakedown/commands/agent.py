@@ -34,10 +34,10 @@ from shakedown.core.verdict import Stopwatch, Verdict, finish, with_findings
 from shakedown.debug import asked
 
 if TYPE_CHECKING:
-    from shakedown.agent_checks.checks import CheckResult
+    from shakedown.agent_checks.checks import CheckResult, CheckSettings
     from shakedown.agent_checks.episodes import RunResult
     from shakedown.agents.episode_lines import EpisodeLines
-    from shakedown.config import GrpoConfig
+    from shakedown.config import AgentsConfig, GrpoConfig
     from shakedown.inference.relay import Servers
 
 EXAMPLES = (
@@ -284,7 +284,6 @@ def _checks(args: argparse.Namespace) -> int:
         CHECKS,
         ROW_CHECK,
         CheckPlan,
-        CheckSettings,
         run_checks,
     )
     from shakedown.agent_checks.early_end import exit_code
@@ -301,16 +300,7 @@ def _checks(args: argparse.Namespace) -> int:
     watch = Stopwatch()
     config = run_config(args.config)
     rule = training_rule(config)
-    settings = CheckSettings(
-        prompts=config.agents.local_batch,
-        group_size=config.agents.group_size,
-        episode_timeout=args.episode_timeout or config.agents.episode_timeout,
-        min_success_rate=config.agents.min_success_rate,
-        share_tls=not args.separate_tls,
-    )
-    if _debugged(args):
-        week = asked.NO_TIMEOUT
-        settings = replace(settings, episode_timeout=week, batch_timeout=week)
+    settings = _check_settings(args, config.agents)
     with (
         in_use(args.endpoint, lambda: order_of_run(config)) as served,
         relayed(served.base_url, served.api_key(), sticky=HEADER) as servers,
@@ -345,6 +335,21 @@ def _checks(args: argparse.Namespace) -> int:
     about = {"target": config.agents.target, "base_url": endpoint.base_url}
     verdict = with_findings(checks_verdict(checks, watch), servers.findings())
     return exit_code(halt.stop, _finish(replace(verdict, next=again, extra=about), paths, args))
+
+
+def _check_settings(args: argparse.Namespace, agents: "AgentsConfig") -> "CheckSettings":
+    from shakedown.agent_checks.checks import CheckSettings
+
+    settings = CheckSettings(
+        prompts=agents.local_batch,
+        group_size=agents.group_size,
+        episode_timeout=args.episode_timeout or agents.episode_timeout,
+        min_success_rate=agents.min_success_rate,
+        share_tls=not args.separate_tls,
+    )
+    if not _debugged(args):
+        return settings
+    return replace(settings, episode_timeout=asked.NO_TIMEOUT, batch_timeout=asked.NO_TIMEOUT)
 
 
 def _checks_again(args: argparse.Namespace, row: int) -> str:
