@@ -16,7 +16,6 @@ machine that answers by a script: prompts of 8 tokens, answers of 64, no reward.
 """
 
 import argparse
-import asyncio
 import json
 import multiprocessing
 import resource
@@ -33,6 +32,7 @@ from typing import Any
 
 import httpx
 import torch
+from _http_server import serve
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shakedown.agents.rewards import get_reward
@@ -235,7 +235,7 @@ def scripted_engine() -> Iterator[ComparedServer]:
     """A server process that speaks vLLM's protocol and always writes the same token."""
     port = free_port()
     context = multiprocessing.get_context("spawn")
-    process = context.Process(target=_serve, args=(port,), daemon=True)
+    process = context.Process(target=serve, args=(port, _answer), daemon=True)
     process.start()
     url = f"http://127.0.0.1:{port}"
     try:
@@ -257,6 +257,9 @@ def _wait(url: str) -> None:
     raise RuntimeError(f"the scripted server does not answer at {url}")
 
 
+_MODELS = {"data": [{"id": "policy", "owned_by": "vllm"}]}
+
+
 def _reply(body: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's answer to completions and chat completions, with token ids."""
     count = body.get("max_tokens", 0)
@@ -273,31 +276,9 @@ def _reply(body: Mapping[str, Any]) -> dict[str, Any]:
     return {"choices": [choice], "usage": {}}
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    models = {"data": [{"id": "policy", "owned_by": "vllm"}]}
-    try:
-        while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            size = next(
-                (int(line.split(b":")[1]) for line in head.lower().split(b"\r\n")
-                 if line.startswith(b"content-length")), 0)  # fmt: skip
-            body = json.loads(await reader.readexactly(size) or b"{}")
-            content = json.dumps(_reply(body) if body else models).encode()
-            writer.write(
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
-                + str(len(content)).encode() + b"\r\n\r\n" + content
-            )  # fmt: skip
-            await writer.drain()
-    except (asyncio.IncompleteReadError, ConnectionError):
-        writer.close()
-
-
-def _serve(port: int) -> None:
-    async def serve() -> None:
-        server = await asyncio.start_server(_answer, "127.0.0.1", port, backlog=4096)
-        await server.serve_forever()
-
-    asyncio.run(serve())
+def _answer(sent: bytes) -> bytes:
+    body = json.loads(sent or b"{}")
+    return json.dumps(_reply(body) if body else _MODELS).encode()
 
 
 if __name__ == "__main__":
