@@ -61,7 +61,7 @@ def checks_verdict(checks: Sequence[CheckResult], watch: Stopwatch) -> Verdict:
 
 
 @dataclass(frozen=True)
-class Recorder:
+class EpisodeWriter:
     """Writes each episode when it has ended.
 
     `first_row`, `rows`: the number of the first row of data that is used, and how many there are;

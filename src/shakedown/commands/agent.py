@@ -209,7 +209,7 @@ def _run_on(servers: "Servers", args: argparse.Namespace) -> int:
     from shakedown.agent_checks.episode_source import episode_source
     from shakedown.agent_checks.halt import Halt
     from shakedown.agent_checks.recordable import ask_recordable
-    from shakedown.agent_checks.results import Recorder, run_verdict
+    from shakedown.agent_checks.results import EpisodeWriter, run_verdict
     from shakedown.agent_checks.runner import RunSettings, run_episodes
     from shakedown.agent_checks.server_probe import ask_server, find_endpoint
 
@@ -234,7 +234,9 @@ def _run_on(servers: "Servers", args: argparse.Namespace) -> int:
     async def run_rows() -> "RunResult":
         async with opened as source:
             with _lines(paths) as lines:
-                on_end = functools.partial(Recorder(lines, args.row or 0, len(rows)).add, "run")
+                on_end = functools.partial(
+                    EpisodeWriter(lines, args.row or 0, len(rows)).add, "run"
+                )
                 settings = RunSettings(args.concurrency, args.group_size, on_end=on_end, halt=halt)
                 with halt.signals():
                     return await run_episodes(source, rows * args.repeat, settings)
@@ -289,7 +291,7 @@ def _checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.early_end import exit_code
     from shakedown.agent_checks.episode_source import training_rule, training_settings
     from shakedown.agent_checks.halt import Halt
-    from shakedown.agent_checks.results import Recorder, checks_verdict
+    from shakedown.agent_checks.results import EpisodeWriter, checks_verdict
     from shakedown.agent_checks.server_probe import find_endpoint
     from shakedown.agents.episode_tag import HEADER
     from shakedown.inference.relay import relayed
@@ -310,7 +312,7 @@ def _checks(args: argparse.Namespace) -> int:
         training = training_settings(config, served.engine)
         agents, paths = config.agents, AgentsPaths(args.out)
         with _lines(paths) as lines:
-            recorder, used = Recorder(lines, args.row or 0, len(rows)), rows * args.repeat
+            writer, used = EpisodeWriter(lines, args.row or 0, len(rows)), rows * args.repeat
             halt = Halt(endpoint)
             plan = CheckPlan(
                 agents.target,
@@ -320,7 +322,7 @@ def _checks(args: argparse.Namespace) -> int:
                 training,
                 agents.kwargs,
                 rule,
-                recorder.add,
+                writer.add,
                 halt,
             )
             table = ROW_CHECK if args.row is not None else CHECKS
@@ -331,7 +333,7 @@ def _checks(args: argparse.Namespace) -> int:
 
             checks = asyncio.run(run_all())
     failed = next((episode for check in checks if (episode := check.failed)), None)
-    again = _checks_again(args, recorder.row_of(failed)) if failed else ""
+    again = _checks_again(args, writer.row_of(failed)) if failed else ""
     about = {"target": config.agents.target, "base_url": endpoint.base_url}
     verdict = with_findings(checks_verdict(checks, watch), servers.findings())
     return exit_code(halt.stop, _finish(replace(verdict, next=again, extra=about), paths, args))

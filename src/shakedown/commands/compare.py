@@ -105,7 +105,7 @@ def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--factors",
         choices=("auto", "all"),
         default="auto",
-        help="measure the deep ones too where the comparison passes",
+        help="measure every factor, also where the comparison passes",
     )
     parser.add_argument(
         "--trainer", help="fsdp, megatron or archon: score by its forward, too, on one rank"

@@ -21,7 +21,7 @@ from shakedown.agent_checks.checks import (
     run_checks,
 )
 from shakedown.agent_checks.episode_source import episode_source
-from shakedown.agent_checks.results import Recorder
+from shakedown.agent_checks.results import EpisodeWriter
 from shakedown.agent_checks.runner import RunSettings, run_episodes
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.episode_lines import EpisodeLines, read_episodes
@@ -57,7 +57,7 @@ def record(
     async def run_rows() -> None:
         async with opened as source:
             with EpisodeLines(path) as lines:
-                on_end = functools.partial(Recorder(lines, 5, len(rows)).add, "run")
+                on_end = functools.partial(EpisodeWriter(lines, 5, len(rows)).add, "run")
                 texts = [json.dumps(row) for row in rows]
                 await run_episodes(source, texts, RunSettings(on_end=on_end, **settings))
 
@@ -187,7 +187,7 @@ def test_every_check_writes_its_episodes_and_names_rows_that_are_used_again(
             AgentEndpoint(f"{engine.url}/v1", "key", "policy"),
             CheckSettings(prompts=4, group_size=2, episode_timeout=20.0),
             GrpoConfig(max_tokens=16),
-            on_end=Recorder(lines, 0, len(data)).add,
+            on_end=EpisodeWriter(lines, 0, len(data)).add,
         )
         checks = asyncio.run(run_checks(plan))
 
