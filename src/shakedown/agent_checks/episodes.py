@@ -1,9 +1,10 @@
 """Episodes and what was measured around them: the data that checks are judged by."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
+from shakedown.agents.call_log import CallLog
 from shakedown.agents.contract import Reward
 from shakedown.agents.measured import Measured
 
@@ -13,7 +14,10 @@ class Episode:
     """One call of `run`. `cause` is empty when it went well, else a key of `causes.CAUSES`.
 
     `group` is the data row, `member` the sample of that row; `seconds` is the time of the call
-    alone, without the wait for a place among the concurrent ones.
+    alone, without the wait for a place among the concurrent ones. `trace`: the traceback of an
+    exception in the agent. `on_purpose`: a check made it fail. `tokens`: sampled for it, as far as
+    that is known. `log`: its calls of the server. `calls_made`,
+    `calls_failed`, `answered`: as in `AgentResult`.
     """
 
     index: int
@@ -24,22 +28,69 @@ class Episode:
     detail: str = ""
     status: int = 0
     seconds: float = 0.0
+    trace: str = ""
+    on_purpose: bool = False
+    tokens: int = 0
+    log: CallLog | None = None
+    calls_made: int = 0
+    calls_failed: int = 0
+    answered: float = 0.0
 
     @property
     def ok(self) -> bool:
         return not self.cause
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """A line of episodes.jsonl."""
+        log = self.log.to_json() if self.log else {"seen_by": "", "left_out": 0, "calls": []}
+        return {
+            "index": self.index,
+            "group": self.group,
+            "member": self.member,
+            "reward": self.reward,
+            "cause": self.cause,
+            "detail": self.detail,
+            "status": self.status,
+            "seconds": round(self.seconds, 6),
+            "trace": self.trace,
+            "on_purpose": self.on_purpose,
+            "calls_seen_by": log["seen_by"],
+            "calls_left_out": log["left_out"],
+            "calls": log["calls"],
+        }
+
+
+@dataclass(frozen=True)
+class Stop:
+    """Why a run ended early.
+
+    `signal`: the number of one, else 0. `gone_since`: Unix time at which the server was first seen
+    to be gone, else 0. `seen`: what was seen, for people.
+    """
+
+    seen: str
+    signal: int = 0
+    gone_since: float = 0.0
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Every episode in order, and what was measured around them (times in seconds)."""
+    """Every episode in order, and what was measured around them (times in seconds).
+
+    `stop`: why it ended early; None: it did not.
+    """
 
     episodes: Sequence[Episode] = ()
     measured: Measured = field(default_factory=Measured)
     seconds: float = 0.0
+    stop: Stop | None = None
+
+    @property
+    def first_failed(self) -> Episode | None:
+        """The first episode that failed by itself."""
+        not_by_itself = ("", "not_asked")
+        failed = (e for e in self.episodes if e.cause not in not_by_itself and not e.on_purpose)
+        return next(failed, None)
 
     def groups(self) -> dict[int, list[Episode]]:
         """Episodes by data row."""

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shakedown.agent_checks.early_end import judged_episodes, stop_findings, stop_sentence
 from shakedown.agent_checks.episodes import Episode, RunResult
+from shakedown.agent_checks.wire_findings import WIRE_REMEDIES, failed_calls
 from shakedown.agents.causes import CAUSES
 from shakedown.agents.event_loop_lag import percentile
 from shakedown.agents.http_calls import HttpCall
@@ -28,7 +30,7 @@ CLIENT_LIMITS = (
 class ServerProbe:
     """What the server said when it was asked itself; `seconds` is the time of that answer.
 
-    `asked` is false when there was no URL to ask.
+    `asked` is false when there was no URL to ask; `gone`: nothing listens at its address.
     """
 
     asked: bool = False
@@ -36,6 +38,7 @@ class ServerProbe:
     models: Sequence[str] = ()
     seconds: float = 0.0
     error: str = ""
+    gone: bool = False
 
 
 def judge_run(
@@ -48,10 +51,11 @@ def judge_run(
     """One finding for the success rate, one a cause of failure, and the client's health."""
     good = sum(episode.ok for episode in result.episodes)
     total = len(result.episodes)
-    rate = good / total if total else 0.0
-    passed = total > 0 and rate >= min_success_rate
-    nothing_to_judge = not good and server.asked and not server.reachable and _never_reached(result)
-    status: FindingStatus = "pass" if passed else "error" if nothing_to_judge else "fail"
+    judged = judged_episodes(result)
+    passed = bool(judged) and good / len(judged) >= min_success_rate
+    unreached = not good and server.asked and not server.reachable and _never_reached(result)
+    cut_short = result.stop is not None and (passed or not judged)
+    status: FindingStatus = "error" if unreached or cut_short else "pass" if passed else "fail"
     findings = [
         Finding(
             check=check,
@@ -64,23 +68,34 @@ def judge_run(
         )
     ]
     failed_as: FindingStatus = "warn" if passed else status
+    findings += stop_findings(result)
     for cause in CAUSES:
         episodes = [episode for episode in result.episodes if episode.cause == cause]
         if episodes:
             findings.append(_cause_finding(cause, episodes, result, server, failed_as))
+    findings += failed_calls(result)
     return [*findings, *_client_findings(result.measured), *_reward_findings(result)]
 
 
 def metrics(result: RunResult) -> dict[str, float]:
-    """Numbers of a run; seconds are named so, shares are in 0..1."""
+    """Numbers of a run; seconds are named so, shares are in 0..1.
+
+    `good_episodes_per_second`: of wall time, also called goodput. `tokens_per_second`: sampled ones
+    of all episodes, where the proxy counts them.
+    """
+    good, tokens = sum(e.ok for e in result.episodes), sum(e.tokens for e in result.episodes)
     latencies = [episode.seconds for episode in result.episodes if episode.ok]
     rewards = mean_rewards(result.episodes)
     causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
     numbers: dict[str, float] = {
         "episodes": len(result.episodes),
-        "episodes_ok": sum(episode.ok for episode in result.episodes),
+        "episodes_ok": good,
         "episodes_failed": sum(causes.values()),
+        "calls": sum(episode.calls_made for episode in result.episodes),
+        "calls_failed": sum(episode.calls_failed for episode in result.episodes),
         "seconds": result.seconds,
+        **_per_second("good_episodes", good, result.seconds),
+        **_per_second("tokens", tokens, result.seconds),
         "latency_p50_seconds": percentile(latencies, 0.50),
         "latency_p99_seconds": percentile(latencies, 0.99),
         "latency_max_seconds": max(latencies, default=0.0),
@@ -90,6 +105,11 @@ def metrics(result: RunResult) -> dict[str, float]:
     if rewards:
         numbers |= _statistics(rewards)
     return {name: round(value, 6) for name, value in numbers.items()}
+
+
+def _per_second(name: str, count: int, seconds: float) -> dict[str, float]:
+    """Nothing to tell of a count of 0, which may not be known."""
+    return {f"{name}_per_second": count / seconds} if count and seconds > 0 else {}
 
 
 def _client_metrics(seen: Measured) -> dict[str, float]:
@@ -129,9 +149,9 @@ def _statistics(rewards: Sequence[float]) -> dict[str, float]:
 
 
 def _never_reached(result: RunResult) -> bool:
-    """Whether no episode came to the server; the recording proxy says so by these statuses."""
-    causes, statuses = ("connection", "connect_timeout"), (502, 504)
-    return all(each.cause in causes or each.status in statuses for each in result.episodes)
+    """Whether no episode came to the server."""
+    causes = ("connection", "connect_timeout", "not_asked")
+    return all(each.cause in causes for each in result.episodes)
 
 
 def _cause_finding(
@@ -172,6 +192,7 @@ def _remedy(
             f"the server serves {served}: take the name from extra_kwargs['model'] or "
             "OPENAI_MODEL, or serve the model under the name that the agent gives",
         ),
+        **WIRE_REMEDIES,
         "episode_timeout": (
             "code",
             "look at what the episode waits for, or raise --episode-timeout",
@@ -188,6 +209,11 @@ def _remedy(
         "bad_return": (
             "code",
             "return a number, or a dict {completion.id: number}, on every path of `run`",
+        ),
+        "shared_history": (
+            "code",
+            "keep messages and sessions in the instance or in `run`, not in the class, the module "
+            "or a file: an episode's reward must be that of its own row",
         ),
         "exit": ("code", "raise an exception instead of ending the process"),
         "exception": ("code", "fix the named line; the other episodes were not affected"),
@@ -320,6 +346,8 @@ def summary(result: RunResult, server: ServerProbe) -> str:
     total = len(result.episodes)
     if good == total:
         return f"{total} episodes ran, none failed, in {result.seconds:.1f} s"
+    if result.stop is not None:
+        return stop_sentence(result, result.stop)
     causes = Counter(episode.cause for episode in result.episodes if not episode.ok)
     worst, count = causes.most_common(1)[0]
     sentence = f"{total - good} of {total} episodes failed, {count} of them by {worst}"

@@ -1,21 +1,32 @@
-"""What a run of an agent class, or its checks, leave: a verdict and one line an episode."""
+"""What a run of an agent class, or its checks, leave: a verdict, and a line of each episode."""
 
-import json
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from shakedown.agent_checks.checks import CheckResult, check_metrics
 from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agent_checks.judge import ServerProbe, judge_run, metrics, summary, to_extra
-from shakedown.core.files import write_text
-from shakedown.core.verdict import Stopwatch, Verdict, counted, installed_versions, status_of
+from shakedown.agents.episode_lines import EpisodeLines
+from shakedown.core.verdict import (
+    Finding,
+    Stopwatch,
+    Verdict,
+    counted,
+    installed_versions,
+    status_of,
+)
 
 
 def run_verdict(
-    result: RunResult, server: ServerProbe, watch: Stopwatch, *, min_success_rate: float
+    result: RunResult,
+    server: ServerProbe,
+    watch: Stopwatch,
+    others: Sequence[Finding] = (),
+    *,
+    min_success_rate: float,
 ) -> Verdict:
     """The verdict on one run; `server` is what the server said of itself after a failure."""
-    findings = judge_run(result, server, min_success_rate=min_success_rate)
+    findings = [*judge_run(result, server, min_success_rate=min_success_rate), *others]
     return Verdict(
         stage="agents",
         status=status_of(findings),
@@ -49,19 +60,29 @@ def checks_verdict(checks: Sequence[CheckResult], watch: Stopwatch) -> Verdict:
     )
 
 
-def write_episodes(path: Path, episodes: Iterable[Episode]) -> None:
-    """One JSON line an episode."""
-    _write_lines(path, (episode.to_json() for episode in episodes))
+@dataclass(frozen=True)
+class EpisodeWriter:
+    """Writes each episode when it has ended.
 
+    `first_row`, `rows`: the number of the first row of data that is used, and how many there are;
+    checks begin again with the first one where they need more.
+    """
 
-def write_check_episodes(path: Path, checks: Iterable[CheckResult]) -> None:
-    """One JSON line an episode, which names its check."""
-    ran = ((check.name, check.result.episodes) for check in checks if check.result)
-    _write_lines(path, ({"check": name, **e.to_json()} for name, all_ in ran for e in all_))
+    lines: EpisodeLines
+    first_row: int
+    rows: int
 
+    def add(self, check: str, episode: Episode) -> None:
+        """Append it.
 
-def _write_lines(path: Path, rows: Iterable[object]) -> None:
-    write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+        Raises:
+            StorageError: the file cannot be written.
+        """
+        self.lines.add({"check": check, "row": self.row_of(episode), **episode.to_json()})
+
+    def row_of(self, episode: Episode) -> int:
+        """The number of its row in the data, from 0."""
+        return self.first_row + episode.group % self.rows
 
 
 def _versions() -> dict[str, str]:

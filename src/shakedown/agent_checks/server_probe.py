@@ -30,7 +30,8 @@ async def ask_server(base_url: str, api_key: str = "", *, seconds: float = 10.0)
             answer = await client.get(f"{base_url}/models", headers=bearer(api_key))
         body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return ServerProbe(asked=True, error=f"{base_url}: {type(error).__name__} {error}".strip())
+        said = f"{base_url}: {type(error).__name__} {error}".strip()
+        return ServerProbe(asked=True, error=said, gone=isinstance(error, httpx.ConnectError))
     except ValueError:
         body = {}
     rows = body.get("data") if isinstance(body, dict) else None

@@ -4,24 +4,29 @@
     async with AgentPool(AgentSetup("my/agent.py:MyAgent", endpoint)) as pool:
         result = await pool.run_episode('{"messages": []}')
 
-Episodes are spread over the workers; all of one worker share its event loop. A worker that ends,
-or that is silent because something blocks it outside of Python, costs the episodes it has.
+Groups of episodes are spread over the workers, each with one instance of the class; all of one
+worker share its event loop. A worker that ends, or that is silent because something blocks it
+outside of Python, costs the episodes it has.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from shakedown.agents.agent_worker import ALIVE_SECONDS, LONGEST_LINE
+from shakedown.agents.call_log import CallLog
 from shakedown.agents.contract import Reward
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured, merged
-from shakedown.agents.worker_pool import UNREADABLE, Worker, WorkerPool, ending
+from shakedown.agents.wire import Outcome, WireCall, judged, last_answer, unknown_ids
+from shakedown.agents.worker_pool import UNREADABLE, Seat, Worker, WorkerPool, ending
+from shakedown.debug import asked
 
 T = TypeVar("T")
 
@@ -55,7 +60,9 @@ class AgentResult:
 
     `cause` is empty when it went well, else a key of `causes.CAUSES`; `status` is the HTTP status
     that failed it, else 0; `trace` is the traceback of an exception in the agent. `seconds`: wall
-    time.
+    time. `log`: its calls, where they are kept. `calls_made`, `calls_failed`: its requests for
+    replies, and those of them that the server did not answer well; `answered`: when it last
+    answered one, as Unix time, 0 for never.
     """
 
     reward: Reward | None = None
@@ -64,6 +71,38 @@ class AgentResult:
     status: int = 0
     trace: str = ""
     seconds: float = 0.0
+    log: CallLog | None = None
+    calls_made: int = 0
+    calls_failed: int = 0
+    answered: float = 0.0
+
+    def by_wire(
+        self, calls: Sequence[WireCall], *, elsewhere: int = 0, ids_known: bool = True
+    ) -> "AgentResult":
+        """What became of it by what came back of its requests.
+
+        Args:
+            calls: those for replies, in the order in which they began.
+            elsewhere: how many others it sent to other addresses.
+            ids_known: of all replies, so that keys of rewards can be compared with them.
+        """
+        told = Outcome(self.cause, self.detail, self.status)
+        found = judged(told, calls, self.seconds, elsewhere)
+        wrong = unknown_ids(self.reward, calls) if ids_known and not found.cause else ""
+        if wrong:
+            found = Outcome("bad_return", wrong)
+        return dataclasses.replace(
+            self,
+            **asdict(found),
+            reward=None if found.cause else self.reward,
+            calls_made=len(calls),
+            calls_failed=sum(call.failed for call in calls),
+            answered=last_answer(calls),
+        )
+
+
+# What a worker tells of an episode, and what it saw of its requests.
+_Told = tuple[AgentResult, dict[str, Any] | None]
 
 
 class _AgentWorker(Worker):
@@ -71,7 +110,7 @@ class _AgentWorker(Worker):
 
     def __init__(self, *streams: Any) -> None:
         super().__init__(*streams)
-        self._waiting: dict[str, asyncio.Future[AgentResult]] = {}
+        self._waiting: dict[str, asyncio.Future[_Told]] = {}
         self._measuring: asyncio.Future[Measured] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._failure: AgentResult | None = None
@@ -80,20 +119,27 @@ class _AgentWorker(Worker):
         """From now on hand results out; the process may be silent for `patience` seconds."""
         self._reading = asyncio.create_task(self._read(patience))
 
-    async def run(self, data: str, key: str, base_url: str, api_key: str) -> AgentResult:
+    async def run(
+        self, data: str, key: str, base_url: str, api_key: str, group: str
+    ) -> AgentResult:
         """Hand an episode over and wait for what becomes of it."""
         if self._failure is not None:  # it ended between its start and this call
             return self._failure
-        future: asyncio.Future[AgentResult] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[_Told] = asyncio.get_running_loop().create_future()
         self._waiting[key], began = future, time.monotonic()
         # `data` is JSON already: a row with its images is not parsed and written again here.
-        head = json.dumps({"key": key, "base_url": base_url, "api_key": api_key})
+        head = json.dumps({"key": key, "base_url": base_url, "api_key": api_key, "group": group})
         try:
             await self.send(f'{head[:-1]}, "data": {data}}}')
-            result = await future
+            result, wire = await future
         finally:
             self._waiting.pop(key, None)
-        return dataclasses.replace(result, seconds=time.monotonic() - began)
+        result = dataclasses.replace(result, seconds=time.monotonic() - began)
+        if wire is None:
+            return result
+        calls = [WireCall(**call) for call in wire["calls"]]
+        known = all(call.reply for call in calls if call.good)
+        return result.by_wire(calls, elsewhere=wire["elsewhere"], ids_known=known)
 
     async def take_measured(self) -> Measured:
         """What was measured since the last call, which has ended; nothing of a lost process."""
@@ -123,13 +169,16 @@ class _AgentWorker(Worker):
             self._fail(
                 "blocked_loop", f"something blocks the worker for more than {patience:.0f} s"
             )
-        except (AttributeError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             self._fail("exit", UNREADABLE)
 
     def _hand_out(self, reply: dict[str, Any]) -> None:
         future = self._waiting.get(str(reply.pop("key", "")))
         if future is not None and not future.done():
-            future.set_result(AgentResult(**reply))
+            log = reply.pop("log", None)
+            wire = reply.pop("wire", None)
+            result = AgentResult(**reply, log=CallLog.read(log) if log else None)
+            future.set_result((result, wire))
         elif "measured" in reply and self._measuring is not None and not self._measuring.done():
             self._measuring.set_result(Measured.read(reply["measured"]))
 
@@ -139,9 +188,16 @@ class _AgentWorker(Worker):
         self._failure = AgentResult(cause=cause, detail=detail)
         for future in self._waiting.values():
             if not future.done():
-                future.set_result(self._failure)
+                future.set_result((self._failure, None))
         if self._measuring is not None and not self._measuring.done():
             self._measuring.set_result(Measured())
+
+
+@dataclass(eq=False)
+class AgentGroup(Seat[_AgentWorker]):
+    """Episodes that share one instance of the class."""
+
+    name: str = ""
 
 
 class AgentPool(WorkerPool[_AgentWorker]):
@@ -156,11 +212,31 @@ class AgentPool(WorkerPool[_AgentWorker]):
         super().__init__(self._start_worker, workers)
         self._setup, self._numbers = setup, itertools.count()
 
-    async def run_episode(self, data: str, *, key: str = "", base_url: str = "") -> AgentResult:
+    @contextlib.asynccontextmanager
+    async def group(self) -> AsyncIterator[AgentGroup]:
+        """What the episodes of one group are given: one instance of the class runs them all."""
+        group = AgentGroup(name=str(next(self._numbers)))
+        try:
+            yield group
+        finally:
+            if group.worker is not None and group.worker.alive:
+                await group.worker.send(json.dumps({"forget": group.name}))
+
+    async def run_episode(
+        self,
+        data: str,
+        *,
+        group: AgentGroup | None = None,
+        key: str = "",
+        base_url: str = "",
+        name: str = "",  # noqa: ARG002 - as any source of episodes
+    ) -> AgentResult:
         """Run one episode; every outcome, a failure too, is a result.
 
         Args:
             data: one row as JSON.
+            group: of `group`; left out, the episode has an instance of its own.
+            name: not used; the recording proxy compares episodes by it.
             key: names the episode to the recording proxy, and is given to the agent as `api_key`.
             base_url: given to the agent. Left out, both are the setup's endpoint's.
 
@@ -168,12 +244,13 @@ class AgentPool(WorkerPool[_AgentWorker]):
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
         endpoint = self._setup.endpoint
-        async with self.worker() as worker:
+        async with self.worker(group) as worker:
             return await worker.run(
                 data,
                 key or str(next(self._numbers)),
                 base_url or endpoint.base_url,
                 key or endpoint.api_key,
+                group.name if group is not None else "",
             )
 
     async def take_measured(self) -> Measured:
@@ -187,7 +264,8 @@ class AgentPool(WorkerPool[_AgentWorker]):
             "shakedown.agents.agent_worker",
             asdict(self._setup),
             what=f"agent {self._setup.target!r}",
-            seconds=_START_SECONDS,
+            # A breakpoint may stand in what the module does when it is imported.
+            seconds=asked.NO_TIMEOUT if asked.is_asked() else _START_SECONDS,
             longest_reply=LONGEST_LINE,
         )
         worker.read_replies(self._setup.seconds + _SILENCE_SECONDS)

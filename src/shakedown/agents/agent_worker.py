@@ -4,10 +4,14 @@ Reads JSON lines from standard input, the first one its setup (the fields of `Ag
 requests:
 
     {...}                                        -> {} or {"fault": TEXT}
-    {"key": K, "base_url": U, "api_key": A, "data": {...}}
+    {"key": K, "base_url": U, "api_key": A, "group": G, "data": {...}}
                                                  -> later, in any order: {"key": K, "reward": R} or
                    {"key": K, "cause": C, "detail": D, "status": HTTP STATUS, "trace": T}
+    {"forget": G}                                -> nothing: the group has ended
     {}                                           -> {"measured": {...}}, the fields of `Measured`
+
+With `log`, what `CallLog.to_json` tells of the episode's calls, and `wire`, what `WireWatch.take`
+tells of their answers, where no proxy sees them.
 
 `{"alive": true}` says every second that the event loop turns. All episodes share the loop: clients
 and locks that a module makes once work. An episode's clock is the loop's: while another one blocks
@@ -25,6 +29,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shakedown.agents.call_log import CallLog
 from shakedown.agents.causes import classify, status_code
 from shakedown.agents.contract import AgentExitError, accepts_model, judge_return, load_agent
 from shakedown.agents.endpoint import AgentEndpoint, set_environment, shared_client
@@ -32,9 +37,10 @@ from shakedown.agents.episode_tag import EPISODE_KEY, tag_requests
 from shakedown.agents.event_loop_lag import LoopMonitor
 from shakedown.agents.http_calls import HttpRecorder
 from shakedown.agents.measured import Measured
+from shakedown.agents.wire_watch import WireWatch
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
-from shakedown.debug.asked import stop_at_exception
+from shakedown.debug.asked import is_held, stop_at_exception
 
 ALIVE_SECONDS = 1.0  # between signs of life
 LONGEST_LINE = 1 << 26  # bytes: a row of data with its images
@@ -60,13 +66,19 @@ class Host:
     def __init__(self, setup: dict[str, Any], streams: WorkerStreams) -> None:
         self._setup, self._streams = setup, streams
         self._endpoint = AgentEndpoint(**setup["endpoint"])
-        self._http, self._monitor = HttpRecorder(), LoopMonitor(limit=float(setup["seconds"]))
+        self._http = HttpRecorder()
+        self._monitor = LoopMonitor(limit=float(setup["seconds"]), held=is_held)
         self._running: dict[str, _Running] = {}
+        self._instances: dict[str, Any] = {}
         # All of it before the agent's module is imported, which may make clients.
         set_environment(self._endpoint)
-        if setup["recorded"]:
+        if self._endpoint.base_url:
             tag_requests(self._endpoint.base_url)
-        self._http.install(share_tls=setup["share_tls"])
+        self._log_calls = setup["measure"] and not setup["recorded"]  # the proxy sees more of them
+        self._http.install(share_tls=setup["share_tls"], log_calls=self._log_calls)
+        self._wire = WireWatch(self._endpoint.base_url)
+        if self._log_calls:
+            self._wire.install()
         self._client = shared_client()
         self._http.tls_contexts = 0  # that client's is not the agent's
         self._agent = load_agent(setup["target"], setup["kwargs"])
@@ -81,17 +93,23 @@ class Host:
             os.fdopen(self._streams.requests, "rb", buffering=0),
         )
         self._monitor.start()
+        threading.Thread(target=self._alive_while_held, daemon=True).start()
         clock = asyncio.create_task(self._clock())
         async for line in lines:
             request = json.loads(line)
-            if request:
+            if "key" in request:
                 self._start(request)
+            elif "forget" in request:
+                self._instances.pop(request["forget"], None)
             else:
                 self._streams.say(measured=self._take_measured())
         clock.cancel()
 
     def _start(self, episode: dict[str, Any]) -> None:
         key = episode["key"]
+        if self._log_calls:
+            self._http.logs[key] = CallLog("client")
+            self._wire.begin(key)
         task = asyncio.create_task(self._run(episode))
         self._running[key] = _Running(task)
         task.add_done_callback(lambda done: self._ended(key, done))
@@ -106,24 +124,32 @@ class Host:
         if self._endpoint.model and accepts_model(self._agent):
             kwargs["model"] = self._endpoint.model
         try:
-            return judge_return(await self._build().run(episode["data"], **kwargs))
+            return judge_return(
+                await self._instance(episode["group"]).run(episode["data"], **kwargs)
+            )
         except (SystemExit, KeyboardInterrupt) as error:
             # asyncio lets both end the whole loop, with every other episode in it.
             raise AgentExitError(f"the agent raised {type(error).__name__}: {error}") from error
 
-    def _build(self) -> Any:
-        """One instance an episode, with values of its own: an agent may change a list it is given.
+    def _instance(self, group: str) -> Any:
+        """One a group, as AReaL has it; without a group one an episode.
 
-        They came as JSON, so that this copy is a whole one.
+        Each has values of its own: an agent may change a list it is given. They came as JSON, so
+        that this copy is a whole one.
         """
-        return self._agent(**copy.deepcopy(self._setup["kwargs"]))
+        if group in self._instances:
+            return self._instances[group]
+        instance = self._agent(**copy.deepcopy(self._setup["kwargs"]))
+        if group:
+            self._instances[group] = instance
+        return instance
 
     def _ended(self, key: str, task: "asyncio.Task[Any]") -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if self._running.pop(key, None) is None:
             return  # its time had run out: that was told
         if error is None:
-            self._streams.say(key=key, reward=task.result())
+            self._streams.say(key=key, reward=task.result(), **self._seen(key))
             return
         stop_at_exception(error)
         cause, detail = classify(error, self._file)
@@ -134,7 +160,12 @@ class Host:
             detail=self._without_key(detail),
             status=status_code(error),
             trace=self._without_key(trace)[-_LONGEST_TRACE:],
+            **self._seen(key),
         )
+
+    def _seen(self, key: str) -> dict[str, Any]:
+        """Of an episode's requests."""
+        return {"log": self._http.take_log(key), "wire": self._wire.take(key)}
 
     def _without_key(self, text: str) -> str:
         """An agent's exception may quote its arguments, and is written into verdicts and logs."""
@@ -147,7 +178,7 @@ class Host:
         while True:
             await asyncio.sleep(_TICK)
             now = time.monotonic()
-            spent, before = min(now - before, _MOST_COUNTED), now
+            spent, before = 0.0 if is_held() else min(now - before, _MOST_COUNTED), now
             for key, running in list(self._running.items()):
                 running.seconds += spent
                 if running.seconds > self._monitor.limit:
@@ -158,12 +189,19 @@ class Host:
                 if not self._setup["measure"]:
                     self._forget_measured()  # nobody asks for it, and a stage may run for days
 
+    def _alive_while_held(self) -> None:
+        """A debugger that an agent started holds the loop for as long as a person needs."""
+        while True:
+            time.sleep(ALIVE_SECONDS)
+            if is_held():
+                self._streams.say(alive=True)
+
     def _expire(self, key: str) -> None:
         """Tell it at once; a task that ignores its cancellation is left behind, unheard."""
         running = self._running.pop(key)
         running.task.cancel()
         detail = f"no result after {self._monitor.limit:g} s"
-        self._streams.say(key=key, cause="episode_timeout", detail=detail)
+        self._streams.say(key=key, cause="episode_timeout", detail=detail, **self._seen(key))
 
     def _take_measured(self) -> dict[str, Any]:
         """What was measured since the last time."""

@@ -10,6 +10,7 @@ from typing import Any
 from shakedown.agents.contract import AgentExitError, BadReturnError
 from shakedown.agents.event_loop_lag import LoopBlockedError
 from shakedown.agents.imports import last_frame
+from shakedown.agents.wire import descriptor_limit, out_of_descriptors
 
 # cause -> what it means; the order is the order of reports.
 CAUSES: dict[str, str] = {
@@ -17,14 +18,20 @@ CAUSES: dict[str, str] = {
     "connect_timeout": "the TCP connection was not made within the client's connect timeout",
     "pool_timeout": "no connection of the client's own pool became free in time",
     "read_timeout": "the server took the request and did not answer within the client's timeout",
+    "hanging": "the server took a call and had not answered it when the episode's time was over",
+    "truncated": "the server's reply broke off in the middle of its body or stream",
+    "bad_reply": "the server's reply is none of a model, such as HTML, or cannot be recorded",
+    "file_descriptors": "the process could open no further file or connection (ulimit -n)",
     "episode_timeout": "the episode took longer than --episode-timeout",
     "unknown_model": "the server does not serve the model that the agent names",
     "api_status": "the server answered with an error status",
     "no_call": "`run` returned a reward, and no chat call of it was recorded to be trained on",
-    "bad_return": "`run` returned something that is no reward",
+    "bad_return": "`run` returned something that is no reward, or rewards for unknown ids",
+    "shared_history": "its prompt has what was sampled for an episode of another row",
     "blocked_loop": "the agent blocked the event loop until it was interrupted",
     "exit": "the agent ended the process (sys.exit)",
     "exception": "an exception in the agent's own code",
+    "not_asked": "not run, or not to its end: the server had died or the command was stopped",
 }
 
 _BY_NAME = {
@@ -57,8 +64,9 @@ def classify(error: BaseException, agent_file: str = "") -> tuple[str, str]:
         agent_file: the agent's source file, to name the line in it.
     """
     cause = _cause(error)
+    limit = f"{descriptor_limit()}: " if cause == "file_descriptors" else ""
     frame = last_frame(error, inside=agent_file)
-    message = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+    message = limit + " ".join(f"{type(error).__name__}: {error}".split())[:400]
     if cause == "bad_return":
         return cause, str(error)
     root = _root(error)
@@ -82,6 +90,8 @@ def _cause(error: BaseException) -> str:
     for kind, cause in _OWN.items():
         if isinstance(error, kind):
             return cause
+    if out_of_descriptors(error):
+        return "file_descriptors"
     code = status_code(error)
     if code >= 400:
         return "unknown_model" if code == 404 and "model" in str(error).lower() else "api_status"

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
 
+from shakedown.agents.areal_workflow import as_agent, is_workflow
 from shakedown.agents.imports import last_frame, load_target
 from shakedown.core.errors import UsageError, did_you_mean
 
@@ -31,6 +32,8 @@ class AgentExitError(Exception):
 def load_agent(target: str, kwargs: Mapping[str, Any] | None = None) -> type:
     """Import `package.module:Class` or `path/to/file.py:Class` and check the contract.
 
+    A workflow of AReaL comes back as an agent.
+
     Args:
         kwargs: for the constructor.
 
@@ -49,6 +52,8 @@ def load_agent(target: str, kwargs: Mapping[str, Any] | None = None) -> type:
         )
     if not inspect.isclass(agent):
         raise UsageError(f"{target} is a {type(agent).__name__}, expected a class with `run`")
+    if is_workflow(agent):
+        agent = as_agent(agent)
     check_contract(agent, target, kwargs or {})
     return agent
 

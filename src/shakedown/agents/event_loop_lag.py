@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -34,12 +34,14 @@ class LoopMonitor:
     """Lags of the event loop in seconds, and where it was blocked.
 
     `limit`: seconds after which a block is ended. `blocked_at` maps `file:line in function` of the
-    longest blocks to their seconds.
+    longest blocks to their seconds. `held`: whether a debugger holds the process: then nothing of
+    an agent blocks it.
     """
 
     limit: float
     lags: list[float] = field(default_factory=list)
     blocked_at: dict[str, float] = field(default_factory=dict)
+    held: Callable[[], bool] = lambda: False
 
     def start(self) -> None:
         """Watch the running loop for as long as the process lives.
@@ -75,7 +77,7 @@ class LoopMonitor:
             if last != blocks_from:
                 blocks_from, next_signal = last, self.limit
             # Shorter blocks may have ended before the frame below is read: it would name another.
-            if late < 2 * _LOOK:
+            if late < 2 * _LOOK or self.held():
                 continue
             where = place_of(sys._current_frames().get(watched))
             self.blocked_at[where] = max(late, self.blocked_at.get(where, 0.0))

@@ -6,17 +6,21 @@ request. Agents that talk through something else are simply not seen.
 """
 
 import asyncio
+import contextlib
 import functools
 import http.client
 import importlib
 import ssl
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from shakedown.agents.call_log import CallLog, LoggedCall
+from shakedown.agents.episode_tag import EPISODE_KEY
 from shakedown.agents.event_loop_lag import place_of
+from shakedown.agents.sent_messages import messages_of
 
 _LIBRARIES = ("httpx", "httpx2")
 _Handler = Callable[[Any, Any], Awaitable[Any]]
@@ -41,18 +45,23 @@ class HttpCall:
 
 @dataclass
 class HttpRecorder:
-    """What was seen: one `HttpCall` a request, and what TLS contexts cost."""
+    """What was seen: one `HttpCall` a request, and what TLS contexts cost.
+
+    `logs`: what episodes send, by their key, from when one is put there until `take_log`.
+    """
 
     calls: list[HttpCall] = field(default_factory=list)
     tls_contexts: int = 0
     tls_seconds_each: float = 0.0
+    logs: dict[str, CallLog] = field(default_factory=dict)
 
-    def install(self, *, share_tls: bool) -> None:
+    def install(self, *, share_tls: bool, log_calls: bool = False) -> None:
         """Watch every httpx and httpx2 transport for as long as this process lives.
 
         Args:
             share_tls: let clients that ask for the default TLS context share one. An agent that
                 opens a client an episode spends 20 ms or more of the event loop on each.
+            log_calls: keep what is sent for people to read, in `logs`.
         """
         waits = http.client.HTTPConnection  # what requests, urllib3 and urllib wait in
         waits.getresponse = self._watching_sync(waits.getresponse)  # type: ignore[method-assign]
@@ -60,15 +69,55 @@ class HttpRecorder:
             module = _import(library)
             if module is None:
                 continue
-            sync = module.HTTPTransport
+            sync, transport = module.HTTPTransport, module.AsyncHTTPTransport
+            if log_calls:
+                sync.handle_request = self._logging_sync(sync.handle_request)
+                transport.handle_async_request = self._logging(transport.handle_async_request)
             sync.handle_request = self._watching_sync(sync.handle_request)
-            transport = module.AsyncHTTPTransport
             transport.handle_async_request = self._watching(transport.handle_async_request)
             # Private, as there is no public place where every client's context is made; where
             # a version has moved it, contexts are merely not shared.
             inner = _import(f"{library}._transports.default")
             if share_tls and hasattr(inner, "create_ssl_context"):
                 inner.create_ssl_context = self._sharing(inner.create_ssl_context)
+
+    def take_log(self, key: str) -> dict[str, Any] | None:
+        """What an episode sent, as JSON; None: nothing that was seen."""
+        log = self.logs.pop(key, None)
+        return log.to_json() if log is not None else None
+
+    @contextlib.contextmanager
+    def _logged(self, request: Any) -> Iterator[LoggedCall]:
+        began = time.perf_counter()
+        log = self.logs.get(EPISODE_KEY.get()) or CallLog("client")  # its episode has ended
+        # Without the query, in which some servers take a key.
+        call = log.begin(f"{request.method} {request.url.host}{request.url.path}")
+        log.add_messages(call, messages_of(request))
+        try:
+            yield call
+        except BaseException as error:
+            call.error = log.cut(f"{type(error).__name__}: {error}", 400)
+            raise
+        finally:
+            call.seconds = round(time.perf_counter() - began, 6)
+
+    def _logging(self, original: _Handler) -> _Handler:
+        async def handle_async_request(transport: Any, request: Any) -> Any:
+            with self._logged(request) as call:
+                response = await original(transport, request)
+                call.status = response.status_code
+                return response
+
+        return handle_async_request
+
+    def _logging_sync(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def handle_request(transport: Any, request: Any) -> Any:
+            with self._logged(request) as call:
+                response = original(transport, request)
+                call.status = response.status_code
+                return response
+
+        return handle_request
 
     def _watching(self, original: _Handler) -> _Handler:
         async def handle_async_request(transport: Any, request: Any) -> Any:

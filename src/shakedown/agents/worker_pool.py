@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -164,6 +165,15 @@ def ending(code: int | None) -> str:
 W = TypeVar("W", bound=Worker)
 
 
+def _allow_descriptors() -> None:
+    """Let this process, and workers after it, open as many files as the system allows it.
+
+    The usual soft limit of 1024 is below what a few hundred episodes need, two connections each.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 @dataclass(eq=False)
 class _Slot(Generic[W]):
     """One worker of a pool, also while it starts; `load`: callers that use it or wait for it."""
@@ -182,6 +192,18 @@ class _Slot(Generic[W]):
     def lost(self) -> bool:
         worker = self.worker
         return self.starting.done() and (worker is None or not worker.alive)
+
+
+@dataclass(eq=False)
+class Seat(Generic[W]):
+    """Where callers that belong together sit: one worker, another one when that is lost."""
+
+    slot: _Slot[W] | None = None
+
+    @property
+    def worker(self) -> W | None:
+        """None before the first caller, and when it could not be started."""
+        return self.slot.worker if self.slot is not None else None
 
 
 class WorkerPool(Generic[W]):
@@ -206,6 +228,7 @@ class WorkerPool(Generic[W]):
             UsageError: the user's code cannot be used.
             LaunchError: a process could not be started.
         """
+        _allow_descriptors()
         try:
             async with self.worker():
                 return self
@@ -228,14 +251,17 @@ class WorkerPool(Generic[W]):
         return sorted(worker.pid for worker in self.workers_alive)
 
     @contextlib.asynccontextmanager
-    async def worker(self) -> AsyncIterator[W]:
-        """The worker with the fewest callers, one started anew for it where there may be more.
+    async def worker(self, seat: Seat[W] | None = None) -> AsyncIterator[W]:
+        """The seat's worker, or the one with the fewest callers, started anew where more may be.
 
         Raises:
             UsageError, LaunchError: a worker had to be started and could not be.
         """
         await self._end_lost()
-        slot = self._least_loaded()
+        taken = seat.slot if seat is not None and seat.slot in self._slots else None
+        slot = taken or self._least_loaded()
+        if seat is not None:
+            seat.slot = slot
         slot.load += 1
         try:
             # Others wait for the same start: one caller's cancellation must not end it.

@@ -6,6 +6,7 @@ Imports nothing heavy: workers of rewards start in 50 ms.
 import json
 import os
 import signal
+import threading
 from typing import Any
 
 # Sent to a whole stage: its trainer still finishes the step in work, with its rewards. Workers end
@@ -22,7 +23,7 @@ class WorkerStreams:
     def __init__(self) -> None:
         for number in _NOT_FOR_US:
             signal.signal(number, lambda *_: None)  # not SIG_IGN: that would pass to children
-        self.requests = os.dup(0)
+        self.requests, self._turn = os.dup(0), threading.Lock()
         self._replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
         # User code that prints or reads must not spoil the talk.
         os.dup2(2, 1)
@@ -42,9 +43,11 @@ class WorkerStreams:
         return json.loads(line)
 
     def say(self, **reply: Any) -> None:
-        """Write one line."""
+        """Write one line; threads may do so at once."""
+        line = json.dumps(reply) + "\n"
         try:
-            self._replies.write(json.dumps(reply) + "\n")
-            self._replies.flush()
+            with self._turn:
+                self._replies.write(line)
+                self._replies.flush()
         except BrokenPipeError:
             os._exit(0)  # nobody is left to hear

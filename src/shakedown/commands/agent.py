@@ -2,30 +2,43 @@
 
 import argparse
 import asyncio
+import functools
 import json
+import os
 import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shakedown.commands.arguments import (
     Actions,
     above_zero,
     add_config,
+    add_debug,
     add_strict,
+    debug_asked,
     key_values,
     number,
     place,
     positive,
     run_action,
     run_config,
+    whole,
 )
+from shakedown.core.errors import UsageError
 from shakedown.core.paths import AgentsPaths
-from shakedown.core.verdict import Stopwatch, finish
+from shakedown.core.private import make_folders
+from shakedown.core.verdict import Stopwatch, Verdict, finish, with_findings
+from shakedown.debug import asked
 
 if TYPE_CHECKING:
+    from shakedown.agent_checks.checks import CheckResult, CheckSettings
     from shakedown.agent_checks.episodes import RunResult
+    from shakedown.agents.episode_lines import EpisodeLines
+    from shakedown.config import AgentsConfig, GrpoConfig
+    from shakedown.inference.relay import Servers
 
 EXAMPLES = (
     "shakedown agent run my_agent.py:Agent --data prompts.jsonl"
@@ -61,10 +74,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="argument of the class's constructor, or a JSON object of them; may be repeated",
     )
-    run_parser.add_argument("--base-url", help="the server's URL (default: OPENAI_BASE_URL)")
+    run_parser.add_argument(
+        "--base-url", help="the server's URL, or URL,URL (default: OPENAI_BASE_URL)"
+    )
+    add_config(run_parser, required=False)
     run_parser.add_argument("--concurrency", type=positive, default=64, help="episodes at once")
     run_parser.add_argument("--group-size", type=positive, default=1, help="samples a row")
-    run_parser.add_argument("--limit", type=positive, help="use the first K rows only")
+    which = run_parser.add_mutually_exclusive_group()
+    which.add_argument("--limit", type=positive, metavar="K", help="use the first K rows only")
+    _row_arguments(run_parser, which)
     run_parser.add_argument(
         "--model", default="", help="model name (default: what the server serves)"
     )
@@ -97,12 +115,55 @@ def _checks_arguments(actions: Actions) -> None:
     checks.add_argument(
         "--data", type=place, help="rows to use (default: the config's held-out rows)"
     )
+    _row_arguments(checks, checks)
     _common_arguments(checks)
     checks.add_argument(
         "--episode-timeout",
         type=above_zero,
         help="seconds an episode may take (default: the config's)",
     )
+
+
+def _row_arguments(parser: argparse.ArgumentParser, group: Any) -> None:
+    """`group`: of options that rule each other out."""
+    group.add_argument(
+        "--row",
+        type=whole(0),
+        metavar="N",
+        help="use this row only: the `row` of episodes.jsonl, from 0",
+    )
+    parser.add_argument(
+        "--repeat", type=positive, default=1, metavar="N", help="with --row: run it that often"
+    )
+
+
+def _rows(source: str, args: argparse.Namespace, limit: int | None) -> list[str]:
+    """The rows to use, as JSON; each is there once.
+
+    Raises:
+        UsageError: there is no row of that number; --repeat without --row; as `agent_rows`.
+    """
+    from shakedown.rollout.agent_sampler import agent_rows
+
+    if args.row is None and args.repeat > 1:
+        raise UsageError("--repeat runs one row again and again", hint="give --row N, too")
+    if args.row is None:
+        return agent_rows(source, limit=limit)
+    rows = agent_rows(source, limit=args.row + 1)
+    if len(rows) <= args.row:
+        raise UsageError(f"--row {args.row}: {source} has {len(rows)} rows, numbered from 0")
+    return rows[args.row :]
+
+
+def _again(args: argparse.Namespace, command: Sequence[object], row: int) -> str:
+    """The command that runs one row alone, with the same options and a folder of its own."""
+    out = args.out / f"row-{row}" if args.row is None else args.out
+    words = [*command, "--row", row, "--repeat", 1, "--out", out]
+    if args.separate_tls:
+        words.append("--separate-tls")
+    if args.episode_timeout is not None:
+        words += ["--episode-timeout", f"{args.episode_timeout:g}"]
+    return shlex.join(["shakedown", "agent", args.action, *map(str, words)])
 
 
 def _common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,76 +174,211 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
         help="let each client build its own TLS context, as it does without shakedown",
     )
     add_strict(parser)
+    add_debug(parser)
+
+
+def _debugged(args: argparse.Namespace) -> bool:
+    """Whether workers stop for debuggers: by the environment that they are started with."""
+    if not debug_asked(args):
+        return False
+    from shakedown.core.folders import storage_errors
+    from shakedown.debug.stops import make_folder
+
+    folder = AgentsPaths(args.out).debug
+    with storage_errors("write", folder):
+        make_folders(args.out)
+        make_folder(folder)
+    os.environ.update(asked.environment(folder, "agent"))
+    where = shlex.quote(str(args.out))
+    print(f"agents stop for a debugger: shakedown debug attach {where}", file=sys.stderr)
+    return True
 
 
 def _run(args: argparse.Namespace) -> int:
+    from shakedown.agents.episode_tag import HEADER
+    from shakedown.inference.relay import relayed
+
+    given = args.base_url or os.environ.get("OPENAI_BASE_URL", "")
+    key = os.environ.get("OPENAI_API_KEY", "")
+    with relayed(given, key, sticky=HEADER) as servers:
+        return _run_on(servers, args)
+
+
+def _run_on(servers: "Servers", args: argparse.Namespace) -> int:
+    from shakedown.agent_checks.early_end import exit_code
     from shakedown.agent_checks.episode_source import episode_source
-    from shakedown.agent_checks.results import run_verdict, write_episodes
+    from shakedown.agent_checks.halt import Halt
+    from shakedown.agent_checks.recordable import ask_recordable
+    from shakedown.agent_checks.results import EpisodeWriter, run_verdict
     from shakedown.agent_checks.runner import RunSettings, run_episodes
     from shakedown.agent_checks.server_probe import ask_server, find_endpoint
-    from shakedown.rollout.agent_sampler import agent_rows
 
     watch = Stopwatch()
     kwargs = {key: value for given in args.kwargs for key, value in given.items()}
-    rows = agent_rows(args.data, limit=args.limit)
-    endpoint = find_endpoint(args.base_url, args.model)
+    rows = _rows(args.data, args, args.limit)
+    sampling = _run_sampling(args)
+    endpoint = find_endpoint(servers.url, args.model)
+    recordable = asyncio.run(ask_recordable(endpoint, seconds=args.episode_timeout))
     opened = episode_source(
         args.target,
         endpoint,
-        seconds=args.episode_timeout,
+        seconds=asked.NO_TIMEOUT if _debugged(args) else args.episode_timeout,
         share_tls=not args.separate_tls,
+        grpo=sampling if recordable.yes else None,
+        own_lengths=not args.config,
         kwargs=kwargs,
     )
 
+    paths, halt = AgentsPaths(args.out), Halt(endpoint)
+
     async def run_rows() -> "RunResult":
         async with opened as source:
-            settings = RunSettings(args.concurrency, args.group_size)
-            return await run_episodes(source, rows, settings)
+            with _lines(paths) as lines:
+                on_end = functools.partial(
+                    EpisodeWriter(lines, args.row or 0, len(rows)).add, "run"
+                )
+                settings = RunSettings(args.concurrency, args.group_size, on_end=on_end, halt=halt)
+                with halt.signals():
+                    return await run_episodes(source, rows * args.repeat, settings)
 
-    total = len(rows) * args.group_size
+    total = len(rows) * args.repeat * args.group_size
     print(f"{total} episodes of {args.target}, {args.concurrency} at once", file=sys.stderr)
     result = asyncio.run(run_rows())
-    failed = any(not episode.ok for episode in result.episodes)
+    failed = result.first_failed
     # Asked only after failures, which its state may explain; with an empty URL nothing is asked.
     server = asyncio.run(ask_server(endpoint.base_url if failed else "", endpoint.api_key))
-    paths = AgentsPaths(args.out)
-    write_episodes(paths.episodes, result.episodes)
-    verdict = run_verdict(result, server, watch, min_success_rate=args.min_success_rate)
-    given = f" --kwargs {shlex.quote(json.dumps(kwargs))}" if kwargs else ""
-    again = f"shakedown agent run {args.target} --data {args.data}{given} --limit 1"
+    verdict = run_verdict(
+        result, server, watch, recordable.finding(), min_success_rate=args.min_success_rate
+    )
+    again = _run_again(args, kwargs, (args.row or 0) + failed.group % len(rows)) if failed else ""
     about = {"target": args.target, "base_url": endpoint.base_url}
-    verdict = replace(verdict, next=again if failed else "", extra={**about, **verdict.extra})
-    return finish(verdict, paths.verdict, strict=args.strict)
+    verdict = replace(
+        with_findings(verdict, servers.findings()), next=again, extra={**about, **verdict.extra}
+    )
+    return exit_code(halt.stop, _finish(verdict, paths, args))
+
+
+def _run_sampling(args: argparse.Namespace) -> "GrpoConfig":
+    """The sampling of the stage of `--config` that trains with the agent, else GRPO's defaults.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    from shakedown.agent_checks.episode_source import training_settings
+    from shakedown.config import GrpoConfig
+    from shakedown.rollout.agent_sampler import ENGINE
+
+    found = training_settings(run_config(args.config), ENGINE, args.target) if args.config else None
+    return found or GrpoConfig()
+
+
+def _run_again(args: argparse.Namespace, kwargs: Mapping[str, Any], row: int) -> str:
+    words: list[object] = [args.target, "--data", args.data]
+    words += ["--kwargs", json.dumps(kwargs)] if kwargs else []
+    words += ["--base-url", args.base_url] if args.base_url else []
+    words += ["--model", args.model] if args.model else []
+    words += ["--config", *args.config] if args.config else []
+    return _again(args, words, row)
 
 
 def _checks(args: argparse.Namespace) -> int:
-    from shakedown.agent_checks.checks import CheckPlan, CheckSettings, run_checks
-    from shakedown.agent_checks.episode_source import training_settings
-    from shakedown.agent_checks.results import checks_verdict, write_check_episodes
+    from shakedown.agent_checks.checks import (
+        CHECKS,
+        ROW_CHECK,
+        CheckPlan,
+        run_checks,
+    )
+    from shakedown.agent_checks.early_end import exit_code
+    from shakedown.agent_checks.episode_source import training_rule, training_settings
+    from shakedown.agent_checks.halt import Halt
+    from shakedown.agent_checks.results import EpisodeWriter, checks_verdict
     from shakedown.agent_checks.server_probe import find_endpoint
+    from shakedown.agents.episode_tag import HEADER
+    from shakedown.inference.relay import relayed
     from shakedown.inference.server import in_use
-    from shakedown.rollout.agent_sampler import agent_rows
     from shakedown.training.assets import heldout_source
     from shakedown.training.serving import order_of_run
 
     watch = Stopwatch()
     config = run_config(args.config)
+    rule = training_rule(config)
+    settings = _check_settings(args, config.agents)
+    with (
+        in_use(args.endpoint, lambda: order_of_run(config)) as served,
+        relayed(served.base_url, served.api_key(), sticky=HEADER) as servers,
+    ):
+        rows = _rows(args.data or heldout_source(config), args, settings.prompts)
+        endpoint = find_endpoint(servers.url, served.served_name, served.api_key())
+        training = training_settings(config, served.engine)
+        agents, paths = config.agents, AgentsPaths(args.out)
+        with _lines(paths) as lines:
+            writer, used = EpisodeWriter(lines, args.row or 0, len(rows)), rows * args.repeat
+            halt = Halt(endpoint)
+            plan = CheckPlan(
+                agents.target,
+                used,
+                endpoint,
+                settings,
+                training,
+                agents.kwargs,
+                rule,
+                writer.add,
+                halt,
+            )
+            table = ROW_CHECK if args.row is not None else CHECKS
+
+            async def run_all() -> "list[CheckResult]":
+                with halt.signals():
+                    return await run_checks(plan, progress=_say, table=table)
+
+            checks = asyncio.run(run_all())
+    failed = next((episode for check in checks if (episode := check.failed)), None)
+    again = _checks_again(args, writer.row_of(failed)) if failed else ""
+    about = {"target": config.agents.target, "base_url": endpoint.base_url}
+    verdict = with_findings(checks_verdict(checks, watch), servers.findings())
+    return exit_code(halt.stop, _finish(replace(verdict, next=again, extra=about), paths, args))
+
+
+def _check_settings(args: argparse.Namespace, agents: "AgentsConfig") -> "CheckSettings":
+    from shakedown.agent_checks.checks import CheckSettings
+
     settings = CheckSettings(
-        prompts=config.agents.prompts,
-        group_size=config.agents.group_size,
-        episode_timeout=args.episode_timeout or config.agents.episode_timeout,
-        min_success_rate=config.agents.min_success_rate,
+        prompts=agents.local_batch,
+        group_size=agents.group_size,
+        episode_timeout=args.episode_timeout or agents.episode_timeout,
+        min_success_rate=agents.min_success_rate,
         share_tls=not args.separate_tls,
     )
-    with in_use(args.endpoint, lambda: order_of_run(config)) as served:
-        rows = agent_rows(args.data or heldout_source(config), limit=settings.prompts)
-        endpoint = find_endpoint(served.base_url, served.served_name, served.api_key())
-        training = training_settings(config, served.engine)
-        agents = config.agents
-        plan = CheckPlan(agents.target, rows, endpoint, settings, training, agents.kwargs)
-        checks = asyncio.run(run_checks(plan, progress=lambda line: print(f"  {line}", flush=True)))
-    paths = AgentsPaths(args.out)
-    write_check_episodes(paths.episodes, checks)
-    about = {"target": config.agents.target, "base_url": endpoint.base_url}
-    verdict = replace(checks_verdict(checks, watch), extra=about)
-    return finish(verdict, paths.verdict, strict=args.strict)
+    if not _debugged(args):
+        return settings
+    return replace(settings, episode_timeout=asked.NO_TIMEOUT, batch_timeout=asked.NO_TIMEOUT)
+
+
+def _checks_again(args: argparse.Namespace, row: int) -> str:
+    words: list[object] = ["--config", *args.config, "--endpoint", args.endpoint]
+    words += ["--data", args.data] if args.data else []
+    return _again(args, words, row)
+
+
+def _finish(verdict: Verdict, paths: AgentsPaths, args: argparse.Namespace) -> int:
+    from shakedown.report.episodes_page import write_page
+
+    code = finish(verdict, paths.verdict, strict=args.strict)
+    write_page(paths, verdict)
+    print(f"  page: {paths.page}", flush=True)
+    return code
+
+
+def _lines(paths: AgentsPaths) -> "EpisodeLines":
+    """The new file of episodes; what an older run found does not stay beside it."""
+    from shakedown.agents.episode_lines import EpisodeLines
+    from shakedown.core.folders import storage_errors
+
+    for old in (paths.verdict, paths.page):
+        with storage_errors("remove", old):
+            old.unlink(missing_ok=True)
+    return EpisodeLines(paths.episodes)
+
+
+def _say(line: str) -> None:
+    print(f"  {line}", flush=True)

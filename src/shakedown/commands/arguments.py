@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from shakedown.core.home import expand_home
 from shakedown.core.private import let_group_read
+from shakedown.debug import asked
 
 if TYPE_CHECKING:
     from shakedown.config import Config
@@ -128,6 +129,38 @@ def run_config(files: Sequence[Path]) -> "Config":
 def add_strict(parser: argparse.ArgumentParser) -> None:
     """`--strict`: warnings fail."""
     parser.add_argument("--strict", action="store_true", help="exit with 1 on a warning")
+
+
+def add_debug(parser: argparse.ArgumentParser) -> None:
+    """`--debug` and `--break-at`, for `debug_asked`."""
+    parser.add_argument(
+        "--debug",
+        action="store_true",
+        help="breakpoint() and exceptions stop their process until `shakedown debug attach`",
+    )
+    parser.add_argument(
+        "--break-at",
+        nargs="+",
+        default=[],
+        metavar="FILE:LINE",
+        help="--debug, and every process stops before these lines, too",
+    )
+
+
+def debug_asked(args: argparse.Namespace) -> bool:
+    """Whether what this command starts is to stop for debuggers: by its options or SHAKEDOWN_DEBUG.
+
+    Raises:
+        UsageError: a place is not FILE:LINE of a Python file.
+        BlockedError: debugpy is not installed.
+    """
+    if args.debug or args.break_at:
+        asked.ask(args.break_at)
+    if not asked.is_asked():
+        return False
+    asked.places()
+    asked.require_debugpy()
+    return True
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from shakedown.commands.arguments import (
 )
 from shakedown.core.errors import BlockedError, StorageError, UsageError, did_you_mean
 from shakedown.core.paths import ComparisonPaths
-from shakedown.core.verdict import Stopwatch, blocked_verdict, finish
+from shakedown.core.verdict import Stopwatch, blocked_verdict, finish, with_findings
 from shakedown.data_sources import parse_source, read_rows
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference", type=place, help="transformers:MODEL, a folder or a hub name"
     )
     parser.add_argument(
-        "--engine", type=place, help="URL, vllm:MODEL or sglang:MODEL (started and ended)"
+        "--engine", type=place, help="URL, URL,URL, vllm:MODEL or sglang:MODEL (started and ended)"
     )
     parser.add_argument("--data", type=place, help="JSON lines, or hub:NAME[:SPLIT]")
     add_config(parser, required=False)
@@ -88,13 +88,27 @@ def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grade",
-        choices=("dense", "moe", "fp8", "strict"),
-        help="how strict to be (default: the config's, or dense)",
+        choices=("auto", "dense", "moe", "fp8", "strict"),
+        help="how strict to be (default: the config's, or auto: by dtypes and measured noise)",
     )
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
         help="of the reference (default: the config's, or auto)",
+    )
+    parser.add_argument(
+        "--engine-dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="what the engine computes in (default: what is known of a server of our own)",
+    )
+    parser.add_argument(
+        "--factors",
+        choices=("auto", "all"),
+        default="auto",
+        help="measure every factor, also where the comparison passes",
+    )
+    parser.add_argument(
+        "--trainer", help="fsdp, megatron or archon: score by its forward, too, on one rank"
     )
     parser.add_argument("--seed", type=int, help="of the bootstrap (default: the config's, or 0)")
 
@@ -125,7 +139,7 @@ def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
             result = compare(plan, args.out, progress=_say)
         except PromptMismatchError as error:
             return finish(prompt_verdict(error, plan, watch), paths.verdict)
-    verdict = make_verdict(result, watch)
+    verdict = with_findings(make_verdict(result, watch), plan.servers())
     write_report(result, verdict, args.out)
     code = finish(verdict, paths.verdict, strict=args.strict)
     if args.compat:
@@ -187,6 +201,7 @@ def _planned_by_hand(args: argparse.Namespace) -> "Iterator[Plan]":
             source=args.data,
             limit=args.limit,
             reward=args.reward or "",
+            trainer=args.trainer or "",
         )
 
 
@@ -195,8 +210,10 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
     """A run's own settings; options on the command line win."""
     from shakedown.agents.reward_pool import RewardLimits
     from shakedown.consistency.server import ComparedServer
+    from shakedown.inference.relay import relayed
     from shakedown.inference.server import in_use
     from shakedown.training.assets import heldout_source
+    from shakedown.training.forward import last_backend
     from shakedown.training.serving import order_of_run
 
     if args.config is None or args.endpoint is None:
@@ -208,16 +225,20 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
         "dtype": config.model.dtype,
         "seed": config.seed,
     }
-    with in_use(args.endpoint, lambda: order_of_run(config)) as served:
+    with (
+        in_use(args.endpoint, lambda: order_of_run(config)) as served,
+        relayed(served.base_url, served.api_key()) as servers,
+    ):
         yield _plan(
             args,
-            ComparedServer(served.base_url, served.served_name, served.api_key()),
+            ComparedServer.of(served, servers.url, servers.findings),
             reference=args.reference.partition(":")[2] if args.reference else served.model,
             source=args.data or heldout_source(config),
             limit=args.limit or config.consistency.samples,
             settings=settings,
             reward=args.reward or config.data.reward,
             limits=RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb),
+            trainer=args.trainer or last_backend(config),
         )
 
 
@@ -231,16 +252,13 @@ def _plan(
     settings: Mapping[str, Any] | None = None,
     reward: str = "",
     limits: "RewardLimits | None" = None,
+    trainer: str = "",
 ) -> "Plan":
     from shakedown.consistency.plan import Plan
+    from shakedown.training.forward import trainer_scores
 
     parsed = parse_source(source)
-    if parsed.format and parsed.format.images:
-        raise UsageError(
-            f"--data {source}: this format leaves the images out, and rows would be text alone",
-            hint="write rows with images in their messages: docs/consistency.md",
-        )
-    rows = read_rows(source, limit=limit)
+    rows = read_rows(source, limit=limit, images=True)
     reward = _usable_reward(args, reward, rows)
     own = given(args, "max_tokens", "temperature", "grade", "dtype", "seed")
     return Plan(
@@ -253,8 +271,15 @@ def _plan(
         request_timeout=args.request_timeout,
         again=_again(args),
         folder=None if parsed.hub else Path(parsed.place).parent,
+        servers=server.findings,
         reward=functools.partial(_rewards, reward, limits) if reward else None,
         reward_name=reward,
+        engine_dtype=args.engine_dtype or server.dtype,
+        engine_weights=server.weights,
+        engine_log=server.log,
+        factors=args.factors,
+        trainer=trainer_scores(trainer, reference) if trainer else None,
+        trainer_name=trainer,
         **{**(settings or {}), **own},
     )
 

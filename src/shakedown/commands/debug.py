@@ -141,7 +141,8 @@ def _folders(run_or_job: str) -> list[Path]:
     if not folders:
         raise UsageError(
             f"{run_or_job} was not started to be debugged: nothing in it listens",
-            hint="shakedown train STAGE --config FILE --debug, or SHAKEDOWN_DEBUG=1 snakemake ...",
+            hint="shakedown train STAGE --config FILE --debug, shakedown agent run ... --debug, or "
+            "SHAKEDOWN_DEBUG=1 snakemake ...",
         )
     return folders
 

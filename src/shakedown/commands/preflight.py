@@ -1,6 +1,7 @@
 """`shakedown preflight`: check nodes, network and disks before anything is started."""
 
 import argparse
+import json
 import os
 import time
 from collections.abc import Sequence
@@ -252,13 +253,15 @@ def _from_hub(config: Config) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _parts(config: Config) -> list[tuple[str, str]]:
-    """The reward, the agents and the sinks of the run, by kind and name."""
-    agents = [config.agents.target]
-    agents += [stage.grpo.agent for stage in config.stages.values() if stage.grpo]
+def _parts(config: Config) -> list[tuple[str, ...]]:
+    """The reward, the agents with their arguments and the sinks of the run."""
+    agents = [(config.agents.target, config.agents.kwargs)]
+    agents += [(s.grpo.agent, s.grpo.agent_kwargs) for s in config.stages.values() if s.grpo]
     sinks = [sink for stage in config.stages.values() for sink in stage.sinks]
-    parts = [("reward", config.data.reward)]
-    parts += [("agent", agent) for agent in agents if agent]
+    parts: list[tuple[str, ...]] = [("reward", config.data.reward)]
+    for agent, kwargs in agents:
+        if agent:
+            parts.append(("agent", agent, *([json.dumps(kwargs)] if kwargs else [])))
     parts += [("sink", sink) for sink in sinks]
     return list(dict.fromkeys(parts))
 

@@ -99,7 +99,9 @@ def _order_arguments(parser: argparse.ArgumentParser) -> None:
 def _server_arguments(parser: argparse.ArgumentParser) -> None:
     """None stands for the config's value, or for the engine's own."""
     parser.add_argument("--engine", help="vllm, sglang, transformers or external")
-    parser.add_argument("--url", help="of an external server: http://HOST:PORT")
+    parser.add_argument(
+        "--url", help="of an external server: http://HOST:PORT, or several: URL,URL"
+    )
     parser.add_argument("--key-file", type=place, help="file of the owner alone with its key")
     parser.add_argument("--key-env", help="name of the environment variable with its key")
     parser.add_argument("--model", type=place, help="a Hugging Face folder or a hub name")

@@ -10,12 +10,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from shakedown.commands.arguments import add_config, run_config
+from shakedown.commands.arguments import add_config, add_debug, debug_asked, run_config
 from shakedown.config import Config, layers
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.paths import AttemptPaths, RunPaths
 from shakedown.core.private import check_own
-from shakedown.debug import asked
 from shakedown.training.lint import require_sound
 from shakedown.training.metrics.sinks import require_sinks
 
@@ -46,18 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="input model (default: that of the stage before, else the run's)",
     )
-    parser.add_argument(
-        "--debug",
-        action="store_true",
-        help="breakpoint() and exceptions stop their process until `shakedown debug attach`",
-    )
-    parser.add_argument(
-        "--break-at",
-        nargs="+",
-        default=[],
-        metavar="FILE:LINE",
-        help="--debug, and every process stops before these lines, too",
-    )
+    add_debug(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,11 +61,7 @@ def run(args: argparse.Namespace) -> int:
     require_sound(with_model(config, args.model, assets), files)
     # Here, before a process is started: a rank would tell of it in its log, minutes later.
     require_sinks(config.stages[args.stage].sinks)
-    if args.debug or args.break_at:
-        asked.ask(args.break_at)
-    if asked.is_asked():
-        asked.places()
-        asked.require_debugpy()
+    debug_asked(args)
     _tell_width()
     from shakedown.training.assets import read_assets
     from shakedown.training.stage.plan import plan_stage
@@ -88,6 +72,11 @@ def run(args: argparse.Namespace) -> int:
     plan = plan_stage(config, args.stage, paths, given, model=args.model, replay=args.replay)
     outcome = run_stage(plan)
     print(f"stage {args.stage} {outcome.state}: {outcome.sentence}", flush=True)
+    for found in outcome.findings:
+        if found.status == "warn":
+            print(f"  WARN {found.check} {found.subject}: {found.measured}", flush=True)
+    if outcome.next:
+        print(f"  next: {outcome.next}", flush=True)
     print(f"  logs: {AttemptPaths(paths.stage(args.stage).latest).logs}", flush=True)
     return int(outcome.exit_code)
 

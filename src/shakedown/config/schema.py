@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeGuard
 
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     JsonValue,
@@ -29,6 +30,10 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=
 Place = Annotated[str, AfterValidator(expand_home)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Sink = Literal["tensorboard", "wandb"]
+
+
+def _is_texts(value: object) -> TypeGuard[list[str]]:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 class Section(BaseModel):
@@ -89,7 +94,12 @@ class ServeConfig(Section):
     """The persistent inference server."""
 
     engine: Literal["vllm", "sglang", "transformers", "external"] = "vllm"
-    url: Annotated[str, Field(pattern=r"^(https?://[^\s@]+)?$")] = ""
+    # One, or several as a list or with commas between; kept with commas.
+    url: Annotated[
+        str,
+        BeforeValidator(lambda given: ",".join(given) if _is_texts(given) else given),
+        Field(pattern=r"^(https?://[^\s@,]+(,https?://[^\s@,]+)*)?$"),
+    ] = ""
     key_file: Place = ""
     key_env: Annotated[str, Field(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
     allocation: str = "vllm:d1"
@@ -115,21 +125,40 @@ class ServeConfig(Section):
 
 
 class AgentsConfig(Section):
-    """The agent checks: one episode, then `prompts` x `group_size` at once, then the controller."""
+    """The agent checks: one episode, then all of a local batch at once, then the controller.
+
+    The local batch, in prompts, is `prompts`, or else one of `rollout_dp` replicas' share of
+    `global_batch`. With AReaL's example sizes, the defaults: 64 x 8 = 512 episodes at once.
+    """
 
     target: Place
     kwargs: dict[str, JsonValue] = {}
-    # 64 x 8 = 512 episodes at once: the share of each of 4 replicas in a batch of 256 prompts x 8.
-    prompts: Positive = 64
+    global_batch: Positive = 256
     group_size: Positive = 8
+    rollout_dp: Positive = 4
+    prompts: Positive | None = None
     episode_timeout: Seconds = 120.0
     min_success_rate: Annotated[float, Field(ge=0, le=1)] = 1.0
+
+    @property
+    def local_batch(self) -> int:
+        """Prompts of one replica's share."""
+        return self.prompts or self.global_batch // self.rollout_dp
+
+    @model_validator(mode="after")
+    def _batch_is_cut_evenly(self) -> "AgentsConfig":
+        if not self.prompts and self.global_batch % self.rollout_dp:
+            raise ValueError(
+                f"global_batch {self.global_batch} cannot be cut into rollout_dp "
+                f"{self.rollout_dp} equal shares: set a multiple of it, or `prompts`, one share"
+            )
+        return self
 
 
 Limit = Annotated[float, Field(ge=0)] | None
 
 
-class ConsistencyLimits(Section):
+class TokenLimits(Section):
     """A metric passes up to its limit and fails above it; None leaves it as the grade has it."""
 
     k3: Limit = None
@@ -140,6 +169,11 @@ class ConsistencyLimits(Section):
     mean_abs_dprob: Limit = None
     chi2: Limit = None
     extreme_share: Limit = None
+
+
+class ConsistencyLimits(TokenLimits):
+    """Those of `compare`, which also generates greedily."""
+
     greedy_divergence_rate: Limit = None
 
 
@@ -153,7 +187,7 @@ class ConsistencyConfig(Section):
     samples: Positive = 64
     max_tokens: Positive = 24
     temperature: Annotated[float, Field(ge=0)] = 1.0
-    grade: Literal["dense", "moe", "fp8", "strict"] = "dense"
+    grade: Literal["auto", "dense", "moe", "fp8", "strict"] = "auto"
     limits: ConsistencyLimits = ConsistencyLimits()
 
 
@@ -220,6 +254,17 @@ class OptimizerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
 
 
+class DriftConfig(Section):
+    """What becomes of a stage whose trainer and engine disagree on the tokens of its own weights.
+
+    `limits` are over those of the run's `consistency`; `patience`: steps in a row.
+    """
+
+    action: Literal["flag", "stop", "off"] = "flag"
+    limits: TokenLimits = TokenLimits()
+    patience: Positive = 1
+
+
 class GrpoConfig(Section):
     """GRPO's own settings. `async_level`: steps the trainer may run ahead (0 = synchronous)."""
 
@@ -248,6 +293,7 @@ class GrpoConfig(Section):
     weight_update_timeout: Seconds = 120.0
     record: bool = False
     partial_rollouts: bool = False
+    drift: DriftConfig = DriftConfig()
 
     @model_validator(mode="after")
     def _cap_leaves_equal_tokens_alone(self) -> "GrpoConfig":

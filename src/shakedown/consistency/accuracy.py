@@ -109,7 +109,7 @@ def _finding(name: str, counts: Paired) -> Finding:
         f"{counts.reference_only} in the reference alone, p {counts.p:.2g}{failed}",
         expected=f"no difference: p >= {_UNLIKELY:g} (McNemar, exact)",
         blame="environment" if unlikely else "user" if counts.failed else "none",
-        remedy="one side stops, samples or computes otherwise: the layers say which"
+        remedy="one side stops, samples or computes otherwise: the factor table says which"
         if unlikely
         else "",
     )

@@ -1,5 +1,6 @@
 """Thresholds of rollout consistency and the judgement by them (pure)."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from shakedown.consistency.compare import Metric
 from shakedown.core.errors import look_up
 from shakedown.core.verdict import Finding, FindingStatus
 
-Grade = Literal["dense", "moe", "fp8", "strict"]
+Grade = Literal["auto", "dense", "moe", "fp8", "strict"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,64 @@ GRADES: Mapping[str, Mapping[str, Limits]] = {
     "fp8": _DOUBLED,
     "strict": _STRICT,
 }
+# Two sides in float32, a tiny Qwen3 in vLLM and transformers: mean |dlogp| 2e-6, largest 1.3e-5.
+_EXACT = 1e-4  # nats
+_ROOM = 4.0  # a mean may be this many times the noise floor that was measured
+_POOR = 5.0  # times what passes, above which two sides in float32 fail
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The limits that a comparison is judged by, and in words where they come from."""
+
+    limits: Mapping[str, Limits]
+    source: str
+
+
+def choose_limits(
+    grade: str,
+    over: Mapping[str, float],
+    *,
+    reference: str,
+    engine: str,
+    floor: float,
+    experts: bool = False,
+) -> Chosen:
+    """The limits of a grade; of `auto` those that the two number formats and the noise ask for.
+
+    Args:
+        reference, engine: dtypes; the engine's is empty where it does not tell it.
+        floor: noise that was measured: mean |dlogp| of a side against itself, nats.
+        experts: whether the model is a mixture of experts.
+
+    Raises:
+        UsageError: no such grade.
+    """
+    if grade != "auto":
+        chosen = Chosen(get_limits(grade), f"grade {grade}")
+    elif reference == engine == "float32":
+        size = min(max(_EXACT, _ROOM * floor), _DENSE["mean_abs_dlogp"].good)
+        chosen = Chosen(_exact(size), f"float32 on both sides, noise floor {floor:.2g} nats")
+    else:
+        name = "moe" if experts else "dense"
+        told = engine or "a dtype that it does not tell"
+        chosen = Chosen(get_limits(name), f"{name}: reference in {reference}, engine in {told}")
+    if not over:
+        return chosen
+    own = {name: Limits(value, value) for name, value in over.items()}
+    return Chosen({**chosen.limits, **own}, f"{chosen.source}; consistency.limits over them")
+
+
+def _exact(size: float) -> dict[str, Limits]:
+    """Limits of every metric that belong to a mean |dlogp| of `size` nats, by their definitions."""
+    poor = _POOR * size
+    return {
+        # mean(r^2) / 2; with tails, the mean of r^2 is some ten times the square of mean |r|.
+        "k3": Limits(5 * size**2, 5 * poor**2),
+        "token_mult_prob_error": Limits(math.exp(2 * size), math.exp(2 * poor)),
+        "mean_abs_dlogp": Limits(size, poor),
+        "mean_abs_dprob": Limits(size, poor),
+    }
 
 
 def get_limits(grade: str, over: Mapping[str, float] = MappingProxyType({})) -> dict[str, Limits]:

@@ -17,8 +17,13 @@ from shakedown.consistency.journal import Act, Journal, recalled
 from shakedown.consistency.logprobs import BadToken, read_logprobs
 from shakedown.consistency.plan import Plan
 from shakedown.consistency.prompts import refuse_other_prompts
-from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Score
-from shakedown.consistency.score import Reference, Scored
+from shakedown.consistency.samples import (
+    ComparedCompletion,
+    EncodedPrompt,
+    Failure,
+    Score,
+)
+from shakedown.consistency.score import Reference
 from shakedown.inference.client import Client
 
 
@@ -117,7 +122,7 @@ def _scored(
 ) -> list[Score]:
     known = {c.prompt.index: _known(c, journal, act) for c in completions}
     new = [c for c in completions if known[c.prompt.index] is None]
-    items = [Scored(c.prompt.ids, c.token_ids, c.prompt) for c in new]
+    items = [c.scored for c in new]
     for completion, made in zip(new, reference.score(items, temperature=temperature), strict=True):
         journal.put(completion.prompt.index, act, made.to_row())
         known[completion.prompt.index] = made

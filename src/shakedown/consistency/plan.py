@@ -6,8 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.consistency.accuracy import RewardOf
+from shakedown.consistency.compare import Array
+from shakedown.consistency.samples import Scored
+from shakedown.core.verdict import Finding
 
 Progress = Callable[[str], None]
+# (sequences, dtype, temperature) -> log-probabilities of the completions by a trainer's forward.
+TrainerScores = Callable[[Sequence[Scored], str, float], list[Array]]
 
 
 @dataclass(frozen=True)
@@ -21,6 +26,12 @@ class Plan:
         reward: judges completions against each row's `answer`; None: accuracies are not measured.
             `reward_name` is what it is called.
         folder: the data file's, where relative paths of images begin.
+        engine_dtype, engine_weights, engine_log: what the server is known to compute in, the
+            folder that it has, and its log; empty: not known.
+        factors: `auto` measures the deep ones only where the comparison does not pass, `all`
+            always.
+        trainer: a trainer's own forward pass; `trainer_name` is what it is called.
+        servers: what became of each, where there are several.
         again: the command that goes on from what a stopped comparison has on disk.
     """
 
@@ -31,7 +42,7 @@ class Plan:
     dtype: str = "auto"
     max_tokens: int = 64
     temperature: float = 1.0
-    grade: str = "dense"
+    grade: str = "auto"
     limits: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     concurrency: int = 64
@@ -39,5 +50,12 @@ class Plan:
     api_key: str = field(default="", repr=False)
     reward: RewardOf | None = field(default=None, repr=False)
     reward_name: str = ""
+    engine_dtype: str = ""
+    engine_weights: str = ""
+    engine_log: str = ""
+    factors: str = "auto"
+    trainer: TrainerScores | None = field(default=None, repr=False)
+    trainer_name: str = ""
     again: str = "the same command"
     folder: Path | None = None
+    servers: Callable[[], Sequence[Finding]] = list

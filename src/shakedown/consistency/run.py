@@ -1,41 +1,42 @@
 """Generate once, score by each side, judge. Imports torch (through `score`): import it lazily."""
 
 import asyncio
-import hashlib
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from shakedown.consistency.accuracy import Paired, accuracy_findings
 from shakedown.consistency.answers import judge_answers
-from shakedown.consistency.attribute import Layer, Views, attribute, culprit
 from shakedown.consistency.bootstrap import divergence_rate
-from shakedown.consistency.compare import Aligned, Array, Metric, align
+from shakedown.consistency.compare import Aligned, Metric, align
+from shakedown.consistency.explain import Explained, explain
 from shakedown.consistency.grade import get_limits, grade_metrics
 from shakedown.consistency.greedy import GreedyDivergence, judge_greedy
 from shakedown.consistency.journal import Journal, Parts, state_of
 from shakedown.consistency.part import ComparedSample, ask, score
 from shakedown.consistency.plan import Plan, Progress
 from shakedown.consistency.samples import check_rows, read_prompts
-from shakedown.consistency.score import Reference, Scored
+from shakedown.consistency.score import Reference
 from shakedown.consistency.tables import open_tables
 from shakedown.consistency.tally import Tally
 from shakedown.core.errors import BlockedError, ServerError, ShakedownError, StorageError
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Finding, Status, status_of
 
+_BAD = ("fail", "error", "warn")  # what a finding can be that did not pass, the worst first
 _PART = 256  # prompts that are generated together, then scored and written together
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result: metrics, findings, layers and what it all means.
+    """The result: metrics, limits, findings, factors and what it all means.
 
     `samples` and `tokens` are counts of what was compared. `shown` are those samples whose tokens
-    are kept for layers and drawings (all, unless they are very many), `aligned` their tokens.
+    are kept for factors and drawings (all, unless they are very many), `aligned` their tokens.
     """
 
     plan: Plan
@@ -47,7 +48,7 @@ class Comparison:
     aligned: Aligned
     metrics: Mapping[str, Metric]
     findings: Sequence[Finding]
-    layers: Sequence[Layer]
+    explained: Explained
     divergences: Sequence[GreedyDivergence | None]
     accuracy: Mapping[str, Paired] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -59,17 +60,23 @@ class Comparison:
 
     @property
     def summary(self) -> str:
-        """One sentence: the size of the mismatch, and its layer where there is one."""
+        """One sentence: the size of the mismatch, and the factor that it comes from."""
         k3, dlogp = self.metrics["k3"], self.metrics["mean_abs_dlogp"]
         size = (
             f"{self.tokens} tokens of {self.samples} samples: k3 {k3.value:.2g}, "
             f"mean |dlogp| {dlogp.value:.2g}, largest {self.metrics['max_abs_dlogp'].value:.2g}"
         )
-        layer = culprit(self.layers)
+        worst = int(np.argmax(np.abs(self.aligned.r)))
+        sample = self.shown[int(self.aligned.sample[worst])].completion.prompt.index
+        size += f" (sample {sample} position {self.aligned.position[worst]})"
         if self.status == "PASS":
             return f"engine and reference agree over {size}"
-        why = f"; {layer.name}: {layer.sentence}" if layer else ""
-        return f"engine and reference differ over {size}{why}"
+        if self.explained.sentence:
+            return f"engine and reference differ over {size}; {self.explained.sentence}"
+        worse = min(
+            (f for f in self.findings if f.status in _BAD), key=lambda f: _BAD.index(f.status)
+        )
+        return f"the log-probabilities agree over {size}; {worse.check}: {worse.measured}"
 
 
 def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Comparison:
@@ -84,11 +91,12 @@ def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Co
         PromptMismatchError: the server makes other token ids of the prompts.
         StorageError: the folder cannot be written.
     """
-    get_limits(plan.grade)
-    check_rows(plan.rows)
+    if plan.grade != "auto":
+        get_limits(plan.grade)
+    rows = check_rows(plan.rows, plan.folder)
     begin = time.monotonic()
     reference = Reference(plan.reference, dtype=plan.dtype)
-    parts = Parts(ComparisonPaths(out).parts, _identity(plan, reference))
+    parts = Parts(ComparisonPaths(out).parts, _identity(plan, reference, rows))
     work = _Work(plan, reference, parts, progress)
     work.seconds["load"] = time.monotonic() - begin
     if parts.resumed:
@@ -104,8 +112,9 @@ def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Co
             parts.remove()
         raise
     begin = time.monotonic()
-    result = _judge(plan, reference, work.tally)
-    work.seconds["judge"] = time.monotonic() - begin
+    result = _judge(plan, reference, work.tally, progress)
+    work.seconds["factors"] = result.explained.seconds
+    work.seconds["judge"] = time.monotonic() - begin - result.explained.seconds
     parts.remove()
     seconds = {name: round(value, 3) for name, value in work.seconds.items()}
     return replace(result, seconds=seconds, decode=work.decode)
@@ -178,35 +187,32 @@ class _Work:
         )
 
 
-def _identity(plan: Plan, reference: Reference) -> dict[str, Any]:
+def _identity(plan: Plan, reference: Reference, rows: str) -> dict[str, Any]:
     """All that answers and scores depend on. Not the URL: a server may come back at another."""
-    rows = json.dumps(list(plan.rows), sort_keys=True, default=str)
     return {
         "reference": [plan.reference, reference.dtype, state_of(plan.reference)],
         "model": plan.model,
         "sampling": [plan.max_tokens, plan.temperature, plan.seed],
         "reward": plan.reward_name,
-        "rows": hashlib.sha256(rows.encode("utf-8", "replace")).hexdigest(),
+        "rows": rows,
     }
 
 
-def _judge(plan: Plan, reference: Reference, tally: Tally) -> Comparison:
+def _judge(plan: Plan, reference: Reference, tally: Tally, progress: Progress) -> Comparison:
     metrics = tally.sums.measure(seed=plan.seed)
     metrics["greedy_divergence_rate"] = divergence_rate(
         [flip.position if flip else None for flip in tally.divergences], seed=plan.seed
     )
-    graded = grade_metrics(metrics, get_limits(plan.grade, plan.limits))
     shown = tally.shown.samples
-    layers = attribute(_views(plan, reference, shown, deep=status_of(graded) != "PASS"))
+    explained = explain(plan, reference, shown, metrics, progress)
     noise = tally.noise(metrics["max_abs_dlogp"].value)
-    greedy = judge_greedy(tally.divergences, max_abs_dlogp=noise)
     paired = {name: counts for name, counts in tally.paired.items() if counts.rows}
     findings = [
-        *graded,
-        greedy,
+        *grade_metrics(metrics, explained.chosen.limits),
+        judge_greedy(tally.divergences, max_abs_dlogp=noise),
         *accuracy_findings(paired),
         *tally.findings(),
-        *(layer.finding() for layer in layers),
+        *explained.findings,
     ]
     return Comparison(
         plan=plan,
@@ -220,33 +226,7 @@ def _judge(plan: Plan, reference: Reference, tally: Tally) -> Comparison:
         ),
         metrics=metrics,
         findings=findings,
-        layers=layers,
+        explained=explained,
         divergences=tally.divergences,
         accuracy=paired,
-    )
-
-
-def _views(
-    plan: Plan, reference: Reference, shown: Sequence[ComparedSample], *, deep: bool
-) -> Views:
-    """`deep` also scores in another dtype: only worth its time when there is a mismatch."""
-    completions = [each.completion for each in shown]
-    other: tuple[str, list[Array]] | None = None
-    if deep:
-        name = "bfloat16" if reference.dtype == "float32" else "float32"
-        items = [Scored(c.prompt.ids, c.token_ids, c.prompt) for c in completions]
-        scores = Reference(plan.reference, dtype=name).score(items, temperature=plan.temperature)
-        other = (name, [own.logprobs for own in scores])
-    prefill = [each.prefill for each in shown if each.prefill is not None]
-    return Views(
-        reference=[each.score.logprobs for each in shown],
-        engine=[c.logprobs for c in completions],
-        trainer_prompts=[c.prompt.ids for c in completions],
-        engine_prompts=[c.prompt_ids for c in completions],
-        engine_prompt_tokens=[c.prompt_tokens for c in completions],
-        temperature=plan.temperature,
-        bos=reference.tokenizer.bos_token_id,
-        reference_raw=[each.score.raw for each in shown],
-        prefill=prefill if len(prefill) == len(shown) else None,
-        other_dtype=other,
     )

@@ -1,5 +1,7 @@
 """What is generated once and scored by every side: prompts, completions, scores."""
 
+import hashlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +12,7 @@ import numpy as np
 from shakedown.consistency.compare import Array
 from shakedown.consistency.images import has_images, take_images
 from shakedown.consistency.logprobs import BadToken
-from shakedown.core.errors import UsageError
+from shakedown.core.errors import ShakedownError, UsageError
 
 Message = Mapping[str, Any]
 # Token ids of messages with images (PNG), expanded as the model's processor does.
@@ -48,6 +50,11 @@ class ComparedCompletion:
     prompt_tokens: int = 0
     bad: Sequence[BadToken] = ()
 
+    @property
+    def scored(self) -> "Scored":
+        """What the reference is asked to score."""
+        return Scored(self.prompt.ids, self.token_ids, self.prompt)
+
     def to_row(self) -> dict[str, Any]:
         """All but the prompt, for the journal. NaN stays NaN, as Python's json writes and reads."""
         return {
@@ -69,6 +76,23 @@ class ComparedCompletion:
         bad = [BadToken(int(place), str(what), bool(gone)) for place, what, gone in row["bad"]]
         count = int(row["prompt_tokens"])
         return cls(prompt, ids, logprobs, str(row["text"]), prompt_ids, count, bad)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A prompt's ids and the completion's ids that follow it; both are not empty.
+
+    `source`: the prompt, which scoring one with images needs.
+    """
+
+    prompt: Sequence[int]
+    completion: Sequence[int]
+    source: EncodedPrompt | None = None
+
+    @property
+    def images(self) -> bool:
+        """Whether the prompt shows images, which its ids alone do not hold."""
+        return self.source is not None and bool(self.source.images)
 
 
 @dataclass(frozen=True)
@@ -119,14 +143,27 @@ class Generated:
     failures: Sequence[Failure] = field(default_factory=list)
 
 
-def check_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """See that every row has a prompt, before anything is generated.
+def check_rows(rows: Sequence[Mapping[str, Any]], folder: Path | None = None) -> str:
+    """See that every row has a prompt, before anything is generated; SHA-256 of what they hold.
+
+    Args:
+        folder: the data file's, for images in files; their content counts, not their names.
 
     Raises:
-        UsageError: a row has no `messages`, `prompt` (text or messages) or `question`.
+        UsageError: a row has no `messages`, `prompt` (text or messages) or `question`, or it has
+            an image that cannot be read.
     """
+    total = hashlib.sha256()
     for index, row in enumerate(rows):
         _given(index, row)
+        shown: dict[str, Any] = dict(row)
+        if has_images(row):
+            shown["messages"], images = take_images(row, f"data row {index + 1}", folder)
+            shown["images"] = [hashlib.sha256(image).hexdigest() for image in images]
+            shown.pop("image", None)
+        text = json.dumps(shown, sort_keys=True, default=str)
+        total.update(text.encode("utf-8", "replace"))
+    return total.hexdigest()
 
 
 def read_prompts(
@@ -161,12 +198,14 @@ def _with_images(
     place = f"data row {index + 1}"
     if image_ids is None:
         raise UsageError(
-            f"{place} has images, and the reference is a model or a processor for text alone",
-            hint="give a checkpoint with vision and its processor, or rows without images",
+            f"{place} has images, and the reference is a model for text alone",
+            hint="give a checkpoint with vision, or rows without images",
         )
     messages, images = take_images(row, place, folder)
     try:
         ids = image_ids(messages, images)
+    except ShakedownError:
+        raise
     except Exception as error:  # templates are programs: anything may come
         raise UsageError(f"{place}: the processor refuses it: {str(error)[:300]}") from error
     return EncodedPrompt(index, messages=messages, ids=ids, images=images)

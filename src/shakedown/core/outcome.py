@@ -36,7 +36,8 @@ class Outcome:
     """`state` and one `sentence`; `exit_codes` by component, negative for a signal.
 
     `stalled` says, for a hung attempt, which components stood still, since when and in which phase.
-    `rank_nodes`: the node of each trainer rank, in the order of ranks.
+    `rank_nodes`: the node of each trainer rank, in the order of ranks. `findings`: what was seen in
+    the stage's own metrics, and `next` the command for it.
     """
 
     stage: str
@@ -51,6 +52,8 @@ class Outcome:
     metrics: Mapping[str, float] = field(default_factory=dict)
     started: str = ""
     seconds: float = 0.0
+    findings: Sequence[Finding] = ()
+    next: str = ""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -77,13 +80,17 @@ def read_outcome(path: Path) -> Outcome:
 
 
 def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path) -> Verdict:
-    """A completed stage passes; any other fails with the diagnosis' sentence."""
+    """A completed stage passes, with a warning where it found something; any other fails.
+
+    The diagnosis' sentence says why, but where the stage itself does.
+    """
     clock = Stopwatch()
     completed = outcome.state == "completed"
     sentence = outcome.sentence
     paths = StagePaths(stage_root)
     evidence = [str(paths.outcome)]
-    if not completed and diagnosis is not None:
+    explained = any(found.status == "fail" for found in outcome.findings)
+    if not completed and diagnosis is not None and not explained:
         sentence = f"{diagnosis.summary} ({outcome.sentence})"
         evidence.append(str(paths.diagnosis_html))
     finding = Finding(
@@ -95,17 +102,18 @@ def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path)
         expected="completed",
         blame="none" if completed else "code",
         evidence=evidence,
-        remedy="" if completed else f"read {paths.diagnosis_html}",
+        remedy="" if completed or explained else f"read {paths.diagnosis_html}",
     )
     return Verdict(
         stage=f"accept {outcome.stage}",
-        status="PASS" if completed else "FAIL",
+        status=status_of([finding, *outcome.findings]),
         summary=f"stage {outcome.stage} {outcome.state}: {sentence}",
-        findings=[finding],
+        findings=[finding, *outcome.findings],
         metrics=outcome.metrics,
         started=clock.started,
         seconds=clock.seconds,
-        next="" if completed else "fix the cause, then run the same snakemake command again",
+        next=outcome.next
+        or ("" if completed else "fix the cause, then run the same snakemake command again"),
     )
 
 

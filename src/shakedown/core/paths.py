@@ -63,6 +63,8 @@ class AgentsPaths(StepPaths):
     """`agents/`: what the agent class did under load."""
 
     episodes = Below("episodes.jsonl")  # one JSON line an episode
+    page = Below("episodes.html")  # some of them as conversations
+    debug = Below("debug")  # workers that stand for a debugger; see `debug.stops`
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,9 @@ class AttemptPaths:
     debug = Below("debug")
     # rollout batches and weights that trainer and orchestrator hand each other
     exchange = Below("exchange")
+    drift = Below(
+        "drift"
+    )  # why the attempt was stopped, where the engine's log-probabilities drifted
     evals = Below("evals.jsonl")  # held-out accuracies, one JSON row for each evaluation
 
     def diverged(self, rank: int) -> Path:
@@ -184,6 +189,7 @@ class StagePaths:
     rollouts = Below("rollouts")  # recorded rollout batches, one file a step; see `grpo.record`
     # A copy of the newest attempt's outcome: what the workflow waits for
     outcome = Below("outcome.json")
+    verdict = Below("verdict.json")  # the same as a verdict, without a diagnosis
     diagnosis = Below("diagnosis.json")
     diagnosis_html = Below("diagnosis.html")
     accepted = Below("accepted.json")

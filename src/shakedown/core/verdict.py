@@ -119,6 +119,13 @@ def counted(findings: Iterable[Finding]) -> str:
     return ", ".join(f"{number} {word}" for number, word, always in parts if number or always)
 
 
+def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
+    """The verdict with more findings, none of which fails: a warning among them is its own."""
+    warned = verdict.status == "PASS" and status_of(findings) == "WARN"
+    status: Status = "WARN" if warned else verdict.status
+    return replace(verdict, status=status, findings=[*verdict.findings, *findings])
+
+
 def blocked_verdict(stage: str, check: str, error: BlockedError, clock: Stopwatch) -> Verdict:
     """The verdict of a stage that could not be judged: it names what is missing."""
     # Not str(error), which holds the hint too: that goes into `next`.

@@ -20,17 +20,21 @@ def plain_lines(path: Path) -> Iterator[str]:
         yield from stream
 
 
-def read_rows(source: str, *, limit: int | None = None) -> list[Body]:
-    """The first `limit` rows, or all.
+def read_rows(source: str, *, limit: int | None = None, images: bool = False) -> list[Body]:
+    """The first `limit` rows, or all; of a known data set also its images, where asked for.
 
     Raises:
         UsageError, BlockedError: as `placed_rows`.
     """
-    return [body for _, body in placed_rows(source, limit=limit)]
+    return [body for _, body in placed_rows(source, limit=limit, images=images)]
 
 
 def placed_rows(
-    source: str, *, limit: int | None = None, lines: Lines = plain_lines
+    source: str,
+    *,
+    limit: int | None = None,
+    lines: Lines = plain_lines,
+    images: bool = False,
 ) -> Iterator[tuple[str, Body]]:
     """Rows with the places where they stand: `FILE, line N` or `hub:NAME, row N`.
 
@@ -43,14 +47,14 @@ def placed_rows(
     """
     parsed = parse_source(source)
     if parsed.hub:
-        rows = _hub_rows(parsed)
+        rows = _hub_rows(parsed, images)
     elif parsed.place.endswith(".parquet"):
-        rows = _parquet_rows(parsed)
+        rows = _parquet_rows(parsed, images)
     else:
         rows = _file_rows(Path(parsed.place), lines)
     place = ""
     for place, body in itertools.islice(rows, limit):
-        yield place, parsed.format.row(body, place) if parsed.format else body
+        yield place, parsed.format.row(body, place, images=images) if parsed.format else body
     if not place:
         raise UsageError(f"data set {source} holds no rows", hint="write one JSON object a line")
 
@@ -91,7 +95,7 @@ def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
     )
 
 
-def _hub_rows(source: DataSource) -> Iterator[tuple[str, Body]]:
+def _hub_rows(source: DataSource, images: bool) -> Iterator[tuple[str, Body]]:
     """Streamed, so that nothing is copied into a cache folder that ranks would race for."""
     name, _, split = source.place.removeprefix(HUB_PREFIX).partition(":")
     config = source.format.hub_config if source.format else ""
@@ -99,7 +103,7 @@ def _hub_rows(source: DataSource) -> Iterator[tuple[str, Body]]:
         from datasets import load_dataset
 
         table = load_dataset(name, config or None, split=split or DEFAULT_SPLIT, streaming=True)
-        yield from _table_rows(table, source)
+        yield from _table_rows(table, source, images)
     except Exception as error:  # the library raises many kinds: network, parsing
         # Not the user's fault: the name may be right and the hub out of reach.
         raise BlockedError(
@@ -108,7 +112,7 @@ def _hub_rows(source: DataSource) -> Iterator[tuple[str, Body]]:
         ) from error
 
 
-def _parquet_rows(source: DataSource) -> Iterator[tuple[str, Body]]:
+def _parquet_rows(source: DataSource, images: bool) -> Iterator[tuple[str, Body]]:
     path = Path(source.place)
     try:
         path.open("rb").close()  # the plain words of the system for a file that cannot be read
@@ -120,7 +124,7 @@ def _parquet_rows(source: DataSource) -> Iterator[tuple[str, Body]]:
         table = load_dataset(
             "parquet", data_files={"train": str(path)}, split="train", streaming=True
         )
-        yield from _table_rows(table, source)
+        yield from _table_rows(table, source, images)
     except Exception as error:  # as above
         raise UsageError(
             f"cannot read data set {path}: {type(error).__name__}: {str(error)[:300]}",
@@ -128,10 +132,10 @@ def _parquet_rows(source: DataSource) -> Iterator[tuple[str, Body]]:
         ) from error
 
 
-def _table_rows(table: Any, source: DataSource) -> Iterator[tuple[str, Body]]:
+def _table_rows(table: Any, source: DataSource, images: bool) -> Iterator[tuple[str, Body]]:
     """Columns that the format does not read are dropped before anything decodes their images."""
     if source.format and table.column_names:
-        kept = source.format.columns
+        kept = (*source.format.columns, *(("images",) if images else ()))
         table = table.remove_columns([name for name in table.column_names if name not in kept])
     for number, row in enumerate(table, start=1):
         yield f"{source.place}, row {number}", dict(row)

@@ -8,6 +8,7 @@ Light, as every worker imports it: what stops a process is loaded where that is 
 
 import importlib.util
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from shakedown.core.errors import BlockedError
 ASKED = "SHAKEDOWN_DEBUG"  # 1, or FILE:LINE,FILE:LINE
 FOLDER = "SHAKEDOWN_DEBUG_FOLDER"
 ROLE = "SHAKEDOWN_DEBUG_ROLE"
+NO_TIMEOUT = 7 * 86400.0  # seconds, longer than any job: for what a person may hold up
 _AT_START = Path(__file__).with_name("at_start.py")
 
 
@@ -69,6 +71,19 @@ def stop_at_exception(error: BaseException) -> None:
         from shakedown.debug.hook import stop_at
 
         stop_at(error)
+
+
+def is_held() -> bool:
+    """Whether a debugger that somebody started in this process holds it, or may at any moment.
+
+    It is debugpy with a client, or on Python 3.12 and later anything that monitors as a debugger. A
+    trace function is no sign: coverage has one, too.
+    """
+    debugpy = sys.modules.get("debugpy")
+    if debugpy is not None and debugpy.is_client_connected():
+        return True
+    monitoring = getattr(sys, "monitoring", None)
+    return monitoring is not None and monitoring.get_tool(monitoring.DEBUGGER_ID) is not None
 
 
 def require_debugpy() -> None:

@@ -19,7 +19,9 @@ _LAST_PORT = 65535
 
 
 def debug_folders(root: Path) -> list[Path]:
-    """The folders of stops below a run, a stage or an attempt; of a stage the newest attempt's.
+    """The folders of stops below a run, a stage, an attempt or results of `shakedown agent`.
+
+    Of a stage the newest attempt's.
 
     Raises:
         UsageError: it is none of these.
@@ -32,7 +34,9 @@ def debug_folders(root: Path) -> list[Path]:
     attempts = [AttemptPaths(root), AttemptPaths(StagePaths(root).latest)]
     if (stages := RunPaths(root).stages).is_dir():
         attempts += [AttemptPaths(StagePaths(path).latest) for path in sorted(stages.iterdir())]
-    return [attempt.debug for attempt in attempts if attempt.debug.is_dir()]
+    # The results of an agent alone have theirs where an attempt has it.
+    folders = [attempt.debug for attempt in attempts] + [RunPaths(root).agents.debug]
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def standing(folders: Sequence[Path]) -> list[tuple[Path, Stop]]:

@@ -79,6 +79,42 @@ RULES: tuple[Rule, ...] = (
         "vllm/model_executor/model_loader/default_loader.py; transformers/modeling_utils.py",
     ),
     Rule(
+        # vLLM reads the header itself, too: a Git LFS pointer ends it with a MemoryError there.
+        r"SafetensorError|Error while deserializing header|in parse_safetensors_file_metadata"
+        r"|for VllmConfig\s{1,9}Value error, (Expecting|Unterminated string|Extra data)",
+        "the model's weights are cut off or damaged",
+        "compare the sizes of *.safetensors with where they come from; 130 bytes are a Git LFS "
+        "pointer: git lfs pull",
+        "safetensors' Python binding; vllm/transformers_utils/utils.py",
+    ),
+    Rule(
+        r"Attempted to load weight|There is no module or parameter named"
+        r"|size mismatch for \w|The size of tensor a .{0,60}must match the size of tensor b",
+        "the weights do not fit config.json",
+        "take config.json and *.safetensors from the same checkpoint",
+        "vllm/model_executor/model_loader/weight_utils.py; vllm/model_executor/models/utils.py; "
+        "torch's load_state_dict",
+    ),
+    Rule(
+        r"contains custom code which must be executed|requires you to execute custom code"
+        r"|consider setting `trust_remote_code",
+        "the model brings code of its own, which the engine does not run unasked",
+        "read that code; then --trust-remote-code in serve.extra_args",
+        "transformers/dynamic_module_utils.py; vllm/transformers_utils/config.py",
+    ),
+    Rule(
+        r"Can't load tokenizer for|Couldn't instantiate the backend tokenizer",
+        "the model's folder holds no tokenizer",
+        "put tokenizer.json and tokenizer_config.json beside config.json",
+        "transformers/tokenization_utils_base.py and tokenization_utils_tokenizers.py",
+    ),
+    Rule(
+        r"Unknown quantization method|Quantization method specified in the model config",
+        "the engine does not know the model's quantisation, or was told another one",
+        "take --quantization out of serve.extra_args, or serve weights that are not quantised",
+        "vllm/config/model.py",
+    ),
+    Rule(
         r"No available memory for the cache|less than requested memory for kv"
         r"|larger than the available KV cache memory|Please try to increase --mem-fraction-static"
         r"|Memory footprint \d+ is more than available memory",

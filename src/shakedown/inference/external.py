@@ -1,12 +1,13 @@
 """A server of somebody else, by its URL: looked at, and written down like one of our own.
 
 It is never started, stopped or leased. What it can do is seen by asking it, not by its name.
+Several of one model, `URL,URL`, are one server to all that use it: see `relay`.
 """
 
 import asyncio
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +24,7 @@ from shakedown.inference.engines import Capabilities, Request, TokenEngine, get_
 from shakedown.inference.engines import get_token_engine as token_engine
 from shakedown.inference.folder import Endpoint, ServerOrder, read_endpoint, with_model
 from shakedown.inference.ready import generation_fault
+from shakedown.inference.relay import relayed, split_urls
 from shakedown.inference.secret import make_secret, read_secret
 
 KIND = "external"
@@ -46,32 +48,65 @@ def attach(order: ServerOrder, folder: ServerPaths, say: Callable[[str], None]) 
     """Check the server of `order.url` by real requests and write its endpoint.
 
     Raises:
-        UsageError: no URL or key, or it serves other models than the one asked for.
-        ServerError: it does not answer a generation.
+        UsageError: no URL or key, or it serves other models than the one asked for; of several,
+            they do not serve the same.
+        ServerError: it, or none of several, answers a generation.
     """
-    if not _is_url(order.url):
+    if not all(map(_is_url, order.url.split(","))):
         raise UsageError(
             # What stands before an @ may be a key.
             f"serve.url is {order.url.rpartition('@')[2]!r}: expected http://HOST:PORT of the "
-            "external server, without a name or key",
+            "external server, without a name or key; of several, with commas between",
             hint="shakedown serve start --engine external --url http://HOST:PORT --out DIR",
         )
-    url, key = order.url.rstrip("/").removesuffix("/v1"), _key(order)
+    urls, key = split_urls(order.url), _key(order)
     folder.secret.unlink(missing_ok=True)
     if key:
         make_secret(folder.secret, key)
     order = with_model(order) if order.spec.model else order
-    seen = asyncio.run(_ask(url, key, order))
+    seen, url = _seen_alike(urls, key, order, say), ",".join(urls)
     endpoint = _endpoint(order, seen, url, secret=str(folder.secret) if key else "")
-    if seen.engine == KIND:
-        fault = generation_fault(get_engine(KIND), url, seen.served, key)
-        if fault:
-            raise ServerError(f"the external server at {url} answers no generation: {fault}")
     for path in (folder.state, folder.job, folder.job_mark):  # of a server of our own before
         path.unlink(missing_ok=True)
     write_json(folder.endpoint, endpoint.to_json())
     say(f"serve: the external server at {url} answered a generation as {seen.served}")
     return read_endpoint(folder.root)
+
+
+def _seen_alike(
+    urls: Sequence[str], key: str, order: ServerOrder, say: Callable[[str], None]
+) -> _Seen:
+    """What the servers that answer have in common."""
+    seen: dict[str, _Seen] = {}
+    faults: list[ServerError] = []
+    for url in urls:
+        try:
+            seen[url] = _checked(url, key, order)
+        except ServerError as error:
+            faults.append(error)
+    if not seen:
+        raise faults[0]
+    first = next(iter(seen.values()))
+    for url, other in seen.items():
+        if (other.engine, other.served) != (first.engine, first.served):
+            raise UsageError(
+                f"the servers of serve.url are not alike: {next(iter(seen))} serves "
+                f"{first.served} as {first.engine}, {url} {other.served} as {other.engine}",
+                hint="give those of one model and one engine, or --served-name",
+            )
+    for fault in faults:
+        say(f"serve: {fault.args[0]}; it is used once it answers")
+    able = [asdict(each.able) for each in seen.values()]
+    return replace(first, able=Capabilities(**{k: all(a[k] for a in able) for k in able[0]}))
+
+
+def _checked(url: str, key: str, order: ServerOrder) -> _Seen:
+    seen = asyncio.run(_ask(url, key, order))
+    if seen.engine == KIND:
+        fault = generation_fault(get_engine(KIND), url, seen.served, key)
+        if fault:
+            raise ServerError(f"the external server at {url} answers no generation: {fault}")
+    return seen
 
 
 def found(folder: ServerPaths) -> Endpoint | None:
@@ -84,9 +119,10 @@ def found(folder: ServerPaths) -> Endpoint | None:
 
 
 def fault_of(endpoint: Endpoint) -> str | None:
-    """Why it does not answer a generation; None when it does."""
-    engine = get_engine(endpoint.engine)
-    return generation_fault(engine, endpoint.base_url, endpoint.served_name, endpoint.api_key())
+    """Why it does not answer a generation; None when it, or one of several, does."""
+    engine, key = get_engine(endpoint.engine), endpoint.api_key()
+    with relayed(endpoint.base_url, key) as servers:
+        return generation_fault(engine, servers.url, endpoint.served_name, key)
 
 
 def check_answers(endpoint: Endpoint, root: Path) -> None:

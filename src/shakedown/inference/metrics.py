@@ -9,7 +9,7 @@ from typing import Self
 
 import httpx
 
-from shakedown.core.errors import ServerError
+from shakedown.core.errors import ServerError, UsageError
 from shakedown.inference.engines import InferenceEngine, get_engine
 from shakedown.inference.folder import Endpoint
 from shakedown.inference.secret import bearer
@@ -105,7 +105,13 @@ def watch_metrics(endpoint: Endpoint, seconds: float) -> dict[str, float | None]
 
     Raises:
         ServerError: it tells no metrics.
+        UsageError: they are several servers.
     """
+    if "," in endpoint.base_url:
+        raise UsageError(
+            f"{endpoint.base_url} are several servers, which count each for itself",
+            hint="shakedown serve start --engine external --url ONE --out FOLDER, then ask that",
+        )
     engine, key = get_engine(endpoint.engine), endpoint.api_key()
     began = time.monotonic()
     before = read_metrics(engine, endpoint.base_url, key)

@@ -32,7 +32,8 @@ class Expectations:
         hub: what comes from the hub: `models/ORGANISATION/NAME` or `datasets/...`.
         trainers: numbers of the nodes that a GRPO stage's trainer runs on; 0 has its server, too.
         baseline: the site's own values, by name; see checks/baseline.py.
-        parts: the run's own code, as (kind, name); see training/try_part.py.
+        parts: the run's own code, as (kind, name), of agents with arguments (kind, name, kwargs as
+            JSON); see training/try_part.py.
     """
 
     nodes: int = 1
@@ -45,7 +46,7 @@ class Expectations:
     model: str = ""
     paths: Sequence[str] = ()
     hub: Sequence[str] = ()
-    parts: Sequence[tuple[str, str]] = ()
+    parts: Sequence[tuple[str, ...]] = ()
     trainers: Sequence[int] = ()
     baseline: Mapping[str, str | float] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""report.html: verdict, metrics with intervals, layers, drawings, the worst tokens in context."""
+"""report.html: verdict, factors, metrics with intervals, drawings, the worst tokens in context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,13 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from shakedown import __version__
-from shakedown.consistency.grade import get_limits, status_by
+from shakedown.consistency.factors.table import Row
+from shakedown.consistency.grade import status_by
 from shakedown.consistency.run import Comparison
 from shakedown.core.files import write_text
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Verdict
 from shakedown.core.visible import masked
 from shakedown.report import comparison_charts, text
+from shakedown.report.comparison_tables import sample_lines, token_lines
 from shakedown.report.environment import page_environment
 
 _WORST = 20  # tokens shown
@@ -47,6 +49,23 @@ class MetricRow:
     status: str
 
 
+@dataclass(frozen=True)
+class FactorRow:
+    """One line of the factor table, as text; empty where nothing was measured."""
+
+    factor: str
+    a: str
+    b: str
+    distance: str
+    floor: str
+    share: str
+    left: str
+    whole: str
+    tokens: str
+    note: str
+    seconds: str
+
+
 def write_report(result: Comparison, verdict: Verdict, out: Path) -> None:
     """Write `report.html`, one self-contained file.
 
@@ -59,15 +78,20 @@ def write_report(result: Comparison, verdict: Verdict, out: Path) -> None:
 
 def render_report(result: Comparison, verdict: Verdict) -> str:
     """The page as text: no network, no scripts; every text from the run is escaped."""
+    explained = result.explained
     return (
         page_environment()
         .get_template("comparison.html")
         .render(
             verdict=verdict,
             result=result,
-            layers=result.layers,
+            factors=[factor_row(row) for row in (*explained.rows, *explained.noise)],
+            explained=explained,
             metrics=metric_rows(result),
             worst=worst_tokens(result),
+            samples=sample_lines(result),
+            tokens=token_lines(result),
+            line=lambda ids: _text(result, ids),
             flips=[d for d in result.divergences if d is not None][:_WORST],
             drawings=comparison_charts.drawings(result.aligned, seed=result.plan.seed),
             plot=comparison_charts,
@@ -78,9 +102,30 @@ def render_report(result: Comparison, verdict: Verdict) -> str:
     )
 
 
+def factor_row(row: Row) -> FactorRow:
+    """Numbers as text; a row without a measurement has its reason alone."""
+    return FactorRow(
+        row.factor,
+        row.a,
+        row.b,
+        _number(row.distance),
+        _number(row.floor),
+        "" if row.share is None else f"{row.share:.0%}",
+        _number(row.left),
+        _number(row.whole),
+        "" if row.distance is None else str(row.tokens),
+        row.note,
+        text.duration(row.seconds) if row.distance is not None else "",
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
+
+
 def metric_rows(result: Comparison) -> list[MetricRow]:
     """Every metric with its interval and, where the grade has one, its limit."""
-    limits = get_limits(result.plan.grade, result.plan.limits)
+    limits = result.explained.chosen.limits
     rows = []
     for name, metric in result.metrics.items():
         bound = limits.get(name)

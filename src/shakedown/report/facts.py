@@ -1,5 +1,6 @@
 """The figures, the diagnosis and the versions that a page shows, from a `RunView`: pure."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +15,18 @@ from shakedown.report.view import RunView, ServerView, StageView
 # Rows of one table on the page; the verdict file has the rest.
 MAX_BAD, MAX_GOOD, MAX_CLASSES = 200, 200, 16
 
+MAX_CHECKS, MAX_FIGURES = 12, 40
+CHECK_FIGURES = (
+    ("episodes", "episodes"),
+    ("episodes_ok", "good episodes"),
+    ("good_episodes_per_second", "good episodes a second"),
+    ("latency_p50_seconds", "latency, median"),
+    ("latency_p99_seconds", "latency, 99th percentile"),
+    ("tokens_per_second", "tokens a second"),
+    ("loop_lag_p99_seconds", "event loop's lag, 99th percentile"),
+    ("loop_lag_max_seconds", "event loop's lag, longest"),
+    ("http_failed", "requests without an answer"),
+)
 SERVER_KEYS = ("engine", "served_name", "node", "pid", "started", "model")
 
 
@@ -24,6 +37,14 @@ class Figure:
     label: str
     value: str
     note: str = ""
+
+
+@dataclass(frozen=True)
+class CheckTable:
+    """Figures of an agent's checks: a row is a label and one value for each check."""
+
+    checks: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[str]]]
 
 
 @dataclass(frozen=True)
@@ -86,6 +107,38 @@ def server_facts(server: ServerView) -> list[tuple[str, str]]:
     """What to know of a server beside its address, as far as its file tells."""
     told = ((key.replace("_", " "), server.endpoint.get(key)) for key in SERVER_KEYS)
     return [(key, text.shorten(value, 120)) for key, value in told if value not in (None, "")]
+
+
+def check_table(verdict: Verdict | None) -> CheckTable | None:
+    """The checks of an agent beside each other; None: the verdict is of none.
+
+    Metrics of `agent checks` begin with the check's name, those of `agent run` with nothing.
+    """
+    told = verdict.metrics if verdict else {}
+    names = [name.removesuffix("episodes") for name in told if name.endswith("episodes")]
+    prefixes = [name for name in names if f"{name}episodes_ok" in told][:MAX_CHECKS]
+    if not prefixes:
+        return None
+    causes = {
+        name.removeprefix(f"{prefix}failed_"): f"failed: {name.removeprefix(f'{prefix}failed_')}"
+        for prefix in prefixes
+        for name in told
+        if name.startswith(f"{prefix}failed_")
+    }
+    wanted = [*CHECK_FIGURES, *((f"failed_{cause}", label) for cause, label in causes.items())]
+    rows = [
+        (label, [_figure(metric, told.get(prefix + metric)) for prefix in prefixes])
+        for metric, label in wanted[:MAX_FIGURES]
+    ]
+    shown = [(label, values) for label, values in rows if any(values)]
+    return CheckTable([prefix.rstrip("_") or "run" for prefix in prefixes], shown)
+
+
+def _figure(metric: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    timed = metric.endswith("_seconds") and math.isfinite(value)
+    return text.duration(value) if timed else text.number(value)
 
 
 def columns(stage: StageView) -> dict[str, Series]:

@@ -17,6 +17,7 @@ from jinja2 import Environment
 from shakedown import __version__
 from shakedown.core import files
 from shakedown.core.paths import (
+    AgentsPaths,
     AttemptPaths,
     ComparisonPaths,
     PreflightPaths,
@@ -106,6 +107,7 @@ def _environment(root: Path, folder: Path) -> Environment:
         "evidence": _evidence(root, folder),
         "split_findings": facts.split_findings,
         "bad_exits": facts.bad_exits,
+        "check_table": facts.check_table,
         "server_facts": facts.server_facts,
         "outcome_mark": _outcome_mark,
         "chart_data": _chart_data,
@@ -166,7 +168,8 @@ def _stage_files(root: Path) -> list[Path]:
 def _step_files(root: Path) -> list[Path]:
     """Of a check or of a server: the section shows those that are there."""
     server = ServerPaths(root)
-    files = [ComparisonPaths(root).page, server.verdict, server.endpoint]
+    pages = [ComparisonPaths(root).page, AgentsPaths(root).page]
+    files = [*pages, server.verdict, server.endpoint]
     return [*files, server.log, server.daemon_log, PreflightPaths(root).nodes]
 
 

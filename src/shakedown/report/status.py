@@ -14,6 +14,7 @@ from shakedown.core.visible import masked
 from shakedown.inference.engines import get_engine
 from shakedown.inference.folder import read_endpoint, read_state
 from shakedown.inference.ready import health_fault
+from shakedown.inference.relay import relayed
 from shakedown.report import jobs, live, terminal
 from shakedown.report.collect import collect
 from shakedown.report.live import Live
@@ -169,7 +170,8 @@ def _probe(server: ServerView) -> str:
         # Read again, as a client does: the server's secret goes to no address that is only shown.
         told = read_endpoint(server.root)
         engine = get_engine(told.engine)
-        fault = health_fault(engine, told.base_url, told.api_key(), timeout=PROBE_SECONDS)
+        with relayed(told.base_url, told.api_key()) as servers:
+            fault = health_fault(engine, servers.url, told.api_key(), timeout=PROBE_SECONDS)
     except (ShakedownError, httpx.InvalidURL, ValueError) as error:
         fault = error
     return f"{url} is up and healthy" if fault is None else f"{url} is not well: {fault}"

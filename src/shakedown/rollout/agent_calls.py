@@ -47,10 +47,13 @@ class RefusedCallError(UsageError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """The stage's own sampling: every call's temperature, and the most tokens of a reply."""
+    """The stage's own sampling: every call's temperature, and the most tokens of a reply.
+
+    `max_tokens`: None: as the agent asks.
+    """
 
     temperature: float
-    max_tokens: int
+    max_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -92,13 +95,15 @@ def prepare(body: Mapping[str, Any], sampling: Sampling) -> tuple[Body, ReplyOpt
     if body.get("temperature") == sampling.temperature:
         changed = [each for each in changed if not each.startswith("temperature ")]
     asked = [int(sent.pop(name)) for name in _LENGTHS if _is_count(sent, name)]
-    if asked and asked[0] > sampling.max_tokens:
+    limits = [] if sampling.max_tokens is None else [sampling.max_tokens]
+    if asked and limits and asked[0] > limits[0]:
         changed.append(f"max_tokens {asked[0]}")
     sent["temperature"] = sampling.temperature
     if any(map(_is_strict, _objects(sent.get("tools")))):
         changed.append("strict tools")
         sent["tools"] = [_relaxed(tool) for tool in sent["tools"]]
-    sent.setdefault("max_tokens", min([*asked[:1], sampling.max_tokens]))
+    if asked or limits:
+        sent.setdefault("max_tokens", min([*asked[:1], *limits]))
     options = sent.get("stream_options")
     if not isinstance(options, Mapping | None):
         raise RefusedCallError(f"stream_options is {options!r:.60}: expected a JSON object")

@@ -18,7 +18,9 @@ from typing import Self
 import aiohttp
 from aiohttp import web
 
+from shakedown.agents.call_log import CallLog
 from shakedown.agents.episode_tag import HEADER
+from shakedown.agents.wire import WireCall
 from shakedown.inference.secret import bearer
 from shakedown.rollout.agent_calls import (
     Body,
@@ -31,25 +33,29 @@ from shakedown.rollout.agent_calls import (
     prepare,
     read_reply,
 )
+from shakedown.rollout.call_entry import CallEntry
+from shakedown.rollout.engine_replies import (
+    MALFORMED,
+    CallError,
+    check_status,
+    chunks,
+    not_recorded,
+    read_object,
+    told,
+)
 from shakedown.rollout.protocols import PROTOCOLS
 from shakedown.rollout.protocols.base import Protocol, Reply
 from shakedown.rollout.request_gate import RequestGate
+from shakedown.rollout.shared_history import SharedHistory
 
 _LARGEST = 1 << 26  # bytes of a request, and of one line of a stream
 _BACKLOG = 4096  # a thousand episodes connect at once
 _CONNECT_SECONDS = 60.0
 _CHAT = "/v1/chat/completions"
 _MODELS = "/v1/models"
-_MALFORMED = (ValueError, TypeError, AttributeError, KeyError)  # what an engine may tell
+# What a call may end by; the agent is told which.
+_TOLD = (RefusedCallError, CallError, RecursionError, TimeoutError, aiohttp.ClientError)
 _VERSIONS = re.compile(r"(v1/)*")  # clients add it to a base URL that ends in it
-
-
-class _CallError(Exception):
-    """What the agent is told instead of a reply."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class AgentProxy:
@@ -62,7 +68,9 @@ class AgentProxy:
         timeout: seconds for one call.
         api_key: what the engine asks for.
         model: the name that the engine serves, whatever name an agent gives; empty: the agent's.
+        log_calls: keep what episodes ask and are answered for people, too: see `log_of`.
 
+    `history` looks for replies of other rows in the messages of episodes that were begun there.
     `recorded` counts calls; with the proxy's own `api_key`, outside of an episode, an agent can
     ask for the models alone.
     """
@@ -76,12 +84,16 @@ class AgentProxy:
         timeout: float,
         api_key: str = "",
         model: str = "",
+        log_calls: bool = False,
     ) -> None:
         self._model = {"model": model} if model else {}
         self._headers, self.api_key = bearer(api_key), secrets.token_hex(16)
         self._upstream, self._sampling, self._version = upstream, sampling, version
         self._times = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
         self._episodes: dict[str, list[Call]] = {}
+        self._log_calls, self._logs = log_calls, dict[str, CallLog]()
+        self._wires = dict[str, list[WireCall]]()
+        self.history = SharedHistory()
         self._said: set[str] = set()
         self._stack = contextlib.AsyncExitStack()
         self.gate = RequestGate()
@@ -116,101 +128,120 @@ class AgentProxy:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """End all connections, and listen no more."""
         await self._stack.aclose()
 
     def open(self) -> tuple[str, str]:
         """Begin an episode; returns its key and its own base URL, which ends in `/v1`."""
         key = secrets.token_hex(16)
-        self._episodes[key] = []
+        self._episodes[key], self._wires[key] = [], []
+        if self._log_calls:
+            self._logs[key] = CallLog("proxy")
         return key, f"http://{self.host}:{self.port}/e/{key}/v1"
 
     def close(self, key: str) -> list[Call]:
         """End an episode: its calls in the order in which they ended; later ones are refused."""
+        self._logs.pop(key, None)
+        self._wires.pop(key, None)
         return self._episodes.pop(key, [])
+
+    def log_of(self, key: str) -> CallLog | None:
+        """What people can read of an episode that is not closed; None: nothing is kept."""
+        return self._logs.get(key)
+
+    def wire_of(self, key: str) -> list[WireCall]:
+        """What came back of the requests of an episode that is not closed."""
+        return self._wires.get(key, [])
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = _VERSIONS.sub("", request.match_info["path"], count=1)
         protocol = PROTOCOLS.get(path, PROTOCOLS["chat/completions"])
+        key = _key(request)
+        if path == "models":
+            entry = CallEntry(key, None, path)
+        else:
+            entry = CallEntry(key, self._logs.get(key), path, self._wires.get(key))
         try:
             if (request.method, path) == ("GET", "models"):
-                self._check_key(request, self.api_key)
+                self._check_key(key, self.api_key)
                 return await self._models()
             if request.method != "POST" or path not in PROTOCOLS:
-                raise _CallError(
+                raise CallError(
                     404,
                     f"{request.method} {request.match_info['path']:.80}: in training an agent can "
                     f"only POST {', '.join(f'/v1/{name}' for name in PROTOCOLS)}, which is what "
                     "is recorded",
                 )
-            return await self._passed_on(request, self._check_key(request), protocol)
-        except RefusedCallError as error:
-            status, message = 400, str(error)
-        except _CallError as error:
-            status, message = error.status, str(error)
-        except RecursionError:
-            status, message = 400, "the body is nested too deeply"
-        except TimeoutError:
-            status, message = 504, f"the engine did not answer within {self._times.total:g} s"
-        except aiohttp.ClientError as error:
-            status, message = 502, f"the engine: {type(error).__name__} {error}".strip()
-        return web.json_response(protocol.reply.error(status, message), status=status)
+            self._check_key(key)
+            return await self._passed_on(request, entry, protocol)
+        except _TOLD as error:
+            failed = told(error, self._times.total or 0.0)
+            entry.ended(failed.status, str(failed), failed.fault)
+            body = protocol.reply.error(failed.status, str(failed))
+            return web.json_response(body, status=failed.status)
+        finally:
+            entry.left()
 
     async def _passed_on(
-        self, request: web.Request, key: str, protocol: Protocol
+        self, request: web.Request, entry: CallEntry, protocol: Protocol
     ) -> web.StreamResponse:
-        sent, wanted, changed = prepare(protocol.to_chat(await _body(request)), self._sampling)
+        asked = protocol.to_chat(await _body(request))
+        entry.sent(asked)
+        self.history.asked(entry.key, asked.get("messages"))
+        sent, wanted, changed = prepare(asked, self._sampling)
         self._say(changed)
+        self._say_model(asked.get("model"))
         if not wanted.stream:
-            return await self._answered(key, sent | self._model, wanted, protocol.reply())
-        return await self._streamed(request, key, sent | self._model, wanted, protocol.reply())
+            return await self._answered(entry, sent | self._model, wanted, protocol)
+        return await self._streamed(request, entry, sent | self._model, wanted, protocol.reply())
 
-    def _check_key(self, request: web.Request, *others: str) -> str:
-        """The key of the call: an episode's, or one of `others`.
+    def _check_key(self, key: str, *others: str) -> None:
+        """Of a call: an episode's, or one of `others`.
 
         Raises:
-            _CallError: it is none.
+            CallError: it is none.
         """
-        sent = request.headers
-        token = sent.get("Authorization", "").removeprefix("Bearer ").strip()
-        told = (request.match_info.get("key"), sent.get(HEADER), sent.get("x-api-key"), token)
-        key = next(filter(None, told), "")
         if key not in self._episodes and key not in others:
-            raise _CallError(
+            raise CallError(
                 403,
                 "this call belongs to no running episode: use base_url or api_key of run's "
                 "keyword arguments, and make no calls after run has returned",
             )
-        return key
 
     async def _answered(
-        self, key: str, sent: Body, wanted: ReplyOptions, shown: Reply
+        self, entry: CallEntry, sent: Body, wanted: ReplyOptions, protocol: Protocol
     ) -> web.StreamResponse:
-        async with self._asked(sent) as (reply, version):
+        async with self._asked(protocol.to_engine(sent), entry, protocol.path) as (reply, version):
             content = await reply.read()
-            _check_status(reply, content)
+            check_status(reply, content)
         try:
-            body = json.loads(content)
+            body = protocol.from_engine(read_object(content, reply.content_type))
+            entry.add(body)
             calls = read_reply(body, version)
-            answer = shown.whole(clean(body, wanted))
-        except _MALFORMED as error:
-            raise _CallError(502, f"not recorded: {error}") from error
-        self._keep(key, calls)
+            answer = protocol.reply().whole(clean(body, wanted))
+        except MALFORMED as error:
+            raise not_recorded(error) from error
+        self._keep(entry, calls)
+        entry.ended(200)
         return web.json_response(answer)
 
     async def _streamed(
-        self, request: web.Request, key: str, sent: Body, wanted: ReplyOptions, shown: Reply
+        self, request: web.Request, entry: CallEntry, sent: Body, wanted: ReplyOptions, shown: Reply
     ) -> web.StreamResponse:
         """Written apart from what is read: an agent that does not read holds no update up."""
         # The queue has no limit of its own: a reply is at most `max_tokens` chunks.
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         events: asyncio.Queue[bytes] = asyncio.Queue()
-        async with self._asked(sent) as (reply, version):
+        async with self._asked(sent, entry) as (reply, version):
             if reply.status != 200:
-                _check_status(reply, await reply.read())
+                check_status(reply, await reply.read())
             await response.prepare(request)
             writing = asyncio.create_task(_write(response, events))
             try:
-                async for event in self._events(reply, key, wanted, version, shown):
+                async for event in self._events(reply, entry, wanted, version, shown):
                     events.put_nowait(event)
                 events.put_nowait(b"")
             except BaseException:
@@ -220,17 +251,24 @@ class AgentProxy:
         return response
 
     @contextlib.asynccontextmanager
-    async def _asked(self, sent: Body) -> AsyncIterator[tuple[aiohttp.ClientResponse, int]]:
+    async def _asked(
+        self, sent: Body, entry: CallEntry, path: str = _CHAT
+    ) -> AsyncIterator[tuple[aiohttp.ClientResponse, int]]:
         """The engine's reply and the version that writes it; inside, no weights are loaded."""
         async with self.gate.request():
             version = self._version()
-            async with self._session.post(self._upstream + _CHAT, json=sent) as reply:
+            # A relay of several servers keeps an episode with one of them by it.
+            episode = {HEADER: entry.key}
+            async with self._session.post(
+                self._upstream + path, json=sent, headers=episode
+            ) as reply:
+                entry.heard()
                 yield reply, version
 
     async def _events(
         self,
         reply: aiohttp.ClientResponse,
-        key: str,
+        entry: CallEntry,
         wanted: ReplyOptions,
         version: int,
         shown: Reply,
@@ -238,7 +276,8 @@ class AgentProxy:
         """Chunks' events as they come, but the last ones only once the call is recorded."""
         record, held = StreamRecord(version), list[Body]()
         try:
-            async for chunk in _chunks(reply):
+            async for chunk in chunks(reply):
+                entry.add(chunk)
                 record.add(chunk)
                 if record.finished(wanted.choices):
                     held.append(chunk)
@@ -252,9 +291,12 @@ class AgentProxy:
                 for event in shown.add(clean(chunk, wanted))
             ]
             last += shown.end()
-            self._keep(key, record.calls())
-        except (aiohttp.ClientError, TimeoutError, _CallError, *_MALFORMED) as error:
-            last = [shown.failed(502, f"not recorded: {error}")]
+            self._keep(entry, record.calls())
+            entry.ended(200)
+        except (aiohttp.ClientError, TimeoutError, CallError, *MALFORMED) as error:
+            failed = not_recorded(error)
+            last = [shown.failed(failed.status, str(failed))]
+            entry.ended(failed.status, str(failed), failed.fault)
         for event in last:
             yield event
 
@@ -264,83 +306,67 @@ class AgentProxy:
                 body=await reply.read(), status=reply.status, content_type="application/json"
             )
 
-    def _keep(self, key: str, calls: list[Call]) -> None:
+    def _keep(self, entry: CallEntry, calls: list[Call]) -> None:
         """Add to the episode.
 
         Raises:
-            _CallError: it has ended: nobody would be rewarded for the call.
+            CallError: it has ended: nobody would be rewarded for the call.
         """
-        if key not in self._episodes:
-            raise _CallError(403, "the episode ended before this call did")
-        self._episodes[key] += calls
+        if entry.key not in self._episodes:
+            raise CallError(403, "the episode ended before this call did")
+        self._episodes[entry.key] += calls
+        entry.recorded(calls)
+        self.history.sampled(entry.key, calls)
         self.recorded += 1
+
+    def _say_model(self, named: object) -> None:
+        """Once for each other name, shortened: harmless here, and not without the proxy."""
+        served, name = self._model.get("model", ""), f"{named!s:.80}"
+        if served and named and name != served and f"model {name}" not in self._said:
+            self._said.add(f"model {name}")
+            print(f"the agent names the model {name!r}: {served!r} answers, as in training")
 
     def _say(self, changed: list[str]) -> None:
         for each in changed:
             name = each.split(" ", 1)[0]
             if name not in self._said:
                 self._said.add(name)
+                most = self._sampling.max_tokens
+                length = "" if most is None else f"max_tokens at most {most}, "
                 print(
                     f"the agent asks for {each}: in training temperature is "
-                    f"{self._sampling.temperature:g}, max_tokens at most "
-                    f"{self._sampling.max_tokens}, and nothing else narrows the sampling",
+                    f"{self._sampling.temperature:g}, {length}and nothing else narrows the "
+                    "sampling",
                     flush=True,
                 )
+
+
+def _key(request: web.Request) -> str:
+    """What a call gives as its key; empty: nothing."""
+    sent = request.headers
+    token = sent.get("Authorization", "").removeprefix("Bearer ").strip()
+    given = (request.match_info.get("key"), sent.get(HEADER), sent.get("x-api-key"), token)
+    return next(filter(None, given), "")
 
 
 async def _body(request: web.Request) -> Body:
     """The JSON object that was sent.
 
     Raises:
-        _CallError: it is none.
+        CallError: it is none.
     """
     try:
         body = json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge as error:
-        raise _CallError(400, f"the body has more than {_LARGEST} bytes") from error
+        raise CallError(400, f"the body has more than {_LARGEST} bytes") from error
     except ValueError as error:
-        raise _CallError(400, f"the body is no JSON: {error}") from error
+        raise CallError(400, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):
-        raise _CallError(400, "the body is no JSON object")
+        raise CallError(400, "the body is no JSON object")
     return body
-
-
-async def _chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[Body]:
-    """The JSON objects of an event stream.
-
-    Raises:
-        ValueError: an event is no JSON object, or an error, or the stream has no end.
-    """
-    async for line in reply.content:
-        if not line.startswith(b"data:"):
-            continue
-        text = line[5:].strip()
-        if text == b"[DONE]":
-            return
-        chunk = json.loads(text)
-        if not isinstance(chunk, dict) or chunk.get("error"):
-            raise ValueError(f"the engine's stream says {text.decode()[:300]}")
-        yield chunk
-    raise ValueError("the engine's stream broke off")
 
 
 async def _write(response: web.StreamResponse, events: asyncio.Queue[bytes]) -> None:
     """Write events up to an empty one."""
     while event := await events.get():
         await response.write(event)
-
-
-def _check_status(reply: aiohttp.ClientResponse, content: bytes) -> None:
-    """Hand the engine's own error on.
-
-    Raises:
-        _CallError: there is one.
-    """
-    if reply.status == 200:
-        return
-    try:
-        told = json.loads(content)["error"]["message"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        told = None
-    message = str(told) if told else f"the engine: {content.decode(errors='replace')[:500]}"
-    raise _CallError(reply.status, message)

@@ -10,10 +10,11 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-from shakedown.agents.agent_pool import AgentPool, AgentResult, AgentSetup, all_ended
+from shakedown.agents.agent_pool import AgentGroup, AgentPool, AgentResult, AgentSetup, all_ended
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured
 from shakedown.config import GrpoConfig
@@ -120,8 +121,10 @@ class AgentGroupSampler:
         server: of the policy.
         settings: the stage's.
         version: of the weights that the server has.
-        measure: have the workers keep what they measure, for `take_measured`.
+        measure: have the workers keep what they measure, for `take_measured`, and episodes the log
+            of their calls.
         share_tls: as in `AgentSetup`.
+        own_lengths: replies are as long as the agent asks, not at most the stage's `max_tokens`.
 
     `failures` counts episodes that are left out by their cause.
     """
@@ -137,10 +140,12 @@ class AgentGroupSampler:
         *,
         measure: bool = False,
         share_tls: bool = True,
+        own_lengths: bool = False,
     ) -> None:
         self._server, self._settings = server, settings
         self._measure, self._share_tls = measure, share_tls
-        sampling = Sampling(settings.temperature, settings.max_tokens)
+        most = None if own_lengths else settings.max_tokens
+        sampling = Sampling(settings.temperature, most)
         self._proxy = AgentProxy(
             server.url,
             sampling,
@@ -148,6 +153,7 @@ class AgentGroupSampler:
             timeout=settings.batch_timeout,
             api_key=server.api_key,
             model=server.model,
+            log_calls=measure,
         )
         self._pool: AgentPool | None = None
         self._stack = contextlib.AsyncExitStack()
@@ -177,6 +183,9 @@ class AgentGroupSampler:
             self._pool = await stack.enter_async_context(AgentPool(setup))
             ticking = asyncio.create_task(self._tick())
             stack.callback(ticking.cancel)
+            # Before the workers: its connections may have taken all file descriptors, and ending a
+            # worker with its children needs some. Closed again, it does nothing.
+            stack.push_async_callback(proxy.aclose)
             self._stack = stack.pop_all()
         return self
 
@@ -232,7 +241,9 @@ class AgentGroupSampler:
         """
         began = time.monotonic()
         data = prompt.data if isinstance(prompt, AgentPrompt) else "{}"
-        episodes = await all_ended(self.run_episode(data) for _ in range(self._settings.group_size))
+        size = self._settings.group_size
+        async with self.group() as group:
+            episodes = await all_ended(self.run_episode(data, group=group) for _ in range(size))
         good = [episode for episode in episodes if not episode.cause]
         failed = [episode for episode in episodes if episode.cause]
         if len(good) < 2:
@@ -251,31 +262,42 @@ class AgentGroupSampler:
             agent_episodes=[joined(episode.calls) for episode in good],
         )
 
-    async def run_episode(self, data: str) -> RecordedEpisode:
+    def group(self) -> AbstractAsyncContextManager[AgentGroup]:
+        """As `AgentPool.group`."""
+        return self._workers.group()
+
+    async def run_episode(
+        self, data: str, *, group: AgentGroup | None = None, name: str = ""
+    ) -> RecordedEpisode:
         """One episode; every outcome, a failure too, is a result.
 
         Args:
             data: the row as JSON.
+            group: as for `AgentPool.run_episode`.
+            name: for people. With one, what was sampled for other rows must not be in its messages.
 
         Raises:
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
         key, url = self._proxy.open()
+        if name:
+            self._proxy.history.begin(key, name, data)
         self._running += 1
         try:
-            result = await self._workers.run_episode(data, key=key, base_url=url)
+            result = await self._workers.run_episode(data, group=group, key=key, base_url=url)
         finally:
-            calls = self._proxy.close(key)
+            log, wire = self._proxy.log_of(key), self._proxy.wire_of(key)
+            calls, shared = self._proxy.close(key), self._proxy.history.end(key)
             self._running -= 1
         self._ended += 1
-        if not result.cause and not calls:
-            detail = "run returned a reward and no chat call of it was recorded"
-            result = AgentResult(cause="no_call", detail=detail, seconds=result.seconds)
+        result = result.by_wire(wire)
+        if shared and not result.cause:
+            result = replace(result, cause="shared_history", detail=shared, reward=None)
         if result.cause:
             self._note(result, data)
         else:
             self._failed_in_row = 0
-        return RecordedEpisode(**vars(result), calls=calls)
+        return RecordedEpisode(**(vars(result) | {"log": log}), calls=calls)
 
     async def take_measured(self) -> Measured:
         """What the workers measured since the last call; one caller at a time."""

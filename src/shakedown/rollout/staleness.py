@@ -9,6 +9,9 @@ consumer's updates from the start; `accepted` counts finished units from the sta
 
 from dataclasses import dataclass
 
+from shakedown.config import GrpoConfig
+from shakedown.core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Staleness:
@@ -30,6 +33,32 @@ class Staleness:
     def allowed(self, version: int) -> int:
         """Units that may have been started, from the beginning, while `version` is current."""
         return (self.max_head_offpolicyness + version + 1) * self.batch_size
+
+
+def stage_rule(stage: str, settings: GrpoConfig, batch_size: int) -> Staleness:
+    """The rule of a stage, in groups: its `max_concurrent` counts samples.
+
+    Raises:
+        ConfigError: nothing could ever start.
+    """
+    slots = settings.max_concurrent // settings.group_size
+    rule = Staleness(slots, settings.async_level, batch_size)
+    if trap := explain(rule, needed=batch_size):
+        raise ConfigError(
+            f"stages.{stage}.grpo: {trap}",
+            hint=f"set max_concurrent to at least group_size, {settings.group_size}",
+        )
+    return rule
+
+
+def foretell(rule: Staleness) -> str:
+    """What the rule lets start, and after how many batches nothing more, before it is tried."""
+    first = rule.allowed(0)
+    return (
+        f"capacity {rule.capacity(version=0, running=0, accepted=0)} groups at the start; 0 after "
+        f"{first // rule.batch_size} batches of {rule.batch_size} (max_head_offpolicyness "
+        f"{rule.max_head_offpolicyness}), until an update raises the version"
+    )
 
 
 def explain(rule: Staleness, *, needed: int) -> str:

@@ -13,6 +13,15 @@ from shakedown.training.algorithms.base import Algorithm
 from shakedown.training.checkpoint.checkpoints import Checkpoints
 from shakedown.training.checkpoint.fingerprint import fingerprint
 from shakedown.training.context import Context, StopRequestedError
+from shakedown.training.drift import (
+    DriftError,
+    advice,
+    compare_command,
+    drift_watch,
+    note_stop,
+    sentence,
+    stops,
+)
 from shakedown.training.evaluate import Evaluator
 from shakedown.training.faults import DataEndedError, SwallowedError
 from shakedown.training.metrics.log import MetricsLog
@@ -43,6 +52,7 @@ class Trainer:
         # The last step with a checkpoint, begun or done, and the last with a row of metrics: after
         # an error no checkpoint may appear that has no row.
         self._saved = self._logged = 0
+        self._drift = drift_watch(job)
 
     @property
     def _is_rank0(self) -> bool:
@@ -137,6 +147,7 @@ class Trainer:
         row = {"step": step, **checked(context, sums | values)}
         if step == config.steps:
             row |= self._evaluate(step)
+        self._watch_drift(row)
         # Before the row, which tells how long this took. The folder appears only after `logged`: a
         # resume from a checkpoint without its row would leave a gap in the metrics.
         if stopping or step == config.steps or step % config.checkpoint_every == 0:
@@ -146,6 +157,24 @@ class Trainer:
         self._logged = step
         self._checkpoints.logged(step)
         return stopping
+
+    def _watch_drift(self, row: Mapping[str, float]) -> None:
+        """Say it, or end the stage: before a checkpoint of such weights, but with the row.
+
+        Raises:
+            DriftError: the engine's log-probabilities are beyond the limits.
+        """
+        drifts, job = self._drift.add(row), self._context.job
+        if not drifts:
+            return
+        told = sentence(drifts)
+        if stops(job):
+            self.log_metrics(self._context.step, {**row, **self._meter.columns(row)})
+            if self._is_rank0:
+                note_stop(job, told)
+            raise DriftError(told, hint=compare_command(job))
+        if self._is_rank0:
+            print(f"drift: {told}; {advice(drifts[0])}", flush=True)
 
     def log_metrics(self, step: int, row: Mapping[str, float]) -> None:
         """One row in metrics.jsonl; now and then a line for people."""

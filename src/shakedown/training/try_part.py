@@ -1,10 +1,11 @@
-"""Try one part of a run on this machine: `python -m shakedown.training.try_part KIND NAME`.
+"""Try a part of a run on this machine: `python -m shakedown.training.try_part KIND NAME [KWARGS]`.
 
 Exit code 0 when it works; else the reason is the last line of standard error: 1 when it cannot be
 loaded or breaks its contract, 3 when its own code raised, maybe at the made-up question. KIND is
 
 - `reward`: called once, with an empty completion, in a process of its own;
-- `agent`: run once, against a server that answers every chat completion alike;
+- `agent`: built with KWARGS, a JSON object, and run once, against a server that answers every call
+  alike, in each protocol that training knows; --model is the folder that it says it serves;
 - `sink`: its package and its settings are looked up, nothing is sent.
 """
 
@@ -12,15 +13,17 @@ import argparse
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from typing import Any
 
 from shakedown.agents.agent_pool import AgentPool, AgentSetup
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.reward_pool import RewardFailure, RewardLimits, score_rows
 from shakedown.core.errors import ExitCode, ShakedownError
+from shakedown.rollout.protocols import PROTOCOLS
 from shakedown.training.metrics.sinks import require_sinks
 
 _ROW = {"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": "4"}
@@ -39,22 +42,42 @@ _REPLY = {
     ],
     "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
 }
+_COMPLETION = {
+    "id": "cmpl-1",
+    "object": "text_completion",
+    "created": 0,
+    "model": "policy",
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "text": "4",
+            "token_ids": [1],
+            "logprobs": {"token_logprobs": [0.0], "tokens": ["token_id:1"]},
+        }
+    ],
+}
 _EPISODE_SECONDS = 30.0
 
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers as an inference server would."""
 
+    server: "_Server"
+
     def do_POST(self) -> None:
-        """A chat completion, whatever was asked."""
+        """The same text, whatever was asked."""
         self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self._answer(_REPLY)
+        path = self.path.partition("?")[0].rpartition("/v1/")[2]
+        protocol = PROTOCOLS.get(path, PROTOCOLS["chat/completions"])
+        self._answer(_COMPLETION if path == "completions" else protocol.reply().whole(_REPLY))
 
     def do_GET(self) -> None:
         """The list of models."""
-        self._answer({"object": "list", "data": [{"id": "policy", "object": "model"}]})
+        served = {"id": "policy", "object": "model", "root": self.server.model}
+        self._answer({"object": "list", "data": [served]})
 
-    def _answer(self, body: dict[str, object]) -> None:
+    def _answer(self, body: Mapping[str, Any]) -> None:
         text = json.dumps(body).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -64,6 +87,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_args: object) -> None:
         """Say nothing."""
+
+
+class _Server(ThreadingHTTPServer):
+    model = ""
 
 
 @dataclass(frozen=True)
@@ -80,19 +107,21 @@ def try_reward(name: str) -> Fault | None:
     return _fault(value.cause, value.detail) if isinstance(value, RewardFailure) else None
 
 
-def try_agent(target: str) -> Fault | None:
+def try_agent(target: str, kwargs: Mapping[str, Any], model: str) -> Fault | None:
     """Run one episode."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Handler) as server:
+    with _Server(("127.0.0.1", 0), _Handler) as server:
+        server.model = model
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         try:
-            return asyncio.run(_episode(target, url))
+            return asyncio.run(_episode(target, url, kwargs))
         finally:
             server.shutdown()
 
 
-async def _episode(target: str, url: str) -> Fault | None:
-    setup = AgentSetup(target, AgentEndpoint(url, "None", "policy"), seconds=_EPISODE_SECONDS)
+async def _episode(target: str, url: str, kwargs: Mapping[str, Any]) -> Fault | None:
+    endpoint = AgentEndpoint(url, "None", "policy")
+    setup = AgentSetup(target, endpoint, seconds=_EPISODE_SECONDS, kwargs=kwargs)
     async with AgentPool(setup, workers=1) as pool:
         result = await pool.run_episode(json.dumps(_ROW))
     return _fault(result.cause, result.detail) if result.cause else None
@@ -109,11 +138,14 @@ def try_sink(name: str) -> Fault | None:
     return None
 
 
-KINDS: dict[str, Callable[[str], Fault | None]] = {
-    "reward": try_reward,
-    "agent": try_agent,
-    "sink": try_sink,
-}
+KINDS = ("reward", "agent", "sink")
+
+
+def try_part(kind: str, name: str, kwargs: Mapping[str, Any], model: str) -> Fault | None:
+    """What is wrong with it; None when it works."""
+    if kind == "agent":
+        return try_agent(name, kwargs, model)
+    return try_reward(name) if kind == "reward" else try_sink(name)
 
 
 def main() -> int:
@@ -121,9 +153,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("name")
+    parser.add_argument("kwargs", nargs="?", type=json.loads, default={})
+    parser.add_argument("--model", default="")
     args = parser.parse_args()
     try:
-        fault = KINDS[args.kind](args.name)
+        fault = try_part(args.kind, args.name, args.kwargs, args.model)
     except ShakedownError as error:
         fault = Fault(" ".join(str(error).split()))
     if fault is None:

@@ -5,7 +5,8 @@ import contextlib
 import json
 import os
 import time
-from typing import Any
+import weakref
+from typing import Any, ClassVar
 
 from openai import AsyncOpenAI
 
@@ -35,7 +36,7 @@ class Impatient(Chat):
 
 
 class Faulty:
-    """Does what the row says, without a server."""
+    """Does what the row says, without a server: what returns has made no call."""
 
     async def run(self, data: Row, **_: Any) -> Any:
         act = data["act"]
@@ -117,13 +118,26 @@ class OnlyAlone:
 
     busy = 0
 
-    async def run(self, _data: Row, **_: Any) -> float:
+    async def run(self, _data: Row, **extra: Any) -> float:
         if OnlyAlone.busy:
             raise RuntimeError("this framework runs one episode at a time")
         OnlyAlone.busy += 1
+        await _ask(AsyncOpenAI(base_url=extra["base_url"], api_key="k"))
         await asyncio.sleep(0.1)
         OnlyAlone.busy -= 1
         return 1.0
+
+
+class Living:
+    """Rewarded by how many of its instances there are."""
+
+    alive: ClassVar["weakref.WeakSet[Living]"] = weakref.WeakSet()
+
+    def __init__(self) -> None:
+        self.alive.add(self)
+
+    async def run(self, _data: Row, **_: Any) -> int:
+        return len(self.alive)
 
 
 class Counting:
@@ -132,7 +146,8 @@ class Counting:
     def __init__(self, start: int, seen: list[int]) -> None:
         self.start, self.seen = start, seen
 
-    async def run(self, _data: Row, **_: Any) -> float:
+    async def run(self, _data: Row, **extra: Any) -> float:
+        await _ask(AsyncOpenAI(base_url=extra["base_url"], api_key="k"))
         self.seen.append(1)
         return self.start + len(self.seen)
 
@@ -163,5 +178,6 @@ class Synchronous:
         from urllib.parse import urlsplit
 
         connection = http.client.HTTPConnection(urlsplit(url).netloc)
-        connection.request("GET", "/v1/models")
+        body = {"model": "policy", "messages": [{"role": "user", "content": "a"}]}
+        connection.request("POST", f"{urlsplit(url).path}/chat/completions", json.dumps(body))
         connection.getresponse().read()

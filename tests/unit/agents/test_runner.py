@@ -5,6 +5,7 @@ import contextlib
 import json
 import socket
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,12 +19,14 @@ from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agent_checks.judge import ServerProbe, judge_run, metrics, summary
 from shakedown.agent_checks.runner import RunSettings, run_episodes
 from shakedown.agent_checks.server_probe import ask_server, with_version
+from shakedown.agents.agent_pool import AgentPool, AgentSetup
 from shakedown.agents.contract import Reward
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.http_calls import HttpCall
 from shakedown.agents.measured import Measured, merged
 from shakedown.cli import main
 from shakedown.core.verdict import Finding, read_verdict, status_of
+from shakedown.rollout.staleness import Staleness
 
 Row = dict[str, Any]
 REPOSITORY = Path(__file__).parents[3]
@@ -181,7 +184,7 @@ def test_each_failure_has_its_cause_and_loses_no_other_episode(server: ChatServe
         "api_status",
         "unknown_model",
         "connection",
-        "episode_timeout",
+        "hanging",
         "bad_return",
         "",
     ]
@@ -195,7 +198,7 @@ def test_a_client_timeout_is_told_from_a_connection_fault(server: ChatServer) ->
 def test_faults_of_the_agent_itself_end_its_episode_alone_and_name_the_line() -> None:
     acts = ["raise", "exit", "sleep", "stubborn", "return"]
     result = run("Faulty", [{"act": act} for act in acts], seconds=1.0)
-    assert causes(result) == ["exception", "exit", "episode_timeout", "episode_timeout", ""]
+    assert causes(result) == ["exception", "exit", "episode_timeout", "episode_timeout", "no_call"]
     assert "KeyError: 'lost'" in result.episodes[0].detail
     assert 'raise KeyError("lost")' in result.episodes[0].detail
     assert f"{AGENTS}:" in result.episodes[0].detail
@@ -203,14 +206,14 @@ def test_faults_of_the_agent_itself_end_its_episode_alone_and_name_the_line() ->
 
 def test_a_process_that_ends_costs_the_episodes_it_had_and_is_replaced() -> None:
     result = run("Faulty", [{"act": "die"}, {"act": "return"}], concurrency=1)
-    assert causes(result) == ["exit", ""]
+    assert causes(result) == ["exit", "no_call"]
     assert "exit code 3" in result.episodes[0].detail
 
 
 def test_code_that_blocks_the_loop_for_ever_is_interrupted_and_named() -> None:
     acts = ["return", "block", "return", "spin", "return"]
     result = run("Faulty", [{"act": act} for act in acts], seconds=0.5)
-    assert causes(result) == ["", "blocked_loop", "", "blocked_loop", ""]
+    assert causes(result) == ["no_call", "blocked_loop", "no_call", "blocked_loop", "no_call"]
     assert any(str(AGENTS) in place for place in result.measured.blocked_at)
     lag = by_check(judge_run(result, ServerProbe()))["event_loop_lag"]
     assert str(AGENTS) in str(lag.measured)
@@ -311,18 +314,28 @@ def test_a_url_without_a_path_gets_the_version(given: str, url: str) -> None:
     assert with_version(given) == url
 
 
+RULE = Staleness(max_concurrent=64, max_head_offpolicyness=1, batch_size=6)
+
+
 def check_agent(server: ChatServer, agent: str, **settings: Any) -> Any:
     sizes = CheckSettings(**{"prompts": 6, "group_size": 4, "episode_timeout": 20.0, **settings})
     rows = [json.dumps(row) for row in ({}, {"text": "slow"})]
-    return asyncio.run(run_checks(CheckPlan(f"{AGENTS}:{agent}", rows, endpoint_of(server), sizes)))
+    plan = CheckPlan(f"{AGENTS}:{agent}", rows, endpoint_of(server), sizes, rule=RULE)
+    return asyncio.run(run_checks(plan, progress=print))
 
 
-def test_all_checks_pass_for_a_sound_agent(server: ChatServer) -> None:
+def test_all_checks_pass_for_a_sound_agent(
+    server: ChatServer, capsys: pytest.CaptureFixture[str]
+) -> None:
     checks = check_agent(server, "Chat")
     assert [check.name for check in checks] == ["single", "concurrent", "grouped", "controller"]
     assert all(check.passed for check in checks)
-    assert [len(check.result.episodes) for check in checks] == [1, 24, 15, 48]
+    assert [len(check.result.episodes) for check in checks] == [1, 24, 15, 72]
     assert by_check(checks[2].findings)["group_isolation"].status == "pass"
+    capacity = by_check(checks[3].findings)["controller_capacity"]
+    assert (capacity.status, capacity.measured) == ("pass", "3 batches of 6 groups")
+    said = capsys.readouterr().out
+    assert "controller: capacity 12 groups at the start; 0 after 2 batches of 6" in said
 
 
 def test_the_first_check_that_fails_names_the_cause_and_ends_the_run(server: ChatServer) -> None:
@@ -371,15 +384,48 @@ def test_the_command_reports_failures_by_cause(server: ChatServer, tmp_path: Pat
     assert main([*argv, "--min-success-rate", "0.5", "--strict"]) == 1
 
 
-def test_every_instance_is_built_with_values_of_its_own(tmp_path: Path) -> None:
+def test_every_instance_is_built_with_values_of_its_own(server: ChatServer, tmp_path: Path) -> None:
     data = write_rows(tmp_path, [{}] * 3)
     argv = ["agent", "run", f"{AGENTS}:Counting", "--data", data, "--out", str(tmp_path / "out")]
+    argv += ["--base-url", server.url]
 
     code = main([*argv, "--kwargs", '{"start": 40, "seen": []}', "--kwargs", "start=50"])
 
     assert code == 0
     metrics = read_verdict(tmp_path / "out" / "verdict.json").metrics
     assert (metrics["reward_mean"], metrics["reward_std"]) == (51.0, 0.0)
+
+
+def test_a_group_has_one_instance_and_every_group_another(
+    server: ChatServer, tmp_path: Path
+) -> None:
+    """As in AReaL: what `run` keeps on `self` is the group's."""
+    data = write_rows(tmp_path, [{}] * 8)
+    argv = ["agent", "run", f"{AGENTS}:Counting", "--data", data, "--out", str(tmp_path / "out")]
+    argv += ["--base-url", server.url]
+
+    assert main([*argv, "--kwargs", '{"start": 40, "seen": []}', "--group-size", "3"]) == 0
+
+    lines = (tmp_path / "out" / "episodes.jsonl").read_text(encoding="utf-8").splitlines()
+    rewards = defaultdict(list)
+    for episode in map(json.loads, lines):
+        rewards[episode["group"]].append(episode["reward"])
+    assert [sorted(each) for each in rewards.values()] == [[41.0, 42.0, 43.0]] * 8
+
+
+def test_the_instance_of_a_group_that_has_ended_is_gone() -> None:
+    """A stage has many thousand groups."""
+
+    async def run_groups() -> list[Reward | None]:
+        rewards = []
+        async with AgentPool(AgentSetup(f"{AGENTS}:Living", AgentEndpoint()), workers=1) as pool:
+            for _ in range(4):
+                async with pool.group() as group:
+                    results = [await pool.run_episode("{}", group=group) for _ in range(2)]
+                rewards += [result.reward for result in results]
+        return rewards
+
+    assert asyncio.run(run_groups()) == [1.0] * 8
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,31 @@
 """Checks run an agent as training will, all of them: what only works elsewhere is found at once."""
 
 import asyncio
+import contextlib
 import json
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shakedown.agent_checks.checks import (
+    CHECKS,
     CheckPlan,
     CheckResult,
     CheckSettings,
     check_metrics,
     run_checks,
 )
-from shakedown.agent_checks.episode_source import training_settings
+from shakedown.agent_checks.episode_source import training_rule, training_settings
+from shakedown.agents.agent_pool import AgentGroup
 from shakedown.agents.endpoint import AgentEndpoint
+from shakedown.agents.measured import Measured
 from shakedown.config import Config, GrpoConfig, load_config
+from shakedown.core.errors import ConfigError
 from shakedown.core.verdict import status_of
+from shakedown.rollout.staleness import Staleness
 from tests.unit.rollout.chat_engine import ChatEngine, chatting
 
 REPOSITORY = Path(__file__).parents[3]
@@ -40,6 +46,7 @@ def check(url: str, kind: str, target: str = TARGET, **kwargs: Any) -> list[Chec
         CheckSettings(prompts=2, group_size=2, episode_timeout=20.0),
         GrpoConfig(max_tokens=16),
         kwargs,
+        Staleness(max_concurrent=64, max_head_offpolicyness=0, batch_size=2),
     )
     return asyncio.run(run_checks(plan))
 
@@ -60,7 +67,7 @@ def test_an_agent_that_can_be_trained_with_passes_every_check(engine: ChatEngine
     assert requests == [2 * size for size in sizes]
     assert all(numbers[f"{check.name}_loop_lag_max_seconds"] >= 0 for check in checks)
     rewards = [e.reward for e in checks[-1].result.episodes] if checks[-1].result else []
-    assert rewards == [{"a": 4.0, "b": 0.0}] * 8
+    assert rewards == [{"chatcmpl-4": 4.0, "chatcmpl-12": 0.0}] * 8
 
 
 @pytest.mark.parametrize(
@@ -108,6 +115,58 @@ def test_the_agent_runs_with_the_sampling_of_the_stage_that_trains_with_it() -> 
     assert found is not None
     assert (found.max_tokens, found.temperature) == (77, 0.5)
     assert found.agent == asked.agents.target
+
+
+@pytest.mark.parametrize(
+    ("stage", "agents", "rule"),
+    [
+        # Both of config.yaml: batches of 32 groups; 1024 samples are 128 groups of 8.
+        ({}, {}, Staleness(128, 1, 32)),
+        ({"async_level": 3, "max_concurrent": 20}, {"group_size": 4}, Staleness(5, 3, 32)),
+        ({"async_level": 0}, {"prompts": 6}, Staleness(128, 0, 6)),
+        ({"max_concurrent": 16}, {"group_size": 32}, Staleness(1, 1, 32)),
+    ],
+)
+def test_the_controller_is_checked_with_the_staleness_of_the_stage(
+    stage: dict[str, Any], agents: dict[str, Any], rule: Staleness
+) -> None:
+    asked = config(**stage)
+    asked = asked.model_copy(update={"agents": asked.agents.model_copy(update=agents)})
+
+    assert training_rule(asked) == rule
+
+
+def test_a_stage_whose_rollouts_can_never_start_is_told_before_any_check() -> None:
+    with pytest.raises(ConfigError, match=r"stages\.grpo\.grpo: max_concurrent is 0: nothing can"):
+        training_rule(config(max_concurrent=15))  # of groups of 16
+
+
+class Silent:
+    """Episodes that never end."""
+
+    @contextlib.asynccontextmanager
+    async def group(self) -> AsyncIterator[AgentGroup]:
+        yield AgentGroup()
+
+    async def run_episode(self, data: str, **_: Any) -> Any:  # noqa: ARG002
+        await asyncio.Event().wait()
+
+    async def take_measured(self) -> Measured:
+        return Measured()
+
+
+def test_a_controller_without_a_batch_in_time_fails_and_says_its_state() -> None:
+    sizes = CheckSettings(group_size=2, batch_timeout=0.05)
+    plan = CheckPlan(TARGET, ["{}"], AgentEndpoint(), sizes, rule=Staleness(3, 0, 2))
+
+    async def run() -> CheckResult:
+        return await CHECKS["controller"](plan, Silent())
+
+    found = asyncio.run(run())
+
+    (capacity,) = [each for each in found.findings if each.check == "controller_capacity"]
+    assert capacity.status == "fail"
+    assert "no batch of 2 groups within 0 s: 0 ready, 2 in flight" in found.sentence
 
 
 @pytest.mark.parametrize("engine", ["sglang", "transformers"])

@@ -6,10 +6,12 @@ be planted exactly; the real engine is compared in test_agents_consistency_vllm.
 
 import json
 import math
+import re
 import shlex
+import shutil
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,15 +24,18 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shakedown.cli import main
+from shakedown.consistency.factors import FACTORS
+from shakedown.consistency.factors.table import Row, named
 from shakedown.consistency.plan import Plan
 from shakedown.consistency.run import Comparison, compare
-from shakedown.consistency.samples import EncodedPrompt, read_prompts
-from shakedown.consistency.score import Reference, Scored
+from shakedown.consistency.samples import EncodedPrompt, Scored, read_prompts
+from shakedown.consistency.score import Reference
 from shakedown.consistency.tables import open_tables
 from shakedown.consistency.write import make_verdict
 from shakedown.core.errors import BlockedError, UsageError
 from shakedown.core.verdict import Stopwatch, read_verdict
 from shakedown.report.comparison_page import render_report
+from shakedown.report.comparison_tables import sample_lines, token_lines
 from shakedown.training.demo import write_model
 
 pytestmark = pytest.mark.slow  # each comparison has a server and loads a model
@@ -39,6 +44,8 @@ ROWS = [
     {"messages": [{"role": "user", "content": f"{n:02d}+{n + 1:02d}="}], "answer": "1"}
     for n in range(10)
 ]
+
+_STALE = 0.3  # nats that a planted stale prefix cache moves every decoded token by
 
 
 @dataclass
@@ -51,6 +58,7 @@ class Engine:
     plant: set[str] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
     seen: int = 0
+    told: int = 0
 
     def reply(self, path: str, body: dict[str, Any]) -> tuple[int, object]:
         if path == "/v1/models":
@@ -73,6 +81,8 @@ class Engine:
             moved = int("other_tokenizer" in self.plant)
             ids = [body["prompt"][0], *(i - moved for i in body["prompt"][1:])]
             return {"choices": [{"text": self.reference.tokenizer.decode(ids)}]}
+        if "logprob_token_ids" in body:
+            return self.next_token(body)
         prompt = self.prompt(body)
         ids, logprobs = self.sample(prompt, body["max_tokens"], body["temperature"])
         rows = self.planted(logprobs)
@@ -87,6 +97,19 @@ class Engine:
         if "no_ids" in self.plant:
             del chosen["token_ids"]
         return {"choices": [chosen], "prompt_token_ids": prompt, "usage": {}}
+
+    def next_token(self, body: dict[str, Any]) -> object:
+        """vLLM's `logprob_token_ids`; under a cache salt nothing comes from the cache."""
+        (token,) = body["logprob_token_ids"]
+        (value,) = self.values(body["prompt"], [token])
+        cached = 0
+        if "stale_cache" in self.plant and "cache_salt" not in body:
+            value, cached = value - _STALE, 5
+        top = {f"token_id:{token}": value}
+        return {
+            "choices": [{"logprobs": {"top_logprobs": [top]}}],
+            "usage": {"prompt_tokens_details": {"cached_tokens": cached}},
+        }
 
     def prompt(self, body: dict[str, Any]) -> list[int]:
         if "messages" in body:
@@ -129,8 +152,17 @@ class Engine:
 
     def scored(self, ids: Sequence[int]) -> object:
         values = self.values(ids[:1], ids[1:])
+        if "updated_later" in self.plant and self.seen > 3 * len(ROWS):
+            values = [value - 0.5 for value in values]
+        if "wavers" in self.plant:
+            values = self.waver(values)
         rows = [None, *({str(i): {"logprob": v}} for i, v in zip(ids[1:], values, strict=True))]
         return {"choices": [{"prompt_logprobs": rows}]}
+
+    def waver(self, values: list[float]) -> list[float]:
+        """Another answer each time, by a thousandth of a nat."""
+        self.told += 1
+        return list(values + np.random.default_rng(self.told).normal(0, 1e-3, len(values)))
 
     def values(
         self, prompt: Sequence[int], ids: Sequence[int], temperature: float = 1
@@ -154,6 +186,10 @@ class Engine:
                 p = np.exp(logits / temperature - np.max(logits / temperature))
                 ids.append(int(generator.choice(len(p), p=p / p.sum())))
         values = self.values(prompt, ids, temperature)
+        if "stale_cache" in self.plant:
+            values = [value - _STALE for value in values]
+        if "wavers" in self.plant:
+            values = self.waver(values)
         if "outlier" in self.plant and temperature and prompt[1] == prompt[2]:
             values[1] -= 5.0
         return ids, values
@@ -198,7 +234,10 @@ def server(model: Path) -> Iterator[Engine]:
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002
             """Quiet."""
 
-    listening = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        request_queue_size = 256  # Python's 5 make a client of many connections wait for seconds
+
+    listening = Server(("127.0.0.1", 0), Handler)
     listening.daemon_threads = True
     engine.url = f"http://127.0.0.1:{listening.server_port}"
     thread = threading.Thread(target=listening.serve_forever)
@@ -239,7 +278,38 @@ def compared_by(plan: Plan) -> Comparison:
 
 
 def culprit_of(result: Comparison) -> list[str]:
-    return [layer.name for layer in result.layers if layer.explains]
+    """The factor that is named, if one is."""
+    row = named(result.explained.rows)
+    return [row.factor] if row else []
+
+
+def rows_of(result: Comparison) -> dict[str, Row]:
+    return {row.factor: row for row in result.explained.rows}
+
+
+def sharpened(folder: Path) -> Path:
+    """Another checkpoint, sure of its tokens."""
+    write_model(folder, seed=1)
+    return edited(folder, folder, lambda model: model.model.norm.weight.mul_(3))
+
+
+def scaled_layer(source: Path, folder: Path, factor: float) -> Path:
+    """A copy with a matrix of its second layer multiplied."""
+
+    def scale(model: Any) -> None:
+        model.model.layers[1].self_attn.o_proj.weight.mul_(factor)
+
+    return edited(source, folder, scale)
+
+
+def edited(source: Path, folder: Path, change: Callable[[Any], object]) -> Path:
+    if source != folder:
+        shutil.copytree(source, folder)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    with torch.no_grad():
+        change(model)
+    model.save_pretrained(folder)
+    return folder
 
 
 def test_an_engine_that_agrees_passes_and_writes_every_file(
@@ -306,6 +376,10 @@ def test_sglang_s_own_protocol_is_compared_too(engine: Engine, model: Path) -> N
     result = compared(engine, model)
     assert (result.engine, result.status) == ("sglang", "PASS")
     assert all(each.prefill is not None for each in result.shown)
+    rows = rows_of(compared(engine, model, factors="all"))
+    assert rows["prefix_cache"].note == "not measured: sglang takes no cache salt, for a cold pass"
+    assert rows["prompt_ids"].note.startswith("not measured: prompts went out as ids")
+    assert rows["engine_batch"].distance == pytest.approx(0, abs=1e-5)
 
 
 def test_raw_log_probabilities_at_another_temperature_fail_by_their_name(
@@ -313,7 +387,7 @@ def test_raw_log_probabilities_at_another_temperature_fail_by_their_name(
 ) -> None:
     result = compared(engine, model, temperature=0.5)
     assert result.status == "FAIL"
-    assert "semantics" in culprit_of(result)
+    assert culprit_of(result) == ["temperature"]
     engine.plant = {"processed"}
     assert compared(engine, model, temperature=0.5).status == "PASS"
 
@@ -348,26 +422,126 @@ def test_other_prompt_ids_in_the_server_stop_the_comparison_by_their_cause(
     assert not (out / "tokens.parquet").exists()
 
 
-def test_another_checkpoint_fails_by_its_forward_pass(
+def test_other_weights_than_the_server_tells_fail_and_no_factor_is_named(
     engine: Engine, tmp_path: Path, model: Path
 ) -> None:
-    other = tmp_path / "other"
-    write_model(other, seed=1)
-    sharp = AutoModelForCausalLM.from_pretrained(other)
-    with torch.no_grad():
-        sharp.model.norm.weight.mul_(3)
-    sharp.save_pretrained(other)
+    other = sharpened(tmp_path / "other")
     result = compared(engine, other)
     assert result.status == "FAIL"
-    assert culprit_of(result) == ["forward"]
+    assert culprit_of(result) == []
+    assert "no measured factor explains it" in result.summary
     assert "decisive" in {f.check: str(f.measured) for f in result.findings}["greedy_divergence"]
 
 
-def test_one_outlier_token_is_a_finding_with_its_place(engine: Engine, model: Path) -> None:
+def test_other_weights_are_named_when_the_server_tells_its_folder(
+    engine: Engine, tmp_path: Path, model: Path
+) -> None:
+    result = compared(engine, sharpened(tmp_path / "other"), engine_weights=str(model))
+    assert (result.status, culprit_of(result)) == ("FAIL", ["weights"])
+    row = rows_of(result)["weights"]
+    assert row.left is not None
+    assert row.left < 1e-4  # with the server's weights both sides agree
+    assert "largest factor: weights" in result.summary
+    assert make_verdict(result, Stopwatch()).next.startswith("give the reference the checkpoint")
+
+
+def test_a_stale_prefix_cache_fails_by_its_name(engine: Engine, model: Path) -> None:
+    engine.plant = {"stale_cache"}
+    result = compared(engine, model)
+    finding = {f.check: f for f in result.findings}["factor_prefix_cache"]
+    assert (result.status, finding.status) == ("FAIL", "fail")
+    assert "reset_prefix_cache" in finding.remedy
+    row = rows_of(result)["prefix_cache"]
+    assert row.distance == pytest.approx(_STALE, abs=1e-4)
+    assert row.share == pytest.approx(1, abs=1e-3)
+    # Decode against prefill explains as much, and is the more general of the two.
+    assert rows_of(result)["decode_prefill"].share == pytest.approx(1, abs=1e-3)
+    assert culprit_of(result) == ["prefix_cache"]
+
+
+def test_deep_factors_are_measured_only_where_something_is_wrong_or_they_are_asked_for(
+    engine: Engine, model: Path
+) -> None:
+    cheap = {"prompt_ids", "weights_in_run", "prefix_cache", "decode_prefill"}
+    assert set(rows_of(compared(engine, model))) == cheap
+    every = rows_of(compared(engine, model, factors="all"))
+    assert set(every) == set(FACTORS)
+    for name in ("precision", "attention", "packing", "reference_batch", "engine_batch"):
+        assert every[name].distance is not None, name
+    for name in ("trainer", "tensor_parallel", "prefix_cache", "weights"):
+        assert every[name].distance is None, name
+        assert every[name].note.startswith("not measured: "), name
+    for name in ("prompt_ids", "temperature"):
+        assert every[name].distance is None, name
+        assert "same" in every[name].note, name
+
+
+def test_an_engine_that_wavers_is_held_to_its_own_noise(engine: Engine, model: Path) -> None:
+    engine.plant = {"wavers"}
+    result = compared(engine, model, engine_dtype="float32", factors="all")
+    # Two draws of a normal distribution are apart by 2 sigma / sqrt(pi) in the mean.
+    floor = max(row.distance or 0.0 for row in result.explained.noise)
+    assert floor == pytest.approx(2e-3 / math.sqrt(math.pi), rel=0.3)
+    assert result.explained.chosen.limits["mean_abs_dlogp"].good == pytest.approx(4 * floor)
+    assert result.status == "PASS"
+    # As large as the noise by which it is measured, within a few percent.
+    assert rows_of(result)["weights_in_run"].distance == pytest.approx(floor, rel=0.4)
+    assert not [f for f in result.findings if f.check.startswith("factor_")]
+
+
+def test_an_outlier_s_place_stands_in_the_summary(engine: Engine, model: Path) -> None:
     engine.plant = {"outlier"}
     result = compared(engine, model)
-    assert result.status != "PASS"
-    assert "outliers" in [layer.name for layer in result.layers if layer.status == "warn"]
+    assert (result.status, culprit_of(result)) == ("FAIL", ["decode_prefill"])
+    # Prompts whose first two digits are alike; only "00+01=" is one.
+    assert "largest 5 (sample 0 position 1)" in result.summary
+
+
+def test_weights_that_change_during_the_comparison_fail_by_their_name(
+    engine: Engine, model: Path
+) -> None:
+    engine.plant = {"updated_later"}
+    result = compared(engine, model)
+    finding = {f.check: f for f in result.findings}["factor_weights_in_run"]
+    assert (result.status, finding.status) == ("FAIL", "fail")
+    assert rows_of(result)["weights_in_run"].distance == pytest.approx(0.5, abs=1e-6)
+
+
+def test_both_sides_in_float32_are_held_to_small_limits(
+    engine: Engine, model: Path, tmp_path: Path
+) -> None:
+    """One matrix 5 % off passes the limits of dense models and fails those of float32."""
+    other = scaled_layer(model, tmp_path / "other", 1.05)
+
+    assert compared(engine, other, grade="dense").status == "PASS"
+    result = compared(engine, other, engine_dtype="float32")
+
+    assert result.status == "FAIL"
+    assert "no measured factor explains it" in result.summary
+    assert "float32 on both sides" in result.explained.chosen.source
+    assert compared(engine, model, engine_dtype="float32").status == "PASS"
+
+
+def test_another_number_format_is_a_warning_of_its_own(engine: Engine, model: Path) -> None:
+    result = compared(engine, model, dtype="bfloat16", engine_dtype="float32")
+    finding = {f.check: f for f in result.findings}["factor_precision"]
+    assert (result.status, finding.status) == ("WARN", "warn")
+    assert culprit_of(result) == ["precision"]
+    assert rows_of(result)["precision"].share == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("trainer", ["fsdp", "megatron"])
+def test_the_trainer_s_own_forward_is_a_factor(
+    engine: Engine, model: Path, data: Path, trainer: str
+) -> None:
+    out = data.parent / "out"
+
+    assert run(engine, model, data, out, "--trainer", trainer, "--factors", "all") == 0
+
+    rows = {row["factor"]: row for row in read_verdict(out / "verdict.json").extra["factors"]}
+    assert rows["trainer"]["b"] == trainer
+    assert 0 <= rows["trainer"]["distance"] < 1e-4
+    assert rows["trainer"]["tokens"] == 80
 
 
 def test_a_greedy_token_that_is_not_the_argmax_is_seen(engine: Engine, model: Path) -> None:
@@ -375,6 +549,8 @@ def test_a_greedy_token_that_is_not_the_argmax_is_seen(engine: Engine, model: Pa
     result = compared(engine, model)
     assert result.metrics["greedy_divergence_rate"].value == 1.0
     assert {d.position for d in result.divergences if d} == {2}
+    assert "the log-probabilities agree" in result.summary
+    assert "greedy_divergence: 10 of 10 diverge" in result.summary
 
 
 def test_missing_log_probabilities_are_told(engine: Engine, model: Path) -> None:
@@ -395,8 +571,8 @@ def test_impossible_log_probabilities_fail_by_name_and_are_never_averaged(
     result = compared(engine, model)
     finding = {f.check: f for f in result.findings}["bad_logprobs"]
     assert (result.status, finding.status) == ("FAIL", "fail")
-    for named in ("position 1: 0.7, above 0", "position 2: NaN", "position 3: infinite"):
-        assert f"sample 0 {named}" in str(finding.measured)
+    for told in ("position 1: 0.7, above 0", "position 2: NaN", "position 3: infinite"):
+        assert f"sample 0 {told}" in str(finding.measured)
     # The good tokens of the same answers are all there, and only they.
     assert len(result.aligned.t) == len(good.aligned.t) - 3 * len(ROWS)
     assert not {1, 2, 3} & set(result.aligned.position.tolist())
@@ -431,8 +607,9 @@ def test_a_server_that_dies_leaves_what_was_done_and_the_same_command_goes_on(
     engine.plant, engine.seen = set(), 0
     assert main(shlex.split(again)[1:]) == 0
 
-    # 7 greedy completions and 10 scores by prefill were left to ask for.
-    assert engine.seen == 17
+    # 7 greedy completions and 10 scores by prefill were left to ask for; noise and prefix cache
+    # are measured anew: three passes of 10, and 80 tokens, none of which comes from the cache.
+    assert engine.seen == 17 + 30 + 80
     assert not (out / "parts").exists()
     for name in ("tokens.parquet", "samples.parquet"):
         assert pq.read_table(out / name).equals(pq.read_table(whole / name))
@@ -517,7 +694,7 @@ def test_the_reference_completes_as_the_engine_does_whatever_stands_beside_it(
     prompts = [[1, 4, 5, 6, 7, 8], [1, 9], [1, 3, 3, 10]]
 
     made = engine.reference.generate(
-        [EncodedPrompt(0, ids=p) for p in prompts], max_tokens=6, temperature=0.0, seed=0
+        [EncodedPrompt(0, ids=ids) for ids in prompts], max_tokens=6, temperature=0.0, seed=0
     )
 
     ends = engine.reference._ends
@@ -529,9 +706,8 @@ def test_the_reference_completes_as_the_engine_does_whatever_stands_beside_it(
 
 def test_the_reference_samples_from_all_tokens_by_its_seed_alone(engine: Engine) -> None:
     def drawn(seed: int) -> list[list[int]]:
-        return engine.reference.generate(
-            [EncodedPrompt(0, ids=[1, 4])] * 40, max_tokens=8, temperature=5.0, seed=seed
-        )
+        prompts = [EncodedPrompt(0, ids=[1, 4])] * 40
+        return engine.reference.generate(prompts, max_tokens=8, temperature=5.0, seed=seed)
 
     before = torch.random.get_rng_state()
     assert drawn(1) == drawn(1) != drawn(2)
@@ -651,6 +827,42 @@ def test_scores_are_the_model_s_own_log_softmax(engine: Engine) -> None:
         first, second = np.sort(logits)[::-1][:2]
         assert score.top_ids[place] == np.argmax(logits)
         assert score.margins[place] == pytest.approx(first - second, abs=1e-5)
+
+
+def test_the_page_has_factors_before_metrics_samples_and_tokens_and_links_that_lead_somewhere(
+    engine: Engine, model: Path
+) -> None:
+    engine.plant = {"outlier"}
+    result = compared(engine, model)
+    page = render_report(result, make_verdict(result, Stopwatch()))
+    heads = re.findall(r"<h2>(.*?)</h2>", page)
+    assert heads == ["Factors", "Metrics", "Other findings", "Samples", "Tokens"]
+    links = set(re.findall(r'href="#(.*?)"', page))
+    assert {"factors", "samples"} < links
+    assert links <= set(re.findall(r'id="(.*?)"', page))
+    for row in (*result.explained.rows, *result.explained.noise):
+        assert f"<code>{row.factor}</code>" in page
+
+
+def test_tables_of_samples_and_tokens_are_sums_of_the_same_differences(
+    engine: Engine, model: Path
+) -> None:
+    result = compared(engine, model, dtype="bfloat16")
+    samples, tokens = sample_lines(result), token_lines(result)
+    mean = result.metrics["mean_abs_dlogp"].value
+    # Ten samples of eight tokens each, of which fewer than 80 ids but more than 20 are different.
+    assert sum(line.mean for line in samples) / 10 == pytest.approx(mean)
+    assert samples[0].mean == max(line.mean for line in samples)
+    by_id: dict[int, list[float]] = {}
+    for number, each in enumerate(result.shown):
+        own = np.abs(result.aligned.r[result.aligned.sample == number])
+        for token, size in zip(each.completion.token_ids, own, strict=True):
+            by_id.setdefault(int(token), []).append(float(size))
+    first = max(by_id, key=lambda token: sum(by_id[token]))
+    assert (tokens[0].token, tokens[0].count) == (first, len(by_id[first]))
+    assert tokens[0].mean == pytest.approx(np.mean(by_id[first]))
+    assert tokens[0].largest == max(by_id[first])
+    assert tokens[0].share == pytest.approx(sum(by_id[first]) / (80 * mean))
 
 
 @pytest.mark.parametrize("row", [{}, {"prompt": 3}, {"messages": ["a"]}, {"messages": {}}])

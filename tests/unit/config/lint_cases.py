@@ -241,7 +241,7 @@ BROKEN = (
     ),
     Case(
         "limits of a dense model for a mixture of experts",
-        "model: {source: models/moe}",
+        "model: {source: models/moe}\nconsistency: {grade: dense}",
         "consistency.grade",
         "warn",
     ),

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from shakedown.cli import main
-from shakedown.config import Written, dump_config, load_config, merge, parse_config
+from shakedown.config import ServeConfig, Written, dump_config, load_config, merge, parse_config
 from shakedown.core.errors import ConfigError, ExitCode
 from shakedown.training.lint import faults_of, findings_of
 
@@ -192,6 +192,11 @@ def test_resolved_form_loads_to_the_same_config(tmp_path: Path) -> None:
             {"stages": {"sft": {"optimizer": {"l_r": 1.0}}}},
             "stages.sft.optimizer.l_r: unknown key (did you mean 'lr'?)",
         ),
+        (
+            {"agents": {"rollout_pd": 2}},
+            "agents.rollout_pd: unknown key (did you mean 'rollout_dp'?)",
+        ),
+        ({"agents": {"rollout_dp": 3}}, "global_batch 256 cannot be cut into rollout_dp 3 equal"),
         ({"seed": "0"}, "seed: Input should be a valid integer, got '0'"),
         ({"stages": {"sft": {"steps": 0}}}, "stages.sft.steps: Input should be greater than 0"),
         ({"run": "../evil"}, "run: String should match pattern"),
@@ -214,6 +219,16 @@ def test_wrong_config_names_key_and_valid_ones(change: dict[str, Any], expected:
 
     assert expected in str(caught.value)
     assert caught.value.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [({}, 64), ({"global_batch": 96}, 24), ({"rollout_dp": 3, "prompts": 5}, 5)],
+)
+def test_the_checks_take_the_share_of_one_replica_or_the_prompts_that_are_set(
+    change: dict[str, Any], size: int
+) -> None:
+    assert parse_config(merge(_shipped(), {"agents": change})).agents.local_batch == size
 
 
 @pytest.mark.parametrize("text", ["- a list", "a: [", "\x00"])
@@ -298,3 +313,14 @@ def test_data_that_is_not_there_is_found_by_lint(
 
     assert found.keys() == fault.keys()
     assert all(words in found[subject] for subject, words in fault.items())
+
+
+def test_the_urls_of_several_external_servers_are_a_list_or_a_text_with_commas() -> None:
+    urls = ["http://10.0.0.7:8000", "http://10.0.0.8:8000"]
+
+    for given in (urls, ",".join(urls)):
+        config = ServeConfig.model_validate({"engine": "external", "url": given})
+        assert config.url == ",".join(urls)
+    for wrong in (["http://a:1", 2], ["http://a:1", "b"], ["http://me:key@a"]):
+        with pytest.raises(ValueError, match="url"):
+            ServeConfig.model_validate({"engine": "external", "url": wrong})

@@ -9,7 +9,13 @@ import pytest
 from shakedown.config.schema import ConsistencyLimits
 from shakedown.consistency.bootstrap import SampleSums, divergence_rate
 from shakedown.consistency.compare import METRICS, Aligned, Metric, align
-from shakedown.consistency.grade import GRADES, get_limits, grade_metrics
+from shakedown.consistency.grade import (
+    GRADES,
+    Chosen,
+    choose_limits,
+    get_limits,
+    grade_metrics,
+)
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import status_of
 
@@ -267,3 +273,60 @@ def test_an_unknown_grade_names_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean 'dense'"):
         get_limits("dens")
     assert set(GRADES) == {"dense", "moe", "fp8", "strict"}
+
+
+def chosen(
+    grade: str = "auto",
+    *,
+    reference: str = "float32",
+    engine: str = "float32",
+    floor: float = 0.0,
+    experts: bool = False,
+    over: dict[str, float] | None = None,
+) -> Chosen:
+    return choose_limits(
+        grade, over or {}, reference=reference, engine=engine, floor=floor, experts=experts
+    )
+
+
+@pytest.mark.parametrize(
+    ("floor", "good"),
+    [(0.0, 1e-4), (2e-6, 1e-4), (1e-4, 4e-4), (1.0, 0.025)],  # never wider than a dense model's
+)
+def test_two_sides_in_float32_are_judged_by_the_measured_noise(floor: float, good: float) -> None:
+    found = chosen(floor=floor)
+    assert found.limits["mean_abs_dlogp"].good == pytest.approx(good)
+    assert found.limits["mean_abs_dlogp"].poor == pytest.approx(5 * good)
+    assert "float32 on both sides" in found.source
+
+
+@pytest.mark.parametrize(
+    ("reference", "engine"),
+    [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "")],
+)
+def test_sixteen_bits_or_an_untold_format_have_the_limits_of_dense_models(
+    reference: str, engine: str
+) -> None:
+    found = chosen(reference=reference, engine=engine)
+    assert found.limits == get_limits("dense")
+    assert found.source.startswith("dense: ")
+    assert chosen(reference=reference, engine=engine, experts=True).limits == get_limits("moe")
+
+
+def test_a_grade_that_is_asked_for_and_limits_of_single_metrics_win() -> None:
+    assert chosen("strict").limits == get_limits("strict")
+    found = chosen(over={"k3": 0.5})
+    assert (found.limits["k3"].good, found.limits["k3"].poor) == (0.5, 0.5)
+    assert found.limits["mean_abs_dlogp"].good == 1e-4
+    assert "consistency.limits over them" in found.source
+
+
+@pytest.mark.parametrize("size", [1e-4, 1e-3])
+def test_limits_of_float32_belong_together(size: float) -> None:
+    """Differences just below that mean pass; of twenty times that, every metric is beyond."""
+    limits = chosen(floor=size / 4).limits
+    for scale, status in ((0.9, "PASS"), (20, "FAIL")):
+        t, g = logprobs(5, samples=400, noise=scale * size * math.sqrt(math.pi / 2))
+        metrics = measure(align(t, g), resamples=2)
+        assert status_of(grade_metrics(metrics, limits)) == status
+    assert all(metrics[name].value > bound.poor for name, bound in limits.items())

@@ -131,6 +131,51 @@ LOGS = [
         "max_model_len (max_position_embeddings=32768.0 or model_max_length=None in the "
         "model's config.json).",
     ),
+    # safetensors 0.6, of a file of 200 of its 488 bytes and of a Git LFS pointer
+    (
+        "cut off or damaged",
+        "safetensors._safetensors_rust.SafetensorError: Error while deserializing header: "
+        "incomplete metadata, file not fully covered",
+    ),
+    ("cut off or damaged", "Error while deserializing header: header too large"),
+    # a vLLM server that was given the first 3000 bytes of model.safetensors
+    (
+        "cut off or damaged",
+        "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig\n"
+        "  Value error, Unterminated string starting at: line 1 column 2989 (char 2988) "
+        "[type=value_error, input_value=ArgsKwargs((), {'model_co...",
+    ),
+    # vllm/transformers_utils/utils.py, of a Git LFS pointer
+    (
+        "cut off or damaged",
+        '  File "vllm/transformers_utils/utils.py", line 113, in parse_safetensors_file_metadata\n'
+        '    metadata = json.loads(f.read(length_of_metadata).decode("utf-8"))\nMemoryError',
+    ),
+    # vllm/model_executor/model_loader/weight_utils.py
+    (
+        "do not fit",
+        "AssertionError: Attempted to load weight (torch.Size([384, 128])) into parameter "
+        "(torch.Size([256, 128]))",
+    ),
+    # vllm/model_executor/models/utils.py
+    ("do not fit", "ValueError: There is no module or parameter named 'foo' in Qwen3ForCausalLM"),
+    # transformers/dynamic_module_utils.py
+    (
+        "code of its own",
+        "The repository org/model contains custom code which must be executed to correctly load "
+        "the model.",
+    ),
+    # vllm/transformers_utils/config.py
+    (
+        "code of its own",
+        "RuntimeError: Failed to load the model config. If the model is a custom model not yet "
+        "available in the HuggingFace transformers library, consider setting "
+        "`trust_remote_code=True` in LLM or using the `--trust-remote-code` flag in the CLI.",
+    ),
+    # transformers/tokenization_utils_base.py
+    ("no tokenizer", "OSError: Can't load tokenizer for '/models/policy'. If you were trying to"),
+    # vllm/config/model.py
+    ("quantisation", "ValueError: Unknown quantization method: foo. Must be one of ['awq', "),
     ("out of memory", "OSError: [Errno 12] Cannot allocate memory"),
     ("argument", "api_server.py: error: unrecognized arguments: --foo"),
 ]
@@ -158,6 +203,8 @@ def test_line_that_engines_write_is_named(words: str, log: str) -> None:
         "NCCL INFO Bootstrap: Using eth0",
         "WARNING numactl not found, NUMA binding is off",
         "INFO vLLM is using nccl==2.27.5",
+        # vLLM writes its settings out
+        "INFO Initializing a V1 LLM engine with config: model='m', trust_remote_code=True, dtype=",
     ],
 )
 def test_line_of_a_healthy_server_names_nothing(log: str) -> None:

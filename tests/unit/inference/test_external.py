@@ -11,6 +11,7 @@ from shakedown.core.paths import ServerPaths
 from shakedown.inference.engines import LaunchSpec, get_engine
 from shakedown.inference.external import attach
 from shakedown.inference.folder import ServerOrder, State, read_endpoint
+from shakedown.inference.metrics import watch_metrics
 from shakedown.inference.server import ensure, in_use, start, status, stop
 from tests.command import shakedown
 from tests.faults.fake_engine import Engine
@@ -115,6 +116,54 @@ def test_what_is_no_url_is_bad_input_and_writes_nothing(tmp_path: Path, url: str
         attach(replace(order(None), url=url), ServerPaths(tmp_path), print)
 
     assert not list(tmp_path.iterdir())
+
+
+def test_several_servers_are_one_endpoint_which_answers_while_one_of_them_does(
+    tmp_path: Path,
+) -> None:
+    with running() as one:
+        with running() as two:
+            urls = [f"http://127.0.0.1:{engine.server_port}" for engine in (one, two)]
+            several = replace(order(None), url=f"{urls[0]}/v1,{urls[1]}")
+            found = start(several, tmp_path)
+        left = status(tmp_path)
+        asked = len(one.seen)
+    gone = status(tmp_path)
+
+    assert found.base_url == ",".join(urls)
+    assert (found.engine, found.served_name) == ("sglang", "policy")
+    assert left.answers
+    assert asked == len(one.seen) > 0
+    assert not gone.answers
+
+
+def test_servers_that_are_not_alike_are_refused(tmp_path: Path) -> None:
+    with running() as one, running("plain") as two:
+        urls = ",".join(f"http://127.0.0.1:{engine.server_port}" for engine in (one, two))
+
+        with pytest.raises(UsageError, match="are not alike"):
+            attach(replace(order(None), url=urls), ServerPaths(tmp_path), print)
+
+
+def test_a_server_that_does_not_answer_is_told_where_another_does(tmp_path: Path) -> None:
+    said: list[str] = []
+    with running() as one:
+        several = f"http://127.0.0.1:{one.server_port},http://127.0.0.1:9"
+
+        found = attach(replace(order(None), url=several), ServerPaths(tmp_path), said.append)
+
+    assert found.base_url == several
+    assert "http://127.0.0.1:9" in said[0]
+    assert "it is used once it answers" in said[0]
+
+
+def test_metrics_are_of_one_server(tmp_path: Path) -> None:
+    with running() as one, running() as two:
+        urls = ",".join(f"http://127.0.0.1:{engine.server_port}" for engine in (one, two))
+        found = attach(replace(order(None), url=urls), ServerPaths(tmp_path), print)
+
+    with pytest.raises(UsageError, match="several servers"):
+        watch_metrics(found, 0.0)
 
 
 def test_external_engine_is_never_launched() -> None:

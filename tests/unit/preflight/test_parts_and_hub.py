@@ -36,6 +36,24 @@ class Good:
         return float("4" in answer.choices[0].message.content)
 
 
+class Needs:
+    def __init__(self, path):
+        self.path = path
+
+    async def run(self, data, **extra_kwargs):
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(
+            base_url=extra_kwargs["base_url"], api_key=extra_kwargs["api_key"]
+        ) as client:
+            model = (await client.models.list()).data[0].root
+            if self.path == "responses":
+                answer = await client.responses.create(model=model, input="2 + 2")
+                return float("4" in answer.output_text)
+            answer = await client.completions.create(model=model, prompt=[1], logprobs=0)
+            return answer.choices[0].logprobs.token_logprobs[0]
+
+
 class Raises:
     async def run(self, data, **extra_kwargs):
         return data["image"]
@@ -70,13 +88,16 @@ def test_each_part_is_called_once_and_those_that_do_not_work_are_named(tmp_path:
     file = tmp_path / "mine.py"
     file.write_text(AGENT)
     good = [("agent", f"{file}:Good"), ("reward", f"{file}:reward"), ("reward", "gsm8k")]
+    needs = [("agent", f"{file}:Needs", f'{{"path": "{p}"}}') for p in ("responses", "completions")]
     bad = [("agent", f"{file}:NotAsync"), ("reward", f"{file}:no_number"), ("sink", "nonsense")]
+    bad += [("agent", f"{file}:Needs")]
     raises = [("agent", f"{file}:Raises")]
 
-    facts = parts.measure(asked(parts=[*good, *bad, *raises]), "n1")
+    facts = parts.measure(asked(parts=[*good, *needs, *bad, *raises], model="m"), "n1")
 
     assert set(facts["faults"]) == {" ".join(part) for part in bad}
     assert set(facts["raised"]) == {" ".join(part) for part in raises}
+    assert "missing 1 required" in facts["faults"][f"agent {file}:Needs"]
     assert "not async" in facts["faults"][f"agent {file}:NotAsync"]
     assert "image" in facts["raised"][f"agent {file}:Raises"]
 
@@ -103,6 +124,9 @@ def test_the_shipped_config_names_its_parts_and_nothing_of_the_hub() -> None:
 
     assert ("reward", "exact_match") in _parts(config)
     assert ("agent", "config/examples/my_agent.py:MyAgent") in _parts(config)
+    needs = config.agents.model_copy(update={"kwargs": {"turns": 2}})
+    told = _parts(config.model_copy(update={"agents": needs}))
+    assert ("agent", "config/examples/my_agent.py:MyAgent", '{"turns": 2}') in told
     assert _from_hub(config) == []
 
 

@@ -151,3 +151,47 @@ def test_only_bad_exit_codes_are_told() -> None:
 def test_a_servers_facts_are_those_that_its_file_tells() -> None:
     server = ServerView("policy", Path("p"), {"engine": "vllm", "pid": 7, "served_name": ""})
     assert facts.server_facts(server) == [("engine", "vllm"), ("pid", "7")]
+
+
+def numbers(prefix: str, **more: float) -> dict[str, float]:
+    told = {"episodes": 8.0, "episodes_ok": 6.0, "latency_p50_seconds": 0.25} | more
+    return {f"{prefix}{name}": value for name, value in told.items()}
+
+
+def test_checks_stand_beside_each_other_with_their_errors_by_class() -> None:
+    told = numbers("single_", loop_lag_max_seconds=float("nan"))
+    told |= numbers("concurrent_", good_episodes_per_second=12.5, failed_read_timeout=2.0)
+
+    table = facts.check_table(judged(metrics=told))
+
+    assert table is not None
+    assert table.checks == ["single", "concurrent"]
+    assert dict(table.rows) == {
+        "episodes": ["8", "8"],
+        "good episodes": ["6", "6"],
+        "good episodes a second": ["", "12.5"],
+        "latency, median": ["250 ms", "250 ms"],
+        "event loop's lag, longest": ["not finite", ""],
+        "failed: read_timeout": ["", "2"],
+    }
+
+
+def test_a_run_of_an_agent_is_one_column_and_another_verdict_has_no_table() -> None:
+    table = facts.check_table(judged(metrics=numbers("")))
+
+    assert table is not None
+    assert table.checks == ["run"]
+    assert facts.check_table(judged(metrics={"loss": 1.0, "episodes": 3.0})) is None
+    assert facts.check_table(None) is None
+
+
+def test_a_table_of_checks_is_bounded() -> None:
+    told: dict[str, float] = {}
+    for check in range(100):
+        told |= numbers(f"{check}_", **{f"failed_{cause}": 1.0 for cause in range(100)})
+
+    table = facts.check_table(judged(metrics=told))
+
+    assert table is not None
+    assert len(table.checks) == facts.MAX_CHECKS
+    assert len(table.rows) <= facts.MAX_FIGURES

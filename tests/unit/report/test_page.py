@@ -121,6 +121,18 @@ def test_hostile_text_stays_text_everywhere(paths: RunPaths) -> None:
     assert "{{ 7 * 7 }}" in text
 
 
+def test_the_checks_of_an_agent_are_one_table_with_hostile_names_escaped(paths: RunPaths) -> None:
+    told = {f"{EVIL}_episodes": 1.0, f"{EVIL}_episodes_ok": 1.0, f"{EVIL}_failed_{EVIL}": 2.0}
+    told |= {"single_episodes": 1.0, "single_episodes_ok": 1.0, "single_latency_p50_seconds": 0.25}
+    write_verdict(paths.agents.verdict, metrics=told)
+
+    text, parsed = page(paths)
+
+    assert "<th>single</th>" in text
+    assert ">250 ms</td>" in text
+    assert len(parsed.scripts) == 1
+
+
 def test_the_policy_admits_the_pages_own_script_and_no_other(paths: RunPaths) -> None:
     write_hostile_run(paths)
     text, parsed = page(paths)

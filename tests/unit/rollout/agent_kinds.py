@@ -1,6 +1,7 @@
 """An agent that is good or bad as its row says; the tests of training with agents run it."""
 
 import asyncio
+import copy
 import os
 import sys
 import time
@@ -14,14 +15,20 @@ import openai
 class Kinds:
     """`data["kind"]` names the method."""
 
+    data: dict[str, Any]
+    extra: dict[str, Any]
+    model: str
+    client: openai.AsyncOpenAI
+
     async def run(self, data: dict[str, Any], **extra: Any) -> Any:
-        self.data, self.extra, self.model = data, extra, extra["model"]
-        self.client = openai.AsyncOpenAI(
+        one = copy.copy(self)  # the group's episodes share this instance
+        one.data, one.extra, one.model = data, extra, extra["model"]
+        one.client = openai.AsyncOpenAI(
             base_url=extra["base_url"],
             api_key=extra["api_key"],
             http_client=extra["http_client"],
         )
-        return await getattr(self, data["kind"])()
+        return await getattr(one, data["kind"])()
 
     async def ask(self, *contents: str, **more: Any) -> Any:
         """Messages by turns of user and assistant."""
@@ -36,9 +43,9 @@ class Kinds:
         return float(len(reply.choices[0].message.content))
 
     async def two_turns(self) -> Any:
-        first = (await self.ask("one")).choices[0].message.content
-        second = (await self.ask("one", first, "and?")).choices[0].message.content
-        return {"a": float(len(second)), "b": 0.0}
+        first = await self.ask("one")
+        second = await self.ask("one", first.choices[0].message.content, "and?")
+        return {first.id: float(len(second.choices[0].message.content)), second.id: 0.0}
 
     async def rewrites(self) -> Any:
         await self.ask("one")
@@ -78,7 +85,6 @@ class Kinds:
         """Two turns, the first one streamed."""
         history: Any = [{"role": "user", "content": "one"}]
         ask: Any = {"model": "any name", "max_output_tokens": 16}
-        # The client's own `stream()` takes `response.incomplete`, of a reply cut off, for an error.
         stream = await self.client.responses.create(input=history, stream=True, **ask)
         first = [event async for event in stream][-1].response
         history += [item.model_dump(exclude_none=True) for item in first.output]
@@ -154,7 +160,7 @@ class Kinds:
         return 1.0
 
     async def elsewhere(self) -> Any:
-        await self.client.completions.create(model=self.model, prompt="1")
+        await self.client.embeddings.create(model=self.model, input="1")
         return 1.0
 
 

@@ -122,6 +122,7 @@ def completions(body: dict[str, Any]) -> dict[str, Any]:
     choice: dict[str, Any] = {
         "text": text_of(ids),
         "token_ids": ids,
+        "prompt_token_ids": body["prompt"],
         "logprobs": {"token_logprobs": [logprob(token) for token in ids]},
         "finish_reason": "stop" if END in ids else "length",
     }
@@ -129,7 +130,9 @@ def completions(body: dict[str, Any]) -> dict[str, Any]:
         known = [{str(token): {"logprob": logprob(token)}} for token in body["prompt"][1:]]
         choice["prompt_logprobs"] = [None, *known]
     count = body.get("n", 1)
-    return {"choices": [{**choice, "index": index} for index in range(count)], "usage": {}}
+    choices = [{**choice, "index": index} for index in range(count)]
+    used = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count * len(ids)}
+    return {"id": "cmpl-1", "object": "text_completion", "choices": choices, "usage": used}
 
 
 def chat(body: dict[str, Any], prompt: list[int]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Agents may speak three protocols: each call is one chat completion, recorded and shown rightly.
+"""Agents may speak four protocols: each call is one completion, recorded and shown rightly.
 
 Real clients, the stand-in engine.
 """
@@ -258,12 +258,18 @@ async def test_why_a_reply_ended_is_told_in_the_protocol_s_words(agent: Agent) -
     short = await agent.anthropic.messages.create(max_tokens=2, **ask)
     stopped = await agent.anthropic.messages.create(max_tokens=9, stop_sequences=["!"], **ask)
     cut = await agent.openai.responses.create(model=ANY, input=QUESTION, max_output_tokens=2)
+    # The helper raises on `response.incomplete`, as OpenAI's agents framework does.
+    async with agent.openai.responses.stream(
+        model=ANY, input=QUESTION, max_output_tokens=2
+    ) as stream:
+        streamed = await stream.get_final_response()
 
     assert (short.stop_reason, short.stop_sequence) == ("max_tokens", None)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "!")
-    assert cut.status == "incomplete"
-    assert cut.incomplete_details is not None
-    assert cut.incomplete_details.reason == "max_output_tokens"
+    for response in (cut, streamed):
+        assert response.status == "completed"
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
 
 
 async def test_clients_retry_and_raise_their_own_errors(agent: Agent, engine: ChatEngine) -> None:
@@ -356,6 +362,11 @@ USER = {"role": "user", "content": "x"}
         ("messages", {"messages": [USER], "tool_choice": {"type": "any"}}, "tool_choice forces"),
         ("messages", {"messages": [USER], "tools": [{"type": "bash_20250124"}]}, "bash_20250124"),
         ("messages", {"messages": [USER], "mcp_servers": []}, "mcp_servers is not supported"),
+        (
+            "messages",
+            {"messages": [USER], "context_management": {"edits": [{"type": "clear_tool_uses"}]}},
+            "context_management takes from the history",
+        ),
         ("messages", {"messages": {"role": "user"}}, "messages is {'role'"),
         ("messages", {"messages": ["x"]}, "a message is 'x'"),
         ("messages", {"messages": [USER], "system": 1}, "system is 1"),
@@ -370,6 +381,9 @@ USER = {"role": "user", "content": "x"}
             "image_url",
         ),
         ("chat/completions", {"messages": [USER], "stream_options": [1]}, "stream_options"),
+        ("completions", {"prompt": [[1], [2]]}, "prompt is [[1], [2]]: expected one text, or"),
+        ("completions", {"prompt": [1], "stream": True}, "stream is True"),
+        ("completions", {"prompt": [1], "suffix": "x"}, "suffix is not supported"),
     ],
 )
 async def test_what_training_cannot_use_is_refused_with_a_sentence(
@@ -476,6 +490,55 @@ def test_thoughts_text_and_two_tools_of_a_reply_are_shown_apart() -> None:
     assert arguments == ['{"a": 1}', "not json"]
 
 
+@pytest.mark.parametrize(
+    ("more", "tokens", "logprobs"),
+    [
+        ({}, None, None),
+        ({"return_token_ids": True}, True, None),
+        ({"logprobs": 0, "temperature": 0.2, "top_k": 5}, None, True),
+    ],
+)
+async def test_a_prompt_of_token_ids_is_completed_and_recorded(
+    agent: Agent, engine: ChatEngine, more: dict[str, Any], tokens: Any, logprobs: Any
+) -> None:
+    reply = await agent.post("completions", model=ANY, prompt=PROMPT, max_tokens=50, **more)
+
+    (call,) = agent.proxy.close(agent.key)
+    assert (call.prompt, call.completion.tokens, call.version) == (PROMPT, REPLY, 7)
+    assert call.completion.logprobs == [logprob(token) for token in REPLY]
+    ((path, sent),) = engine.seen
+    assert (path, sent["prompt"], sent["max_tokens"]) == ("/v1/completions", PROMPT, 50)
+    assert (sent["temperature"], sent["logprobs"], sent["model"]) == (1.0, 0, "policy")
+    assert not {"top_k", "top_logprobs", "messages"} & sent.keys()
+    (choice,) = reply.json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (TEXT, "stop")
+    assert (choice.get("token_ids"), choice.get("logprobs") and True) == (
+        tokens and REPLY,
+        logprobs,
+    )
+
+
+async def test_a_turn_of_token_ids_goes_on_with_the_sequence_of_the_one_before(
+    agent: Agent,
+) -> None:
+    more = [*PROMPT, *REPLY, 65, 66]
+    await agent.openai.completions.create(model=ANY, prompt=PROMPT, max_tokens=50)
+    await agent.openai.completions.create(model=ANY, prompt=more, max_tokens=50)
+
+    (sequence,) = joined(agent.proxy.close(agent.key))
+    assert sequence.calls == 2
+    assert sequence.tokens[: len(more)] == more
+    assert sum(sequence.mask) == 2 * len(REPLY)
+
+
+def test_what_frameworks_send_unasked_has_no_effect() -> None:
+    """OpenAI's agents framework for a model that it takes for GPT-5, and Claude Code."""
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    plain = {"messages": [USER]}
+    assert PROTOCOLS["messages"].to_chat({**plain, "context_management": kept}) == plain
+    assert PROTOCOLS["responses"].to_chat({"input": [USER], "text": {"verbosity": "low"}}) == plain
+
+
 ODD: tuple[Any, ...] = (
     None,
     -1,
@@ -499,7 +562,9 @@ ODD: tuple[Any, ...] = (
 NAMES = {
     "chat/completions": "messages tools tool_choice response_format n stream_options max_tokens",
     "responses": "input instructions tools tool_choice reasoning text include truncation stream",
-    "messages": "messages system tools tool_choice thinking output_config max_tokens stream",
+    "messages": "messages system tools tool_choice thinking output_config max_tokens stream"
+    " context_management",
+    "completions": "prompt logprobs stream echo n max_tokens stop",
 }
 
 

@@ -310,7 +310,7 @@ def test_an_agent_s_retry_after_a_busy_engine_is_one_call(seen: Seen) -> None:
         ("dies", "agent exit: the worker ended with exit code 3"),
         ("elsewhere", "in training an agent can only POST /v1/chat/completions, "),
         ("too long", "api_status: BadRequestError: Error code: 400 .*maximum context length"),
-        ("no ids", "api_status: .*not recorded: .*prompt_token_ids"),
+        ("no ids", "bad_reply: .*not recorded: .*prompt_token_ids"),
         ("miscounted", "api_status: .*the engine sampled 5 tokens and told 4|sampled"),
         ("odd error", "api_status: .*Internal Server Error"),
         ("broken", "not recorded: the engine's stream broke off"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shakedown.config import GrpoConfig, OptimizerConfig, StageConfig
+from shakedown.config import DriftConfig, GrpoConfig, OptimizerConfig, StageConfig
 from shakedown.training.checkpoint.fingerprint import differences, fingerprint
 from shakedown.training.stage.job import StageJob
 
@@ -38,6 +38,7 @@ FREE: dict[str, Any] = {
     "batch_timeout": 1.0,
     "weight_update_timeout": 1.0,
     "record": True,
+    "drift": DriftConfig(action="stop"),
 }
 
 

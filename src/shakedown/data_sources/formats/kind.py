@@ -15,7 +15,8 @@ class RowFormat:
         hub: its name on the hub; `hub_config`: the configuration there, empty for the only one.
         columns: those that `convert` reads, all of them text; nothing else is decoded.
         train, heldout: the splits for training and for what is never trained on.
-        images: whether the problems come with images, which a text-only stage leaves out.
+        images: whether the problems come with a column `images`, which a stage that trains on
+            text leaves out. They are shown before the problem's text.
     """
 
     hub: str
@@ -26,11 +27,11 @@ class RowFormat:
     heldout: str = "test"
     images: bool = False
 
-    def row(self, body: Mapping[str, Any], place: str) -> dict[str, Any]:
-        """The row as `messages` and `answer`.
+    def row(self, body: Mapping[str, Any], place: str, *, images: bool = False) -> dict[str, Any]:
+        """The row as `messages` and `answer`; with `images`, those too, shown in the last message.
 
         Raises:
-            UsageError: a column is missing or is no text; names the place.
+            UsageError: a column is missing or of another type; names the place.
         """
         for column in self.columns:
             if not isinstance(body.get(column), str):
@@ -40,4 +41,13 @@ class RowFormat:
                     f"keys: {', '.join(body) or 'none'}",
                     hint=f"rows of {self.hub} have {', '.join(self.columns)}",
                 )
-        return self.convert({column: body[column] for column in self.columns})
+        row = self.convert({column: body[column] for column in self.columns})
+        if not (images and self.images):
+            return row
+        shown = body.get("images")
+        if not isinstance(shown, list) or not shown:
+            raise UsageError(f"{place}: `images` must be a list with at least one image")
+        *first, last = row["messages"]
+        text = {"type": "text", "text": last["content"]}
+        content = [*({"type": "image"} for _ in shown), text]
+        return {**row, "messages": [*first, {**last, "content": content}], "images": shown}

@@ -74,6 +74,7 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     culprits = _of_the_gpu(s, culprits) if cause == "gpu_error" else culprits
     why, places = _death(s.ranks[culprits[0]], raised.get(culprits[0]))
     shared = cause == "init_deadlock" or (cause == "storage" and len(culprits) > 1)
+    shared = shared or (cause == "server_unhealthy" and not s.facts.of_engine)
     # An engine of one process: its rank tells nothing that the server does not.
     alone = s.facts.of_engine and len(s.expected_ranks) == 1
     return conclude(

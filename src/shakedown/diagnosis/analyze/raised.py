@@ -67,6 +67,8 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
         re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory"),
         "out_of_memory",
     ),
+    # Our own stage stopped itself: trainer and engine disagree, and which is wrong is not told.
+    (re.compile(r"\bDriftError\b"), "server_unhealthy"),
     # The job asks for a device that it was not given.
     (re.compile(r"invalid device ordinal|No CUDA GPUs are available"), "init_deadlock"),
     (

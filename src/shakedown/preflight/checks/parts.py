@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from shakedown.core.errors import ExitCode
 from shakedown.preflight.check import Check, Judgement
@@ -17,7 +18,8 @@ _SHARE = 0.8  # of the check's limit, for all parts at once: so that the slow on
 
 def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
     """`faults`: part -> what it said where it cannot be used, `raised`: where its own code did."""
-    started = {f"{kind} {name}": _start(kind, name) for kind, name in request.want.parts}
+    want = request.want
+    started = {" ".join(part): _start(part, want.model) for part in want.parts}
     deadline = time.monotonic() + request.limit * _SHARE
     facts: dict[str, dict[str, str]] = {"faults": {}, "raised": {}}
     for part, process in started.items():
@@ -34,9 +36,9 @@ def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
     return facts
 
 
-def _start(kind: str, name: str) -> subprocess.Popen[str]:
+def _start(part: Sequence[str], model: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", _MODULE, kind, name],
+        [sys.executable, "-P", "-m", _MODULE, *part, f"--model={model}"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -55,7 +57,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 def judge(facts: Facts, want: Expectations) -> Judgement:
     """Each must load; one whose own code raises may only dislike the made-up question."""
     expected = "imported and called once"
-    remedy = "the same here: python -m shakedown.training.try_part KIND NAME"
+    remedy = "the same here: python -m shakedown.training.try_part KIND NAME [KWARGS]"
     if facts["faults"]:
         return Judgement("fail", facts["faults"], expected, "", "user", remedy)
     if facts["raised"]:

@@ -1,5 +1,6 @@
 """The protocols that agents may speak to the recording proxy: one file and one row each."""
 
+from shakedown.rollout.protocols import completions
 from shakedown.rollout.protocols.base import Protocol
 from shakedown.rollout.protocols.chat import ChatReply
 from shakedown.rollout.protocols.chat import to_chat as chat_to_chat
@@ -13,4 +14,11 @@ PROTOCOLS: dict[str, Protocol] = {
     "chat/completions": Protocol(chat_to_chat, ChatReply),
     "responses": Protocol(responses_to_chat, ResponsesReply),
     "messages": Protocol(messages_to_chat, MessagesReply),
+    "completions": Protocol(
+        completions.to_chat,
+        completions.CompletionsReply,
+        completions.PATH,
+        completions.to_engine,
+        completions.from_engine,
+    ),
 }

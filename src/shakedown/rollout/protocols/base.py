@@ -1,7 +1,7 @@
 """What a protocol has to give, and what several of them need to read hostile bodies.
 
 Every protocol is translated into one chat completion and back: the engine's chat replies are what
-has token ids. Pure.
+has token ids. A prompt of token ids is one completion instead. Pure.
 """
 
 import json
@@ -46,12 +46,23 @@ class Reply(ABC):
         """The body of an error."""
 
 
+def _same(body: Body) -> Body:
+    return body
+
+
 @dataclass(frozen=True)
 class Protocol:
-    """`to_chat`: the chat body of a request's; it raises RefusedCallError. `reply`: a new one."""
+    """`to_chat`: the chat body of a request's; it raises RefusedCallError. `reply`: a new one.
+
+    `path`: what the engine is asked. Where that is not its chat, `to_engine` makes its body of a
+    chat's and `from_engine` a chat reply of its own.
+    """
 
     to_chat: Callable[[Body], Body]
     reply: type[Reply]
+    path: str = "/v1/chat/completions"
+    to_engine: Callable[[Body], Body] = _same
+    from_engine: Callable[[Body], Body] = _same
 
 
 def openai_error(status: int, message: str) -> Body:

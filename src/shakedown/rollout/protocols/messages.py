@@ -26,6 +26,7 @@ from shakedown.rollout.protocols.base import (
 
 _RENAMED = {"model": "model", "max_tokens": "max_tokens", "stop_sequences": "stop"}
 _TRANSLATED = {"messages", "system", "tools", "tool_choice", "thinking", "output_config"}
+_TRANSLATED |= {"context_management"}
 _WITHOUT_EFFECT = {"cache_control", "inference_geo", "diagnostics"}
 _KNOWN = frozenset({*_RENAMED, *_TRANSLATED, *_WITHOUT_EFFECT, *COMMON, *EXTRAS})
 _CHOICES = {"auto": "auto", "none": "none", "any": "required", "tool": "required"}
@@ -60,7 +61,19 @@ def to_chat(body: Body) -> Body:
         sent |= {"add_generation_prompt": False, "continue_final_message": True}
     if tools := a_list(body.get("tools"), "tools"):
         sent["tools"] = [_tool(an_object(each, "a tool")) for each in tools]
+    _check_context(body)
     return sent | _tool_choice(body) | _thinking(body)
+
+
+def _check_context(body: Body) -> None:
+    """Claude Code asks that all thinking be kept, which it is; edits take from the history."""
+    context = an_object(body.get("context_management") or {}, "context_management")
+    for edit in a_list(context.get("edits"), "context_management: edits"):
+        if an_object(edit, "an edit of context_management").get("keep") != "all":
+            raise RefusedCallError(
+                "context_management takes from the history: the proxy keeps none",
+                hint="leave it out, and send the messages that the model is to read",
+            )
 
 
 def _message(message: Body) -> Iterator[Body]:

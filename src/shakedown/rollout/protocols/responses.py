@@ -73,7 +73,7 @@ def _check(body: Body) -> None:
     one_of(body.get("truncation"), (None, "disabled"), "truncation")
     one_of(body.get("background"), (None, False), "background")
     text = an_object(body.get("text") or {}, "text")
-    check_names(text, frozenset({"format"}))
+    check_names(text, frozenset({"format", "verbosity"}))  # the latter without effect
     form = an_object(text.get("format") or {}, "text.format")
     if form.get("type", "text") != "text":
         raise RefusedCallError(
@@ -167,15 +167,17 @@ class ResponsesReply(Reply):
             self._response["usage"] = _usage(chunk["usage"])
 
     def end(self) -> Iterator[bytes]:
-        """The rest: the last item's end, and the whole response."""
-        reasons = {"length": "max_output_tokens", "content_filter": "content_filter"}
-        reason = reasons.get(self._finish)
-        status = "incomplete" if reason else "completed"
-        yield from self._close(status)
-        details = {"reason": reason} if reason else None
-        more = {"status": status, "incomplete_details": details, "output": self._items}
+        """The rest: the last item's end, and the whole response.
+
+        Always `completed`: frameworks raise on `incomplete`, and replies that the stage's own
+        limit cuts off are ordinary in training. `incomplete_details` tells of it all the same.
+        """
+        cut = self._finish == "length"
+        yield from self._close("incomplete" if cut else "completed")
+        details = {"reason": "max_output_tokens"} if cut else None
+        more = {"status": "completed", "incomplete_details": details, "output": self._items}
         self._response = {**self._response, **more}
-        yield self._event(f"response.{status}", response=self._response)
+        yield self._event("response.completed", response=self._response)
 
     def whole(self, reply: Body) -> Body:
         """A response."""

@@ -172,7 +172,8 @@ def token_batch(
     """Rollouts as a batch to train on.
 
     Its extra tensors: the engine's `logprobs` [N, T], `advantages` [N], `share` [N] (each token's
-    part in the loss), `place` [N, T] (the number of each trained token, 0 elsewhere).
+    part in the loss), `place` [N, T] (the number of each trained token, 0 elsewhere), `lag` [N] or
+    [N, T] (versions between the weights that wrote a token and those that the step updates).
 
     Args:
         pad: the padding's token.
@@ -196,7 +197,8 @@ def token_batch(
     lengths = _lengths(tokens, mask, pad=pad)
     first, episode = first_rows(rollouts)
     advantages = group_advantages(rewards[first], groups[first], kind=advantage)[episode]
-    batch = TokenBatch(tokens, lengths, mask, {"logprobs": logprobs, "advantages": advantages})
+    extra = {"logprobs": logprobs, "advantages": advantages, "lag": _lag(rollouts)}
+    batch = TokenBatch(tokens, lengths, mask, extra)
     counted = torch.ones_like(groups, dtype=torch.bool)
     if drop_flat:
         counted = ~flat_groups(rewards, groups)
@@ -206,6 +208,12 @@ def token_batch(
     share = token_shares(batch.mask, counted, level=level)
     extra = {**batch.extra, "share": share, "place": place}
     return TokenBatch(batch.tokens, batch.lengths, batch.mask, extra)
+
+
+def _lag(rollouts: RolloutBatch) -> torch.Tensor:
+    """Step s updates the weights of version s - 1."""
+    written = rollouts.versions if rollouts.token_versions is None else rollouts.token_versions
+    return torch.as_tensor(rollouts.step - 1 - np.asarray(written, dtype=np.int64))
 
 
 def check_vocabulary(rollouts: RolloutBatch, config: object) -> None:

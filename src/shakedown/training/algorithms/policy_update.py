@@ -97,7 +97,8 @@ class PolicyUpdate:
         """(collective) `epochs` updates on the whole batch; none where no token has a share.
 
         Args:
-            batch: as `policy_part` has it, and `place` [N, T], the number of each trained token.
+            batch: as `policy_part` has it, `place` [N, T], the number of each trained token, and
+                its `lag` [N] or [N, T], see `mismatch`.
             beat: given this rank's micro batches, what the engine calls for each of them.
 
         Returns:
@@ -168,4 +169,4 @@ class PolicyUpdate:
         merged = self._ranks.largest(trainer)
         # A token that no rank scored must not look like one that the model thinks impossible.
         merged[merged.isinf()] = torch.nan
-        return mismatch(merged, batch.at_mask("logprobs"))
+        return mismatch(merged, batch.at_mask("logprobs"), batch.at_mask("lag"))

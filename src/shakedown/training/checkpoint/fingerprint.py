@@ -18,7 +18,7 @@ _SAMPLE = 1 << 20
 
 # Keys of grpo that may change between attempts: they do not change what is learned.
 _FREE = frozenset(
-    {"batch_timeout", "weight_update_timeout", "agent_timeout", "max_concurrent", "record"}
+    {"batch_timeout", "weight_update_timeout", "agent_timeout", "max_concurrent", "record", "drift"}
 )
 
 # Names that came later and have no default: a checkpoint that has none of it stays usable.

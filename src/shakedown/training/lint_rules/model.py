@@ -102,5 +102,5 @@ def grade_of_experts(inputs: Inputs) -> Iterator[Finding]:
     """Experts are chosen differently by two engines: the limits for dense models are too narrow."""
     grade = inputs.config.consistency.grade
     if inputs.sizes and inputs.sizes.experts and grade == "dense":
-        expected = "moe, for a mixture of experts"
+        expected = "auto or moe, for a mixture of experts"
         yield advice("grade", "consistency.grade", grade, expected)

@@ -1,6 +1,7 @@
 """What one attempt of a training stage is told: written by the supervisor, read by its parts."""
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from shakedown.agents.reward_pool import RewardLimits
@@ -18,7 +19,8 @@ class StageJob:
     stage's own inference server without `/v1` (GRPO only),
     `served_model` its model name and `engine` its kind. `reward_timeout` (s) and
     `reward_memory_gb` (GiB) bound one call of the reward function. `replay`: a folder of recorded
-    rollouts to train on instead of generating; empty: none.
+    rollouts to train on instead of generating; empty: none. `drift_limits`: by metric, see
+    `training.drift`.
     """
 
     stage: str
@@ -38,6 +40,7 @@ class StageJob:
     reward_timeout: float = RewardLimits.seconds
     reward_memory_gb: float = RewardLimits.memory_gb
     replay: str = ""
+    drift_limits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:

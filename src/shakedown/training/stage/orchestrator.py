@@ -45,7 +45,7 @@ from shakedown.rollout.queue import (
     find_queue,
 )
 from shakedown.rollout.samplers import GroupSampler
-from shakedown.rollout.staleness import Staleness, explain
+from shakedown.rollout.staleness import foretell, stage_rule
 from shakedown.rollout.store import RolloutStore
 from shakedown.rollout.weights import WeightSync, probe_tokens
 from shakedown.training.checkpoint.checkpoints import find
@@ -139,19 +139,8 @@ def _checked(job: StageJob) -> GrpoConfig:
         raise ConfigError(f"stage {job.stage} has no `grpo:` section: it needs no orchestrator")
     if settings.agent:
         check_engine(job.stage, job.engine)
-    trap = explain(_rule(job, settings), needed=job.config.batch_size)
-    if trap:
-        raise ConfigError(
-            f"stages.{job.stage}.grpo: {trap}",
-            hint=f"set max_concurrent to at least group_size, {settings.group_size}",
-        )
+    stage_rule(job.stage, settings, job.config.batch_size)
     return settings
-
-
-def _rule(job: StageJob, settings: GrpoConfig) -> Staleness:
-    """In groups: `max_concurrent` counts samples."""
-    slots = settings.max_concurrent // settings.group_size
-    return Staleness(slots, settings.async_level, job.config.batch_size)
 
 
 @dataclass(frozen=True)
@@ -204,7 +193,9 @@ class Orchestrator:
         self._queue = RolloutQueue(
             self._store, parts.prompts, self._sampler.run_group, seed=job.seed, saved=saved
         )
-        rule, groups = _rule(job, self._settings), job.config.batch_size
+        groups = job.config.batch_size
+        rule = stage_rule(job.stage, self._settings, groups)
+        print(f"rollouts: {foretell(rule)}", flush=True)
         self._controller: RolloutController[QueuedPrompt, FinishedGroup] = RolloutController(
             self._queue.run,
             max_concurrent=rule.max_concurrent,

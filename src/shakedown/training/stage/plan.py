@@ -13,10 +13,9 @@ from shakedown.core.private import own_tree
 from shakedown.debug import asked
 from shakedown.profiling.request import requested
 from shakedown.training.assets import Assets
+from shakedown.training.drift import drift_limits
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.run import StagePlan
-
-_DEBUG_SECONDS = 7 * 86400.0  # longer than any job
 
 
 def plan_stage(
@@ -54,6 +53,7 @@ def plan_stage(
         world_size=trainer_world(settings),
         stage_root=str(paths.stage(stage).root.absolute()),
         replay=str(replay.absolute()) if replay else "",
+        drift_limits=drift_limits(config, stage),
     )
     if asked.is_asked():
         job = without_timeouts(job)
@@ -71,9 +71,9 @@ def without_timeouts(job: StageJob) -> StageJob:
     config = job.config
     if config.grpo is not None:
         names = ("agent_timeout", "batch_timeout", "weight_update_timeout")
-        grpo = config.grpo.model_copy(update=dict.fromkeys(names, _DEBUG_SECONDS))
+        grpo = config.grpo.model_copy(update=dict.fromkeys(names, asked.NO_TIMEOUT))
         config = config.model_copy(update={"grpo": grpo})
-    return replace(job, config=config, reward_timeout=_DEBUG_SECONDS)
+    return replace(job, config=config, reward_timeout=asked.NO_TIMEOUT)
 
 
 def _own_model(folder: Path) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from shakedown.core.files import is_count
 from shakedown.core.paths import StagePaths
@@ -19,7 +19,7 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
     metrics = {
         key: float(value)
         for key, value in last.items()
-        if key != "step" and _is_finite_number(value)
+        if key != "step" and is_finite_number(value)
     }
     evaluations = []
     for number in paths.attempt_numbers():
@@ -27,7 +27,7 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
     if evaluations:
         for key in ("sampled_accuracy", "greedy_accuracy"):
             for name, row in (("start", evaluations[0]), ("end", evaluations[-1])):
-                if _is_finite_number(row.get(key)):
+                if is_finite_number(row.get(key)):
                     metrics[f"{key}_{name}"] = float(row[key])
     step = last.get("step")
     return step if is_count(step) else 0, metrics
@@ -58,7 +58,8 @@ def resume_hint(paths: StagePaths) -> str:
         return f"{again} start it anew: no checkpoint was written"
 
 
-def _is_finite_number(value: Any) -> bool:
+def is_finite_number(value: Any) -> TypeGuard[int | float]:
+    """Whether a value out of a row is one."""
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     try:

@@ -12,7 +12,7 @@ from shakedown.cluster.supervise import Component, Exit, Supervisor
 from shakedown.config import ProfileConfig, ServeConfig
 from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.folders import storage_errors
-from shakedown.core.outcome import Outcome
+from shakedown.core.outcome import Outcome, judge_outcome
 from shakedown.core.paths import AttemptPaths
 from shakedown.core.private import own_folder, own_tree
 from shakedown.core.verdict import Stopwatch
@@ -20,6 +20,7 @@ from shakedown.debug import asked
 from shakedown.debug.stops import make_folder
 from shakedown.monitor.watch import Health, Watch
 from shakedown.rollout.recording import check_recording
+from shakedown.training.drift import with_drift
 from shakedown.training.stage import profiling, stopping
 from shakedown.training.stage.components import (
     orchestrator_component,
@@ -93,6 +94,7 @@ def _run_attempt(plan: StagePlan) -> Outcome:
         own_tree(paths.checkpoints)
     # Gone before the attempt begins: if this process is killed, no older outcome speaks for it.
     paths.outcome.unlink(missing_ok=True)
+    paths.verdict.unlink(missing_ok=True)
     attempt = paths.new_attempt()
     stopping.prepare(attempt.stop)
     job, components = _components(plan, attempt, devices)
@@ -117,12 +119,13 @@ def _run_attempt(plan: StagePlan) -> Outcome:
         seconds=clock.seconds,
     )
     steps, metrics = stage_metrics(paths)
-    outcome = replace(outcome, steps=steps, metrics=metrics)
+    outcome = with_drift(replace(outcome, steps=steps, metrics=metrics), job)
     if outcome.state == "interrupted":
         outcome = replace(outcome, sentence=f"{outcome.sentence}; {resume_hint(paths)}")
     outcome.write(attempt.outcome)
     # Without a stage outcome Snakemake's job fails, and its next run goes on from the checkpoint.
     if outcome.state != "interrupted":
+        judge_outcome(outcome, None, paths.root).write(paths.verdict)
         outcome.write(paths.outcome)
     return outcome
 

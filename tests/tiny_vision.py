@@ -22,16 +22,16 @@ _TEMPLATE = (
 
 
 def write_vision_model(folder: Path, *, seed: int) -> None:
-    """Write the model as a Hugging Face folder; needs torchvision.
+    """Write the model as a Hugging Face folder.
 
     Raises:
         StorageError: the folder cannot be written.
     """
     from transformers import Gemma3Processor
-    from transformers.models.gemma3.image_processing_gemma3 import Gemma3ImageProcessor
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
     tokenizer = _tokenizer()
-    pictures = Gemma3ImageProcessor(size={"height": _SIZE, "width": _SIZE})
+    pictures = Gemma3ImageProcessorPil(size={"height": _SIZE, "width": _SIZE})
     with staged_folder(folder) as staged:
         model = _model(seed)
         model.save_pretrained(staged)
@@ -132,4 +132,7 @@ def _model(seed: int) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Gemma3ForConditionalGeneration(config)
+        model = Gemma3ForConditionalGeneration(config)
+        # transformers begins with zeros here: every image would look the same to the text.
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, std=0.1)
+        return model

@@ -1,0 +1,73 @@
+"""episodes.jsonl: one line an episode, written when it ends.
+
+A process that is killed loses no episode that had ended; the line that it was writing is torn.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from shakedown.core.files import write_text
+from shakedown.core.folders import storage_errors
+from shakedown.core.private import open_own
+
+LONGEST_LINE = 1 << 25  # bytes that a reader takes; a line of ours has less than 1 MB
+
+
+class EpisodeLines:
+    """A new file of episodes, in the place of an older one; use it in a `with` block.
+
+    Only its owner (and with `group_reads` its group) can read it: prompts may be secret.
+
+    Raises:
+        StorageError: it cannot be written.
+        UntrustedError: in its place is something that another user could have put there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        write_text(path, "")  # who reads the older one keeps it
+        with storage_errors("write", path):
+            handle = open_own(path, os.O_WRONLY | os.O_APPEND)
+        self._stream = os.fdopen(handle, "w", encoding="utf-8", errors="replace")
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        """Append one episode; it is in the file when this returns.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        with storage_errors("write", self._path):
+            self._stream.write(json.dumps(line) + "\n")
+            self._stream.flush()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        with storage_errors("write", self._path):
+            self._stream.close()
+
+
+def read_episodes(path: Path) -> Iterator[dict[str, Any]]:
+    """The episodes of a file; what is no whole line of JSON, such as a torn last one, is passed.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as stream:
+        while line := stream.readline(LONGEST_LINE):
+            try:
+                found = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(found, dict):
+                yield found

@@ -1,0 +1,98 @@
+"""Prompts with images, as a checkpoint's processor makes them. Imports torch; import it lazily."""
+
+import functools
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from transformers import AutoProcessor
+
+from shakedown.consistency.samples import EncodedPrompt, Message
+from shakedown.core.errors import BlockedError
+
+
+class Vision:
+    """Ids and pixels of prompts with images.
+
+    Args:
+        model: the checkpoint, a folder or a hub name; its processor is loaded when first needed,
+            so that text alone is compared without torchvision.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._name = model
+        self.causal = False  # image tokens see only what stands before them, as text does
+
+    def ids(self, messages: Sequence[Message], images: Sequence[bytes]) -> list[int]:
+        """Token ids of messages with images (PNG), the images' own tokens among them.
+
+        Raises:
+            BlockedError: the checkpoint has no processor for images that can be loaded here.
+        """
+        found: list[int] = self._features(messages, images)["input_ids"][0].tolist()
+        return found
+
+    def inputs(self, prompt: EncodedPrompt, model: Any) -> dict[str, torch.Tensor]:
+        """The model's arguments for one prompt, on its device and in its dtype."""
+        return {
+            name: value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+            for name, value in self._features(prompt.messages, prompt.images).items()
+        }
+
+    def _features(
+        self, messages: Sequence[Message], images: Sequence[bytes]
+    ) -> dict[str, torch.Tensor]:
+        text = self._processor.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=False
+        )
+        pictures = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
+        # The template writes BOS itself, as the server's does.
+        made = self._processor(
+            text=[text], images=[pictures], return_tensors="pt", add_special_tokens=False
+        )
+        if self.causal and "token_type_ids" in made:
+            made["token_type_ids"] = torch.zeros_like(made["token_type_ids"])
+        return dict(made)
+
+    @functools.cached_property
+    def _processor(self) -> Any:
+        try:
+            found = AutoProcessor.from_pretrained(self._name)
+        # A torchvision made for another torch fails in its own way, as RuntimeError.
+        except (ImportError, OSError, ValueError, RuntimeError) as error:
+            raise BlockedError(
+                f"cannot load the processor of {self._name}: {' '.join(str(error).split())[:300]}",
+                hint="it takes the checkpoint's preprocessor_config.json, and often a torchvision "
+                "made for the installed torch",
+            ) from error
+        if getattr(found, "image_processor", None) is None:
+            raise BlockedError(
+                f"{self._name} has vision, but no image processor",
+                hint="copy processor_config.json or preprocessor_config.json beside config.json",
+            )
+        return found
+
+
+def completion_logits(
+    model: Any, inputs: dict[str, torch.Tensor], completion: Sequence[int]
+) -> torch.Tensor:
+    """Logits [T, vocabulary] of the T tokens of a completion, each before it is seen.
+
+    The prompt goes first and the completion after it through the cache, as in generation: in one
+    pass an image's own token that was sampled would stand for an image that is not there.
+    """
+    first = model(**inputs, use_cache=True)
+    before = first.logits[0, -1:]
+    if len(completion) == 1:
+        return before
+    given = torch.tensor([list(completion[:-1])], device=before.device)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(given)], dim=1)
+    rest = model(
+        input_ids=given,
+        attention_mask=mask,
+        past_key_values=first.past_key_values,
+        use_cache=True,
+    )
+    return torch.cat([before, rest.logits[0]])

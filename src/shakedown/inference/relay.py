@@ -1,0 +1,72 @@
+"""Several servers behind one URL, for whatever speaks to one: see `relay_server`."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shakedown.core.errors import BlockedError, ServerError, UsageError
+from shakedown.core.verdict import Finding
+
+if TYPE_CHECKING:
+    from shakedown.inference.relay_server import Relay
+
+
+@dataclass(frozen=True)
+class Servers:
+    """What clients are given; `relay` is None with a single server."""
+
+    url: str
+    relay: "Relay | None" = None
+
+    def findings(self) -> list[Finding]:
+        return self.relay.findings() if self.relay else []
+
+
+@contextlib.contextmanager
+def relayed(
+    text: str, api_key: str = "", *, sticky: str = "", every: float = 2.0, patience: float = 10.0
+) -> Iterator[Servers]:
+    """One URL for the servers of `URL` or `URL,URL`; a single one is left as it is.
+
+    Raises:
+        UsageError: several, and one of them is no URL or stands there twice.
+        BlockedError: several, and aiohttp is missing.
+        ServerError: as the block does; where all servers are put aside it says so.
+    """
+    if "," not in text:
+        yield Servers(text)
+        return
+    urls = split_urls(text)
+    try:
+        # A single server, as most are, needs no aiohttp.
+        from shakedown.inference.relay_server import Relay
+    except ModuleNotFoundError as error:
+        raise BlockedError(
+            f"several servers need a package that is not installed: {error.name}",
+            hint="pip install 'slurm-shakedown[agents]'",
+        ) from error
+    relay = Relay(urls, api_key, sticky=sticky, every=every, patience=patience)
+    with relay.serving():
+        try:
+            yield Servers(relay.url, relay)
+        except ServerError as error:
+            if not relay.all_aside:
+                raise
+            raise ServerError(f"{relay.told()}; {error.args[0]}", hint=error.hint) from error
+
+
+def split_urls(text: str) -> list[str]:
+    """The URLs of `URL,URL`, without `/v1`.
+
+    Raises:
+        UsageError: one is none, or stands there twice.
+    """
+    urls = [each.strip().rstrip("/").removesuffix("/v1") for each in text.split(",")]
+    for url in urls:
+        if not url.startswith(("http://", "https://")) or urls.count(url) > 1:
+            what = "stands there twice" if url and urls.count(url) > 1 else "is no URL"
+            raise UsageError(
+                f"{text!r}: {url!r} {what}: expected http://HOST:PORT,http://HOST:PORT"
+            )
+    return urls

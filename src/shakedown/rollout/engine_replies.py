@@ -1,0 +1,116 @@
+"""Read the engine's replies for the proxy, and name what is wrong with one."""
+
+import json
+from collections.abc import AsyncIterator
+
+import aiohttp
+
+from shakedown.agents.reply_watch import fault_of
+from shakedown.rollout.agent_calls import Body, RefusedCallError
+
+MALFORMED = (ValueError, TypeError, AttributeError, KeyError)  # what an engine may tell
+
+
+class CallError(Exception):
+    """What the agent is told instead of a reply; `fault`: a key of `causes.CAUSES`."""
+
+    def __init__(self, status: int, message: str, fault: str = "api_status") -> None:
+        super().__init__(message)
+        self.status, self.fault = status, fault
+
+
+class BrokenOffError(ValueError):
+    """A stream has no end."""
+
+
+def told(error: BaseException, seconds: float) -> CallError:
+    """What an agent is told of an error of its call; `seconds`: that the engine had."""
+    if isinstance(error, CallError):
+        return error
+    if isinstance(error, RefusedCallError):
+        return CallError(400, str(error))
+    if isinstance(error, RecursionError):
+        return CallError(400, "the body is nested too deeply")
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return CallError(504, f"the engine: {error}", "connect_timeout")
+    if isinstance(error, TimeoutError):
+        return CallError(504, f"the engine did not answer within {seconds:g} s", "read_timeout")
+    return _cut_off(error)
+
+
+def _cut_off(error: BaseException) -> CallError:
+    broke = isinstance(error, aiohttp.ClientPayloadError)
+    message = f"the engine: {type(error).__name__} {error}".strip()
+    return CallError(502, message, fault_of(error, answered=broke))
+
+
+def not_recorded(error: BaseException) -> CallError:
+    """What an agent is told of a reply that had begun and cannot be kept."""
+    if isinstance(error, CallError):
+        fault = error.fault
+    elif isinstance(error, BrokenOffError):
+        fault = "truncated"
+    else:
+        malformed = isinstance(error, MALFORMED)
+        fault = "bad_reply" if malformed else fault_of(error, answered=True)
+    return CallError(502, f"not recorded: {error}", fault)
+
+
+def read_object(content: bytes, kind: str) -> Body:
+    """A reply's body.
+
+    Raises:
+        ValueError: it is no JSON object; `kind`, its content type, is named.
+    """
+    try:
+        body = json.loads(content)
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        begins = content[:200].decode(errors="replace")
+        raise ValueError(f"the engine answered 200 with {kind}, no JSON object: {begins}")
+    return body
+
+
+async def chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[Body]:
+    """The JSON objects of an event stream.
+
+    Raises:
+        BrokenOffError: the stream has no end.
+        ValueError: an event is no JSON object, or an error.
+    """
+    async for line in reply.content:
+        if not line.startswith(b"data:"):
+            continue
+        text = line[5:].strip()
+        if text == b"[DONE]":
+            return
+        chunk = json.loads(text)
+        if not isinstance(chunk, dict) or chunk.get("error"):
+            raise ValueError(f"the engine's stream says {text.decode()[:300]}")
+        yield chunk
+    if "event-stream" not in reply.content_type:
+        raise ValueError(f"the engine answered 200 with {reply.content_type}, no stream of events")
+    raise BrokenOffError("the engine's stream broke off")
+
+
+def check_status(reply: aiohttp.ClientResponse, content: bytes) -> None:
+    """Hand the engine's own error on.
+
+    Raises:
+        CallError: there is one.
+    """
+    message = said_of_error(reply.status, content)
+    if message:
+        raise CallError(reply.status, message)
+
+
+def said_of_error(status: int, content: bytes) -> str:
+    """What the engine says in an error's body; empty when it is no error."""
+    if status == 200:
+        return ""
+    try:
+        said = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        said = None
+    return str(said) if said else f"the engine: {content.decode(errors='replace')[:500]}"

@@ -1,0 +1,5 @@
+"""Stands in for AReaL's own `areal.utils.logging`, which colours lines by colorlog."""
+
+from logging import getLogger
+
+__all__ = ["getLogger"]

@@ -1,0 +1,5 @@
+"""Stands in for AReaL's own `areal.workflow_context`."""
+
+
+def stat_scope() -> str:
+    return "rollout"

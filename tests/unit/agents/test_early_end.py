@@ -1,0 +1,137 @@
+"""A run that cannot go on keeps what was done: a server that dies, a signal, no descriptors."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shakedown.agents.episode_lines import read_episodes
+from shakedown.cli import main
+from shakedown.core.verdict import Verdict, read_verdict
+from tests.unit.agents.wire_server import wire_server
+
+AGENTS = Path(__file__).parent / "swallowing_agents.py"
+Row = dict[str, Any]
+
+
+def arguments(folder: Path, url: str, rows: list[Row], *more: str) -> list[str]:
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    argv = ["agent", "run", f"{AGENTS}:Swallows", "--data", str(data), "--base-url", url]
+    return [*argv, "--out", str(folder), "--episode-timeout", "30", *more]
+
+
+def found(folder: Path) -> tuple[Verdict, list[dict[str, Any]]]:
+    lines = list(read_episodes(folder / "episodes.jsonl"))
+    return read_verdict(folder / "verdict.json"), sorted(lines, key=lambda line: line["row"])
+
+
+@pytest.mark.parametrize("ids", [True, False], ids=["proxy", "direct"])
+def test_after_a_server_has_died_nothing_more_is_asked_and_what_was_done_is_kept(
+    tmp_path: Path, ids: bool
+) -> None:
+    rows: list[Row] = [{"texts": ["x"]} for _ in range(40)]
+    with wire_server(ids=ids, dies_after=11) as server:  # one of them asks for token ids
+        code = main(arguments(tmp_path, server.url, rows, "--concurrency", "1"))
+
+    verdict, lines = found(tmp_path)
+    causes = [line["cause"] for line in lines]
+    assert (code, verdict.status) == (3, "BLOCKED")
+    assert causes.count("") == 10
+    assert (causes[10] != "not_asked", causes[11:]) == (True, ["not_asked"] * 29)
+    (gone,) = [each for each in verdict.findings if each.check == "server_gone"]
+    assert "ConnectError" in str(gone.measured)
+    assert "it last answered at " in str(gone.measured)
+    assert f"{causes.count('not_asked')} were not run" in verdict.summary
+    assert verdict.metrics["reward_mean"] == 1.0
+
+
+def test_an_agents_own_failures_stay_failures_when_the_server_dies(tmp_path: Path) -> None:
+    rows: list[Row] = [{"texts": ["x"], "reward": None}] * 8 + [{"texts": ["x"]}] * 8
+    with wire_server(dies_after=9) as server:
+        code = main(arguments(tmp_path, server.url, rows, "--concurrency", "1"))
+
+    assert (code, found(tmp_path)[0].status) == (1, "FAIL")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_writes_the_verdict_with_what_was_done(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    rows: list[Row] = [{"texts": ["x"]}] * 4 + [{"texts": ["hang"]}] * 4 + [{"texts": ["x"]}] * 4
+    with wire_server() as server:
+        argv = arguments(tmp_path, server.url, rows, "--concurrency", "4")
+        running = started(argv)
+        wait_for((tmp_path / "episodes.jsonl").exists)
+        wait_for(lambda: server.asked.count("hang") == 4)
+
+        running.send_signal(number)
+        code = running.wait(60)
+
+    verdict, lines = found(tmp_path)
+    assert code == 128 + number
+    assert verdict.status == "BLOCKED"
+    assert f"stopped by {number.name}: 4 of 12 episodes had ended, 8 were not run" in (
+        verdict.summary
+    )
+    assert [line["cause"] for line in lines] == [""] * 4 + ["not_asked"] * 8
+
+
+@pytest.mark.slow
+def test_too_few_descriptors_are_named_with_the_limit_and_the_remedy(tmp_path: Path) -> None:
+    rows: list[Row] = [{"texts": ["hang"], "patience": 15.0}] * 100
+    with wire_server() as server:
+        argv = arguments(tmp_path, server.url, rows, "--concurrency", "100")
+        running = started(argv, limit=64)
+        running.wait(120)
+
+    verdict, lines = found(tmp_path)
+    causes = {line["cause"] for line in lines}
+    assert "file_descriptors" in causes, causes
+    assert len(lines) == 100
+    (finding,) = [each for each in verdict.findings if each.check == "failed_file_descriptors"]
+    assert "may have 64 files" in str(finding.measured)
+    assert "ulimit -n" in finding.remedy
+
+
+@pytest.mark.slow
+def test_a_soft_limit_of_descriptors_costs_no_episode(tmp_path: Path) -> None:
+    rows: list[Row] = [{"texts": ["hang"], "patience": 5.0}] * 100
+    with wire_server() as server:
+        argv = arguments(tmp_path, server.url, rows, "--concurrency", "100")
+        running = started(argv, limit=64, kind="-Sn")
+        running.wait(120)
+
+    _, lines = found(tmp_path)
+    causes = {line["cause"] for line in lines}
+    assert len(lines) == 100
+    assert "file_descriptors" not in causes
+
+
+def test_an_agent_that_ends_its_process_loses_no_episode_that_had_ended(tmp_path: Path) -> None:
+    rows: list[Row] = [{"texts": ["x"]}, {"texts": ["x"], "dies": True}, {"texts": ["x"]}]
+    with wire_server() as server:
+        code = main(arguments(tmp_path, server.url, rows, "--concurrency", "1"))
+
+    _, lines = found(tmp_path)
+    assert (code, [line["cause"] for line in lines]) == (1, ["", "exit", ""])
+
+
+def started(argv: list[str], limit: int = 0, kind: str = "-n") -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "shakedown.cli", *argv]
+    limited = ["sh", "-c", f'ulimit {kind} {limit}; exec "$@"', "sh"] if limit else []
+    return subprocess.Popen([*limited, *command], env=os.environ | {"OPENAI_API_KEY": "k"})
+
+
+def wait_for(condition: Any) -> None:
+    until = time.monotonic() + 90
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.05)
