@@ -1,13 +1,12 @@
 """The server that is compared: one that answers at a URL, or one of our own for the comparison."""
 
 import contextlib
-import importlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shakedown.core.errors import BlockedError, UsageError, did_you_mean
+from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.files import read_object
 from shakedown.core.verdict import Finding
 from shakedown.inference.engines import LaunchSpec
@@ -104,8 +103,6 @@ def _spec(model: str, own: OwnServer) -> LaunchSpec:
     path = Path(model) / "config.json"
     if path.is_file():
         body = read_object(path, "model config")
-        if "vision_config" in body:
-            _need_torchvision(model)
         try:
             # With vision the text's own settings stand below.
             text = {**body, **(body.get("text_config") or {})}
@@ -115,19 +112,3 @@ def _spec(model: str, own: OwnServer) -> LaunchSpec:
         if dtype == "auto":
             dtype = str(text.get("dtype") or text.get("torch_dtype") or "auto")
     return LaunchSpec(model, dtype=dtype, max_model_len=longest, kv_cache_gb=own.kv_cache_gb)
-
-
-def _need_torchvision(model: str) -> None:
-    """Both sides prepare images with it; said before a server is started, which takes a minute.
-
-    Raises:
-        BlockedError: it is missing, or made for another torch.
-    """
-    try:
-        importlib.import_module("torchvision")
-    # Made for another torch it fails as RuntimeError: its operators are not there.
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:
-        raise BlockedError(
-            f"{model} has vision, and torchvision cannot be imported: {str(error)[:200]}",
-            hint="install the torchvision made for the installed torch",
-        ) from error
