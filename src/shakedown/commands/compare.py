@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--engine", type=place, help="URL, URL,URL, vllm:MODEL or sglang:MODEL (started and ended)"
     )
-    parser.add_argument("--data", type=place, help="JSON lines, or hub:NAME[:SPLIT]")
+    parser.add_argument(
+        "--data",
+        type=place,
+        help="JSON lines (images too: docs/consistency.md), or hub:NAME[:SPLIT]",
+    )
     add_config(parser, required=False)
     parser.add_argument(
         "--endpoint", type=Path, metavar="FILE", help="endpoint.json of `shakedown serve`"

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from transformers import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -42,7 +43,11 @@ class Reference:
         self.name = model
         self.tokenizer: Any = _load(AutoTokenizer, model)
         config = config if config is not None else _load(AutoConfig, model)
-        self._vision = Vision(model) if hasattr(config, "vision_config") else None
+        # Some checkpoints with vision have a class for text alone (Phi-4 multimodal).
+        sees = hasattr(config, "vision_config") and (
+            type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        )
+        self._vision = Vision(model) if sees else None
         kind = AutoModelForImageTextToText if self._vision else AutoModelForCausalLM
         options = {"dtype": DTYPES.get(dtype, "auto"), "low_cpu_mem_usage": True}
         self._model: Any = _load(kind, model, config=config, **options).eval()

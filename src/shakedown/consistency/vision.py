@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from PIL import Image
 from transformers import AutoProcessor
 
 from shakedown.consistency.samples import EncodedPrompt, Message
@@ -18,7 +17,7 @@ class Vision:
 
     Args:
         model: the checkpoint, a folder or a hub name; its processor is loaded when first needed,
-            so that text alone is compared without torchvision.
+            so that text alone is compared without one.
     """
 
     def __init__(self, model: str) -> None:
@@ -35,15 +34,24 @@ class Vision:
         return found
 
     def inputs(self, prompt: EncodedPrompt, model: Any) -> dict[str, torch.Tensor]:
-        """The model's arguments for one prompt, on its device and in its dtype."""
+        """The model's arguments for one prompt, on its device and in its dtype.
+
+        Raises:
+            BlockedError: as `ids`, or with `causal` the model does not mark its image tokens.
+        """
+        made = self._features(prompt.messages, prompt.images)
+        if self.causal:
+            made["token_type_ids"] = _as_text(made, model)
         return {
             name: value.to(model.device, model.dtype if value.is_floating_point() else value.dtype)
-            for name, value in self._features(prompt.messages, prompt.images).items()
+            for name, value in made.items()
         }
 
     def _features(
         self, messages: Sequence[Message], images: Sequence[bytes]
     ) -> dict[str, torch.Tensor]:
+        from PIL import Image
+
         text = self._processor.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=False
         )
@@ -52,8 +60,6 @@ class Vision:
         made = self._processor(
             text=[text], images=[pictures], return_tensors="pt", add_special_tokens=False
         )
-        if self.causal and "token_type_ids" in made:
-            made["token_type_ids"] = torch.zeros_like(made["token_type_ids"])
         return dict(made)
 
     @functools.cached_property
@@ -73,6 +79,17 @@ class Vision:
                 hint="copy processor_config.json or preprocessor_config.json beside config.json",
             )
         return found
+
+
+def _as_text(made: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
+    """Token types [1, P] that mark no image, where they are what lets image tokens see each other.
+
+    That is so in Gemma 3: 1 for an image's tokens, 0 for text. Elsewhere they mean other things.
+    """
+    kinds, image = made.get("token_type_ids"), getattr(model.config, "image_token_id", None)
+    if kinds is None or not torch.equal(kinds.bool(), made["input_ids"] == image):
+        raise BlockedError("the model does not mark its image tokens by token_type_ids")
+    return torch.zeros_like(kinds)
 
 
 def completion_logits(

@@ -7,6 +7,7 @@ import os
 import struct
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,8 @@ from shakedown.consistency.plan import Plan
 from shakedown.consistency.samples import ComparedCompletion, Scored, check_rows, read_prompts
 from shakedown.consistency.score import Reference
 from shakedown.consistency.server import OwnServer, _spec
-from shakedown.core.errors import UsageError
+from shakedown.consistency.vision import _as_text
+from shakedown.core.errors import BlockedError, UsageError
 from shakedown.data_sources.formats.clevr_count import CLEVR_COUNT
 from tests.tiny_vision import counting_rows, write_vision_model
 
@@ -218,6 +220,29 @@ def test_image_tokens_see_each_other_unless_they_are_taken_as_text(seeing: Seein
 
     assert np.abs(own - causal).max() > 1e-4
     assert seeing.score([20, 21]) == pytest.approx(own, abs=1e-7)
+
+
+@pytest.mark.parametrize("kinds", [[1, 1, 0], [0, 0, 0], None])
+def test_token_types_that_do_not_mark_the_image_are_left_alone(kinds: list[int] | None) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(image_token_id=8))
+    made = {"input_ids": torch.tensor([[2, 8, 3]])}
+    made |= {} if kinds is None else {"token_type_ids": torch.tensor([kinds])}
+
+    with pytest.raises(BlockedError, match="does not mark its image tokens"):
+        _as_text(made, model)
+    marked = {**made, "token_type_ids": torch.tensor([[0, 1, 0]])}
+    assert _as_text(marked, model).tolist() == [[0, 0, 0]]
+
+
+@pytest.mark.slow
+def test_a_model_with_vision_scores_rows_of_text_in_batches_as_alone(seeing: Seeing) -> None:
+    items = [Scored([2, 30, 31, 32], [20, 21]), Scored([2, 40], [22, 23, 24])]
+
+    together = seeing.reference.score(items)
+
+    for item, score in zip(items, together, strict=True):
+        (alone,) = seeing.reference.score([item])
+        assert score.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
 
 @pytest.mark.slow

@@ -73,15 +73,21 @@ def attention(bench: Bench) -> Contrast:
 
 
 def image_attention(bench: Bench) -> Contrast:
-    """Image tokens that see each other, as Gemma 3 was trained, and only what is before them.
+    """Tokens of an image that see each other, as in Gemma 3, and only what stands before them.
 
-    Not every attention of an engine can do the first, and one that cannot says nothing.
+    Some attention backends of engines cannot do the first, and do not say so.
     """
     if not any(item.images for item in bench.items):
         raise NoDifferenceError("no rows with images")
     with bench.reference.images_as_text():
         scores = bench.reference_scores(bench.items)
-    return Contrast("image tokens as the model has it", "causal", bench.padded, scores, "reference")
+    return Contrast(
+        "image tokens see each other",
+        "image tokens see what is before them",
+        bench.padded,
+        scores,
+        "reference",
+    )
 
 
 def reference_batch(bench: Bench) -> Contrast:
