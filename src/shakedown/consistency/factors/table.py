@@ -8,8 +8,8 @@ With t the reference's log-probability, g the engine's, and a, b those of a fact
               counts with the other sign); in the table, (1 - share) * whole
     share     (1 - left / whole) * sqrt(1 - (floor / distance)^2): noise is no factor
 
-Rounding has no direction: two sides that round on their own are apart by the root of the sum of
-their squares. There left = sqrt(whole^2 - distance^2), where that is less.
+Rounding has no direction: what two sides round on their own adds in squares. There n roundings of
+that size have n * distance^2 / whole^2 in place of 1 - left / whole, where that is more.
 """
 
 import math
@@ -95,13 +95,13 @@ def make_row(
         return Row(factor, contrast.a, contrast.b, note="no token was scored on all sides")
     apart, whole = float(np.abs(a - b).mean()), float(np.abs(g - t).mean())
     moved = (g - t) - (a - b if contrast.side == "engine" else b - a)
-    left = float(np.abs(moved).mean())
-    rounded = contrast.roundings * apart**2
-    if rounded:
-        left = min(left, math.sqrt(max(0.0, whole**2 - rounded)))
+    explained = 0.0
+    if whole > 0:
+        explained = max(0.0, 1 - float(np.abs(moved).mean()) / whole)
+        explained = max(explained, min(1.0, contrast.roundings * (apart / whole) ** 2))
     # Independent noise adds in squares: what is left of the distance without the floor's part.
     above = math.sqrt(1 - (floor / apart) ** 2) if apart > floor else 0.0
-    share = above * max(0.0, 1 - left / whole) if whole > 0 else 0.0
+    share = above * explained
     return Row(
         factor=factor,
         a=contrast.a,
