@@ -14,7 +14,7 @@ from shakedown.core.errors import BlockedError, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_GENERATED = 32  # prompts completed at once
+_GENERATED = 1 << 15  # tokens of prompts that are completed at once, padding and answers counted
 _LOGIT_BYTES = 256 * 2**20  # float32 logits held at once
 
 
@@ -99,7 +99,7 @@ class Reference:
         """
         self._check_vocabulary(items)
         scores: dict[int, Score] = {}
-        for numbers in self._batches(items):
+        for numbers in self._fitting(items):
             batch = [items[number] for number in numbers]
             scores.update(zip(numbers, self._score_batch(batch, temperature or 1.0), strict=True))
         return [scores[number] for number in range(len(items))]
@@ -111,7 +111,7 @@ class Reference:
         """
         self._check_vocabulary(items)
         scores: dict[int, Score] = {}
-        for numbers in self._batches(items):
+        for numbers in self._fitting(items):
             batch = [items[number] for number in numbers]
             scores.update(zip(numbers, self._score_row(batch, temperature or 1.0), strict=True))
         return [scores[number] for number in range(len(items))]
@@ -123,14 +123,16 @@ class Reference:
 
         No top-k, top-p or penalty: as the engine is asked to.
         """
-        made: list[list[int]] = []
+        made: dict[int, list[int]] = {}
+        lengths = [len(prompt) + max_tokens for prompt in prompts]
         # The process's random state stays as it is.
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
-            for start in range(0, len(prompts), _GENERATED):
-                batch = prompts[start : start + _GENERATED]
-                made += self._generate_batch(batch, max_tokens, temperature)
-        return made
+            for numbers in _batches(lengths, _GENERATED):
+                batch = [prompts[number] for number in numbers]
+                found = self._generate_batch(batch, max_tokens, temperature)
+                made.update(zip(numbers, found, strict=True))
+        return [made[number] for number in range(len(prompts))]
 
     def _generate_batch(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, temperature: float
@@ -210,17 +212,9 @@ class Reference:
             own = output.logits[0, end - len(item.completion) - 1 : end - 1].float().cpu()
             yield _score(own, torch.tensor(list(item.completion)), temperature)
 
-    def _batches(self, items: Sequence[Scored]) -> Iterator[list[int]]:
-        """Numbers of items by length, so that padding is small and the logits fit."""
+    def _fitting(self, items: Sequence[Scored]) -> Iterator[list[int]]:
         room = max(1, _LOGIT_BYTES // (4 * self.vocabulary))
-        batch: list[int] = []
-        for number in sorted(range(len(items)), key=lambda i: _length(items[i])):
-            if batch and (len(batch) + 1) * _length(items[number]) > room:
-                yield batch
-                batch = []
-            batch.append(number)
-        if batch:
-            yield batch
+        return _batches([_length(item) for item in items], room)
 
     def _check_vocabulary(self, items: Sequence[Scored]) -> None:
         largest = max((max(*i.prompt, *i.completion) for i in items), default=0)
@@ -243,6 +237,18 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> Sc
         top_ids=top.indices[:, 0].numpy(),
         margins=(top.values[:, 0] - top.values[:, 1]).double().numpy(),
     )
+
+
+def _batches(lengths: Sequence[int], room: int) -> Iterator[list[int]]:
+    """Numbers of sequences by length: little padding, and at most `room` tokens in a batch."""
+    batch: list[int] = []
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and (len(batch) + 1) * lengths[number] > room:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 def _length(item: Scored) -> int:
