@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=positive, help="use the first N rows")
     _sampling_arguments(parser)
     parser.add_argument("--model", default="", help="served model name, if the server has several")
-    parser.add_argument("--concurrency", type=positive, default=64, help="requests at once")
+    parser.add_argument("--concurrency", type=positive, default=128, help="requests at once")
     parser.add_argument(
         "--request-timeout", type=above_zero, default=300.0, help="seconds a request may take"
     )

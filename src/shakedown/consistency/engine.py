@@ -16,7 +16,7 @@ from shakedown.consistency.journal import Act, Journal, recalled
 from shakedown.consistency.logprobs import read_logprobs
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Generated
 from shakedown.core.errors import BlockedError, ServerError, UsageError
-from shakedown.inference.client import Client
+from shakedown.inference.client import Client, tls_context
 from shakedown.inference.engines import Request, get_token_engine
 from shakedown.inference.secret import bearer
 
@@ -34,7 +34,9 @@ async def find_engine(url: str, *, model: str = "", api_key: str = "") -> tuple[
         UsageError: `model` is not among those it serves.
     """
     try:
-        async with httpx.AsyncClient(timeout=_CONNECT, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            timeout=_CONNECT, trust_env=False, verify=tls_context()
+        ) as client:
             answer = await client.get(f"{url}/v1/models", headers=bearer(api_key))
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ServerError(

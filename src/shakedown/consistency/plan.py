@@ -45,7 +45,7 @@ class Plan:
     grade: str = "auto"
     limits: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
-    concurrency: int = 64
+    concurrency: int = 128
     request_timeout: float = 300.0
     api_key: str = field(default="", repr=False)
     reward: RewardOf | None = field(default=None, repr=False)

@@ -22,7 +22,7 @@ from shakedown.core.errors import BlockedError, UsageError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-_GENERATED = 32  # prompts completed at once
+_GENERATED = 1 << 15  # tokens of prompts that are completed at once, padding and answers counted
 _LOGIT_BYTES = 256 * 2**20  # float32 logits held at once
 
 
@@ -132,7 +132,7 @@ class Reference:
         """
         self._check_vocabulary(items)
         scores: dict[int, Score] = {}
-        for numbers in self._batches(items):
+        for numbers in self._fitting(items):
             batch = [items[number] for number in numbers]
             one = self._score_batch if not batch[0].images else self._score_with_images
             scores.update(zip(numbers, one(batch, temperature or 1.0), strict=True))
@@ -145,7 +145,7 @@ class Reference:
         """
         self._check_vocabulary(items)
         scores: dict[int, Score] = {}
-        for numbers in self._batches(items):
+        for numbers in self._fitting(items):
             batch = [items[number] for number in numbers]
             scores.update(zip(numbers, self._score_row(batch, temperature or 1.0), strict=True))
         return [scores[number] for number in range(len(items))]
@@ -157,15 +157,16 @@ class Reference:
 
         No top-k, top-p or penalty: as the engine is asked to.
         """
-        made: list[list[int]] = []
+        made: dict[int, list[int]] = {}
+        lengths = [len(prompt.ids) + max_tokens for prompt in prompts]
         # The process's random state stays as it is.
         with torch.random.fork_rng(), torch.inference_mode():
             torch.manual_seed(seed)
-            size = 1 if any(prompt.images for prompt in prompts) else _GENERATED
-            for start in range(0, len(prompts), size):
-                inputs = self._prompt_inputs(prompts[start : start + size])
-                made += self._generate_batch(inputs, max_tokens, temperature)
-        return made
+            for numbers in _batches(prompts, lengths, _GENERATED):
+                inputs = self._prompt_inputs([prompts[number] for number in numbers])
+                found = self._generate_batch(inputs, max_tokens, temperature)
+                made.update(zip(numbers, found, strict=True))
+        return [made[number] for number in range(len(prompts))]
 
     def _prompt_inputs(self, prompts: Sequence[EncodedPrompt]) -> dict[str, torch.Tensor]:
         """The model's arguments for prompts of text, or for one with images."""
@@ -255,20 +256,9 @@ class Reference:
             own = output.logits[0, end - len(item.completion) - 1 : end - 1].float().cpu()
             yield _score(own, torch.tensor(list(item.completion)), temperature)
 
-    def _batches(self, items: Sequence[Scored]) -> Iterator[list[int]]:
-        """Numbers of items by length, so that padding is small and the logits fit."""
+    def _fitting(self, items: Sequence[Scored]) -> Iterator[list[int]]:
         room = max(1, _LOGIT_BYTES // (4 * self.vocabulary))
-        batch: list[int] = []
-        for number in sorted(range(len(items)), key=lambda i: _length(items[i])):
-            if items[number].images:  # one at a time: the pixels of few images are held at once
-                yield [number]
-                continue
-            if batch and (len(batch) + 1) * _length(items[number]) > room:
-                yield batch
-                batch = []
-            batch.append(number)
-        if batch:
-            yield batch
+        return _batches(items, [_length(item) for item in items], room)
 
     def _check_vocabulary(self, items: Sequence[Scored]) -> None:
         largest = max((max(*i.prompt, *i.completion) for i in items), default=0)
@@ -291,6 +281,26 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> Sc
         top_ids=top.indices[:, 0].numpy(),
         margins=(top.values[:, 0] - top.values[:, 1]).double().numpy(),
     )
+
+
+def _batches(
+    items: Sequence[EncodedPrompt | Scored], lengths: Sequence[int], room: int
+) -> Iterator[list[int]]:
+    """Numbers of items by length: little padding, and at most `room` tokens in a batch.
+
+    One with images is a batch of its own, so that the pixels of few images are held at once.
+    """
+    batch: list[int] = []
+    for number in sorted(range(len(items)), key=lengths.__getitem__):
+        if items[number].images:
+            yield [number]
+            continue
+        if batch and (len(batch) + 1) * lengths[number] > room:
+            yield batch
+            batch = []
+        batch.append(number)
+    if batch:
+        yield batch
 
 
 def _length(item: Scored) -> int:

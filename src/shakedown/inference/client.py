@@ -5,6 +5,7 @@ of CPU in one pool and 0.5 s spread over 64 (measured). So requests go round man
 """
 
 import asyncio
+import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ _POOLS = 64
 _RETRIED = (httpx.ConnectError, httpx.ConnectTimeout, httpx.RemoteProtocolError, httpx.ReadError)
 _SAFE_LENGTH = 200  # tokens
 _RETRY_SECONDS = (0.2, 1.0, 3.0)
+tls_context = functools.cache(httpx.create_ssl_context)  # once a process: building one costs 20 ms
 
 
 class Client:
@@ -56,14 +58,13 @@ class Client:
         limit = CONNECTIONS // _POOLS
         limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit)
         times = httpx.Timeout(self._timeout, connect=CONNECT_SECONDS)
-        context = httpx.create_ssl_context()  # once: building one costs 20 ms
         self._pools = [
             httpx.AsyncClient(
                 base_url=self.base_url,
                 headers=self._headers,
                 limits=limits,
                 timeout=times,
-                verify=context,
+                verify=tls_context(),
                 trust_env=False,  # a proxy has no business between a trainer and its server
             )
             for _ in range(_POOLS)

@@ -688,9 +688,11 @@ def test_a_reward_that_cannot_be_used_is_told_before_anything_is_loaded(
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("tokens_at_once", [1 << 15, 20, 1])
 def test_the_reference_completes_as_the_engine_does_whatever_stands_beside_it(
-    engine: Engine,
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tokens_at_once: int
 ) -> None:
+    monkeypatch.setattr("shakedown.consistency.score._GENERATED", tokens_at_once)
     prompts = [[1, 4, 5, 6, 7, 8], [1, 9], [1, 3, 3, 10]]
 
     made = engine.reference.generate(
