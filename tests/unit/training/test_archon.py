@@ -50,6 +50,9 @@ POLICIES: list[dict[str, Any]] = [
     {"name": "policy p2", "allocation": "archon:p2"},
     {"name": "policy p2, one micro batch", "allocation": "archon:p2", "rows": None},
 ]
+COUNTED: list[dict[str, Any]] = [
+    {"name": "collectives d2p2", "allocation": "archon:d2p2", "by_layer": True}
+]
 LOADS = {"p2 from p2": "of p2", "p2 from d2p2": "of d2p2", "t2 from p2": "of p2"}
 
 
@@ -81,7 +84,8 @@ def _plan() -> list[list[Any]]:
     ]
     one = _do("steps", references, 1) + _do("policy", policies, 1)
     two = _do("steps", LAYOUTS, 2) + _do("policy", policies, 2) + _do("continue", loads, 2)
-    return [[1, one], [4, _do("steps", LAYOUTS, 4)], [2, two]]
+    four = _do("steps", LAYOUTS, 4) + _do("count", COUNTED, 4)
+    return [[1, one], [4, four], [2, two]]
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +136,17 @@ def test_ranks_do_the_steps_of_one(ranks: dict[str, Any], job: dict[str, Any]) -
     for step in ("first", "second"):
         assert found[step] == pytest.approx(expected[step], rel=1e-5)
     _assert_same_update(found, expected)
+
+
+@pytest.mark.slow
+def test_every_micro_batch_reduces_its_gradients(ranks: dict[str, Any]) -> None:
+    """Of three; the stage is gathered once for all of them."""
+    units = CONFIGS["qwen3"].num_hidden_layers // 2 + 1
+
+    found = ranks["collectives d2p2"]
+
+    assert found["_reduce_scatter_base_"] == 3 * units
+    assert found["_allgather_base_"] == units
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Shard
 
@@ -17,6 +18,7 @@ from shakedown.training.engines.archon_model import (
     EMBEDDING,
     HEAD,
     Stage,
+    Unseen,
     check_model,
     load_state,
     stack_tokens,
@@ -148,6 +150,8 @@ class ArchonEngine(DTensorEngine):
 
         stage = self._model
         stage.begin, stage.finish = started, scored
+        # One micro batch's backward pass must not free what the next one's needs.
+        stage.set_reshard_after_backward(False, recurse=self._ps > 1)
         tokens, count = stack_tokens(here), len(here)
         schedule = self._schedule(tokens, count)
         # The schedule cuts every argument into micro batches: so each pass gets the number of its
@@ -164,6 +168,9 @@ class ArchonEngine(DTensorEngine):
             if isinstance(error.__cause__, ShakedownError):
                 raise error.__cause__ from None
             raise
+        for unit in stage.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
     def _schedule(self, tokens: torch.Tensor, count: int) -> Schedule1F1B | ScheduleGPipe:
         """A schedule for this call's shape.
@@ -181,7 +188,7 @@ class ArchonEngine(DTensorEngine):
             requires_grad=training,
         )
         stage = PipelineStage(
-            self._model,
+            Unseen(self._model),
             self._p,
             self._ps,
             self.device,

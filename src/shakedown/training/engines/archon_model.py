@@ -100,6 +100,22 @@ class Stage(nn.Module):  # type: ignore[misc]
         return found
 
 
+class Unseen(nn.Module):  # type: ignore[misc]
+    """A stage as torch's schedules get it: not as a module of FSDP.
+
+    Of one that they see they keep the gradients of all micro batches whole on every rank, 4 bytes
+    a parameter, and reduce them after the last.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *inputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.stage(*inputs, index=index)
+        return output
+
+
 def stage_of(name: str, *, layers: int, ps: int) -> int:
     """The stage that answers for a parameter of the whole model."""
     found = _LAYER.match(name)

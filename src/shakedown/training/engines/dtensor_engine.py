@@ -87,7 +87,8 @@ class DTensorEngine(TrainEngine):
         policy = MixedPrecisionPolicy(
             param_dtype=getattr(torch, self.dtype), reduce_dtype=torch.float32
         )
-        if sum(p.numel() for p in module.parameters()) >= ONE_UNIT_PARAMETERS:
+        self._by_layer = sum(p.numel() for p in module.parameters()) >= ONE_UNIT_PARAMETERS
+        if self._by_layer:
             # Several micro batches are on their way through a pipeline's stage: gathering a layer
             # anew for each would cost more than the memory is worth.
             free = self._ps == 1

@@ -113,11 +113,14 @@ class FsdpEngine(DTensorEngine):
         return score(logits, batch, temperature=temperature, entropy_gradient=self.entropy_gradient)
 
     def _expect(self, *, last: bool) -> None:
-        """Whether the next backward pass is the last of this step: only that one communicates."""
+        """Whether the next backward pass is the last of this step: the root is gathered until then.
+
+        Gradients kept for the last one are whole on every rank: 4 bytes a parameter. A model of
+        one unit has them whole in each backward pass anyway; units of layers reduce theirs at once.
+        """
         if not isinstance(self._model, FSDPModule):
             return
-        self._model.set_requires_gradient_sync(last)
-        self._model.set_is_last_backward(last)
+        self._model.set_requires_gradient_sync(last or self._by_layer)
         # Only for the root: layers of a large model give their memory back at once.
         self._model.set_reshard_after_backward(last, recurse=False)
 
