@@ -43,7 +43,6 @@ def policy_step(engine: Any, rows: int | None = 2) -> dict[str, float]:
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.1) * advantage)
         return LossPart(-(gain + 0.5 * scores.entropy).sum() / whole.trained_tokens, {})
 
-    engine.entropy_gradient = True
     found = torch.tensor(
         engine.forward_backward(parts, loss, temperature=TEMPERATURE)["loss"], dtype=torch.float64
     )

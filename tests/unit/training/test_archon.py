@@ -49,6 +49,8 @@ LAYOUTS: list[dict[str, Any]] = [
 POLICIES: list[dict[str, Any]] = [
     {"name": "policy p2", "allocation": "archon:p2"},
     {"name": "policy p2, one micro batch", "allocation": "archon:p2", "rows": None},
+    {"name": "policy megatron t2", "allocation": "megatron:t2"},
+    {"name": "policy megatron p2", "allocation": "megatron:p2"},
 ]
 COUNTED: list[dict[str, Any]] = [
     {"name": "collectives d2p2", "allocation": "archon:d2p2", "by_layer": True}

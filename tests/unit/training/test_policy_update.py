@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from shakedown.config import GrpoConfig, OptimizerConfig, StageConfig
-from shakedown.core.errors import ConfigError
 from shakedown.models import huggingface
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.training.algorithms.grpo import rollout_metrics, token_batch
@@ -218,15 +217,6 @@ def test_measurements_count_what_they_say() -> None:
     assert sums["tis_truncated_share"] == pytest.approx(sum(heavy) / 28)
     assert 0 < sum(heavy) < 28
     assert 0 < sums["clip_fraction"] < 1
-
-
-def test_an_entropy_without_gradient_cannot_be_rewarded() -> None:
-    settings = GrpoConfig(entropy_coef=0.1)
-    batch = _batch(_rollouts(), settings)
-    scores = Scores(torch.zeros(28, requires_grad=True), torch.zeros(28))
-
-    with pytest.raises(ConfigError, match="computes the entropy without gradient"):
-        policy_part(scores, batch, old=torch.zeros(28), reference=None, total=28, settings=settings)
 
 
 def test_flat_groups_leave_the_batch_and_are_counted() -> None:

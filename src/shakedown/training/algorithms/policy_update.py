@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from shakedown.config import GrpoConfig
-from shakedown.core.errors import ConfigError
 from shakedown.training.algorithms.mismatch import mismatch
 from shakedown.training.algorithms.policy_loss import clipped_loss, importance_weights, reference_kl
 from shakedown.training.algorithms.reference_model import ReferenceModel
@@ -41,9 +40,6 @@ def policy_part(
         old: [M], without gradient.
         reference: [M], without gradient; None: no KL term.
         total: trained tokens of all ranks, which the measurements are averaged over.
-
-    Raises:
-        ConfigError: entropy_coef is set and the engine's entropy has no gradient.
     """
     engine = batch.at_mask("logprobs")
     each, clipped = clipped_loss(
@@ -63,12 +59,6 @@ def policy_part(
         each = each + settings.kl_coef * kl
         sums["kl_reference"] = kl.detach().double().sum()
     if settings.entropy_coef:
-        if not scores.entropy.requires_grad:
-            raise ConfigError(
-                f"entropy_coef is {settings.entropy_coef}, but this training engine computes the "
-                "entropy without gradient",
-                hint="set entropy_coef to 0, or use an fsdp allocation",
-            )
         each = each - settings.entropy_coef * scores.entropy
     # Summed in float64: the order of micro batches and ranks must not show.
     loss = (each.double() * batch.at_mask("share")).sum()
@@ -89,7 +79,6 @@ class PolicyUpdate:
     ) -> None:
         self._engine, self._ranks, self._settings = engine, ranks, settings
         self._micro_batch_size, self._reference = micro_batch_size, reference
-        engine.entropy_gradient = settings.entropy_coef > 0
 
     def run(
         self, batch: TokenBatch, beat: Callable[[Sequence[TokenBatch]], OnMicroBatch]

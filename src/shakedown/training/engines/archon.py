@@ -38,7 +38,7 @@ from shakedown.training.engines.dtensor_engine import (
     local_part,
     squared_norm,
 )
-from shakedown.training.engines.scoring import score
+from shakedown.training.engines.scoring import Head, score
 
 
 class ArchonEngine(DTensorEngine):
@@ -139,13 +139,8 @@ class ArchonEngine(DTensorEngine):
                 begin(index, batches)
             return here[index]
 
-        def scored(logits: torch.Tensor, index: int) -> torch.Tensor:
-            scores = score(
-                logits,
-                here[index],
-                temperature=temperature,
-                entropy_gradient=self.entropy_gradient,
-            )
+        def scored(hidden: torch.Tensor, head: Head, index: int) -> torch.Tensor:
+            scores = score(hidden, here[index], head, temperature=temperature)
             return finish(scores, here[index], index)
 
         stage = self._model

@@ -30,7 +30,7 @@ class Scores:
 
     Attributes:
         logprobs: float32 [M], with gradient, of the tokens that stand there.
-        entropy: float32 [M], in nats; with gradient if `TrainEngine.entropy_gradient` is set.
+        entropy: float32 [M], with gradient, in nats.
     """
 
     logprobs: torch.Tensor
@@ -43,7 +43,7 @@ class LossPart:
 
     Attributes:
         loss: scalar; the sum of all parts over micro batches and ranks is the step's loss.
-        sums: scalars without gradient that add up over micro batches and ranks.
+        sums: scalars that add up over micro batches and ranks.
     """
 
     loss: torch.Tensor
@@ -51,7 +51,7 @@ class LossPart:
 
     def all_sums(self) -> dict[str, torch.Tensor]:
         """`sums` and the loss, without gradient."""
-        return {"loss": self.loss.detach(), **self.sums}
+        return {name: value.detach() for name, value in {"loss": self.loss, **self.sums}.items()}
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,6 @@ class TrainEngine(ABC):
         data_rank, data_world_size: which share of a batch is this rank's; ranks that split one
             model take the same rows.
         updates: optimizer updates done since the input model.
-        entropy_gradient: False until an algorithm sets it; costs float32 [M, vocabulary] a micro
-            batch.
     """
 
     # Backend name of its allocations, and the fields of EngineOptions that it has.
@@ -126,7 +124,6 @@ class TrainEngine(ABC):
         self.device = torch.device(device)
         self.tokenizer = huggingface.read_tokenizer(source)
         self.updates = 0
-        self.entropy_gradient = False
         self._settings, self._sizes, self._options = optimizer, sizes, options
 
     @classmethod

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
 from shakedown.core.errors import ConfigError
@@ -32,7 +32,8 @@ from shakedown.training.engines.dtensor_engine import (
     local_part,
     squared_norm,
 )
-from shakedown.training.engines.scoring import kept_columns, score
+from shakedown.training.engines.head import find_head
+from shakedown.training.engines.scoring import Head, kept_columns, score_tokens
 
 # What torch.compile calls, by the variable that names another one: Inductor's for CPUs, Triton's.
 _COMPILERS = {"CXX": ["g++"], "CC": ["gcc", "clang"]}
@@ -74,9 +75,12 @@ class FsdpEngine(DTensorEngine):
             _check_compiler(self.device)
 
     def _spread(self, model: Any) -> Any:
+        self._head = find_head(model)
+        model.scores = self._scores
         if self.world_size == 1 and self.dtype == "float32":
             return model.to(self.device)  # nothing to shard or to cast: hooks would only cost time
         self._shard(model, lambda: decoder_layers(model))
+        register_fsdp_forward_method(model, "scores")
         return model
 
     def _parameters_by_name(self) -> Mapping[str, nn.Parameter]:
@@ -103,14 +107,33 @@ class FsdpEngine(DTensorEngine):
         return [self._score(b.to(self.device), temperature).logprobs.cpu() for b in batches]
 
     def _score(self, batch: TokenBatch, temperature: float) -> Scores:
-        """Run the model and keep only the positions before trained tokens."""
+        columns = kept_columns(batch)
+        mask = batch.mask[:, columns]
+        chosen = batch.tokens[:, columns][mask]
+        inputs = batch.tokens[:, :-1]
+        return Scores(*self._model.scores(inputs, columns - 1, mask, chosen, temperature))
+
+    def _scores(
+        self,
+        tokens: torch.Tensor,
+        columns: torch.Tensor,
+        mask: torch.Tensor,
+        chosen: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's forward pass for FSDP: only positions before trained tokens get logits.
+
+        Plain tensors, as FSDP looks for its hooks' places in what it takes and gives.
+        """
         # No attention mask: padding stands after every token that counts, and attention is causal.
-        logits = self._model(
-            input_ids=batch.tokens[:, :-1],
-            logits_to_keep=kept_columns(batch) - 1,
-            use_cache=False,
-        ).logits
-        return score(logits, batch, temperature=temperature, entropy_gradient=self.entropy_gradient)
+        if self._head is None:
+            logits = self._model.forward(
+                input_ids=tokens, logits_to_keep=columns, use_cache=False
+            ).logits
+            return score_tokens(logits[mask], chosen, Head(None), temperature=temperature)
+        base = self._model.base_model(input_ids=tokens, use_cache=False)
+        hidden = base.last_hidden_state[:, columns][mask]
+        return score_tokens(hidden, chosen, self._head.gathered(), temperature=temperature)
 
     def _expect(self, *, last: bool) -> None:
         """Whether the next backward pass is the last of this step: the root is gathered until then.
