@@ -45,7 +45,8 @@ class Size:
         }
 
 
-SIZES = (Size("10M", 320, 7), Size("50M", 640, 9), Size("200M", 1024, 15))
+# Even numbers of layers, for two stages.
+SIZES = (Size("10M", 320, 6), Size("50M", 640, 10), Size("200M", 1024, 14))
 # Little but logits: 4,096 tokens of 65,536 words are 1 GiB of float32.
 LOGITS = Size("logits", 64, 1)
 LOGITS_TOKENS, LOGITS_VOCABULARY = 4096, 65_536
@@ -159,7 +160,11 @@ def _run(
         )
         for rank in range(ranks)
     ]
-    codes = [process.wait(600) for process in running]
+    try:
+        codes = [process.wait(600) for process in running]
+    finally:  # the others of a rank that failed wait for it
+        for process in running:
+            process.kill()
     if any(codes):
         raise RuntimeError(f"{allocation} of {source} ended with {codes}")
     held = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]

@@ -96,16 +96,33 @@ def empty_model(config: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
+def outline(config: Any) -> Any:
+    """A model of that shape without memory, which writes weights that it is given."""
+    with torch.device("meta"):
+        return empty_model(config)
+
+
 def write_folder(
     model: Any, weights: Mapping[str, torch.Tensor], *, source: Path, folder: Path, dtype: str
 ) -> None:
     """Write weights into `folder` with config, tokenizer and the rest of `source`.
 
+    Of tied weights the one is written that transformers ties the others to.
+
+    Args:
+        model: of transformers, or another that has a `save_pretrained` with a `state_dict`.
+
     Raises:
         StorageError: the folder cannot be written.
     """
     kind = getattr(torch, dtype)
-    cast = {k: v.to(kind) if v.is_floating_point() else v for k, v in weights.items()}
+    # In one dtype they share memory, which transformers sees; copies in another do not.
+    tied = getattr(model, "all_tied_weights_keys", {})
+    cast = {
+        name: value.to(kind) if value.is_floating_point() else value
+        for name, value in weights.items()
+        if tied.get(name) not in weights
+    }
     with storage_errors("write", folder):
         _copy_rest(source, folder)
         model.save_pretrained(folder, state_dict=cast)

@@ -246,7 +246,7 @@ class Trainer:
         """The trained model as a Hugging Face folder, whole or not there."""
         context, target = self._context, self._context.job.paths.export
         context.beat("checkpoint")
-        weights = context.engine.gather()  # collective, as in `_measure`
+        weights = context.engine.gather(context.engine.torch_dtype)  # collective, as in `_measure`
 
         def write() -> str:
             with staged_folder(target) as staged:

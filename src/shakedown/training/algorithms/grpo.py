@@ -62,7 +62,7 @@ class Grpo:
         if self._recorder:
             self._recorder.keep_until(done)
         if done:
-            self.synchronise(done)
+            self._publish(done)
 
     def step(self, step: int) -> StepResult:
         began = time.monotonic()
@@ -84,11 +84,16 @@ class Grpo:
         return StepResult(sums, values)
 
     def synchronise(self, step: int, /) -> float:
+        if step == self._context.job.config.steps:
+            return 0.0  # no batch comes after it: the weights go into the stage's model alone
+        return self._publish(step)
+
+    def _publish(self, step: int) -> float:
         context, began = self._context, time.monotonic()
         if self._replay is not None:
             return 0.0
         context.beat("weight_sync")
-        weights = context.engine.gather()
+        weights = context.engine.gather(context.engine.torch_dtype)
         if context.engine.rank == 0:
             self._exchange.publish_weights(
                 version=step, write=lambda folder: context.engine.export(folder, weights)

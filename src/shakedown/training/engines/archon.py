@@ -52,7 +52,7 @@ class ArchonEngine(DTensorEngine):
         load_state(self._model, self._optimizer, folder, updates=updates)
         self.updates = updates
 
-    def gather(self) -> dict[str, torch.Tensor]:
+    def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Stages after the first send their weights to rank 0, one tensor after the other."""
         own, weights = self._model.named(), {}
         layers = self.model_config.num_hidden_layers
@@ -60,8 +60,8 @@ class ArchonEngine(DTensorEngine):
             stage = stage_of(name, layers=layers, ps=self._ps)
             found = torch.empty(0)
             if stage == self._p:
-                found = own[name].detach().full_tensor()
-            found = self._to_first(found, shape, stage)
+                found = own[name].detach().to(dtype).full_tensor()
+            found = self._to_first(found, shape, stage, dtype)
             if self.rank == 0:
                 weights[name] = found.to("cpu", copy=True)
         if self.rank == 0 and self.model_config.tie_word_embeddings:
@@ -178,7 +178,7 @@ class ArchonEngine(DTensorEngine):
         training = torch.is_grad_enabled()
         hidden = torch.empty(
             (rows, width, self.model_config.hidden_size),
-            dtype=getattr(torch, self.dtype),
+            dtype=self.torch_dtype,
             device="meta",
             requires_grad=training,
         )
@@ -233,13 +233,15 @@ class ArchonEngine(DTensorEngine):
         cut = len(placements) > 1 and isinstance(placements[-1], Shard)
         return cut or self._leads_tensor_ranks
 
-    def _to_first(self, found: torch.Tensor, shape: torch.Size, stage: int) -> torch.Tensor:
+    def _to_first(
+        self, found: torch.Tensor, shape: torch.Size, stage: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Carry a whole weight from its stage's first rank to rank 0."""
         leader = stage * self.world_size // self._ps  # ranks are numbered p x d x t
         if leader == 0 or self.rank not in (0, leader):
             return found
         if self.rank == 0:
-            found = torch.empty(shape, device=self.device)
+            found = torch.empty(shape, dtype=dtype, device=self.device)
             dist.recv(found, src=leader)
         else:
             dist.send(found.contiguous(), dst=0)

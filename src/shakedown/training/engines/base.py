@@ -240,8 +240,13 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
-    def gather(self) -> dict[str, torch.Tensor]:
-        """(collective) The whole model's weights on the CPU of rank 0; empty on other ranks."""
+    def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """(collective) The whole model's weights on the CPU of rank 0; empty on other ranks.
+
+        Args:
+            dtype: that they are rounded to before they travel. Weights that megatron-bridge gives
+                are in the training dtype.
+        """
 
     def export(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
         """(rank 0) Write gathered weights as a Hugging Face folder with tokenizer and config.
@@ -252,6 +257,12 @@ class TrainEngine(ABC):
         huggingface.write_folder(
             self._exporter(), weights, source=self.source, folder=folder, dtype=self.dtype
         )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype`, in which the model computes and is exported."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
     @abstractmethod
     def _check(self) -> None:
@@ -287,7 +298,7 @@ class TrainEngine(ABC):
 
     def _exporter(self) -> Any:
         """The model of transformers that writes weights in the names and files of its kind."""
-        return huggingface.empty_model(self.model_config)
+        return huggingface.outline(self.model_config)
 
     @classmethod
     def _refuse_options(cls, options: EngineOptions) -> None:

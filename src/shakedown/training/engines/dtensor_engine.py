@@ -84,9 +84,7 @@ class DTensorEngine(TrainEngine):
             tensor_parallel.apply(module, self._mesh["t"])
         data = self._mesh["d"]
         # Gradients are summed in float32: in bfloat16 small ones of many ranks would be lost.
-        policy = MixedPrecisionPolicy(
-            param_dtype=getattr(torch, self.dtype), reduce_dtype=torch.float32
-        )
+        policy = MixedPrecisionPolicy(param_dtype=self.torch_dtype, reduce_dtype=torch.float32)
         self._by_layer = sum(p.numel() for p in module.parameters()) >= ONE_UNIT_PARAMETERS
         if self._by_layer:
             # Several micro batches are on their way through a pipeline's stage: gathering a layer

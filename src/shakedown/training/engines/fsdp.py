@@ -11,12 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -57,10 +52,14 @@ class FsdpEngine(DTensorEngine):
         )
         self.updates = updates
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        # With both options torch gives the whole to rank 0 alone.
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights: dict[str, torch.Tensor] = get_model_state_dict(self._model, options=options)
+    def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        weights = {}
+        for name, value in self._model.state_dict().items():
+            # Non-floating buffers stay what they are.
+            found = value.to(dtype) if value.is_floating_point() else value
+            whole = found.full_tensor() if isinstance(found, DTensor) else found
+            if self.rank == 0:
+                weights[name] = whole.to("cpu", copy=True)
         return weights
 
     def _check(self) -> None:

@@ -39,8 +39,8 @@ class MegatronEngine(TrainEngine):
         self._stage.load(folder, updates=updates)
         self.updates = updates
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        return self._stage.gather()
+    def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        return self._stage.gather(dtype)
 
     def _exporter(self) -> Any:
         return self._stage.exporter()
