@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import PurePath
 from typing import Any
 
 from shakedown.core.ranges import natural
@@ -224,10 +225,21 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
     for rank, ((host, pid), stacks) in enumerate(ordered):
         component = _component(facts, Identity(rank, pid if pid < 2**32 else None, host))
         component.stacks += stacks
-    files = [(host, stacks[0].place.path) for (host, _), stacks in ordered if host]
-    facts.guessed = len(set(files)) < len(files)
+    files = [(host, stacks[0].place.path) for (host, _), stacks in ordered]
+    hosted = [row for row in files if row[0]]
+    facts.guessed = len(set(hosted)) < len(hosted) or _ordered_otherwise([p for _, p in files])
     facts.conflicts.append(_guessed([key for key, _ in ordered]))
     _place_children(facts, loose)
+
+
+def _ordered_otherwise(paths: Sequence[str]) -> bool:
+    """Files of one series whose order is not that of the process ids in them.
+
+    Process ids count within one machine, and such files may be of several.
+    """
+    names = list(dict.fromkeys(PurePath(path).stem for path in paths))
+    series = len({name[:3] for name in names}) == 1
+    return series and names != sorted(names, key=natural)
 
 
 def _place_states(facts: Facts, records: Iterable[Record]) -> None:
