@@ -791,6 +791,7 @@ def test_a_missing_reference_model_is_a_usage_error(engine: Engine, tmp_path: Pa
 
 def test_a_damaged_reference_model_is_blocked(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
+    (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
     with pytest.raises(BlockedError, match="cannot load"):
         Reference(str(tmp_path))
 
