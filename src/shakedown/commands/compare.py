@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference", type=place, help="transformers:MODEL, a folder or a hub name"
     )
     parser.add_argument(
-        "--engine", type=place, help="URL, URL,URL, vllm:MODEL or sglang:MODEL (started and ended)"
+        "--engine",
+        type=place,
+        help="URL or URL,URL (their key: OPENAI_API_KEY), vllm:MODEL or sglang:MODEL (started and "
+        "ended)",
     )
     parser.add_argument(
         "--data",
