@@ -255,7 +255,7 @@ class OptimizerConfig(Section):
 
 
 class DriftConfig(Section):
-    """What becomes of a stage whose trainer and engine disagree on the tokens of its own weights.
+    """What becomes of a stage whose trainer and engine disagree on tokens of the same weights.
 
     `limits` are over those of the run's `consistency`; `patience`: steps in a row.
     """

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from shakedown.core.errors import UsageError
 from shakedown.core.folders import storage_errors
+from shakedown.core.model_folder import check_sizes, check_tokenizer
 from shakedown.core.private import make_folders
 from shakedown.models.load_progress import loaded
 
@@ -47,9 +48,11 @@ def read_config(folder: Path) -> Any:
     """The model's configuration.
 
     Raises:
-        UsageError: missing, or of a kind that transformers cannot read.
+        UsageError: missing, of a kind that transformers cannot read, or its sizes are not those
+            of the weights.
     """
     check_folder(folder)
+    check_sizes(folder)
     with _readable(folder, "config"):
         return AutoConfig.from_pretrained(folder, local_files_only=True)
 
@@ -61,6 +64,7 @@ def read_tokenizer(folder: Path) -> Any:
         UsageError: missing, unreadable, or without an end-of-sequence token.
     """
     check_folder(folder)
+    check_tokenizer(folder)
     with _readable(folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer.eos_token_id is None:

@@ -391,6 +391,7 @@ PATTERNS: list[Row] = [
             r"|health ?check .{0,40}(?:failed|timed out)"
             r"|(?:inference )?server .{0,60}(?:unhealthy|not healthy|unreachable|did not answer)"
             r"|(?:httpx\.|openai\.)?(?:ConnectError|APIConnectionError|ConnectTimeout)"
+            r"|ClientConnectorError|ServerDisconnectedError"
             r"|Connection refused",
             re.I | re.A,  # else `ı` is an `i`, which the words above do not know
         ),

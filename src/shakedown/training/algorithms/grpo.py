@@ -14,6 +14,7 @@ from shakedown.rollout.queue import keep_queue
 from shakedown.rollout.recording import Recorder, read_step
 from shakedown.rollout.store import RolloutStore
 from shakedown.training.algorithms.base import StepResult
+from shakedown.training.algorithms.past_weights import PastWeights
 from shakedown.training.algorithms.policy_loss import (
     AdvantageKind,
     LossLevel,
@@ -25,6 +26,7 @@ from shakedown.training.algorithms.policy_update import PolicyUpdate
 from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.batch import TokenBatch, take_rows
 from shakedown.training.context import Context, StopRequestedError
+from shakedown.training.drift import drift_watch
 
 # Between two lines about a missing batch. Their text is that of prime-rl for a starving trainer.
 WAITING_LINE_SECONDS = 10.0
@@ -52,6 +54,7 @@ class Grpo:
             micro_batch_size=context.job.config.micro_batch_size,
             reference=self._load_reference(),
         )
+        self._past = self._past_weights()
 
     @property
     def max_answer_tokens(self) -> int:
@@ -76,7 +79,10 @@ class Grpo:
             level=self._settings.loss_level,
             drop_flat=self._settings.drop_flat_groups,
         )
-        sums, values = self._policy.run(batch, self._context.beat_training)
+        beat, written = self._context.beat_training, None
+        if self._past is not None:
+            written = self._past.score(batch, step - 1, beat)
+        sums, values = self._policy.run(batch, beat, written)
         # Step s updates the weights of version s - 1.
         values |= rollout_metrics(rollouts, batch, trained=step - 1)
         values["wait_seconds"] = fetched - began
@@ -150,6 +156,19 @@ class Grpo:
 
     def _beat_waiting(self) -> None:
         self._context.beat("rollout_wait")
+
+    def _past_weights(self) -> PastWeights | None:
+        """Where a drift is judged and tokens may be of older weights than the trainer's."""
+        settings, context = self._settings, self._context
+        if not (settings.async_level and drift_watch(context.job).limits):
+            return None
+        return PastWeights(
+            context.engine,
+            context.ranks,
+            versions=settings.async_level,
+            micro_batch_size=context.job.config.micro_batch_size,
+            temperature=settings.temperature,
+        )
 
     def _load_reference(self) -> ReferenceModel | None:
         if not self._settings.kl_coef:

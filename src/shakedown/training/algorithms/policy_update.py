@@ -6,7 +6,7 @@ import torch
 
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import ConfigError
-from shakedown.training.algorithms.mismatch import mismatch
+from shakedown.training.algorithms.mismatch import mismatch, on_policy
 from shakedown.training.algorithms.policy_loss import clipped_loss, importance_weights, reference_kl
 from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.batch import TokenBatch, rank_share
@@ -92,14 +92,19 @@ class PolicyUpdate:
         engine.entropy_gradient = settings.entropy_coef > 0
 
     def run(
-        self, batch: TokenBatch, beat: Callable[[Sequence[TokenBatch]], OnMicroBatch]
+        self,
+        batch: TokenBatch,
+        beat: Callable[[Sequence[TokenBatch]], OnMicroBatch],
+        written: torch.Tensor | None = None,
     ) -> tuple[dict[str, float], dict[str, float]]:
         """(collective) `epochs` updates on the whole batch; none where no token has a share.
 
         Args:
             batch: as `policy_part` has it, `place` [N, T], the number of each trained token, and
-                its `lag` [N] or [N, T], see `mismatch`.
+                its `lag` [N] or [N, T] in versions.
             beat: given this rank's micro batches, what the engine calls for each of them.
+            written: [M] log-probabilities of tokens with a lag by the weights that wrote them,
+                NaN where that is not known; None: of none.
 
         Returns:
             This rank's sums, and values that are the same on all ranks.
@@ -144,7 +149,7 @@ class PolicyUpdate:
                     sums[name] = sums.get(name, 0.0) + value / epochs
                 elif epoch == 0:
                     sums[name] = value
-        return sums, {"lr": rate, "grad_norm": norm, **self._mismatch(batch, parts, old)}
+        return sums, {"lr": rate, "grad_norm": norm, **self._mismatch(batch, parts, old, written)}
 
     def _score_reference(
         self, parts: Sequence[TokenBatch], on_micro_batch: OnMicroBatch
@@ -156,7 +161,11 @@ class PolicyUpdate:
         )
 
     def _mismatch(
-        self, batch: TokenBatch, parts: Sequence[TokenBatch], old: Mapping[int, torch.Tensor]
+        self,
+        batch: TokenBatch,
+        parts: Sequence[TokenBatch],
+        old: Mapping[int, torch.Tensor],
+        written: torch.Tensor | None,
     ) -> dict[str, float]:
         """Over all tokens at once: a percentile or a correlation is no sum over ranks.
 
@@ -169,4 +178,10 @@ class PolicyUpdate:
         merged = self._ranks.largest(trainer)
         # A token that no rank scored must not look like one that the model thinks impossible.
         merged[merged.isinf()] = torch.nan
-        return mismatch(merged, batch.at_mask("logprobs"), batch.at_mask("lag"))
+        engine, fresh = batch.at_mask("logprobs"), batch.at_mask("lag") == 0
+        if written is None:
+            written = torch.full_like(merged, torch.nan)
+        judged = fresh | ~written.isnan()
+        return mismatch(merged, engine) | on_policy(
+            torch.where(fresh, merged, written)[judged], engine[judged]
+        )

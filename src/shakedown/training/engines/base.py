@@ -210,6 +210,17 @@ class TrainEngine(ABC):
         with torch.no_grad():
             return self._logprobs(batches, temperature)
 
+    def copy_weights(self) -> list[torch.Tensor]:
+        """This rank's part of the weights in CPU memory, for `set_weights`."""
+        with torch.no_grad():
+            return [held.to("cpu", copy=True) for held in self._held_weights()]
+
+    def set_weights(self, copied: Sequence[torch.Tensor]) -> None:
+        """Put a copy in the weights' place, bit for bit; the optimizer does not hear of it."""
+        with torch.no_grad():
+            for held, values in zip(self._held_weights(), copied, strict=True):
+                held.copy_(values)
+
     @property
     def learning_rate(self) -> float:
         """Of the next update: linear warm-up over the first `warmup_steps`, then constant."""
@@ -255,6 +266,10 @@ class TrainEngine(ABC):
         huggingface.write_folder(
             self._exporter(), weights, source=self.source, folder=folder, dtype=self.dtype
         )
+
+    @abstractmethod
+    def _held_weights(self) -> Sequence[torch.Tensor]:
+        """This rank's part of the trained weights themselves, always in the same order."""
 
     @abstractmethod
     def _check(self) -> None:

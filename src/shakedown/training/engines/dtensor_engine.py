@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shakedown.core.errors import ConfigError
@@ -32,6 +32,13 @@ class DTensorEngine(TrainEngine):
 
     def snapshot(self) -> Snapshot:
         return self._store.snapshot()
+
+    def _held_weights(self) -> Sequence[torch.Tensor]:
+        # What a forward pass gathered is used again by the next one, unless it is freed.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return [local_part(p) for p in self._parameters]
 
     @abstractmethod
     def _spread(self, model: Any) -> Any:
