@@ -45,13 +45,10 @@ class GroupSampler:
         settings: GrpoConfig,
         version: Callable[[], int],
         *,
-        newest: Callable[[], int] | None = None,
         vocabulary: int | None = None,
     ) -> None:
         self._tokenizer, self._scorer, self._settings = tokenizer, scorer, settings
-        self._generation = Generation(
-            client, settings, version, newest=newest, vocabulary=vocabulary
-        )
+        self._generation = Generation(client, settings, version, vocabulary=vocabulary)
         self.failures: Counter[str] = Counter()
         self._failed_in_row = 0
 

@@ -130,7 +130,7 @@ async def test_interrupted_answers_go_on_with_the_new_weights(
     settings = GrpoConfig(group_size=8, max_tokens=200, partial_rollouts=True)
     mixed: list[PiecedCompletion] = []
     version = [0]
-    generation = Generation(client, settings, lambda: version[0], newest=lambda: 1)
+    generation = Generation(client, settings, lambda: version[0])
     for delay in (0.2, 0.1, 0.05, 0.4, 0.8):  # until it meets answers in the middle
         version[0] = 0
         await client.update_weights(str(models[0]))

@@ -187,7 +187,6 @@ class Orchestrator:
                 pool,
                 self._settings,
                 lambda: self._version,
-                newest=self._store.latest_version,
                 vocabulary=parts.vocabulary,
             )
         self._queue = RolloutQueue(
@@ -246,6 +245,7 @@ class Orchestrator:
     def _publish(self, groups: Sequence[Group], waited: float) -> None:
         stats = {
             "batch_seconds": waited,
+            "held_seconds": self._controller.held_seconds,
             "weight_update_seconds": self._sync_seconds,
             "server_version": float(self._version),
             "failed_groups": float(sum(self._controller.failures.values())),

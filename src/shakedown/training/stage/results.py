@@ -13,6 +13,7 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
     """The last step and the figures of `metrics.jsonl` and of the attempts' evaluations.
 
     `sampled_accuracy_start` is the first attempt's, so that a resumed stage tells its whole gain.
+    `staleness_max` is the highest of all steps, the other metrics are the last one's.
     """
     rows = read_rows(paths.metrics)
     last = rows[-1] if rows else {}
@@ -21,6 +22,9 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
         for key, value in last.items()
         if key != "step" and is_finite_number(value)
     }
+    stalest = [row["staleness_max"] for row in rows if is_finite_number(row.get("staleness_max"))]
+    if stalest:
+        metrics["staleness_max"] = float(max(stalest))
     evaluations = []
     for number in paths.attempt_numbers():
         evaluations += read_rows(paths.attempt(number).evals)
