@@ -149,6 +149,43 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     _assert_drawn(stage)
 
 
+@pytest.mark.parametrize("allocation", ["fsdp:d2", "megatron:t2", "archon:d2"])
+def test_a_killed_run_goes_on_with_another_learning_rate_exactly_as_far_as_that_reaches(
+    uninterrupted: Stage, stage: Stage, assets: Path, allocation: str
+) -> None:
+    reference, settings = uninterrupted, {"allocation": allocation, "eval_samples": 0}
+    if allocation != SFT["allocation"]:
+        reference = Stage(assets, stage.paths.root.parent / "reference")
+        assert reference.run(SFT, **settings) == [0, 0], reference.log(0)
+    other = SFT["optimizer"] | {"lr": 0.0005, "weight_decay": 0.5, "max_grad_norm": 0.1}
+    fault = {"kind": "kill_rank", "rank": 1, "step": 8}
+
+    first = stage.run(SFT, fault=fault, **settings)
+    second = stage.run(SFT, optimizer=other, steps=8, **settings)
+    again = stage.run(SFT, optimizer=SFT["optimizer"], **settings)
+
+    log = stage.paths.attempt(2).log("trainer-rank0").read_text(encoding="utf-8")
+    resumed = re.search(r"resuming from step_00000([36])$", log, re.MULTILINE)
+    assert resumed is not None, log
+    done = int(resumed[1])
+    assert (first[1], second, again) == (-signal.SIGKILL, [0, 0], [0, 0]), log
+    found, expected = without_measured(stage.rows()), without_measured(reference.rows())
+    assert found[:done] == expected[:done]
+    # The step after it still has the weights and the batch of the run that was not killed.
+    after, before = found[done], expected[done]
+    assert {**after, "lr": 0, "grad_norm": 0} == {**before, "lr": 0, "grad_norm": 0}
+    warmed_up = min(1.0, (done + 1) / SFT["optimizer"]["warmup_steps"])
+    assert after["grad_norm"] == before["grad_norm"]
+    assert after["lr"] == pytest.approx(0.0005 * warmed_up)
+    # Then they part.
+    assert found[done + 1]["loss"] != expected[done + 1]["loss"]
+    assert f"changed after step {done}: steps 9 -> 8, optimizer.lr 0.002 -> 0.0005, " in log
+    changed = [json.loads(line) for line in stage.paths.changes.read_text().splitlines()]
+    assert [(row["step"], row["attempt"]) for row in changed] == [(done, "002"), (8, "003")]
+    assert changed[1]["changed"]["optimizer.lr"] == ["0.0005", "0.002"]
+    assert [row["step"] for row in stage.rows()] == list(range(1, 10))
+
+
 # A disk that never answers while the checkpoint of step 6 is flushed to it.
 _STUCK_DISK = """
 import os, time
@@ -226,12 +263,12 @@ def test_a_damaged_and_a_foreign_checkpoint_are_not_resumed_from(stage: Stage) -
     assert stage.run(SFT, steps=6, eval_samples=0) == [0, 0]
     damaged = stage.log(0)
 
-    other = SFT["optimizer"] | {"lr": 0.005}
+    other = SFT["optimizer"] | {"betas": [0.8, 0.9]}
     assert stage.run(SFT, steps=2, eval_samples=0, optimizer=other) == [0, 0]
 
     assert f"step_000006 ignored: damaged, engine/{shard.name} is not as" in damaged
     assert "resuming from step_000003" in damaged
-    assert "optimizer.lr: 0.002 there, 0.005 here" in stage.log(0)
+    assert "optimizer.betas: [0.9, 0.95] there, [0.8, 0.9] here" in stage.log(0)
     assert "starting from the input model" in stage.log(0)
     assert [row["step"] for row in stage.rows()] == [1, 2]
     assert (stage.paths.checkpoints / "foreign-step_000006").is_dir()

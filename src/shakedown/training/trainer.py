@@ -89,7 +89,7 @@ class Trainer:
         context.step = self._saved = self._logged = done
         context.data = self._checkpoints.data
         if self._record is not None:
-            self._record.begin(done)
+            self._record.begin(done, self._checkpoints.changed)
         # Rank 0 alone publishes weights in `begin`: its error must reach the ranks that go on.
         failure = _failure(lambda: self._algorithm.begin(done))
         context.ranks.all_reduce_or_raise({}, failure)

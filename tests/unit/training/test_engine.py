@@ -170,6 +170,26 @@ def test_saved_state_goes_on_exactly(engine: FsdpEngine, folder: Path, tmp_path:
     assert losses[0] == losses[1]
 
 
+def test_a_checkpoint_goes_on_with_the_settings_of_the_one_who_loads_it(
+    engine: FsdpEngine, folder: Path, tmp_path: Path
+) -> None:
+    engine.forward_backward([_batch()], _loss(11))
+    engine.step()
+    engine.save(tmp_path)
+    weights = []
+    for weight_decay in (0.1, 10.0):
+        settings = OPTIMIZER.model_copy(update={"weight_decay": weight_decay})
+        other = FsdpEngine.build(folder, optimizer=settings, dtype="float32", device=CPU)
+        other.load(tmp_path, updates=1)
+        other.forward_backward([_batch()], _loss(11))
+        other.step()
+        weights.append(other.gather()["model.norm.weight"])
+
+    # AdamW takes lr x weight_decay of a weight before its update: 0.1 x w more.
+    before = engine.gather()["model.norm.weight"]
+    torch.testing.assert_close(weights[0] - weights[1], before * 0.01 * 9.9, rtol=1e-4, atol=1e-6)
+
+
 def test_a_checkpoint_that_is_not_there_is_a_storage_error(
     engine: FsdpEngine, tmp_path: Path
 ) -> None:

@@ -193,9 +193,10 @@ class TrainEngine(ABC):
 
     def step(self) -> float:
         """(collective) Clip, update, clear the gradients; returns the norm before clipping."""
-        # Set anew each time: the schedule is a function of `updates`, and no checkpoint holds it.
+        # Set anew each time: the schedule is a function of `updates`, and a checkpoint has the
+        # settings of the attempt that wrote it.
         for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"], group["weight_decay"] = self.learning_rate, self._settings.weight_decay
         norm = self._update()
         self.updates += 1
         return norm

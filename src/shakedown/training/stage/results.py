@@ -7,6 +7,7 @@ from typing import Any, TypeGuard
 
 from shakedown.core.files import is_count
 from shakedown.core.paths import StagePaths
+from shakedown.core.verdict import Finding
 
 
 def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
@@ -35,6 +36,22 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
                     metrics[f"{key}_{name}"] = float(row[key])
     step = last.get("step")
     return step if is_count(step) else 0, metrics
+
+
+def change_findings(paths: StagePaths) -> list[Finding]:
+    """One finding for each attempt that went on with other settings than the one before."""
+    return [
+        Finding(
+            check="settings_changed",
+            status="pass",
+            scope="config",
+            subject=", ".join(row["changed"]),
+            measured=f"after step {row['step']}, by attempt {row.get('attempt')}: "
+            + ", ".join(f"{key} {' -> '.join(both)}" for key, both in row["changed"].items()),
+            evidence=[str(paths.changes)],
+        )
+        for row in read_rows(paths.changes)
+    ]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

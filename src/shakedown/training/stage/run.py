@@ -34,7 +34,7 @@ from shakedown.training.stage.evidence import collect_evidence
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.key import write_key
 from shakedown.training.stage.port_race import port_was_taken
-from shakedown.training.stage.results import resume_hint, stage_metrics
+from shakedown.training.stage.results import change_findings, resume_hint, stage_metrics
 from shakedown.training.stage.supervision import Monitor, stop_signals
 
 # The port is free when it is chosen; until rank 0 listens on it another process can take it.
@@ -120,6 +120,7 @@ def _run_attempt(plan: StagePlan) -> Outcome:
     )
     steps, metrics = stage_metrics(paths)
     outcome = with_drift(replace(outcome, steps=steps, metrics=metrics), job)
+    outcome = replace(outcome, findings=[*outcome.findings, *change_findings(paths)])
     if outcome.state == "interrupted":
         outcome = replace(outcome, sentence=f"{outcome.sentence}; {resume_hint(paths)}")
     outcome.write(attempt.outcome)
