@@ -97,6 +97,44 @@ def test_rank_0_tells_its_progress_and_tensorboard_draws_it(uninterrupted: Stage
     assert [step for step, _ in accuracies] == [0, 9]
 
 
+# Other texts have other rewards.
+_TEXT_AS_A_NUMBER = """
+import zlib
+
+def reward(completion, answer):
+    return zlib.crc32(completion.encode()) % 1000 / 1000
+"""
+
+
+@pytest.mark.parametrize("allocation", ["fsdp:d2", "fsdp:t2", "megatron:t2", "archon:d2"])
+def test_the_held_out_curve_has_all_its_points_after_a_kill_and_is_the_same_on_every_engine(
+    assets: Path, tmp_path: Path, allocation: str
+) -> None:
+    settings: dict[str, Any] = {"eval_every": 2, "steps": 5, "checkpoint_every": 2}
+    (tmp_path / "own.py").write_text(_TEXT_AS_A_NUMBER, encoding="utf-8")
+    reward = f"{tmp_path / 'own.py'}:reward"
+    alone, stage = (Stage(assets, tmp_path / name, reward=reward) for name in ("one", "two"))
+    assert alone.run(SFT, allocation="fsdp:d1", **settings) == [0], alone.log(0)
+    fault = {"kind": "kill_rank", "rank": 1, "step": 4}
+
+    stage.run(SFT, allocation=allocation, fault=fault, **settings)
+    assert stage.run(SFT, allocation=allocation, **settings) == [0, 0], stage.log(0)
+
+    curves = []
+    for each in (alone, stage):
+        attempts = map(each.paths.attempt, each.paths.attempt_numbers())
+        lines = "".join(attempt.evals.read_text(encoding="utf-8") for attempt in attempts)
+        rows = {row["step"]: row for row in map(json.loads, lines.splitlines())}
+        assert sorted(rows) == [0, 2, 4, 5]
+        for row in rows.values():
+            low, high = row["greedy_accuracy_low"], row["greedy_accuracy_high"]
+            assert 0 <= low <= row["greedy_accuracy"] <= high <= 1
+        curves.append([row["greedy_accuracy"] for row in rows.values()])
+    assert curves[0] == curves[1]
+    assert len(set(curves[0])) > 1
+    assert [row["step"] for row in stage.rows() if "greedy_accuracy" in row] == [2, 4, 5]
+
+
 def test_only_the_newest_checkpoints_stay(uninterrupted: Stage) -> None:
     names = sorted(path.name for path in uninterrupted.paths.checkpoints.iterdir())
 

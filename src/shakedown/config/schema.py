@@ -326,6 +326,7 @@ class StageConfig(Section):
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
     eval_samples: NonNegative = 400
+    eval_every: NonNegative = 0
     sinks: list[Sink] = []
     stall_timeout: Seconds = 60.0
     start_timeout: Seconds = 300.0

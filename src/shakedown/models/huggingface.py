@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from shakedown.core.errors import UsageError
@@ -69,6 +69,23 @@ def read_tokenizer(folder: Path) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:
+    """All tokens that end an answer: the tokenizer's, and those of generation_config.json.
+
+    Chat models often end a turn by another token than the tokenizer's (Gemma's `<end_of_turn>`,
+    Phi's `<|end|>`); inference servers stop at both.
+
+    Raises:
+        UsageError: generation_config.json cannot be read.
+    """
+    found = {int(tokenizer.eos_token_id)}
+    if (folder / _GENERATION).is_file():
+        with _readable(folder, "generation config"):
+            named = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        found.update([named] if isinstance(named, int) else named or ())
+    return sorted(found)
 
 
 def read_model(folder: Path) -> Any:

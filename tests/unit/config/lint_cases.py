@@ -169,6 +169,18 @@ BROKEN = (
         "warn",
     ),
     Case(
+        "the held-out rows are never measured in between",
+        _stage("sft", "eval_every: 500"),
+        "stages.sft.eval_every",
+        "warn",
+    ),
+    Case(
+        "no held-out rows to measure every so many steps",
+        _stage("sft", "eval_samples: 0, eval_every: 2"),
+        "stages.sft.eval_every",
+        "warn",
+    ),
+    Case(
         "a batch of more sequences than rows",
         _stage("sft", "batch_size: 512"),
         "stages.sft.batch_size",

@@ -256,6 +256,7 @@ def grpo_job(root: Path, models: list[Path], server: Endpoint, **grpo: Any) -> S
             "steps": 3,
             "batch_size": 4,
             "optimizer": {"lr": 1e-3},
+            "eval_samples": 0,
             "stall_timeout": 60.0,
             "grpo": {"group_size": 4, "max_tokens": 6, "async_level": 1, **grpo},
         }

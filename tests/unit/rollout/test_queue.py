@@ -242,6 +242,7 @@ def stage(root: Path) -> Iterator[tuple[StagePaths, dict[str, Any], Engine]]:
         "steps": 5,
         "batch_size": 2,
         "optimizer": {"lr": 1e-3},
+        "eval_samples": 0,
         "start_timeout": 20.0,
         "grpo": {"group_size": 2, "max_tokens": 3, "max_concurrent": 4},
     }

@@ -202,6 +202,7 @@ def job(root: Path, grpo: dict[str, Any] | None, **more: Any) -> Path:
         "steps": 2,
         "batch_size": 4,
         "optimizer": {"lr": 1e-3},
+        "eval_samples": 0,
         "start_timeout": 2.0,
         "grpo": grpo,
     }

@@ -1,5 +1,6 @@
 """The FSDP engine on one rank against plain transformers; its options and refusals."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -16,7 +17,9 @@ from shakedown.config import OptimizerConfig, StageConfig
 from shakedown.core.errors import ConfigError, StorageError, UsageError
 from shakedown.data_sources import Row
 from shakedown.models import huggingface
-from shakedown.models.chat import encode_prompt, encode_row
+from shakedown.models.chat import encode_answer, encode_prompt, encode_row
+from shakedown.rollout.groups import encode_prompts
+from shakedown.rollout.heldout import HeldOut
 from shakedown.training.algorithms.sft import negative_log_likelihood
 from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.demo import write_model
@@ -427,19 +430,43 @@ def test_greedy_accuracy_counts_what_the_model_says_for_prompts_of_any_length(
         text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         rows.append(Row(({"role": "user", "content": prompt},), text))
     rows[-1] = Row(rows[-1].messages, "never this")
+    longest = max(len(encode_answer(tokenizer, row.answer)) for row in rows)
     evaluator = Evaluator(
-        rows,
-        tokenizer=tokenizer,
-        config=engine.model_config,
-        reward=f"{own}:begins",
-        device=CPU,
+        HeldOut(encode_prompts(rows, tokenizer), longest), engine, reward=f"{own}:begins"
     )
     calls: list[int] = []
 
-    scores = evaluator.measure(
-        engine.gather(), max_tokens=4, seed=0, progress=lambda: calls.append(1)
-    )
+    texts = evaluator.answers(seed=0, progress=lambda: calls.append(1))
+    scores = evaluator.scores(texts, progress=lambda: None)
 
     assert (scores["greedy_accuracy"], scores["samples"]) == (0.75, 4.0)
-    batches, rewards = 2, 8
-    assert len(calls) == batches + rewards
+    assert 0.19 < scores["greedy_accuracy_low"] < 0.75 < scores["greedy_accuracy_high"] < 0.99
+    # Two batches, which beat with every token.
+    assert longest < len(calls) <= 2 * longest
+    again = evaluator.answers(seed=0, progress=lambda: None)
+    assert again == texts  # every evaluation draws alike
+
+
+def test_answers_end_at_every_stop_token_of_the_generation_config(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As Gemma, whose turns end by another token than its sequences."""
+    chat = tmp_path / "chat"
+    shutil.copytree(folder, chat)
+    tokenizer, prompt = huggingface.read_tokenizer(chat), "12+34="
+    ids = torch.tensor([encode_prompt(tokenizer, [{"role": "user", "content": prompt}])])
+    model = huggingface.read_model(chat).eval()
+    said = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    settings = {"eos_token_id": [tokenizer.eos_token_id, said[2]], "repetition_penalty": 9.0}
+    (chat / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    row = Row(({"role": "user", "content": prompt},), "x")
+    held_out = HeldOut(encode_prompts([row], tokenizer), 8)
+    engine = FsdpEngine.build(chat, optimizer=OPTIMIZER, dtype="float32", device=CPU)
+
+    _, greedy = Evaluator(held_out, engine, reward="exact_match").answers(
+        seed=0, progress=lambda: None
+    )
+
+    end = said.index(said[2]) + 1
+    assert greedy == tokenizer.decode(said[:end], skip_special_tokens=True)
+    assert huggingface.stop_tokens(folder, tokenizer) == [tokenizer.eos_token_id]

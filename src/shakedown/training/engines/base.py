@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -71,6 +72,21 @@ class EngineOptions:
 
 
 NO_OPTIONS = EngineOptions()
+
+
+@dataclass(frozen=True)
+class Generator:
+    """What answers prompts on this rank.
+
+    Attributes:
+        model: one of transformers in evaluation; None on a rank that has nothing to do.
+        share, shares: its part of the prompts; with several all ranks generate in step.
+    """
+
+    model: Any
+    share: int = 0
+    shares: int = 1
+
 
 # (index of a micro batch that begins on this rank, all of the call's as the engine has them)
 OnMicroBatch = Callable[[int, Sequence[TokenBatch]], None]
@@ -246,6 +262,22 @@ class TrainEngine(ABC):
     @abstractmethod
     def gather(self) -> dict[str, torch.Tensor]:
         """(collective) The whole model's weights on the CPU of rank 0; empty on other ranks."""
+
+    @contextmanager
+    def generator(self) -> Iterator[Generator]:
+        """(collective) What answers prompts by the weights as they are.
+
+        Here rank 0, by a copy of the whole model in the training dtype.
+        """
+        weights = self.gather()
+        if self.rank:
+            yield Generator(None)
+            return
+        model = huggingface.empty_model(self.model_config)
+        # Tied weights may be listed once: what is not given stays tied.
+        model.load_state_dict(weights, strict=False)
+        del weights
+        yield Generator(model.to(self.device, getattr(torch, self.dtype)).eval())
 
     def export(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
         """(rank 0) Write gathered weights as a Hugging Face folder with tokenizer and config.

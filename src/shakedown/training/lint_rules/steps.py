@@ -85,13 +85,18 @@ def sinks(inputs: Inputs) -> Iterator[Finding]:
 
 
 def evaluation(inputs: Inputs) -> Iterator[Finding]:
-    """There are as many held-out rows as are to be measured."""
+    """There are as many held-out rows as are to be measured, and steps at which they are."""
     rows = inputs.heldout.count
     for key, stage in inputs.stages:
         if rows is not None and stage.eval_samples > rows:
             subject, expected = f"{key}.eval_samples", f"at most the {rows} rows of data.heldout"
             remedy = f"{rows} are measured"
             yield advice("evaluation", subject, stage.eval_samples, expected, remedy)
+        if stage.eval_every and (stage.eval_every > stage.steps or not stage.eval_samples):
+            subject, expected = f"{key}.eval_every", f"at most {key}.steps, {stage.steps}"
+            if not stage.eval_samples:
+                expected = f"0, as {key}.eval_samples is 0"
+            yield advice("evaluation", subject, stage.eval_every, expected, "it measures nothing")
 
 
 def faults(inputs: Inputs) -> Iterator[Finding]:

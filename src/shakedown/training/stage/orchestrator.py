@@ -51,6 +51,7 @@ from shakedown.rollout.weights import WeightSync, probe_tokens
 from shakedown.training.checkpoint.checkpoints import find
 from shakedown.training.checkpoint.fingerprint import fingerprint
 from shakedown.training.faults import Injector
+from shakedown.training.stage.curve import HeldOutCurve
 from shakedown.training.stage.job import StageJob, read_job
 
 _POLL_SECONDS = 0.05  # the trainer's files: another process, so that nothing can be awaited
@@ -168,6 +169,7 @@ class Orchestrator:
         self._store = RolloutStore(job.attempt.exchange)
         self._start, saved = _resumed(job, self._settings, self._heartbeat)
         self._version, self._syncing = 0, False
+        self._curve = HeldOutCurve(job, self._settings, parts.client, tokenizer, start=self._start)
         self._faults = Injector(job.config.fault, 0, role="orchestrator")
         self._step, self._said = self._start + len(saved.batches) + 1, 0.0
         self._sync_seconds, self._held = 0.0, time.monotonic()
@@ -263,8 +265,9 @@ class Orchestrator:
             )
 
     async def _weights(self) -> None:
-        """Load every version that the trainer publishes; those passed over are not needed."""
+        """Load the versions that the trainer publishes, and measure those that are due."""
         while True:
+            await self._curve.measure(self._version)  # rollouts go on beside it
             if self._store.latest_version() > self._version:
                 await self._load_newest()
             await asyncio.sleep(_POLL_SECONDS)
@@ -277,13 +280,14 @@ class Orchestrator:
         try:
             await self._sampler.pause(limit)
             self._heartbeat.beat(phase="weight_sync", step=self._step)
-            weights = self._store.latest_weights()
-            if weights is not None:
-                self._faults.at("weights", weights.version)
-                self._sync_seconds = await self._sync.apply(weights, within=limit)
-                self._version = weights.version
-                self._store.mark_loaded(weights.version)
-                self._controller.set_version(weights.version - self._start)  # since this start
+            newest = self._store.latest_version()
+            version = self._curve.next_version(after=self._version, newest=newest)
+            weights = self._store.weights(version)
+            self._faults.at("weights", weights.version)
+            self._sync_seconds = await self._sync.apply(weights, within=limit)
+            self._version = weights.version
+            self._store.mark_loaded(weights.version)
+            self._controller.set_version(weights.version - self._start)  # since this start
         finally:
             self._syncing = False
         self._sampler.resume()  # not after an error: nothing is sampled with unknown weights
@@ -314,15 +318,16 @@ class Orchestrator:
 
     async def _beats(self) -> None:
         """A beat only when a group ended or a reward came: a server that hangs must be noticed."""
-        before = (-1, -1)
+        before = (-1, -1, -1)
         while True:
-            done = (self._controller.accepted, self._workers.progress)
-            if self._controller.running == 0 and not self._syncing:
+            done = (self._controller.accepted, self._workers.progress, self._curve.progress)
+            running = self._controller.running > 0
+            if not running and not self._curve.measuring and not self._syncing:
                 self._heartbeat.beat(phase="rollout_wait", step=self._step)
                 self._say_held()
             elif done != before and not self._syncing:
                 self._heartbeat.beat(
-                    phase="data",
+                    phase="data" if running else "eval",
                     step=self._step,
                     micro_batch=done[0] % self._job.config.batch_size,
                     batch_size=self._settings.group_size,
