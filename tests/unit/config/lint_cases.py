@@ -402,6 +402,26 @@ BROKEN = (
     Case("quantised weights", "model: {source: models/fp8}", "model.source", "warn"),
     Case("a name that is neither folder nor of the hub", "model: {source: llama}", "model.source"),
     Case(
+        "an engine, under a name, without activation checkpointing",
+        _stage("sft", "allocation: ' megatron [trainer] : d2', activation_checkpointing: true"),
+        "stages.sft.activation_checkpointing",
+    ),
+    Case(
+        "archon does not compile",
+        _stage("sft", "allocation: 'archon:d2', compile: true"),
+        "stages.sft.compile",
+    ),
+    Case(
+        "compiled layers that t cuts",
+        _stage("sft", "allocation: 'fsdp:d1t2', compile: true"),
+        "stages.sft.compile",
+    ),
+    Case(
+        "an entropy without a gradient",
+        _stage("grpo", "allocation: 'megatron:d2', grpo: {entropy_coef: 0.01}"),
+        "stages.grpo.grpo.entropy_coef",
+    ),
+    Case(
         "an engine that does not compile",
         _stage("sft", "allocation: 'megatron:d2', compile: true"),
         "stages.sft.compile",

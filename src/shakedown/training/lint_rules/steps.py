@@ -9,7 +9,7 @@ from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
 from shakedown.training.assets import DEMO
 from shakedown.training.demo import PAIRS
-from shakedown.training.engines import OPTIONS
+from shakedown.training.engines import NO_ENTROPY_GRADIENT, OPTIONS
 from shakedown.training.faults import KINDS, START
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
 from shakedown.training.metrics.sinks import SINKS
@@ -67,11 +67,22 @@ def _share(stage: StageConfig) -> int | None:
 def engine_options(inputs: Inputs) -> Iterator[Finding]:
     """What a stage asks of its engine the engine has."""
     for key, stage in inputs.stages:
-        backend = stage.allocation.partition(":")[0].strip()
+        try:
+            part = parse_allocation(stage.allocation).parts[0]
+        except UsageError:
+            continue
+        backend, remedy = part.backend, "or use an fsdp allocation"
         for name in ("activation_checkpointing", "compile"):
             if getattr(stage, name) and name not in OPTIONS.get(backend, {name}):
                 expected = f"false: the {backend} engine does not have it"
-                yield fault("engine", f"{key}.{name}", True, expected, "or use an fsdp allocation")
+                yield fault("engine", f"{key}.{name}", True, expected, remedy)
+        if stage.compile and backend == "fsdp" and part.size("t") > 1:
+            expected = f"false with t{part.size('t')}: torch.compile fails on layers cut by t"
+            yield fault("engine", f"{key}.compile", True, expected, "or spread over d alone")
+        if stage.grpo and stage.grpo.entropy_coef and backend in NO_ENTROPY_GRADIENT:
+            expected = f"0: the entropy of the {backend} engine has no gradient"
+            subject = f"{key}.grpo.entropy_coef"
+            yield fault("engine", subject, stage.grpo.entropy_coef, expected, remedy)
 
 
 def sinks(inputs: Inputs) -> Iterator[Finding]:
