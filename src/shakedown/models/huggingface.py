@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -105,6 +106,21 @@ def read_model(folder: Path) -> Any:
         wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         listed = ", ".join(wrong[:3])
         raise UsageError(f"{folder}: {len(wrong)} weights are missing or misshapen: {listed}")
+    return model
+
+
+def without_noise(model: Any) -> Any:
+    """The model, whose dropout and routers' jitter are off in training too, in place.
+
+    A policy's ratio is to log-probabilities of the same model: noise that the engine and the pass
+    before the update do not have would move it away from 1. config.json keeps what it says.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and re.search("dropout|pdrop|jitter", name):
+                setattr(module, name, 0.0)
     return model
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import GPT2Config, LlamaConfig, Qwen3ForCausalLM
+from transformers import Gemma3Config, GPT2Config, LlamaConfig, OPTConfig, Qwen3ForCausalLM
 
 from shakedown.config import OptimizerConfig, StageConfig
 from shakedown.core.errors import ConfigError, StorageError, UsageError
@@ -23,14 +23,15 @@ from shakedown.rollout.heldout import HeldOut
 from shakedown.training.algorithms.sft import negative_log_likelihood
 from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.demo import write_model
-from shakedown.training.engines import tensor_parallel
+from shakedown.training.engines import dtensor_engine, tensor_parallel
 from shakedown.training.engines.base import EngineOptions, LossPart, Scores
 from shakedown.training.engines.dtensor_engine import decoder_layers
 from shakedown.training.engines.fsdp import FsdpEngine
 from shakedown.training.evaluate import Evaluator
 from shakedown.training.stage import worker
 from shakedown.training.stage.job import StageJob
-from tests.tiny_models import group_of_one
+from tests.tiny_models import group_of_one, write_tiny
+from tests.tiny_vision import write_vision_model
 
 OPTIMIZER = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5)
 CPU = torch.device("cpu")
@@ -363,6 +364,11 @@ def test_compile_is_refused_with_tensor_ranks(folder: Path) -> None:
     [
         GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=11),
         LlamaConfig(num_hidden_layers=3, hidden_size=8, num_attention_heads=2, intermediate_size=8),
+        OPTConfig(num_hidden_layers=3, hidden_size=8, num_attention_heads=2, ffn_dim=8),
+        Gemma3Config(
+            text_config={"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2},
+            vision_config={"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2},
+        ),
     ],
     ids=lambda config: config.model_type,
 )
@@ -371,6 +377,40 @@ def test_decoder_layers_are_found_under_any_name(config: Any) -> None:
 
     assert len(layers) == 3
     assert not any(isinstance(layer, torch.nn.Embedding) for layer in layers)
+
+
+def test_a_model_that_sees_is_trained_on_text_in_units_of_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_vision_model(tmp_path / "model", seed=0)
+    losses = []
+    for limit in (dtensor_engine.ONE_UNIT_PARAMETERS, 0):
+        monkeypatch.setattr(dtensor_engine, "ONE_UNIT_PARAMETERS", limit)
+        engine = FsdpEngine.build(
+            tmp_path / "model", optimizer=OPTIMIZER, dtype="bfloat16", device=CPU
+        )
+        losses.append(_two_losses(engine))
+
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[1][1] != losses[1][0]
+    engine.export(tmp_path / "out", engine.gather())
+    assert huggingface.read_model(tmp_path / "out").config.model_type == "gemma3"
+
+
+def test_dropout_is_off_in_training_and_config_json_keeps_it(tmp_path: Path) -> None:
+    """As GPT-2's, whose config says 0.1 in three places."""
+    folder = tmp_path / "gpt2"
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=100, n_positions=64)
+    write_tiny(folder, config)
+    engine = FsdpEngine.build(folder, optimizer=OPTIMIZER, dtype="float32", device=CPU)
+    batch = _batch()
+
+    trained = engine.forward_backward([batch], _loss(11))["loss"]
+    scored = -torch.cat(engine.logprobs([batch])).mean().item()
+    engine.export(tmp_path / "out", engine.gather())
+
+    assert trained == pytest.approx(scored, rel=1e-6)
+    assert huggingface.read_config(tmp_path / "out").attn_pdrop == config.attn_pdrop == 0.1
 
 
 def test_one_tensor_rank_fits_every_model() -> None:
