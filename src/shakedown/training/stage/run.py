@@ -18,6 +18,7 @@ from shakedown.core.private import own_folder, own_tree
 from shakedown.core.verdict import Stopwatch
 from shakedown.debug import asked
 from shakedown.debug.stops import make_folder
+from shakedown.inference.ready import read_end
 from shakedown.monitor.watch import Health, Watch
 from shakedown.rollout.recording import check_recording
 from shakedown.training.drift import with_drift
@@ -29,7 +30,7 @@ from shakedown.training.stage.components import (
 )
 from shakedown.training.stage.devices import StageDevices, stage_devices
 from shakedown.training.stage.echo import LogEcho
-from shakedown.training.stage.endings import Ending
+from shakedown.training.stage.endings import Ending, with_server_error
 from shakedown.training.stage.evidence import collect_evidence
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.key import write_key
@@ -106,6 +107,7 @@ def _run_attempt(plan: StagePlan) -> Outcome:
     if plan.profile is not None and (text := profiling.unmatched(plan.profile, job)):
         print(text, flush=True)
     ending, exits, health = _supervise(job, components, nodes, profiled=plan.profile is not None)
+    ending = with_server_error(ending, exits, read_end(attempt.log("inference")))
     outcome = Outcome(
         stage=job.stage,
         attempt=int(attempt.root.name),
