@@ -125,7 +125,7 @@ class ServerEvaluation:
             UsageError: the reward cannot be used.
         """
         prompts = self._held_out.prompts
-        room = await self._client.longest() + 1
+        room = await self._client.room()
         asked = [(prompt, heat) for heat in (SAMPLED, GREEDY) for prompt in prompts]
         found = await asyncio.gather(*(self._answer(prompt, heat, room) for prompt, heat in asked))
         texts = [None if isinstance(each, ServerError) else each for each in found]
@@ -143,8 +143,10 @@ class ServerEvaluation:
         self.progress += len(rewards)
         return figures(rewards[: len(prompts)], rewards[len(prompts) :])
 
-    async def _answer(self, prompt: Prompt, heat: float, room: int) -> str | ServerError:
-        longest = min(self._held_out.max_tokens, room - len(prompt.tokens))
+    async def _answer(self, prompt: Prompt, heat: float, room: int | None) -> str | ServerError:
+        longest = self._held_out.max_tokens
+        if room is not None:
+            longest = min(longest, room - len(prompt.tokens))
         if longest < 1:
             return ServerError(
                 f"a prompt of {len(prompt.tokens)} tokens leaves no room for an answer in the "
