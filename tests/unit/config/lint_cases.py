@@ -417,11 +417,6 @@ BROKEN = (
         "stages.sft.compile",
     ),
     Case(
-        "an entropy without a gradient",
-        _stage("grpo", "allocation: 'megatron:d2', grpo: {entropy_coef: 0.01}"),
-        "stages.grpo.grpo.entropy_coef",
-    ),
-    Case(
         "an engine that does not compile",
         _stage("sft", "allocation: 'megatron:d2', compile: true"),
         "stages.sft.compile",

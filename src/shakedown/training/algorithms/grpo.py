@@ -10,6 +10,7 @@ from shakedown.config import GrpoConfig
 from shakedown.core.errors import BlockedError, ConfigError
 from shakedown.models.load_progress import beating
 from shakedown.rollout.batch import RolloutBatch
+from shakedown.rollout.heldout import due
 from shakedown.rollout.queue import keep_queue
 from shakedown.rollout.recording import Recorder, read_step
 from shakedown.rollout.store import RolloutStore
@@ -62,7 +63,7 @@ class Grpo:
         if self._recorder:
             self._recorder.keep_until(done)
         if done:
-            self.synchronise(done)
+            self._publish(done)
 
     def step(self, step: int) -> StepResult:
         began = time.monotonic()
@@ -84,6 +85,13 @@ class Grpo:
         return StepResult(sums, values)
 
     def synchronise(self, step: int, /) -> float:
+        # No batch comes after the last step: only the held-out evaluation wants its weights.
+        config = self._context.job.config
+        if step == config.steps and not due(step, config):
+            return 0.0
+        return self._publish(step)
+
+    def _publish(self, step: int) -> float:
         context, began = self._context, time.monotonic()
         if self._replay is not None:
             return 0.0

@@ -34,9 +34,6 @@ OPTIONS: dict[str, frozenset[str]] = {
     "megatron": frozenset({"distributed_optimizer"}),
 }
 
-# Backends that cannot train with `entropy_coef`: the entropy is computed over a cut vocabulary.
-NO_ENTROPY_GRADIENT = frozenset({"megatron"})
-
 # Model types whose layers the engines can take apart: Archon's and Megatron's own, and FSDP's over
 # `t`. The dense decoders of transformers that have the same parts.
 FAMILIES = ("llama", "qwen2", "qwen3")

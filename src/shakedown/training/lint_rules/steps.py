@@ -9,7 +9,7 @@ from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
 from shakedown.training.assets import DEMO
 from shakedown.training.demo import PAIRS
-from shakedown.training.engines import NO_ENTROPY_GRADIENT, OPTIONS
+from shakedown.training.engines import OPTIONS
 from shakedown.training.faults import KINDS, START
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
 from shakedown.training.metrics.sinks import SINKS
@@ -79,10 +79,6 @@ def engine_options(inputs: Inputs) -> Iterator[Finding]:
         if stage.compile and backend == "fsdp" and part.size("t") > 1:
             expected = f"false with t{part.size('t')}: torch.compile fails on layers cut by t"
             yield fault("engine", f"{key}.compile", True, expected, "or spread over d alone")
-        if stage.grpo and stage.grpo.entropy_coef and backend in NO_ENTROPY_GRADIENT:
-            expected = f"0: the entropy of the {backend} engine has no gradient"
-            subject = f"{key}.grpo.entropy_coef"
-            yield fault("engine", subject, stage.grpo.entropy_coef, expected, remedy)
 
 
 def sinks(inputs: Inputs) -> Iterator[Finding]:
