@@ -39,6 +39,8 @@ class Trainer:
     def __init__(self, context: Context) -> None:
         job = context.job
         self._context = context
+        epochs = job.config.grpo.epochs if job.config.grpo else 1
+        context.engine.total_updates = job.config.steps * epochs
         self._algorithm: Algorithm = algorithm_class(job.config.algorithm)(context)
         self._record = Record(job) if self._is_rank0 else None
         self._meter = StepMeter(context)

@@ -19,6 +19,9 @@ SHAPES: dict[str, Any] = {
 TOLD: dict[str, Any] = {
     "group_size": 4,
     "max_tokens": 9,
+    "ratio": "sequence",
+    "mask_truncated": True,
+    "overlong_tokens": 2,
     "clip_low": 0.1,
     "clip_high": 0.2,
     "epochs": 2,

@@ -76,6 +76,7 @@ class Grpo:
             advantage=self._settings.advantage,
             level=self._settings.loss_level,
             drop_flat=self._settings.drop_flat_groups,
+            longest=self._settings.max_tokens,
         )
         sums, values = self._policy.run(batch, self._context.beat_training)
         # Step s updates the weights of version s - 1.
@@ -176,6 +177,7 @@ def token_batch(
     advantage: AdvantageKind = "group_std",
     level: LossLevel = "token",
     drop_flat: bool = False,
+    longest: int = 1,
 ) -> TokenBatch:
     """Rollouts as a batch to train on.
 
@@ -187,6 +189,7 @@ def token_batch(
         pad: the padding's token.
         drop_flat: leave out groups whose rewards are all equal. When all are, the whole batch
             stays, to be measured, and no token has a share.
+        longest: tokens of an answer at most, for the level `constant`.
 
     Raises:
         BlockedError: a reward or a log-probability is NaN or infinite.
@@ -213,7 +216,7 @@ def token_batch(
         if counted.any():
             batch, counted = take_rows(batch, counted.nonzero()[:, 0]), counted[counted]
     place = (batch.mask.flatten().cumsum(0).view_as(batch.mask) - 1) * batch.mask
-    share = token_shares(batch.mask, counted, level=level)
+    share = token_shares(batch.mask, counted, level=level, longest=longest)
     extra = {**batch.extra, "share": share, "place": place}
     return TokenBatch(batch.tokens, batch.lengths, batch.mask, extra)
 

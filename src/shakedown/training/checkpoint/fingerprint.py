@@ -23,9 +23,11 @@ _TOLD = frozenset(
     {
         "steps",
         *(f"optimizer.{key}" for key in ("lr", "warmup_steps", "weight_decay", "max_grad_norm")),
+        *(f"optimizer.{key}" for key in ("schedule", "decay_steps", "min_lr_ratio")),
         *(f"grpo.{key}" for key in ("clip_low", "clip_high", "epochs", "advantage", "loss_level")),
         *(f"grpo.{key}" for key in ("drop_flat_groups", "decoupled", "tis_cap", "kl_coef")),
         *(f"grpo.{key}" for key in ("entropy_coef", "async_level", "group_size", "max_tokens")),
+        *(f"grpo.{key}" for key in ("ratio", "mask_truncated", "overlong_tokens")),
         "grpo.partial_rollouts",
     }
 )

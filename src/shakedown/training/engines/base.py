@@ -17,6 +17,7 @@ from shakedown.models import huggingface
 from shakedown.training.batch import TokenBatch
 from shakedown.training.engines import DIMENSIONS
 from shakedown.training.engines.snapshot import Snapshot, save_now
+from shakedown.training.schedule import rate_share
 
 # For a checkpoint that cannot be read.
 UNREADABLE_HINT = (
@@ -106,6 +107,7 @@ class TrainEngine(ABC):
         data_rank, data_world_size: which share of a batch is this rank's; ranks that split one
             model take the same rows.
         updates: optimizer updates done since the input model.
+        total_updates: those of the whole stage, which a schedule's decay ends with.
         entropy_gradient: False until an algorithm sets it; costs float32 [M, vocabulary] a micro
             batch.
     """
@@ -141,7 +143,7 @@ class TrainEngine(ABC):
         self.dtype = dtype
         self.device = torch.device(device)
         self.tokenizer = huggingface.read_tokenizer(source)
-        self.updates = 0
+        self.updates = self.total_updates = 0
         self.entropy_gradient = False
         self._settings, self._sizes, self._options = optimizer, sizes, options
 
@@ -229,11 +231,9 @@ class TrainEngine(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update: linear warm-up over the first `warmup_steps`, then constant."""
-        warmup = self._settings.warmup_steps
-        # + 1: at a rate of 0 the first update would be lost.
-        share = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
-        return self._settings.lr * share
+        """Of the next update."""
+        settings, total = self._settings, self.total_updates
+        return settings.lr * rate_share(self.updates, settings, total=total)
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
