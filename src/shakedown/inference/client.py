@@ -114,17 +114,26 @@ class Client:
             if fault:
                 raise ServerError(f"weights of {folder} were not loaded: {fault}")
 
-    async def longest(self) -> int:
-        """Tokens that the server takes with one to generate; a safe guess where it tells none.
+    async def room(self) -> int | None:
+        """Tokens of prompt and answer that the server takes; None where it does not tell.
 
         Raises:
             ServerError: as `generate`.
         """
         reply = await self.send(Request("/v1/models", method="GET"))
         try:
-            return int(reply["data"][0]["max_model_len"]) - 1
+            return int(reply["data"][0]["max_model_len"])
         except (KeyError, IndexError, TypeError, ValueError):
-            return _SAFE_LENGTH
+            return None
+
+    async def longest(self) -> int:
+        """Tokens that the server takes with one to generate; a safe guess where it tells none.
+
+        Raises:
+            ServerError: as `generate`.
+        """
+        room = await self.room()
+        return _SAFE_LENGTH if room is None else room - 1
 
     async def health(self, *, within: float = 5.0) -> str:
         """Why the health check is not good; empty when it is."""

@@ -172,6 +172,18 @@ BROKEN = (
         "warn",
     ),
     Case(
+        "the held-out rows are never measured in between",
+        _stage("sft", "eval_every: 500"),
+        "stages.sft.eval_every",
+        "warn",
+    ),
+    Case(
+        "no held-out rows to measure every so many steps",
+        _stage("sft", "eval_samples: 0, eval_every: 2"),
+        "stages.sft.eval_every",
+        "warn",
+    ),
+    Case(
         "a batch of more sequences than rows",
         _stage("sft", "batch_size: 512"),
         "stages.sft.batch_size",
@@ -394,6 +406,21 @@ BROKEN = (
     Case("a config.json that is not JSON", "model: {source: models/torn}", "model.source"),
     Case("quantised weights", "model: {source: models/fp8}", "model.source", "warn"),
     Case("a name that is neither folder nor of the hub", "model: {source: llama}", "model.source"),
+    Case(
+        "an engine, under a name, without activation checkpointing",
+        _stage("sft", "allocation: ' megatron [trainer] : d2', activation_checkpointing: true"),
+        "stages.sft.activation_checkpointing",
+    ),
+    Case(
+        "archon does not compile",
+        _stage("sft", "allocation: 'archon:d2', compile: true"),
+        "stages.sft.compile",
+    ),
+    Case(
+        "compiled layers that t cuts",
+        _stage("sft", "allocation: 'fsdp:d1t2', compile: true"),
+        "stages.sft.compile",
+    ),
     Case(
         "an engine that does not compile",
         _stage("sft", "allocation: 'megatron:d2', compile: true"),

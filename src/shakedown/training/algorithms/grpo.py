@@ -10,6 +10,7 @@ from shakedown.config import GrpoConfig
 from shakedown.core.errors import BlockedError, ConfigError
 from shakedown.models.load_progress import beating
 from shakedown.rollout.batch import RolloutBatch
+from shakedown.rollout.heldout import due
 from shakedown.rollout.queue import keep_queue
 from shakedown.rollout.recording import Recorder, read_step
 from shakedown.rollout.store import RolloutStore
@@ -65,7 +66,7 @@ class Grpo:
         if self._recorder:
             self._recorder.keep_until(done)
         if done:
-            self.synchronise(done)
+            self._publish(done)
 
     def step(self, step: int) -> StepResult:
         began = time.monotonic()
@@ -78,6 +79,7 @@ class Grpo:
             advantage=self._settings.advantage,
             level=self._settings.loss_level,
             drop_flat=self._settings.drop_flat_groups,
+            longest=self._settings.max_tokens,
         )
         beat, written = self._context.beat_training, None
         if self._past is not None:
@@ -90,6 +92,13 @@ class Grpo:
         return StepResult(sums, values)
 
     def synchronise(self, step: int, /) -> float:
+        # No batch comes after the last step: only the held-out evaluation wants its weights.
+        config = self._context.job.config
+        if step == config.steps and not due(step, config):
+            return 0.0
+        return self._publish(step)
+
+    def _publish(self, step: int) -> float:
         context, began = self._context, time.monotonic()
         if self._replay is not None:
             return 0.0
@@ -187,6 +196,7 @@ def token_batch(
     advantage: AdvantageKind = "group_std",
     level: LossLevel = "token",
     drop_flat: bool = False,
+    longest: int = 1,
 ) -> TokenBatch:
     """Rollouts as a batch to train on.
 
@@ -198,6 +208,7 @@ def token_batch(
         pad: the padding's token.
         drop_flat: leave out groups whose rewards are all equal. When all are, the whole batch
             stays, to be measured, and no token has a share.
+        longest: tokens of an answer at most, for the level `constant`.
 
     Raises:
         BlockedError: a reward or a log-probability is NaN or infinite.
@@ -224,7 +235,7 @@ def token_batch(
         if counted.any():
             batch, counted = take_rows(batch, counted.nonzero()[:, 0]), counted[counted]
     place = (batch.mask.flatten().cumsum(0).view_as(batch.mask) - 1) * batch.mask
-    share = token_shares(batch.mask, counted, level=level)
+    share = token_shares(batch.mask, counted, level=level, longest=longest)
     extra = {**batch.extra, "share": share, "place": place}
     return TokenBatch(batch.tokens, batch.lengths, batch.mask, extra)
 

@@ -7,7 +7,12 @@ import torch
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import ConfigError
 from shakedown.training.algorithms.mismatch import mismatch, on_policy
-from shakedown.training.algorithms.policy_loss import clipped_loss, importance_weights, reference_kl
+from shakedown.training.algorithms.policy_loss import (
+    clipped_loss,
+    importance_weights,
+    reference_kl,
+    sequence_means,
+)
 from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.batch import TokenBatch, rank_share
 from shakedown.training.coordination import Ranks
@@ -34,7 +39,8 @@ def policy_part(
     log-probabilities before the first update, and weight = min(e^(old - engine), tis_cap), or 1
     with tis_cap 0. Not decoupled it is PPO on the engine's log-probabilities: they are the anchor,
     and weight = 1, for the ratio holds it already. As in verl, weights are for the policy's term
-    only, and all terms are averaged in the same way.
+    only, and all terms are averaged in the same way. With `ratio: sequence` new - anchor is its
+    mean over the sequence (GSPO).
 
     Args:
         batch: with `logprobs` [N, T] of the engine, `advantages` [N] and `share` [N] (float64).
@@ -46,9 +52,13 @@ def policy_part(
         ConfigError: entropy_coef is set and the engine's entropy has no gradient.
     """
     engine = batch.at_mask("logprobs")
+    apart = scores.logprobs - (old if settings.decoupled else engine)
+    if settings.ratio == "sequence":
+        rows = batch.mask.nonzero()[:, 0]
+        apart = sequence_means(apart, rows, batch.mask.shape[0])
     each, clipped = clipped_loss(
-        scores.logprobs,
-        old if settings.decoupled else engine,
+        apart,
+        torch.zeros_like(apart),
         batch.at_mask("advantages"),
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
