@@ -138,8 +138,8 @@ def _who_of(event: LogEvent, owners: Owners, gpus: Mapping[tuple[str, str], Iden
         return event.who
     pid = detail.get("pid", detail.get("pid_b"))
     known = owners.of(host, pid) if pid else None
-    if known is not None and host and not known.host and _PRIVATE >= pid:
-        known = None  # of a container's process: other nodes have one of that number, too
+    if known is not None and host and not known.host:
+        known = None  # another node has a process of that number, too
     if known is None and "bus" in detail:
         # `0000:5d:00`, of which NCCL's lines are compared without the domain
         known = gpus.get((host, str(detail["bus"])[-5:].lower()))
