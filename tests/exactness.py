@@ -125,7 +125,8 @@ def engine_losses(
 ) -> dict[str, list[float]]:
     """The loss of each step by allocation; each gets its ranks, one allocation after the other.
 
-    All ranks are forked from one process that has imported everything once.
+    All ranks are forked from one process that has imported everything once. Micro batches are of
+    MICRO_ROWS rows, or of `options.max_tokens_per_micro_batch` tokens.
     """
     with tempfile.TemporaryDirectory() as root:
         plan = {
@@ -174,6 +175,7 @@ def rank_losses(model: Path, allocation: str, *, steps: int, options: EngineOpti
             rank=engine.data_rank,
             world_size=engine.data_world_size,
             micro_batch_size=MICRO_ROWS,
+            max_tokens=options.max_tokens_per_micro_batch,
         )
 
         def loss(scores: Scores, _: TokenBatch, __: int, total: int = whole.trained_tokens) -> Any:

@@ -2,8 +2,9 @@
 
 python -m tests.megatron_ranks FOLDER, where FOLDER/plan.json is a list of jobs:
 {"name", "model" (a folder in FOLDER), "allocation", "options", "save": bool, "load": bool,
-"reference": bool}; what is saved in one job is loaded in later ones, and one with a reference
-updates by GRPO beside a frozen model. Results go to FOLDER/results.pt.
+"reference": bool, "max_tokens": of a micro batch}; what is saved in one job is loaded in later
+ones, and one with a reference updates by GRPO beside a frozen model. Results go to
+FOLDER/results.pt.
 """
 
 import json
@@ -52,11 +53,19 @@ def build(folder: Path, allocation: str, **keywords: Any) -> Any:
     )
 
 
-def sft_step(engine: Any) -> dict[str, float]:
-    """One update on the batch, two rows a micro batch: `loss`, `entropy`, `norm` of all ranks."""
+def sft_step(engine: Any, max_tokens: int | None = None) -> dict[str, float]:
+    """One update on the batch, two rows a micro batch: `loss`, `entropy`, `norm` of all ranks.
+
+    Args:
+        max_tokens: of a micro batch, instead of two rows.
+    """
     whole = batch()
     parts = rank_share(
-        whole, rank=engine.data_rank, world_size=engine.data_world_size, micro_batch_size=2
+        whole,
+        rank=engine.data_rank,
+        world_size=engine.data_world_size,
+        micro_batch_size=2,
+        max_tokens=max_tokens,
     )
 
     def loss(scores: Scores, _batch: TokenBatch, _index: int) -> LossPart:
@@ -70,14 +79,16 @@ def sft_step(engine: Any) -> dict[str, float]:
     return {"loss": float(values[0]), "entropy": float(values[1]), "norm": engine.step()}
 
 
-def two_steps(engine: Any, saved: Path | None = None) -> dict[str, Any]:
+def two_steps(
+    engine: Any, saved: Path | None = None, max_tokens: int | None = None
+) -> dict[str, Any]:
     """Logprobs of the whole batch, then two updates; saves between them where `saved` is given.
 
     Between them the weights from before the first are set, asked and taken back.
     """
     logprobs = engine.logprobs([batch()])[0]
     before = engine.copy_weights()
-    first = sft_step(engine)
+    first = sft_step(engine, max_tokens)
     after = engine.copy_weights()
     engine.set_weights(before)
     again = engine.logprobs([batch()])[0]
@@ -91,7 +102,7 @@ def two_steps(engine: Any, saved: Path | None = None) -> dict[str, Any]:
         "again": again,
         "first": first,
         "weights": weights,
-        "second": sft_step(engine),
+        "second": sft_step(engine, max_tokens),
     }
 
 
@@ -165,7 +176,7 @@ def run(folder: Path, plan: list[dict[str, Any]]) -> dict[str, Any]:
         if saved is not None and job.get("load"):
             results[job["name"]] = continued(engine, saved)
         else:
-            results[job["name"]] = two_steps(engine, saved)
+            results[job["name"]] = two_steps(engine, saved, job.get("max_tokens"))
     return results
 
 

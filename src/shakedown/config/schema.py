@@ -220,6 +220,7 @@ class StageConfig(Section):
     optimizer: OptimizerConfig
     nodes: Positive = 1
     micro_batch_size: Positive | None = None
+    max_tokens_per_micro_batch: Positive | None = None
     activation_checkpointing: bool = False
     compile: bool = False
     checkpoint_every: Positive = 50
@@ -238,6 +239,15 @@ class StageConfig(Section):
     def _each_sink_once(self) -> "StageConfig":
         if len(set(self.sinks)) < len(self.sinks):
             raise ValueError(f"`sinks` names one twice: {', '.join(self.sinks)}")
+        return self
+
+    @model_validator(mode="after")
+    def _micro_batches_are_cut_once(self) -> "StageConfig":
+        if self.micro_batch_size and self.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"micro_batch_size {self.micro_batch_size} and max_tokens_per_micro_batch "
+                f"{self.max_tokens_per_micro_batch} both cut a rank's rows: set one of them to null"
+            )
         return self
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from shakedown.core.errors import ExitCode, ShakedownError, StorageError
 from shakedown.core.files import atomic_open
-from shakedown.training.batch import TokenBatch, rank_share
+from shakedown.training.batch import TokenBatch, join_parts, rank_share
 from shakedown.training.context import Context
 
 
@@ -62,13 +62,16 @@ def _save(context: Context, values: Mapping[str, float]) -> str:
     engine, batch = context.engine, context.batch
     if batch is None:
         return "no batch to save"
-    # Without a micro batch size the rank's share comes as one part.
-    whole = rank_share(
-        batch, rank=engine.data_rank, world_size=engine.data_world_size, micro_batch_size=None
+    parts = rank_share(
+        batch,
+        rank=engine.data_rank,
+        world_size=engine.data_world_size,
+        micro_batch_size=context.job.config.micro_batch_size,
+        max_tokens=context.job.config.max_tokens_per_micro_batch,
     )
     path = context.job.attempt.diverged(engine.rank)
     try:
-        write_diverged(path, whole[0], step=context.step, rank=engine.rank, values=values)
+        write_diverged(path, join_parts(parts), step=context.step, rank=engine.rank, values=values)
     except StorageError as error:
         return f"its batch could not be saved: {error.args[0]}"
     return f"this rank's batch is in {path}"

@@ -196,6 +196,12 @@ BROKEN = (
         "warn",
     ),
     Case(
+        "a sequence of GRPO may be longer than a micro batch",
+        _stage("grpo", "micro_batch_size: null, max_tokens_per_micro_batch: 9"),
+        "stages.grpo.max_tokens_per_micro_batch",
+        "warn",
+    ),
+    Case(
         "more demo problems than there are",
         "data: {train_size: 9800}",
         "data.train_size",
@@ -410,6 +416,11 @@ BROKEN = (
         "an engine, under a name, without activation checkpointing",
         _stage("sft", "allocation: ' megatron [trainer] : d2', activation_checkpointing: true"),
         "stages.sft.activation_checkpointing",
+    ),
+    Case(
+        "archon fills micro batches up to one shape",
+        _stage("sft", "allocation: 'archon:d2', max_tokens_per_micro_batch: 4096"),
+        "stages.sft.max_tokens_per_micro_batch",
     ),
     Case(
         "archon does not compile",

@@ -197,6 +197,10 @@ def test_resolved_form_loads_to_the_same_config(tmp_path: Path) -> None:
             "agents.rollout_pd: unknown key (did you mean 'rollout_dp'?)",
         ),
         ({"agents": {"rollout_dp": 3}}, "global_batch 256 cannot be cut into rollout_dp 3 equal"),
+        (
+            {"stages": {"sft": {"micro_batch_size": 2, "max_tokens_per_micro_batch": 9}}},
+            "micro_batch_size 2 and max_tokens_per_micro_batch 9 both cut a rank's rows",
+        ),
         ({"seed": "0"}, "seed: Input should be a valid integer, got '0'"),
         ({"stages": {"sft": {"steps": 0}}}, "stages.sft.steps: Input should be greater than 0"),
         ({"run": "../evil"}, "run: String should match pattern"),

@@ -1,6 +1,9 @@
 """Reading rows, their order, and their split into batches of ranks."""
 
+import itertools
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 
 from shakedown.core.errors import UsageError
 from shakedown.data_sources import Row, RowStream, epoch_order, load_rows, step_indices
-from shakedown.training.batch import TokenBatch, pad_rows, rank_share
+from shakedown.training.batch import TokenBatch, join_parts, pad_rows, rank_share, token_slices
 
 GOOD = '{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}'
 
@@ -135,6 +138,104 @@ def test_micro_batches_hold_rows_of_like_length_the_longest_first() -> None:
     assert [part.lengths.tolist() for part in shares[0]] == [[9, 7], [4, 2]]
     assert [part.lengths.tolist() for part in shares[1]] == [[8, 5], [3, 2]]
     assert shares[1][1].mask.any(1).tolist() == [True, False]  # the repeated row is not trained
+
+
+def _padded(slices: Sequence[Sequence[int]], falling: list[int]) -> list[int]:
+    """Tokens of each micro batch with its padding; 0 of one behind the last row."""
+    return [len(rows) * falling[rows[0]] if rows[0] < len(falling) else 0 for rows in slices]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=40),
+    world_size=st.integers(1, 5),
+    budget=st.integers(1, 150),
+)
+def test_a_token_budget_has_every_row_once_and_is_kept_by_all_ranks(
+    lengths: list[int], world_size: int, budget: int
+) -> None:
+    falling = sorted(lengths, reverse=True)
+
+    slices = token_slices(falling, world_size=world_size, budget=budget)
+
+    places = [place for rows in slices for place in rows]
+    assert [place for place in places if place < len(falling)] == list(range(len(falling)))
+    assert len(slices) % world_size == 0
+    padded = _padded(slices, falling)
+    assert all(size <= budget or len(rows) == 1 for rows, size in zip(slices, padded, strict=True))
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=7),
+    world_size=st.integers(1, 3),
+    budget=st.integers(1, 40),
+)
+def test_a_token_budget_makes_the_fewest_rounds_and_the_smallest_largest_micro_batch(
+    lengths: list[int], world_size: int, budget: int
+) -> None:
+    falling = sorted(lengths, reverse=True)
+    size = len(falling)
+
+    slices = token_slices(falling, world_size=world_size, budget=budget)
+
+    # Against every way to cut the rows: a bit between two rows says whether there is a cut.
+    rounds, largest = [], []
+    for cuts in itertools.product((False, True), repeat=size - 1):
+        edges = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), size]
+        tried = [range(a, b) for a, b in itertools.pairwise(edges)]
+        if all(len(r) == 1 or len(r) * falling[r[0]] <= budget for r in tried):
+            rounds.append(-(-len(tried) // world_size))
+            largest.append(max(_padded(tried, falling)))
+    assert len(slices) == min(rounds) * world_size
+    fewest = [most for count, most in zip(rounds, largest, strict=True) if count == min(rounds)]
+    assert max(_padded(slices, falling)) == min(fewest)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 9), min_size=1, max_size=13),
+    world_size=st.integers(1, 5),
+    budget=st.integers(1, 40),
+)
+def test_ranks_share_all_trained_tokens_by_a_token_budget(
+    lengths: list[int], world_size: int, budget: int
+) -> None:
+    batch = _batch(lengths)
+
+    shares = [
+        rank_share(batch, rank=r, world_size=world_size, micro_batch_size=None, max_tokens=budget)
+        for r in range(world_size)
+    ]
+
+    trained = sorted(int(t) for share in shares for part in share for t in part.tokens[part.mask])
+    assert trained == sorted(batch.tokens[batch.mask].tolist())
+    assert len({len(share) for share in shares}) == 1
+    for part in (part for share in shares for part in share):
+        assert part.tokens.shape[1] == part.lengths.max()
+        assert part.tokens.numel() <= budget or part.tokens.shape[0] == 1
+
+
+def test_short_rows_share_a_micro_batch_where_a_number_of_rows_would_part_them() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.empty(512).log_normal_(math.log(1000), 0.7, generator=generator)
+    falling = sorted(drawn.long().clamp(10, 8192).tolist(), reverse=True)
+
+    # What 4 rows of 8,192 tokens take, over 8 ranks: 16 micro batches of 4 rows a rank.
+    slices = token_slices(falling, world_size=8, budget=32_768)
+
+    assert len(slices) // 8 == 3
+    assert sum(_padded(slices, falling)) < 1.1 * sum(falling)
+
+
+def test_micro_batches_are_joined_to_the_rows_of_a_rank() -> None:
+    batch = _batch([3, 9, 4, 8, 2])
+    parts = rank_share(batch, rank=0, world_size=1, micro_batch_size=2)
+
+    joined = join_parts(parts)
+
+    (whole,) = rank_share(batch, rank=0, world_size=1, micro_batch_size=None)
+    assert joined.tokens.equal(whole.tokens)
+    assert joined.lengths.equal(whole.lengths)
+    assert joined.mask.equal(whole.mask)
+    assert joined.extra["weight"].equal(whole.extra["weight"])
 
 
 def test_rows_written_by_json_keep_digits_as_text(tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ def _job(folder: Path, **changes: object) -> StageJob:
         {"allocation": "fsdp[trainer]:d2t1"},
         {"checkpoint_every": 7},
         {"micro_batch_size": 2},
+        {"max_tokens_per_micro_batch": 64},
         {"stall_timeout": 5.0},
         {"optimizer": OptimizerConfig(lr=0.1, warmup_steps=3, weight_decay=0.1)},
         {"optimizer": OptimizerConfig(lr=0.001, max_grad_norm=0.1)},

@@ -11,6 +11,7 @@ from tests.exactness import assert_exact, engine_losses, plain_losses, write_mod
 ALLOCATIONS = ["fsdp:d2", "megatron:t2"]
 FOUR_RANKS = "fsdp:d2t2"  # two of its steps are in test_fsdp_ranks.py
 RECOMPUTED = "archon:p2"
+BY_TOKENS = ["fsdp:d2", "megatron:p2"]
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +39,17 @@ def test_losses_are_those_of_plain_torch(
     found: dict[str, list[float]], expected: list[float], allocation: str
 ) -> None:
     assert_exact(found[allocation], expected)
+
+
+@pytest.mark.slow
+def test_losses_by_a_token_budget_are_those_of_plain_torch(
+    model: Path, expected: list[float]
+) -> None:
+    # Rows have 6 to 14 tokens: micro batches of one to three rows.
+    found = engine_losses(model, BY_TOKENS, options=EngineOptions(max_tokens_per_micro_batch=24))
+
+    for allocation in BY_TOKENS:
+        assert_exact(found[allocation], expected)
 
 
 @pytest.mark.exhaustive

@@ -45,6 +45,10 @@ STEPS: list[dict[str, Any]] = [
     {"name": "qwen2 t2", "model": "qwen2", "allocation": "megatron:d1t2"},
     {"name": "qwen2 p2", "model": "qwen2", "allocation": "megatron:p2t1"},
     {"name": "llama t2", "model": "llama", "allocation": "megatron:t2"},
+    # Micro batches of one to three rows: 12 | 9 | 8 7 | 6 5 3 tokens.
+    {"name": "tokens p2", "model": "qwen3", "allocation": "megatron:p2", "max_tokens": 18},
+    {"name": "tokens d2", "model": "qwen3", "allocation": "megatron:d2", "max_tokens": 18},
+    {"name": "tokens fsdp", "model": "qwen3", "allocation": "fsdp:d2", "max_tokens": 18},
 ]
 LOADS: list[dict[str, Any]] = [
     {"name": "load p2", "model": "qwen3", "allocation": "megatron:p2", "load": True},

@@ -291,7 +291,13 @@ class _Trainer:
     """An engine of its own and the updates on it."""
 
     def __init__(
-        self, folder: Path, ranks: Ranks, settings: GrpoConfig, *, micro: int | None = None
+        self,
+        folder: Path,
+        ranks: Ranks,
+        settings: GrpoConfig,
+        *,
+        micro: int | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self.settings = settings
         self.engine = FsdpEngine.build(folder, optimizer=OPTIMIZER, dtype="float32", device=CPU)
@@ -300,6 +306,7 @@ class _Trainer:
             ranks,
             settings,
             micro_batch_size=micro,
+            max_tokens=max_tokens,
             reference=_reference(folder, settings),
         )
 
@@ -315,8 +322,10 @@ def test_micro_batches_and_order_do_not_show_in_the_updates(
 ) -> None:
     settings = GrpoConfig(**changes, epochs=2)
     found = []
-    for micro, rollouts in ((None, _rollouts()), (3, _rollouts()), (2, _shuffled(_rollouts()))):
-        trainer = _Trainer(folder, ranks, settings, micro=micro)
+    cuts: list[dict[str, int]] = [{}, {"micro": 3}, {"micro": 2}, {"max_tokens": 20}]
+    batches = [_rollouts(), _rollouts(), *[_shuffled(_rollouts())] * 2]
+    for cut, rollouts in zip(cuts, batches, strict=True):
+        trainer = _Trainer(folder, ranks, settings, **cut)
         found.append([trainer.run(rollouts), trainer.run(rollouts)])
 
     first, second = found[0]

@@ -53,6 +53,7 @@ class Grpo:
             context.ranks,
             self._settings,
             micro_batch_size=context.job.config.micro_batch_size,
+            max_tokens=context.job.config.max_tokens_per_micro_batch,
             reference=self._load_reference(),
         )
         self._past = self._past_weights()
@@ -176,6 +177,7 @@ class Grpo:
             context.ranks,
             versions=settings.async_level,
             micro_batch_size=context.job.config.micro_batch_size,
+            max_tokens=context.job.config.max_tokens_per_micro_batch,
             temperature=settings.temperature,
         )
 

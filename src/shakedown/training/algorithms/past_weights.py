@@ -30,10 +30,12 @@ class PastWeights:
         *,
         versions: int,
         micro_batch_size: int | None,
+        max_tokens: int | None = None,
         temperature: float,
     ) -> None:
         self._engine, self._ranks, self._versions = engine, ranks, versions
-        self._micro_batch_size, self._temperature = micro_batch_size, temperature
+        self._micro_batch_size, self._max_tokens = micro_batch_size, max_tokens
+        self._temperature = temperature
         self._kept: dict[int, list[torch.Tensor]] = {}
 
     def score(
@@ -89,6 +91,7 @@ class PastWeights:
             rank=engine.data_rank,
             world_size=engine.data_world_size,
             micro_batch_size=self._micro_batch_size,
+            max_tokens=self._max_tokens,
         )
         on_micro_batch, found = beat(parts), []
         for index, part in enumerate(parts):  # one at a time: a heartbeat between them

@@ -85,10 +85,12 @@ class PolicyUpdate:
         settings: GrpoConfig,
         *,
         micro_batch_size: int | None,
+        max_tokens: int | None = None,
         reference: ReferenceModel | None = None,
     ) -> None:
         self._engine, self._ranks, self._settings = engine, ranks, settings
-        self._micro_batch_size, self._reference = micro_batch_size, reference
+        self._micro_batch_size, self._max_tokens = micro_batch_size, max_tokens
+        self._reference = reference
 
     def run(
         self,
@@ -114,6 +116,7 @@ class PolicyUpdate:
             rank=engine.data_rank,
             world_size=engine.data_world_size,
             micro_batch_size=self._micro_batch_size,
+            max_tokens=self._max_tokens,
         )
 
         on_micro_batch = beat(parts)

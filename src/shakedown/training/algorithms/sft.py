@@ -68,6 +68,7 @@ class Sft:
             rank=engine.data_rank,
             world_size=engine.data_world_size,
             micro_batch_size=context.job.config.micro_batch_size,
+            max_tokens=context.job.config.max_tokens_per_micro_batch,
         )
         fetched = time.monotonic()
         total = batch.trained_tokens

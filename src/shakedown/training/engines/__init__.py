@@ -30,8 +30,8 @@ DIMENSIONS: dict[str, frozenset[str]] = {
 # Backend name -> the fields of EngineOptions that it has.
 OPTIONS: dict[str, frozenset[str]] = {
     "archon": frozenset({"activation_checkpointing"}),
-    "fsdp": frozenset({"activation_checkpointing", "compile"}),
-    "megatron": frozenset({"distributed_optimizer"}),
+    "fsdp": frozenset({"activation_checkpointing", "compile", "max_tokens_per_micro_batch"}),
+    "megatron": frozenset({"distributed_optimizer", "max_tokens_per_micro_batch"}),
 }
 
 # Model types whose layers the engines can take apart: Archon's and Megatron's own, and FSDP's over

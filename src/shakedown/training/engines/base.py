@@ -65,11 +65,14 @@ class EngineOptions:
         compile: run each layer through torch.compile.
         distributed_optimizer: spread Megatron's optimizer state over the data ranks; None: on GPUs
             only.
+        max_tokens_per_micro_batch: the caller cuts micro batches by it, so that their numbers of
+            rows differ; an engine that fills them up to one shape could not keep it.
     """
 
     activation_checkpointing: bool = False
     compile: bool = False
     distributed_optimizer: bool | None = None
+    max_tokens_per_micro_batch: int | None = None
 
 
 NO_OPTIONS = EngineOptions()
@@ -358,7 +361,7 @@ class TrainEngine(ABC):
         if wanted:
             raise ConfigError(
                 f"{', '.join(wanted)}: the {cls.name} engine does not have it",
-                hint=f"set {' and '.join(wanted)} to false, or use an fsdp allocation",
+                hint=f"leave {' and '.join(wanted)} out, or use an fsdp allocation",
             )
 
     def _check_ranks(self) -> None:

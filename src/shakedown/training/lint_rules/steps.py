@@ -51,6 +51,12 @@ def batches(inputs: Inputs) -> Iterator[Finding]:
         if micro is not None and share is not None and micro > share:
             subject, expected = f"{key}.micro_batch_size", f"at most a rank's share, {share}"
             yield advice("batch", subject, micro, expected, "it cuts nothing")
+        budget, longest = stage.max_tokens_per_micro_batch, inputs.config.serve.max_model_len
+        if budget is not None and stage.grpo and budget < longest:
+            subject = f"{key}.max_tokens_per_micro_batch"
+            expected = f"at least serve.max_model_len, {longest}"
+            remedy = "a longer sequence is a micro batch of its own and takes more memory than this"
+            yield advice("batch", subject, budget, expected, remedy)
 
 
 def _share(stage: StageConfig) -> int | None:
@@ -72,10 +78,12 @@ def engine_options(inputs: Inputs) -> Iterator[Finding]:
         except UsageError:
             continue
         backend, remedy = part.backend, "or use an fsdp allocation"
-        for name in ("activation_checkpointing", "compile"):
-            if getattr(stage, name) and name not in OPTIONS.get(backend, {name}):
-                expected = f"false: the {backend} engine does not have it"
-                yield fault("engine", f"{key}.{name}", True, expected, remedy)
+        for name in ("activation_checkpointing", "compile", "max_tokens_per_micro_batch"):
+            value = getattr(stage, name)
+            if value and name not in OPTIONS.get(backend, {name}):
+                off = "false" if value is True else "null"
+                expected = f"{off}: the {backend} engine does not have it"
+                yield fault("engine", f"{key}.{name}", value, expected, remedy)
         if stage.compile and backend == "fsdp" and part.size("t") > 1:
             expected = f"false with t{part.size('t')}: torch.compile fails on layers cut by t"
             yield fault("engine", f"{key}.compile", True, expected, "or spread over d alone")

@@ -96,7 +96,11 @@ def run(job: StageJob) -> int:
             dtype=job.dtype,
             device=device,
             sizes=sizes,
-            options=EngineOptions(job.config.activation_checkpointing, job.config.compile),
+            options=EngineOptions(
+                job.config.activation_checkpointing,
+                job.config.compile,
+                max_tokens_per_micro_batch=job.config.max_tokens_per_micro_batch,
+            ),
         )
     capture = Capture.of_this_process()
     context = Context(job, engine, ranks, heartbeat, faults, stop, capture=capture)
