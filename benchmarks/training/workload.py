@@ -115,12 +115,12 @@ def _encoded(model: Path, train: Path) -> list[dict[str, list[int]]]:
     rows = load_rows(str(train))
     encoded = []
     for number in epoch_order(len(rows), seed=SEED, epoch=0):
-        fitting = encode_row(tokenizer, rows[number], longest=tokenizer.model_max_length)
-        if fitting is None:
+        row = encode_row(tokenizer, rows[number])
+        if len(row.tokens) > tokenizer.model_max_length:
             raise ValueError(f"row {number} is longer than {tokenizer.model_max_length} tokens")
-        tokens, trained = fitting
-        labels = [-100] * (len(tokens) - trained) + tokens[len(tokens) - trained :]
-        encoded.append({"input_ids": tokens, "labels": labels})
+        ((start, _),) = row.spans
+        labels = [-100] * start + row.tokens[start:]
+        encoded.append({"input_ids": row.tokens, "labels": labels})
     return encoded
 
 

@@ -22,6 +22,7 @@ from shakedown.config.schema import (
     PreflightConfig,
     ProfileConfig,
     ServeConfig,
+    SftConfig,
     StageConfig,
 )
 
@@ -40,6 +41,7 @@ __all__ = [
     "PreflightConfig",
     "ProfileConfig",
     "ServeConfig",
+    "SftConfig",
     "StageConfig",
     "Written",
     "dump_config",

@@ -38,6 +38,7 @@ class DataConfig(Section):
     train: Place
     heldout: Place
     format: str = ""
+    chat_template_kwargs: dict[str, JsonValue] = {}
     reward: Place = "exact_match"
     reward_timeout: Seconds = 10.0
     reward_memory_gb: Annotated[float, Field(gt=0)] = 4.0
@@ -157,6 +158,13 @@ class ConsistencyConfig(Section):
     limits: ConsistencyLimits = ConsistencyLimits()
 
 
+class SftConfig(Section):
+    """`max_length`: of a row, in tokens; None: the model's positions."""
+
+    max_length: Annotated[int, Field(ge=2)] | None = None
+    too_long: Literal["leave_out", "truncate"] = "leave_out"
+
+
 class FaultConfig(Section):
     """A fault to inject. `step` counts optimizer steps from 1."""
 
@@ -231,6 +239,7 @@ class StageConfig(Section):
     stall_timeout: Seconds = 60.0
     start_timeout: Seconds = 300.0
     debug: Literal["off", "info", "detail", "blocking"] = "off"
+    sft: SftConfig | None = None
     grpo: GrpoConfig | None = None
     fault: FaultConfig | None = None
     profile: ProfileConfig | None = None
@@ -254,6 +263,8 @@ class StageConfig(Section):
     def _grpo_section_matches(self) -> "StageConfig":
         if (self.algorithm == "grpo") != (self.grpo is not None):
             raise ValueError("a stage has a `grpo:` section if and only if its algorithm is grpo")
+        if self.algorithm != "sft" and self.sft is not None:
+            raise ValueError("a stage has an `sft:` section only if its algorithm is sft")
         return self
 
 

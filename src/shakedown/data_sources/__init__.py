@@ -5,7 +5,15 @@ name of a known data set with its split, such as `gsm8k:test`. The format says h
 data set become `messages` and `answer`; without one they are taken as they stand.
 """
 
-from shakedown.data_sources.conversations import Row, iter_rows, load_rows, row_of
+from shakedown.data_sources.conversations import (
+    Conversation,
+    Row,
+    conversation_of,
+    iter_conversations,
+    iter_rows,
+    load_rows,
+    row_of,
+)
 from shakedown.data_sources.formats import FORMATS, RowFormat
 from shakedown.data_sources.read import Body, Lines, placed_rows, plain_lines, read_rows
 from shakedown.data_sources.source import HUB_PREFIX, DataSource, is_hub, parse_source
@@ -15,13 +23,16 @@ __all__ = [
     "FORMATS",
     "HUB_PREFIX",
     "Body",
+    "Conversation",
     "DataSource",
     "Lines",
     "Row",
     "RowFormat",
     "RowStream",
+    "conversation_of",
     "epoch_order",
     "is_hub",
+    "iter_conversations",
     "iter_rows",
     "load_rows",
     "parse_source",

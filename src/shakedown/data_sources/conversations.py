@@ -1,4 +1,4 @@
-"""Rows to train and evaluate on: each a conversation and its answer."""
+"""Rows to train and evaluate on: each a conversation, most with the answer to it."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,10 +12,16 @@ _FORM = '{"messages": [{"role": "user", "content": "..."}], "answer": "..."}'
 
 
 @dataclass(frozen=True)
-class Row:
-    """A conversation to answer (`messages`, each with `role` and `content`) and its answer."""
+class Conversation:
+    """`messages`, each with `role` and `content`; at least one of them is the assistant's."""
 
     messages: tuple[Mapping[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Row(Conversation):
+    """A conversation up to the question, and its answer."""
+
     answer: str
 
 
@@ -38,6 +44,16 @@ def iter_rows(source: str, *, limit: int | None = None) -> Iterator[Row]:
     """The rows of `load_rows`, one at a time as they are read."""
     for place, body in placed_rows(source, limit=limit, lines=_dataset_lines):
         yield row_of(body, place)
+
+
+def iter_conversations(source: str, *, limit: int | None = None) -> Iterator[Conversation]:
+    """Rows with an answer, and conversations without: what SFT trains on.
+
+    Raises:
+        UsageError, BlockedError: as `load_rows`, but for a row without `answer`.
+    """
+    for place, body in placed_rows(source, limit=limit, lines=_dataset_lines):
+        yield conversation_of(body, place)
 
 
 def _dataset_lines(path: Path) -> Iterator[str]:
@@ -65,19 +81,34 @@ def row_of(body: Mapping[str, Any], place: str) -> Row:
     Raises:
         UsageError: it lacks `messages` or `answer`, or they are of another form; names the place.
     """
+    row = conversation_of(body, place)
+    if not isinstance(row, Row):
+        raise UsageError(
+            f"{place}: no `answer`; keys: {', '.join(body)}",
+            hint=f"expected {_FORM}; without `answer` SFT alone can use a row",
+        )
+    return row
+
+
+def conversation_of(body: Mapping[str, Any], place: str) -> Conversation:
+    """The row, or without `answer` the conversation, that an object of `placed_rows` is.
+
+    Raises:
+        UsageError: as `row_of`; without `answer`, no message is the assistant's.
+    """
     fault = _fault(body)
     if fault:
         raise UsageError(f"{place}: {fault}", hint=f"expected {_FORM}")
     messages = tuple({"role": m["role"], "content": m["content"]} for m in body["messages"])
-    return Row(messages, body["answer"])
+    answer = body.get("answer")
+    return Conversation(messages) if answer is None else Row(messages, answer)
 
 
 def _fault(body: Mapping[str, Any]) -> str:
     """What is wrong with a row, or an empty string."""
-    for key in ("messages", "answer"):
-        if body.get(key) is None:
-            return f"no `{key}`; keys: {', '.join(body) or 'none'}"
-    messages = body["messages"]
+    messages, answer = body.get("messages"), body.get("answer")
+    if messages is None:
+        return f"no `messages`; keys: {', '.join(body) or 'none'}"
     if not isinstance(messages, list) or not messages:
         return "`messages` must be a list with at least one message"
     for message in messages:
@@ -86,6 +117,8 @@ def _fault(body: Mapping[str, Any]) -> str:
         )
         if not parts or not all(isinstance(part, str) for part in parts):
             return f"each message needs text `role` and `content`, got {message!r:.80}"
-    if not isinstance(body["answer"], str):
-        return f"`answer` must be text, got {type(body['answer']).__name__}"
+    if answer is None and all(message["role"] != "assistant" for message in messages):
+        return f"no `answer`, and no message of the assistant; keys: {', '.join(body)}"
+    if not isinstance(answer, str | None):
+        return f"`answer` must be text, got {type(answer).__name__}"
     return ""

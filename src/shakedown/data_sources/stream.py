@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from shakedown.core.errors import UsageError
 from shakedown.core.files import is_count
-from shakedown.data_sources.conversations import Row, iter_rows
+from shakedown.data_sources.conversations import Conversation, iter_conversations
 
 Item = TypeVar("Item")
 
@@ -64,7 +64,7 @@ class RowStream(Generic[Item]):
     """Prepared rows of a source, epoch after epoch.
 
     Args:
-        source: as `load_rows`.
+        source: as `iter_conversations`.
         prepare: what becomes of a row; None leaves it out.
         seed: of the order.
         rows: how many are read, prepared and shuffled at a time.
@@ -72,16 +72,21 @@ class RowStream(Generic[Item]):
     `left_out` counts the rows that `prepare` left out of what was read so far.
 
     Raises:
-        UsageError, BlockedError: as `load_rows`, also from `take`; no row is left.
+        UsageError, BlockedError: as `iter_conversations`, also from `take`; no row is left.
     """
 
     def __init__(
-        self, source: str, prepare: Callable[[Row], Item | None], *, seed: int, rows: int = WINDOW
+        self,
+        source: str,
+        prepare: Callable[[Conversation], Item | None],
+        *,
+        seed: int,
+        rows: int = WINDOW,
     ) -> None:
         self._source, self._prepare = source, prepare
         self._position = StreamPosition(seed, rows)
         self.left_out = 0
-        self._reader: Iterator[Row] = iter(())
+        self._reader: Iterator[Conversation] = iter(())
         self._items: list[Item] = []
         self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
         self._whole = self._ended = False
@@ -148,7 +153,7 @@ class RowStream(Generic[Item]):
         )
         skipped = position.window * position.rows
         # Skipped by reading: neither JSON lines nor a streamed data set has an index of its rows.
-        self._reader = itertools.islice(iter_rows(self._source), skipped, None)
+        self._reader = itertools.islice(iter_conversations(self._source), skipped, None)
         self._found = 0
         self._load()
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from shakedown.data_sources import Row, epoch_order
 from shakedown.inference.engines import Completion
-from shakedown.models.chat import encode_prompt
+from shakedown.models.chat import NO_KWARGS, TemplateKwargs, encode_prompt
 from shakedown.rollout.batch import RolloutBatch, finite
 from shakedown.rollout.generation import PiecedCompletion
 
@@ -92,9 +92,13 @@ def overlong_penalty(tokens: int, *, longest: int, cache: int) -> float:
     return -min(1.0, over / cache) if cache and over > 0 else 0.0
 
 
-def encode_prompts(rows: Sequence[Row], tokenizer: Any) -> list[Prompt]:
+def encode_prompts(
+    rows: Sequence[Row], tokenizer: Any, template_kwargs: TemplateKwargs = NO_KWARGS
+) -> list[Prompt]:
     """Prompts by the tokenizer's chat template, the same as for training and evaluation."""
-    return [Prompt(encode_prompt(tokenizer, row.messages), row.answer) for row in rows]
+    return [
+        Prompt(encode_prompt(tokenizer, row.messages, template_kwargs), row.answer) for row in rows
+    ]
 
 
 def draw(prompts: Sequence[Prompt], *, seed: int, start: int) -> Iterator[Prompt]:

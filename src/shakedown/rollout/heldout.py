@@ -15,7 +15,7 @@ from shakedown.consistency.compare import Metric
 from shakedown.core.errors import ServerError
 from shakedown.data_sources import load_rows
 from shakedown.inference.client import Client
-from shakedown.models.chat import encode_answer
+from shakedown.models.chat import NO_KWARGS, TemplateKwargs, encode_answer
 from shakedown.rollout.groups import Prompt, encode_prompts
 
 SAMPLED, GREEDY = 1.0, 0.0  # temperatures
@@ -68,7 +68,14 @@ class HeldOut:
     max_tokens: int
 
 
-def read_held_out(source: str, *, limit: int, tokenizer: Any, max_tokens: int) -> HeldOut:
+def read_held_out(
+    source: str,
+    *,
+    limit: int,
+    tokenizer: Any,
+    max_tokens: int,
+    template_kwargs: TemplateKwargs = NO_KWARGS,
+) -> HeldOut:
     """The first `limit` held-out rows; answers may be as long as the longest right one.
 
     Raises:
@@ -76,7 +83,8 @@ def read_held_out(source: str, *, limit: int, tokenizer: Any, max_tokens: int) -
     """
     rows = load_rows(source, limit=limit)
     longest = max(len(encode_answer(tokenizer, row.answer)) for row in rows)
-    return HeldOut(encode_prompts(rows, tokenizer), max(max_tokens, longest))
+    prompts = encode_prompts(rows, tokenizer, template_kwargs)
+    return HeldOut(prompts, max(max_tokens, longest))
 
 
 async def score(

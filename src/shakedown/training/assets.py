@@ -1,5 +1,6 @@
 """A run's model and data: the demo's are written, given ones checked; later stages read which."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from shakedown.core.verdict import (
     installed_versions,
     status_of,
 )
-from shakedown.data_sources import Row, load_rows, parse_source
+from shakedown.data_sources import Conversation, iter_conversations, load_rows, parse_source
 from shakedown.training.demo import addition_rows, write_model, write_rows
 
 SCHEMA = "shakedown/assets/1"
@@ -40,7 +41,7 @@ def prepare_assets(config: Config, out: Path) -> Verdict:
     clock = Stopwatch()
     paths = AssetsPaths(out.absolute())
     assets = Assets(_model(config, paths), *_data(config, paths))
-    findings, metrics = _check(assets)
+    findings, metrics = _check(config, assets)
     # After the check: later stages take assets.json for model and data that can be used.
     write_json(paths.file, {"schema": SCHEMA, **vars(assets)})
     return Verdict(
@@ -64,6 +65,16 @@ def read_assets(path: Path) -> Assets:
     """
     hint = f"shakedown assets --config CONFIG --out {path.parent}"
     return read_json_as(Assets, path, "assets", schema=SCHEMA, hint=hint)
+
+
+def needs_train_answers(config: Config) -> bool:
+    """Whether a stage judges answers to train rows; SFT trains on conversations, too."""
+    return any(stage.grpo for stage in config.stages.values())
+
+
+def needs_heldout_answers(config: Config) -> bool:
+    """Whether a stage judges answers to held-out rows."""
+    return any(stage.eval_samples for stage in config.stages.values())
 
 
 def model_source(config: Config, assets: Path | None) -> str:
@@ -159,7 +170,7 @@ def _resolved_source(config: Config, source: str, *, heldout: bool) -> str:
     return str(replace(parsed, place=str(Path(parsed.place).absolute())))
 
 
-def _check(assets: Assets) -> tuple[list[Finding], dict[str, float]]:
+def _check(config: Config, assets: Assets) -> tuple[list[Finding], dict[str, float]]:
     """Read everything once as the stages will.
 
     Raises:
@@ -167,12 +178,26 @@ def _check(assets: Assets) -> tuple[list[Finding], dict[str, float]]:
     """
     # Later stages only read the file: these load transformers.
     from shakedown.models import huggingface
-    from shakedown.models.chat import encode_prompt
+    from shakedown.models.chat import encode_row
 
-    train, heldout = load_rows(assets.train), load_rows(assets.heldout)
+    train: Sequence[Conversation] = (
+        load_rows(assets.train)
+        if needs_train_answers(config)
+        else [*iter_conversations(assets.train)]
+    )
+    heldout: Sequence[Conversation] = (
+        load_rows(assets.heldout)
+        if needs_heldout_answers(config)
+        else [*iter_conversations(assets.heldout)]
+    )
     model_config = huggingface.read_config(Path(assets.model))
     tokenizer = huggingface.read_tokenizer(Path(assets.model))
-    longest = len(encode_prompt(tokenizer, max(train, key=_length).messages))
+    longest = encode_row(
+        tokenizer,
+        max(train, key=_length),
+        stops=huggingface.stop_tokens(Path(assets.model), tokenizer),
+        template_kwargs=config.data.chat_template_kwargs,
+    )
     findings = [
         Finding("model", "pass", "config", assets.model, measured=model_config.model_type),
         Finding("data", "pass", "config", assets.train, measured=len(train), unit="rows"),
@@ -180,7 +205,11 @@ def _check(assets: Assets) -> tuple[list[Finding], dict[str, float]]:
         _disjoint(train, heldout, assets.heldout),
         *_without_images(assets),
     ]
-    metrics = {"train_rows": len(train), "heldout_rows": len(heldout), "longest_prompt": longest}
+    metrics = {
+        "train_rows": len(train),
+        "heldout_rows": len(heldout),
+        "longest_row": len(longest.tokens),
+    }
     return findings, {name: float(value) for name, value in metrics.items()}
 
 
@@ -202,7 +231,9 @@ def _without_images(assets: Assets) -> list[Finding]:
     ]
 
 
-def _disjoint(train: list[Row], heldout: list[Row], subject: str) -> Finding:
+def _disjoint(
+    train: Sequence[Conversation], heldout: Sequence[Conversation], subject: str
+) -> Finding:
     """Held-out problems that are trained on measure memory, not learning."""
     known = {tuple(message["content"] for message in row.messages) for row in train}
     shared = sum(tuple(m["content"] for m in row.messages) in known for row in heldout)
@@ -219,6 +250,6 @@ def _disjoint(train: list[Row], heldout: list[Row], subject: str) -> Finding:
     )
 
 
-def _length(row: Row) -> int:
-    """In characters: near enough to find the longest prompt without encoding all rows."""
+def _length(row: Conversation) -> int:
+    """In characters: near enough to find the longest row without encoding all."""
     return sum(len(message["content"]) for message in row.messages)

@@ -51,12 +51,21 @@ def extent(batches: Sequence[TokenBatch]) -> tuple[int, int, int]:
 
 def pad_rows(rows: Sequence[Sequence[int]], trained: Sequence[int], *, pad: int) -> TokenBatch:
     """Make a batch of token lists; of row i the last `trained[i]` tokens are trained."""
+    spans = [[(len(row) - count, len(row))] for row, count in zip(rows, trained, strict=True)]
+    return pad_spans(rows, spans, pad=pad)
+
+
+def pad_spans(
+    rows: Sequence[Sequence[int]], spans: Sequence[Sequence[tuple[int, int]]], *, pad: int
+) -> TokenBatch:
+    """Make a batch of token lists; the tokens of `spans[i]`, from, up to, are trained in row i."""
     width = max(map(len, rows))
     tokens = torch.full((len(rows), width), pad, dtype=torch.int64)
     mask = torch.zeros((len(rows), width), dtype=torch.bool)
-    for index, (row, count) in enumerate(zip(rows, trained, strict=True)):
+    for index, (row, trained) in enumerate(zip(rows, spans, strict=True)):
         tokens[index, : len(row)] = torch.tensor(row)
-        mask[index, len(row) - count : len(row)] = True
+        for start, end in trained:
+            mask[index, start:end] = True
     mask[:, 0] = False  # the first token has nothing to be predicted from
     return TokenBatch(tokens, torch.tensor([len(row) for row in rows]), mask)
 

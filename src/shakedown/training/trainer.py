@@ -277,6 +277,7 @@ class Trainer:
             limit=job.config.eval_samples,
             tokenizer=engine.tokenizer,
             max_tokens=self._algorithm.max_answer_tokens,
+            template_kwargs=job.chat_template_kwargs,
         )
         return Evaluator(held_out, engine, reward=job.reward, limits=job.reward_limits)
 

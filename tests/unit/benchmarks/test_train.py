@@ -131,15 +131,17 @@ def test_the_peers_rows_have_the_order_and_labels_of_our_batches(tmp_path: Path)
     tokenizer = read_tokenizer(written.model)
     stream = RowStream(
         str(tmp_path / "train.jsonl"),
-        lambda row: encode_row(tokenizer, row, longest=1000),
+        lambda row: encode_row(tokenizer, row),
         seed=workload.SEED,
     )
 
     encoded = json.loads(written.encoded.read_text())
 
-    for row, (tokens, trained) in zip(encoded, stream.take(8), strict=True):
-        assert row["input_ids"] == tokens
-        assert row["labels"] == [-100] * (len(tokens) - trained) + tokens[-trained:]
+    for row, ours in zip(encoded, stream.take(8), strict=True):
+        ((start, end),) = ours.spans
+        assert row["input_ids"] == ours.tokens
+        assert row["labels"] == [-100] * start + ours.tokens[start:]
+        assert end == len(ours.tokens)
     assert sum(written.tokens) == sum(len(row["input_ids"]) for row in encoded)
     assert 1.24e6 < written.parameters < 1.26e6
     assert parse_config(workload.stage_config(tmp_path, load, ranks=2)).stages["sft"].steps == 2

@@ -196,6 +196,25 @@ BROKEN = (
         "warn",
     ),
     Case(
+        "a row of SFT may be longer than a micro batch",
+        _stage("sft", "max_tokens_per_micro_batch: 64, sft: {max_length: 128}"),
+        "stages.sft.max_tokens_per_micro_batch",
+        "warn",
+    ),
+    Case(
+        "rows longer than the model's positions",
+        _stage("sft", "sft: {max_length: 1000000}"),
+        "stages.sft.sft.max_length",
+        "warn",
+    ),
+    Case(
+        "an agent writes no prompts by the chat template's keywords",
+        "data: {chat_template_kwargs: {enable_thinking: false}}\n"
+        + _grpo("agent: 'agents/mine.py:Mine'"),
+        "data.chat_template_kwargs",
+        "warn",
+    ),
+    Case(
         "a sequence of GRPO may be longer than a micro batch",
         _stage("grpo", "micro_batch_size: null, max_tokens_per_micro_batch: 9"),
         "stages.grpo.max_tokens_per_micro_batch",

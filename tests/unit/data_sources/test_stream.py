@@ -12,7 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shakedown.core.errors import UsageError
-from shakedown.data_sources import Row, RowStream, epoch_order, load_rows, step_indices
+from shakedown.data_sources import (
+    Conversation,
+    Row,
+    RowStream,
+    epoch_order,
+    iter_conversations,
+    load_rows,
+    step_indices,
+)
 from shakedown.training.batch import TokenBatch, join_parts, pad_rows, rank_share, token_slices
 
 GOOD = '{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}'
@@ -38,7 +46,10 @@ def test_limit_reads_only_the_first_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ('{"messages": [{"role": "user", "content": "x"}]}', r"line 3: no `answer`"),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            r"line 3: no `answer`",
+        ),
         ('{"answer": "2"}', r"line 3: no `messages`"),
         ('{"messages": [], "answer": "2"}', r"line 3: `messages` must be a list"),
         ('{"messages": [{"role": "user"}], "answer": "2"}', r"line 3: each message needs text"),
@@ -50,6 +61,25 @@ def test_limit_reads_only_the_first_rows(tmp_path: Path) -> None:
 def test_a_bad_row_is_named_by_its_line(tmp_path: Path, bad: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         load_rows(_file(tmp_path, GOOD, GOOD, bad))
+
+
+def test_sft_reads_conversations_without_an_answer_beside_rows_with_one(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    source = _file(tmp_path, json.dumps({"messages": turns, "answer": None}), GOOD)
+
+    chat, row = iter_conversations(source)
+
+    assert chat == Conversation(tuple(turns))
+    assert isinstance(row, Row)
+    with pytest.raises(UsageError, match="line 1: no `answer`; keys: messages, answer"):
+        load_rows(source)
+
+
+def test_a_conversation_without_answer_and_assistant_is_refused(tmp_path: Path) -> None:
+    source = _file(tmp_path, '{"messages": [{"role": "user", "content": "x"}]}')
+
+    with pytest.raises(UsageError, match="line 1: no `answer`, and no message of the assistant"):
+        list(iter_conversations(source))
 
 
 def test_a_number_as_answer_is_refused(tmp_path: Path) -> None:
@@ -251,7 +281,8 @@ def _numbered(folder: Path, count: int) -> str:
 def _stream(source: str, *, window: int, seed: int = 0) -> RowStream[int]:
     """Answers as numbers; multiples of 7 are left out."""
 
-    def prepare(row: Row) -> int | None:
+    def prepare(row: Conversation) -> int | None:
+        assert isinstance(row, Row)
         return int(row.answer) if int(row.answer) % 7 else None
 
     return RowStream(source, prepare, seed=seed, rows=window)

@@ -143,12 +143,12 @@ def test_a_damaged_position_in_the_data_is_said(change: dict[str, Any], tmp_path
     data = tmp_path / "train.jsonl"
     row = {"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}
     data.write_text(json.dumps(row) + "\n", encoding="utf-8")
-    stream = RowStream(str(data), lambda row: row.answer, seed=3)
+    stream = RowStream(str(data), lambda row: row.messages[0]["content"], seed=3)
 
     with pytest.raises(UsageError, match="is no position in data"):
         stream.seek(stream.position.to_json() | change)
 
-    assert stream.take(2) == ["2", "2"]
+    assert stream.take(2) == ["1+1=", "1+1="]
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "report"])

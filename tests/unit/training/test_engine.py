@@ -443,10 +443,10 @@ def test_the_options_of_a_stage_reach_its_engine(
 def test_rows_longer_than_the_model_are_not_encoded(engine: FsdpEngine) -> None:
     rows = [Row(({"role": "user", "content": "1" * n},), "2") for n in (3, 50)]
 
-    short, long = (encode_row(engine.tokenizer, row, longest=20) for row in rows)
+    short, long = (encode_row(engine.tokenizer, row).fit(20, truncate=False) for row in rows)
 
     assert short is not None
-    assert (short[1], long) == (2, None)
+    assert (short.longest_span, long) == (2, None)
 
 
 def test_a_tokenizer_without_chat_template_is_refused(engine: FsdpEngine) -> None:

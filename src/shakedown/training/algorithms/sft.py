@@ -1,15 +1,17 @@
-"""Supervised fine-tuning: the negative log-likelihood of the answers' tokens."""
+"""Supervised fine-tuning: the negative log-likelihood of the assistant's tokens."""
 
 import time
 from pathlib import Path
 
 import torch
 
+from shakedown.config import SftConfig
 from shakedown.core.errors import UsageError
-from shakedown.data_sources import RowStream
-from shakedown.models.chat import encode_row
+from shakedown.data_sources import Conversation, RowStream
+from shakedown.models.chat import TrainedRow, encode_row
+from shakedown.models.huggingface import stop_tokens
 from shakedown.training.algorithms.base import StepResult
-from shakedown.training.batch import TokenBatch, pad_rows, rank_share
+from shakedown.training.batch import TokenBatch, pad_spans, rank_share
 from shakedown.training.context import Context
 from shakedown.training.engines.base import LossPart, Scores
 
@@ -29,25 +31,26 @@ class Sft:
     def __init__(self, context: Context) -> None:
         self._context = context
         job, engine = context.job, context.engine
+        self._settings = job.config.sft or SftConfig()
         # A config without that key sets no limit: the number in its place is longer than any row.
-        longest = getattr(engine.model_config, "max_position_embeddings", 1 << 20)
-        self._rows = RowStream(
-            job.train,
-            lambda row: encode_row(engine.tokenizer, row, longest=longest),
-            seed=job.seed,
-        )
+        positions = getattr(engine.model_config, "max_position_embeddings", 1 << 20)
+        self._longest = longest = min(self._settings.max_length or positions, positions)
+        self._stops, self._truncated = stop_tokens(engine.source, engine.tokenizer), 0
+        self._rows = RowStream(job.train, self._prepare, seed=job.seed)
         left_out = self._rows.left_out
         if not self._rows.window:
             raise UsageError(
-                f"{job.train}: each of the first {left_out} rows is longer than the model's "
-                f"{longest} tokens"
+                f"{job.train}: each of the first {left_out} rows is longer than {longest} tokens "
+                f"(the model's positions: {positions}), or has nothing to train in them"
             )
         if left_out and engine.rank == 0:
             print(f"{left_out} rows longer than {longest} tokens are left out", flush=True)
+        if self._truncated and engine.rank == 0:
+            print(f"{self._truncated} rows are cut off at {longest} tokens", flush=True)
 
     @property
     def max_answer_tokens(self) -> int:
-        return max(count for _, count in self._rows.window) + 1
+        return max(row.longest_span for row in self._rows.window) + 1
 
     def begin(self, done: int) -> None:
         """Go on where the checkpoint's data ended."""
@@ -104,4 +107,13 @@ class Sft:
         # A checkpoint after this step goes on with the row behind this batch.
         self._context.data = self._rows.position.to_json()
         pad = self._context.engine.tokenizer.pad_token_id
-        return pad_rows([tokens for tokens, _ in rows], [count for _, count in rows], pad=pad)
+        return pad_spans([row.tokens for row in rows], [row.spans for row in rows], pad=pad)
+
+    def _prepare(self, row: Conversation) -> TrainedRow | None:
+        job, tokenizer = self._context.job, self._context.engine.tokenizer
+        whole = encode_row(
+            tokenizer, row, stops=self._stops, template_kwargs=job.chat_template_kwargs
+        )
+        fitting = whole.fit(self._longest, truncate=self._settings.too_long == "truncate")
+        self._truncated += fitting not in (None, whole)
+        return fitting

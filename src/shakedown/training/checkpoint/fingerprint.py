@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.cluster.allocation import parse_allocation
-from shakedown.config import GrpoConfig, OptimizerConfig
+from shakedown.config import GrpoConfig, OptimizerConfig, SftConfig
 from shakedown.core.folders import storage_errors
 from shakedown.data_sources import parse_source
 from shakedown.training.stage.job import StageJob
@@ -63,6 +63,11 @@ def fingerprint(job: StageJob) -> dict[str, str]:
     if config.grpo is not None:
         grpo = config.grpo.model_dump(mode="json")
         parts |= {f"grpo.{k}": v for k, v in grpo.items() if k not in _FREE}
+    if config.algorithm == "sft":
+        sft = (config.sft or SftConfig()).model_dump(mode="json")
+        parts |= {f"sft.{k}": v for k, v in sft.items()}
+    if job.chat_template_kwargs:
+        parts["chat_template_kwargs"] = dict(job.chat_template_kwargs)
     if job.replay:
         with storage_errors("read", Path(job.replay)):
             parts["replay"] = _digest(sorted(Path(job.replay).glob("step_*.npz")))
@@ -111,6 +116,7 @@ def _absent() -> Mapping[str, str]:
         # lr has no default: any value makes the section, and it is left out.
         "optimizer": OptimizerConfig(lr=1.0).model_dump(mode="json", exclude={"lr"}),
         "grpo": GrpoConfig().model_dump(mode="json"),
+        "sft": SftConfig().model_dump(mode="json"),
     }
     return {
         f"{section}.{key}": _text(value)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shakedown.agents.rewards import REWARDS
 from shakedown.core.verdict import Finding
-from shakedown.data_sources import FORMATS, DataSource, parse_source
+from shakedown.data_sources import FORMATS, DataSource, Row, parse_source
 from shakedown.training.assets import DEMO
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
 
@@ -66,7 +66,7 @@ def _prompt(messages: object) -> str:
 def reward_can_be_earned(inputs: Inputs) -> Iterator[Finding]:
     """A known reward is above 0 for some answer to the first rows, written in any usual form."""
     reward = REWARDS.get(inputs.config.data.reward)
-    answers = [row.answer for row in inputs.train.first[:_FEW]]
+    answers = [row.answer for row in inputs.train.first[:_FEW] if isinstance(row, Row)]
     if reward is None or not answers or not uses_reward(inputs):
         return
     if not any(reward(form.format(answer), answer) > 0 for answer in answers for form in FORMS):
@@ -99,9 +99,20 @@ def roles_are_known(inputs: Inputs) -> Iterator[Finding]:
             measured, expected = ", ".join(sorted(given - _ROLES)), ", ".join(sorted(_ROLES))
             remedy = "the chat template may refuse such a row"
             yield advice("data", key, measured, f"roles {expected}", remedy)
-        elif any(row.messages[-1]["role"] == "assistant" for row in rows.first):
+        elif any(
+            row.messages[-1]["role"] == "assistant" for row in rows.first if isinstance(row, Row)
+        ):
             expected = "messages up to the question, with the answer in `answer`"
             yield advice("data", key, "a last message of the assistant", expected)
+
+
+def template_of_agents(inputs: Inputs) -> Iterator[Finding]:
+    """An agent's prompts are written by the server, which is told what the agent tells it."""
+    given = inputs.config.data.chat_template_kwargs
+    if given and any(stage.grpo and stage.grpo.agent for _, stage in inputs.stages):
+        expected = "{}, or the same `chat_template_kwargs` in the calls of grpo.agent"
+        remedy = "an agent's prompts are written by the server"
+        yield advice("data", "data.chat_template_kwargs", given, expected, remedy)
 
 
 def uses_reward(inputs: Inputs) -> bool:

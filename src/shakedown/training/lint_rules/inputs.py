@@ -8,8 +8,8 @@ from pathlib import Path
 from shakedown.config import Config, StageConfig
 from shakedown.core.errors import ShakedownError
 from shakedown.core.verdict import Finding
-from shakedown.data_sources import Row, parse_source, placed_rows, row_of
-from shakedown.training.assets import DEMO
+from shakedown.data_sources import Conversation, conversation_of, parse_source, placed_rows, row_of
+from shakedown.training.assets import DEMO, needs_heldout_answers, needs_train_answers
 from shakedown.training.demo import addition_rows
 from shakedown.training.lint_rules.model_sizes import ModelSizes, demo_sizes, read_sizes
 
@@ -28,7 +28,7 @@ class _LongLineError(Exception):
 class Rows:
     """The first rows of a source; `count`: of all of it, None where that is not known here."""
 
-    first: Sequence[Row] = ()
+    first: Sequence[Conversation] = ()
     count: int | None = None
     fault: str = ""
 
@@ -65,13 +65,15 @@ def read_inputs(config: Config) -> Inputs:
     return Inputs(
         config,
         demo_sizes() if source == DEMO else read_sizes(Path(source)),
-        _rows(config, config.data.train, heldout=False),
-        _rows(config, config.data.heldout, heldout=True),
+        _rows(config, heldout=False),
+        _rows(config, heldout=True),
         _memory_folders(),
     )
 
 
-def _rows(config: Config, text: str, *, heldout: bool) -> Rows:
+def _rows(config: Config, *, heldout: bool) -> Rows:
+    text = config.data.heldout if heldout else config.data.train
+    needed = needs_heldout_answers(config) if heldout else needs_train_answers(config)
     if text == DEMO:
         return _demo_rows(config, heldout=heldout)
     source = parse_source(text, form=config.data.format, heldout=heldout)
@@ -81,10 +83,11 @@ def _rows(config: Config, text: str, *, heldout: bool) -> Rows:
         return Rows()
     if path.suffix == ".parquet":
         return _parquet(path)
-    rows: list[Row] = []
+    read = row_of if needed else conversation_of
+    rows: list[Conversation] = []
     try:
         for place, body in placed_rows(str(source), limit=_MOST_ROWS, lines=_short_lines):
-            rows.append(row_of(body, place))
+            rows.append(read(body, place))
     except _LongLineError:
         pass  # the rows before it are judged
     except ShakedownError as error:

@@ -33,6 +33,18 @@ def server_length(inputs: Inputs) -> Iterator[Finding]:
     yield told("length", "serve.max_model_len", serve.max_model_len, expected)
 
 
+def trained_length(inputs: Inputs) -> Iterator[Finding]:
+    """Rows of SFT are not longer than the model's positions, whatever is asked for."""
+    positions = inputs.sizes and inputs.sizes.positions
+    for key, stage in inputs.stages:
+        longest = stage.sft and stage.sft.max_length
+        if longest and positions and longest > positions:
+            expected = f"at most the model's {positions} positions"
+            yield advice(
+                "length", f"{key}.sft.max_length", longest, expected, "it is taken for that"
+            )
+
+
 def comparison_length(inputs: Inputs) -> Iterator[Finding]:
     """The samples of the comparison leave room for their prompts."""
     longest, answer = inputs.config.serve.max_model_len, inputs.config.consistency.max_tokens

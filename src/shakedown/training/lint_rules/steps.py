@@ -52,9 +52,11 @@ def batches(inputs: Inputs) -> Iterator[Finding]:
             subject, expected = f"{key}.micro_batch_size", f"at most a rank's share, {share}"
             yield advice("batch", subject, micro, expected, "it cuts nothing")
         budget, longest = stage.max_tokens_per_micro_batch, inputs.config.serve.max_model_len
-        if budget is not None and stage.grpo and budget < longest:
-            subject = f"{key}.max_tokens_per_micro_batch"
-            expected = f"at least serve.max_model_len, {longest}"
+        name = "serve.max_model_len"
+        if stage.algorithm == "sft":
+            name, longest = f"{key}.sft.max_length", (stage.sft and stage.sft.max_length) or 0
+        if budget is not None and budget < longest:
+            subject, expected = f"{key}.max_tokens_per_micro_batch", f"at least {name}, {longest}"
             remedy = "a longer sequence is a micro batch of its own and takes more memory than this"
             yield advice("batch", subject, budget, expected, remedy)
 

@@ -36,6 +36,7 @@ class HeldOutCurve:
                 limit=job.config.eval_samples,
                 tokenizer=tokenizer,
                 max_tokens=settings.max_tokens,
+                template_kwargs=job.chat_template_kwargs,
             )
             self._evaluation = ServerEvaluation(
                 client, tokenizer, held_out, job.reward, job.reward_limits

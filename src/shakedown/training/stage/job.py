@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from shakedown.agents.reward_pool import RewardLimits
 from shakedown.config import StageConfig
@@ -20,7 +21,7 @@ class StageJob:
     `served_model` its model name and `engine` its kind. `reward_timeout` (s) and
     `reward_memory_gb` (GiB) bound one call of the reward function. `replay`: a folder of recorded
     rollouts to train on instead of generating; empty: none. `drift_limits`: by metric, see
-    `training.drift`.
+    `training.drift`. `chat_template_kwargs`: for the chat template, beside the messages.
     """
 
     stage: str
@@ -41,6 +42,7 @@ class StageJob:
     reward_memory_gb: float = RewardLimits.memory_gb
     replay: str = ""
     drift_limits: Mapping[str, float] = field(default_factory=dict)
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def generates(self) -> bool:

@@ -105,7 +105,7 @@ async def orchestrate(job: StageJob) -> None:
     prompts = (
         agent_prompts(job.train, tokenizer)
         if settings.agent
-        else encode_prompts(load_rows(job.train), tokenizer)
+        else encode_prompts(load_rows(job.train), tokenizer, job.chat_template_kwargs)
     )
     api_key = read_secret(job.attempt.secret)
     wait = ReadyOptions(

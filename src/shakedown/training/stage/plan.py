@@ -54,6 +54,7 @@ def plan_stage(
         stage_root=str(paths.stage(stage).root.absolute()),
         replay=str(replay.absolute()) if replay else "",
         drift_limits=drift_limits(config, stage),
+        chat_template_kwargs=config.data.chat_template_kwargs,
     )
     if asked.is_asked():
         job = without_timeouts(job)
