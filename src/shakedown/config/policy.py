@@ -80,6 +80,8 @@ class GrpoConfig(Section):
     mask_truncated: bool = False
     overlong_tokens: NonNegative = 0
     drop_flat_groups: bool = False
+    # DAPO's dynamic sampling (arXiv 2503.14476, section 3.2), bounded.
+    refill_flat_groups: NonNegative = 0
     # Formulas and papers of these: training/algorithms/policy_loss.py and policy_update.py.
     decoupled: bool = True
     tis_cap: Coefficient = 2.0

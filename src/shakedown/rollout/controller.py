@@ -37,12 +37,13 @@ class RolloutController(Generic[Data, Group]):
     """Starts `run_group(data)` for submitted data while there is capacity.
 
     Args:
-        run_group: runs all episodes of one group; its error counts as that group's failure.
+        run_group: runs all episodes of one group; its error counts as that group's failure. None:
+            the group is not wanted.
         max_concurrent: groups in flight at most.
         max_head_offpolicyness: see `Staleness`.
         batch_size: groups that `next_batch` returns and one update consumes.
         source: drawn from when nothing submitted is left; endless or not.
-        total: groups wanted in all; failed ones are replaced from the source.
+        total: groups wanted in all; failed and unwanted ones are replaced from the source.
         accepted: of those, groups that were made and handed out before, in whole batches.
 
     `held_seconds`: how long the last batch was held back, complete, for groups in flight that were
@@ -54,7 +55,7 @@ class RolloutController(Generic[Data, Group]):
 
     def __init__(
         self,
-        run_group: Callable[[Data], Awaitable[Group]],
+        run_group: Callable[[Data], Awaitable[Group | None]],
         *,
         max_concurrent: int,
         max_head_offpolicyness: int,
@@ -226,6 +227,8 @@ class RolloutController(Generic[Data, Group]):
             self._failed_in_row += 1
         else:
             self._failed_in_row = 0
+            if group is None:
+                return
             self._accepted += 1
             bisect.insort(self._ready, (start, group), key=lambda each: each[0])
 

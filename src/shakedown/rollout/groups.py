@@ -62,6 +62,11 @@ class Group:
     mask_truncated: bool = False
 
     @property
+    def flat(self) -> bool:
+        """Whether all rewards are equal: none has an advantage over another."""
+        return len(set(self.rewards)) == 1
+
+    @property
     def episodes(self) -> Sequence[EpisodeSequences]:
         """The sequences of each episode, in the order of `rewards`."""
         if self.agent_episodes is not None:
@@ -160,7 +165,7 @@ def group_stats(groups: Sequence[Group]) -> dict[str, float]:
     """What the groups look like: lengths in tokens, shares 0..1, seconds."""
     completions = [c for group in groups for c in group.completions]
     solved = [sum(g.rewards) / max(1, len(g.rewards)) for g in groups]
-    flat = [len(set(g.rewards)) == 1 for g in groups]
+    flat = [group.flat for group in groups]
     return {
         "completion_tokens_mean": sum(len(c.tokens) for c in completions) / len(completions),
         "truncated_share": sum(c.finish == "length" for c in completions) / len(completions),

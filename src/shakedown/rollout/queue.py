@@ -5,8 +5,8 @@ checkpoints/step_000007/rollouts/  after step 7: its cursor, and the later batch
     step_000007.json
     step_000008.npz step_000008.json
 
-A group is used up when it is in a batch or has failed. What was in flight, or ready and not yet in
-a batch, is drawn again by the one who goes on: no prompt is drawn twice or lost.
+A group is used up when it is in a batch, was replaced or has failed. What was in flight, or ready
+and not yet in a batch, is drawn again by the one who goes on: no prompt is drawn twice or lost.
 """
 
 import os
@@ -75,8 +75,10 @@ class RolloutQueue:
         saved: of the checkpoint that the stage goes on from.
         longest: tokens of a prompt that the server answers; None: any. Draws of longer ones are
             used up at once, so that the order of all others stays.
+        refill: groups whose rewards are all equal that are replaced for one batch; further ones
+            come into it.
 
-    `left_out`: draws of longer prompts so far.
+    `left_out`: draws of longer prompts so far. `replaced`: groups so far.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class RolloutQueue:
         seed: int,
         saved: SavedQueue,
         longest: int | None = None,
+        refill: int = 0,
     ) -> None:
+        self._refill, self._replaceable, self.replaced = refill, refill, 0
         self._longest, self.left_out = longest, 0
         self._store, self._run_group, self._saved = store, run_group, saved
         self._prompts, self._seed = prompts, seed
@@ -120,13 +124,22 @@ class RolloutQueue:
         self.left_out += not fits
         return fits
 
-    async def run(self, queued: QueuedPrompt) -> FinishedGroup:
-        """`run_group`; a draw whose group failed is used up, one that is cancelled is not."""
+    async def run(self, queued: QueuedPrompt) -> FinishedGroup | None:
+        """`run_group`; None where another group is to be drawn in its place: it teaches nothing.
+
+        A draw whose group failed is used up, one that is cancelled is not.
+        """
         try:
-            return FinishedGroup(queued.number, await self._run_group(queued.prompt))
+            group = await self._run_group(queued.prompt)
         except Exception:  # not CancelledError: what was in flight at the end is drawn again
             self._open.discard(queued.number)
             raise
+        if self._replaceable and group.flat:
+            self._open.discard(queued.number)
+            self._replaceable -= 1
+            self.replaced += 1
+            return None
+        return FinishedGroup(queued.number, group)
 
     def take(self, step: int, finished: Sequence[FinishedGroup]) -> list[Group]:
         """Use groups for the batch of `step`; its cursor is written before it is published.
@@ -135,6 +148,7 @@ class RolloutQueue:
             StorageError: the cursor cannot be written.
         """
         self._open -= {each.number for each in finished}
+        self._replaceable = self._refill
         _write_cursor(self._store, step, self.cursor)
         return [each.group for each in finished]
 

@@ -131,6 +131,52 @@ async def test_over_restarts_every_draw_is_used_once(tmp_path: Path, seed: int) 
         rollouts.failed.remove(each)
 
 
+@pytest.mark.parametrize("refill", [0, 1, 2, 50])
+async def test_flat_groups_are_replaced_up_to_the_bound_of_each_batch(
+    tmp_path: Path, refill: int
+) -> None:
+    async def run_group(prompt: Prompt) -> Group:
+        samples = [Completion([9], [-0.5], "x", "stop")] * 2
+        flat = prompt.tokens[0] % 2 == 0
+        return Group(prompt, samples, [1.0, 1.0 if flat else 0.0], 0, 0.1)
+
+    store = RolloutStore(tmp_path / "exchange")
+    saved = SavedQueue(PromptCursor(0))
+    queue = RolloutQueue(store, PROMPTS, run_group, seed=0, saved=saved, refill=refill)
+    controller: RolloutController[QueuedPrompt, FinishedGroup] = RolloutController(
+        queue.run,
+        max_concurrent=1,  # one after the other: which groups are met is known
+        max_head_offpolicyness=0,
+        batch_size=3,
+        source=queue.draws(),
+        total=6,
+    )
+
+    kept = []
+    async with controller:
+        for step in (1, 2):
+            groups = queue.take(step, await controller.next_batch())
+            kept.append([group.prompt.tokens[0] for group in groups])
+            controller.set_version(step)
+
+    numbers = (prompt.tokens[0] for prompt in draw(PROMPTS, seed=0, start=0))
+    expected: list[list[int]] = []
+    thrown = 0
+    for _ in (1, 2):
+        batch, left = list[int](), refill
+        while len(batch) < 3:
+            number = next(numbers)
+            if number % 2 == 0 and left:
+                left, thrown = left - 1, thrown + 1
+            else:
+                batch.append(number)
+        expected.append(batch)
+    assert kept == expected
+    assert (queue.replaced, bool(thrown)) == (thrown, refill > 0)
+    assert queue.cursor == PromptCursor(6 + thrown), "replaced draws are used up"
+    assert not controller.failures
+
+
 def _samples(step: int, *, version: int) -> RolloutBatch:
     samples = [Completion([9], [-0.5], "x", "stop")] * 2
     return to_batch(step, [Group(PROMPTS[1], samples, [0.0, 1.0], version, 0.1)], pad=0, stats={})
@@ -320,6 +366,19 @@ async def test_a_resumed_orchestrator_hands_out_what_waited_and_goes_on_after_it
     assert (len(used), len(set(used))) == (8, 7)
     assert again.versions.tolist() == [0] * 4
     assert later[1].versions.min() >= 2
+
+
+async def test_an_orchestrator_replaces_flat_groups_and_counts_them(tmp_path: Path) -> None:
+    with stage(tmp_path) as (paths, body, _):
+        grpo = body["config"].grpo.model_copy(update={"refill_flat_groups": 3})
+        body["config"] = body["config"].model_copy(update={"grpo": grpo})
+        async with _orchestrating(paths, body) as (_, store):
+            first = await _published(store, 1)
+
+    # Every reward is 1: three groups are replaced, and the batch is complete all the same.
+    assert first.stats["replaced_groups"] == 3
+    assert first.stats["flat_group_share"] == 1
+    assert len(_prompts(first)) == 2
 
 
 def _prompts(batch: RolloutBatch) -> list[tuple[int, ...]]:

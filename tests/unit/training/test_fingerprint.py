@@ -28,6 +28,7 @@ TOLD: dict[str, Any] = {
     "advantage": "group_mean",
     "loss_level": "sequence",
     "drop_flat_groups": True,
+    "refill_flat_groups": 3,
     "decoupled": False,
     "tis_cap": 0.0,
     "kl_coef": 0.1,

@@ -28,7 +28,7 @@ _TOLD = frozenset(
         *(f"grpo.{key}" for key in ("drop_flat_groups", "decoupled", "tis_cap", "kl_coef")),
         *(f"grpo.{key}" for key in ("entropy_coef", "async_level", "group_size", "max_tokens")),
         *(f"grpo.{key}" for key in ("ratio", "mask_truncated", "overlong_tokens")),
-        "grpo.partial_rollouts",
+        *(f"grpo.{key}" for key in ("partial_rollouts", "refill_flat_groups")),
     }
 )
 

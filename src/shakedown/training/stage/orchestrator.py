@@ -202,6 +202,7 @@ class Orchestrator:
             seed=job.seed,
             saved=saved,
             longest=parts.longest,
+            refill=self._settings.refill_flat_groups,
         )
         groups = job.config.batch_size
         rule = stage_rule(job.stage, self._settings, groups)
@@ -262,6 +263,7 @@ class Orchestrator:
             "failed_groups": float(sum(self._controller.failures.values())),
             "groups_ready": float(self._controller.ready),
             "left_out_prompts": float(self._queue.left_out),
+            "replaced_groups": float(self._queue.replaced),
         }
         batch = to_batch(self._step, groups, pad=self._pad, stats=stats)
         self._store.publish_batch(batch)
