@@ -93,6 +93,16 @@ def from_job(job_id: str) -> list[Target]:
     return _named(_outermost(found), f"{node_name()}-")
 
 
+def from_processes(pids: Collection[int]) -> list[Target]:
+    """Ranks among the processes of a program, or else all of its Python processes.
+
+    Shells and launchers are left out where there are ranks, and so are workers of a rank.
+    """
+    found = {p.pid: p for p in _processes() if p.pid in pids}
+    targets = _named(_outermost(found))
+    return [target for target in targets if target.rank is not None] or targets
+
+
 def from_attempt(attempt: Path) -> list[Target]:
     """The components of an attempt that run on this host, by their heartbeats.
 

@@ -50,8 +50,8 @@ class Inputs:
 
     @property
     def stages(self) -> Iterator[tuple[str, StageConfig]]:
-        """Each stage with its key."""
-        return ((f"stages.{name}", stage) for name, stage in self.config.stages.items())
+        """Each stage of our own with its key."""
+        return ((f"stages.{name}", stage) for name, stage in self.config.own_stages.items())
 
     @property
     def demo_model(self) -> bool:

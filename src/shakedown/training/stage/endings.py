@@ -45,15 +45,21 @@ def judge_exits(exits: Sequence[Exit], running: Collection[str]) -> Ending | Non
     return None
 
 
-def judge_stop(exits: Sequence[Exit], running: Collection[str], reason: str) -> Ending | None:
+def judge_stop(
+    exits: Sequence[Exit], running: Collection[str], reason: str, *, done: bool = True
+) -> Ending | None:
     """`judge_exits` once the stage is told to stop: only the trainers are waited for.
 
     A trainer that failed ends the wait: its peers cannot save without it.
+
+    Args:
+        done: trainers that end with code 0 had nothing more to do; else they stopped as they were
+            told to.
     """
     trainers = [e for e in exits if e.component.role == "trainer"]
     if first_failure(trainers) is None and any(name.startswith("trainer") for name in running):
         return None
-    if trainers and all(e.returncode == 0 for e in trainers):
+    if done and trainers and all(e.returncode == 0 for e in trainers):
         return _COMPLETED
     return interrupted(exits, running, reason)
 

@@ -1,0 +1,32 @@
+"""The strict base of every section of the config, its common types, and what all stages share."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from shakedown.core.home import expand_home
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Coefficient = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+# A folder's name: file systems end at 255 bytes, and names are put together.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
+# A path, or the name of something; no shell expands a `~` in YAML.
+Place = Annotated[str, AfterValidator(expand_home)]
+
+
+class Section(BaseModel):
+    """Strict base: an unknown key or a wrong type is an error, never ignored."""
+
+    # Infinite numbers have no form in JSON, which every part of a run is told its settings by.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class SupervisedStage(Section):
+    """What every stage has: it runs on `nodes`, is watched, and rerun with more to see."""
+
+    nodes: Positive = 1
+    stall_timeout: Seconds = 60.0
+    start_timeout: Seconds = 300.0
+    debug: Literal["off", "info", "detail", "blocking"] = "off"
