@@ -89,7 +89,6 @@ def test_torchrun_over_two_nodes_completes_and_one_log_a_rank_is_shown(workflow:
     command = [sys.executable, "-m", "shakedown.cli", "logs", str(paths.root), "--stage", "lab"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert re.search(rf"^trainer-rank0-stdout +\| step {STEPS} loss=", shown, re.MULTILINE)
-    assert re.search(r"^trainer-rank1-stderr +\| ", shown, re.MULTILINE) or "rank1" not in shown
     assert not processes_that_mention(f"{flow.folder}/results")
 
 
