@@ -48,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_debug(parser)
 
 
+def needs_extra(args: argparse.Namespace) -> bool:
+    """A trainer that is a command brings its own packages."""
+    return args.stage not in run_config(args.config).command_stages
+
+
 def run(args: argparse.Namespace) -> int:
     files = layers(*args.config)
     config = run_config(args.config)

@@ -16,7 +16,6 @@ from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import Target, from_processes
 from shakedown.monitor.heartbeat import Beat, read_heartbeats
-from shakedown.report.logs import natural
 from shakedown.training.stage.components import trainer_environment
 from shakedown.training.stage.job import SupervisedJob
 from shakedown.training.stage.launched import Launched
@@ -169,7 +168,7 @@ def newest_checkpoint(job: CommandJob) -> Path | None:
         return None
     paths = [path for path in expand(fill(resume.glob, job.values)) if path.exists()]
     whole = [path for path in paths if not resume.complete or (path / resume.complete).exists()]
-    return max(whole, key=lambda path: natural(str(path)), default=None)
+    return whole[-1] if whole else None
 
 
 def outputs_of(job: CommandJob) -> list[str]:

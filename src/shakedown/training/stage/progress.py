@@ -19,6 +19,7 @@ from shakedown.config.command import ProgressConfig
 from shakedown.core.private import open_own
 from shakedown.core.visible import masked
 from shakedown.monitor.collect.logs import logs_in
+from shakedown.report.logs import natural
 
 _BLOCK = 1 << 20  # of a file and look
 _LONGEST_LINE = 1 << 16
@@ -133,12 +134,13 @@ class Table(Source):
 
 
 def expand(place: str) -> list[Path]:
-    """The paths that a glob names, from the working directory; one without stars is itself."""
+    """The paths that a glob names, by their numbers; one without stars is itself."""
     path = Path(place)
     if not re.search(r"[*?\[]", place):
         return [path]
     root = Path(path.anchor) if path.is_absolute() else Path()
-    return sorted(root.glob(str(path.relative_to(path.anchor) if path.is_absolute() else path)))
+    pattern = str(path.relative_to(path.anchor) if path.is_absolute() else path)
+    return sorted(root.glob(pattern), key=lambda found: natural(str(found)))
 
 
 def source_of(progress: ProgressConfig, place: str, logs: Path) -> Source:
