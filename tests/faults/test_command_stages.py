@@ -5,6 +5,7 @@ The script (tests/data/trainers/ddp.py) knows nothing of shakedown.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -193,6 +194,39 @@ def test_a_stage_that_is_told_to_stop_is_interrupted_and_says_where_it_goes_on(
     assert f"resume from {stage.checkpoints}/step_5.pt" in output
     assert not stage.outcome.exists()
     assert not processes_that_mention(str(tmp_path / "r"))
+
+
+def test_the_signal_of_the_stage_reaches_the_ranks_which_save_and_stop(
+    start: Start, stage: StagePaths
+) -> None:
+    process = start(command=f"{STAGE['command']} --save-on SIGUSR1", signal="SIGUSR1")
+    wait_for_step(stage, 7)
+    process.send_signal(signal.SIGUSR2)
+    output = finish(process)
+
+    assert process.returncode == 3
+    saved = max(int(path.stem.removeprefix("step_")) for path in stage.checkpoints.glob("step_*"))
+    assert saved % 5 or saved > 5
+    assert "stopped by SIGUSR2, state of the last checkpoint kept" in output
+    assert f"resume from {stage.checkpoints}/step_{saved}.pt" in output
+    for rank in (0, 1):
+        (log,) = stage.latest.glob(f"logs/torchrun-0/*/attempt_0/{rank}/stdout.log")
+        assert f"rank {rank} was told to stop" in log.read_text()
+
+
+@pytest.mark.parametrize("launch", ["srun", "accelerate"])
+def test_other_launchers_on_one_machine_complete(
+    start: Start, stage: StagePaths, tmp_path: Path, launch: str
+) -> None:
+    front = {"srun": f"{sys.executable} -u", "accelerate": "--multi_gpu"}[launch]
+    process = start(launch=launch, command=f"{front} {STAGE['command']}")
+    finish(process)
+
+    outcome = read_json(stage.outcome)
+    assert (process.returncode, outcome["state"], outcome["steps"]) == (0, "completed", STEPS)
+    command = [sys.executable, "-m", "shakedown.cli", "logs", str(tmp_path / "r")]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(rf"^trainer-rank0\S* +\| .*step {STEPS} loss=", shown, re.MULTILINE)
 
 
 # Neither beats nor steps: it works for a while, then waits for ever.

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shakedown.cluster.guard import Process, send
-from shakedown.cluster.nodes import node_address, quiet_port
+from shakedown.cluster.guard import Process
+from shakedown.cluster.nodes import node_address, node_name, quiet_port
 from shakedown.cluster.supervise import Supervisor
 from shakedown.config import CommandStage
 from shakedown.config.command import fill, words_of
@@ -21,6 +21,7 @@ from shakedown.training.stage.job import SupervisedJob
 from shakedown.training.stage.launched import Launched
 from shakedown.training.stage.launchers import LAUNCH, Launch, launch_components
 from shakedown.training.stage.progress import Progress, expand, source_of
+from shakedown.training.stage.rank_signal import signal_other_nodes, signal_ranks
 from shakedown.training.stage.signs import Signs
 
 HEARTBEATS = "SHAKEDOWN_HEARTBEATS"  # where a trainer that wants to may beat: monitor/heartbeat.py
@@ -56,11 +57,12 @@ class CommandLaunched(Launched):
         return read_heartbeats(self.job.attempt.heartbeats) or [found]
 
     def ask_ranks(self, supervisor: Supervisor) -> None:
-        """By `signal`: to the ranks, as launchers end at once; to all where none is known."""
-        living = _members(supervisor)
-        ranks = {t.pid for t in from_processes({p.pid for p in living}) if t.rank is not None}
-        chosen = [p for p in living if p.pid in ranks] or living
-        send(chosen, signal.Signals[self.job.config.signal])
+        """By `signal`, on every node."""
+        number = signal.Signals[self.job.config.signal]
+        signal_ranks({process.pid for process in _members(supervisor)}, number)
+        others = [node for node in self.nodes if node != node_name()]
+        if others and self.job.config.launch != "none":
+            signal_other_nodes(others, number)
 
     def targets(self, supervisor: Supervisor) -> list[Target]:
         return from_processes({process.pid for process in _members(supervisor)})

@@ -83,7 +83,7 @@ def interrupted(exits: Sequence[Exit], running: Collection[str], reason: str) ->
     lost = [
         f"{e.component.name} {describe_exit(e.returncode)}"
         for e in exits
-        if e.component.role == "trainer" and e.returncode != INTERRUPTED
+        if e.component.role == "trainer" and e.returncode not in (0, INTERRUPTED)
     ]
     lost += [f"{name} did not end" for name in running if name.startswith("trainer")]
     how = "state saved" if _saved(exits) and not lost else "state of the last checkpoint kept"
