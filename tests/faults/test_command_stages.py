@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 import yaml
 
+from shakedown.cluster.guard import look
 from shakedown.core.paths import RunPaths, StagePaths
+from tests.ray_python import RAY_PYTHON, needs_ray
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = pytest.mark.slow
@@ -227,6 +229,56 @@ def test_other_launchers_on_one_machine_complete(
     command = [sys.executable, "-m", "shakedown.cli", "logs", str(tmp_path / "r")]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert re.search(rf"^trainer-rank0\S* +\| .*step {STEPS} loss=", shown, re.MULTILINE)
+
+
+def lives(pid: int) -> bool:
+    process = look(pid)
+    return process is not None and not process.ended
+
+
+RAY: dict[str, Any] = {
+    "launch": "ray",
+    "python": RAY_PYTHON,
+    "command": f"python {SCRIPT.with_name('actors.py')} {STEPS}",
+    "ranks_per_node": 1,
+    "resume": None,
+    "outputs": [],
+}
+
+
+@needs_ray
+def test_a_ray_driver_runs_on_its_own_cluster_which_ends_with_it(
+    start: Start, stage: StagePaths
+) -> None:
+    process = start(**RAY)
+    finish(process)
+
+    outcome = read_json(stage.outcome)
+    assert (process.returncode, outcome["state"], outcome["steps"]) == (0, "completed", STEPS)
+    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
+    assert "ray: 1 of 1 node(s) have joined" in log
+    pids = {int(word) for word in log.split("nodes=1 ")[-1].split()}
+    assert len(pids) == 2
+    assert not any(map(lives, pids))
+
+
+@needs_ray
+def test_a_stopped_actor_stalls_the_stage_and_is_read_and_ended(
+    start: Start, stage: StagePaths
+) -> None:
+    process = start(**RAY)
+    wait_for_step(stage, 3)
+    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
+    stopped = int(log.splitlines()[-1].split()[-1])
+    os.kill(stopped, signal.SIGSTOP)
+    finish(process)
+
+    outcome = read_json(stage.outcome)
+    assert (process.returncode, outcome["state"]) == (1, "hung")
+    (table,) = stage.latest.glob("evidence/collected-*.json")
+    states = {t["pid"]: [s["state"] for s in t["states"]] for t in read_json(table)["targets"]}
+    assert states[stopped] == ["T", "T"]
+    assert not lives(stopped)
 
 
 # Neither beats nor steps: it works for a while, then waits for ever.

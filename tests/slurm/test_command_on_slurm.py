@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from shakedown.core.paths import RunPaths
+from tests.ray_python import RAY_PYTHON, needs_ray
 from tests.slurm_fixtures import Workflow, wait_for, workflows
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
@@ -132,3 +133,21 @@ def test_srun_starts_one_task_a_rank(workflow: Make) -> None:
     assert read_json(stage.outcome)["state"] == "completed"
     assert f"step {STEPS} " in stage.latest.joinpath("logs", "trainer-rank0.log").read_text()
     assert stage.latest.joinpath("logs", "trainer-rank1.log").exists()
+
+
+@needs_ray
+def test_ray_waits_for_both_nodes_and_all_of_it_ends(workflow: Make) -> None:
+    flow = workflow("")
+    command = f"python {SCRIPT.with_name('actors.py')} {STEPS}"
+    ray = {"launch": "ray", "python": RAY_PYTHON, "command": command}
+    paths = prepare(flow, **ray, resume=None, outputs=[])
+
+    assert start(flow, paths).wait(240) == 0, flow.read("snakemake.out")
+
+    stage = paths.stage("lab")
+    assert read_json(stage.outcome)["state"] == "completed"
+    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
+    assert "ray: 2 of 2 node(s) have joined" in log
+    assert "living nodes: 2" in log
+    pids = {int(word) for word in log.splitlines()[-1].split("nodes=")[1].split()[1:]}
+    wait_for(lambda: not any(Path(f"/proc/{p}").exists() for p in pids), "the end of the actors")

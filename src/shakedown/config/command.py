@@ -126,7 +126,7 @@ class CommandStage(SupervisedStage):
     """A stage that is a command. Each of `outputs` has to be there in the end."""
 
     algorithm: Literal["command"]
-    launch: Literal["torchrun", "srun", "accelerate", "none"]
+    launch: Literal["torchrun", "srun", "accelerate", "ray", "none"]
     command: Annotated[Command, Field(min_length=1)]
     ranks_per_node: Positive = 1
     python: Place = ""

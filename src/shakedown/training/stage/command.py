@@ -24,6 +24,7 @@ from shakedown.training.stage.progress import Progress, expand, source_of
 from shakedown.training.stage.rank_signal import signal_other_nodes, signal_ranks
 from shakedown.training.stage.signs import Signs
 
+ROLE = "trainer"
 HEARTBEATS = "SHAKEDOWN_HEARTBEATS"  # where a trainer that wants to may beat: monitor/heartbeat.py
 
 
@@ -123,6 +124,7 @@ class CommandPlan:
             attempt=attempt,
             env=_environment(config, attempt),
             srun_args=self.srun_args,
+            start_timeout=config.start_timeout,
         )
         progress = None
         if config.progress:
@@ -135,7 +137,7 @@ class CommandPlan:
             components=components,
             nodes=nodes,
             expected=(),
-            echoed={component.name: component.log for component in components[:1]},
+            echoed={c.name: c.log for c in components if c.role == ROLE and c.rank in (None, 0)},
             signs=Signs(attempt.logs, progress, config.steps),
         )
 

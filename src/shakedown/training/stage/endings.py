@@ -30,7 +30,7 @@ def judge_exits(exits: Sequence[Exit], running: Collection[str]) -> Ending | Non
     failure = first_failure(exits)
     if failure is not None:
         return Ending("failed", f"{failure}", failure.component.name)
-    early = [e for e in exits if e.component.role in ("inference", "orchestrator")]
+    early = [e for e in exits if e.component.role in ("inference", "orchestrator", "ray")]
     trainers_run = any(name.startswith("trainer") for name in running)
     orchestrator_runs = any(name.startswith("orchestrator") for name in running)
     # Also with code 0: both have to outlive the trainer, which needs their rollouts to the end.

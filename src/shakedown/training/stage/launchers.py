@@ -3,15 +3,17 @@
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shakedown.cluster.bootstrap import NODE_RANK
 from shakedown.cluster.ranks import loopback_of, rank_components, srun_argv
 from shakedown.cluster.supervise import Component
 from shakedown.core.paths import AttemptPaths
+from shakedown.training.stage import ray_driver
 
 LAUNCH = "trainer-launch"
+RAY = "ray"  # needed until the command has ended: see `endings`
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,7 @@ class Launch:
     """What a launcher is told.
 
     `words`: the command. `head`: the first node's address, `port` one that is free there.
-    `python`: of the trainer's environment.
+    `python`: of the trainer's environment. `start_timeout`: seconds that Ray's nodes may take.
     """
 
     words: Sequence[str]
@@ -31,6 +33,7 @@ class Launch:
     attempt: AttemptPaths
     env: Mapping[str, str]
     srun_args: Sequence[str] = ()
+    start_timeout: float = 300.0
 
     @property
     def log_dir(self) -> str:
@@ -46,6 +49,8 @@ def launch_components(kind: str, launch: Launch) -> list[Component]:
     """
     if kind == "srun":
         return _rank_tasks(launch)
+    if kind == "ray":
+        return _ray(launch)
     argv = _COMMANDS[kind](launch)
     # `none` is one process, whatever it starts on the other nodes itself.
     if kind == "none" or not _by_slurm(launch):
@@ -111,19 +116,52 @@ _COMMANDS: Mapping[str, Callable[[Launch], list[str]]] = {
 }
 
 
-def _node_tasks(launch: Launch, argv: Sequence[str]) -> Component:
+def _node_tasks(launch: Launch, argv: Sequence[str], role: str = "trainer") -> Component:
     """One task a node."""
     step = srun_argv(
         nodes=launch.nodes,
         tasks=len(launch.nodes),
-        job_name="trainer",
+        job_name=role,
         # No number at the end, which would be read as a rank.
-        output=launch.attempt.logs / "trainer-launch-%N-output.log",
+        output=launch.attempt.logs / f"{role}-launch-%N-output.log",
         more=launch.srun_args,
     )
     task = [sys.executable, "-P", "-m", "shakedown.cluster.bootstrap", "--node", "--", *argv]
-    log = launch.attempt.log("trainer-srun")
-    return Component("trainer-srun", "trainer", (*step, *task), log, dict(launch.env), foreign=True)
+    name, env = f"{role}-srun", dict(launch.env)
+    return Component(name, role, (*step, *task), launch.attempt.log(name), env, foreign=True)
+
+
+def _ray(launch: Launch) -> list[Component]:
+    """A head here, a worker on each other node, and the command here once all have joined."""
+    address = f"{launch.head}:{launch.port}"
+    start = [
+        launch.python,
+        "-m",
+        "ray.scripts.scripts",
+        "start",
+        "--block",
+        "--disable-usage-stats",
+    ]
+    env = {**loopback_of(launch.nodes), **launch.env}
+    head = [*start, "--head", f"--node-ip-address={launch.head}", f"--port={launch.port}"]
+    wait = [str(len(launch.nodes)), str(launch.start_timeout)]
+    driver = [launch.python, str(Path(ray_driver.__file__)), *wait, "--", *launch.words]
+    found = [
+        Component(RAY, RAY, tuple(head), launch.attempt.log("ray-head"), env, foreign=True),
+        Component(
+            LAUNCH,
+            "trainer",
+            tuple(driver),
+            launch.attempt.log(LAUNCH),
+            {**env, "RAY_ADDRESS": address},
+            foreign=True,
+        ),
+    ]
+    others = launch.nodes[1:]
+    if others:
+        join = replace(launch, nodes=others)
+        found.insert(1, _node_tasks(join, [*start, f"--address={address}"], RAY))
+    return found
 
 
 def _rank_tasks(launch: Launch) -> list[Component]:
