@@ -151,6 +151,24 @@ def test_a_stopped_rank_is_named_and_the_stage_resumes_alone(
     assert rows(stage)[-1]["step"] == STEPS
 
 
+def test_a_rerun_at_debug_info_has_stacks_and_flight_recorders_of_the_ranks_themselves(
+    start: Start, stage: StagePaths, tmp_path: Path
+) -> None:
+    process = start(debug="info")
+    wait_for_step(stage, 4)
+    os.kill(pid_of_rank(1, tmp_path), signal.SIGSTOP)
+    finish(process)
+
+    found = diagnose(stage)
+    assert found["diagnosis"]["culprits"]["ranks"] == [1]
+    evidence = stage.latest / "evidence"
+    assert "all_reduce" in evidence.joinpath("fr-trainer-rank0.json").read_text()
+    stacks = evidence.joinpath("round1", "faulthandler-trainer-rank0.txt").read_text()
+    assert "ddp.py" in stacks
+    # torchrun itself is no rank.
+    assert len(list(evidence.glob("faulthandler-*.txt"))) == 2
+
+
 def test_a_killed_rank_is_the_one_reported(start: Start, stage: StagePaths, tmp_path: Path) -> None:
     process = start()
     wait_for_step(stage, 3)

@@ -12,8 +12,10 @@ from shakedown.cluster.nodes import node_address, node_name, quiet_port
 from shakedown.cluster.supervise import Supervisor
 from shakedown.config import CommandStage
 from shakedown.config.command import fill, words_of
+from shakedown.core import at_start
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
+from shakedown.monitor import foreign_hook
 from shakedown.monitor.collect import Target, from_processes
 from shakedown.monitor.heartbeat import Beat, read_heartbeats
 from shakedown.training.stage.components import trainer_environment
@@ -186,6 +188,10 @@ def _members(supervisor: Supervisor) -> list[Process]:
 
 def _environment(config: CommandStage, attempt: AttemptPaths) -> dict[str, str]:
     found = {**trainer_environment(config.debug), HEARTBEATS: str(attempt.heartbeats.absolute())}
+    # Nothing runs in the trainer's processes unless a rerun asks to see more of them.
+    if config.debug != "off" and config.signal != "SIGUSR1":
+        found |= at_start.environment(Path(foreign_hook.__file__), os.environ)
+        found[foreign_hook.EVIDENCE] = str(attempt.evidence.absolute())
     # The programs beside the trainer's Python come first, as in its activated environment.
     if config.python:
         folder = str(Path(config.python).absolute().parent)
