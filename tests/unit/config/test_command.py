@@ -109,7 +109,7 @@ def test_a_command_that_uses_the_server_stands_before_grpo() -> None:
 def test_more_ranks_than_gpus_are_advised_against_and_too_many_nodes_refused() -> None:
     body = {"run": "r", "cluster": {"nodes": 1, "gpus_per_node": 2}}
     crowded = parse_config({**body, "stages": {"lab": {**STAGE, "ranks_per_node": 3}}})
-    wide = parse_config({**body, "stages": {"lab": {**STAGE, "nodes": 2}}})
+    wide = parse_config({**body, "stages": {"lab": {**STAGE, "nodes": 2, "ranks_per_node": 2}}})
 
     assert [(f.subject, f.status) for f in findings_of(crowded)] == [
         ("stages.lab.ranks_per_node", "warn")
