@@ -2,12 +2,15 @@
 
     python benchmarks/train.py [--ranks 1 2] [--repeats 3] [--out FILE]      about 3 minutes
     python benchmarks/train.py --grpo [--levels 0 1 2] [--curves FILE.svg]   2 to 5 minutes a level
+    python benchmarks/train.py --memory [--against main=../main/src]         5 to 10 minutes
     python benchmarks/train.py --gpu                                         one CUDA device
 
 Without options: tokens a second of SFT on CPU ranks (a Qwen3 of 1.25M random parameters, float32,
 one torch thread a rank); both sides must show the same losses. `--grpo`: where the time of a GRPO
-step goes with a real vLLM server, and what is learned, at each async level. `--gpu`: tokens a
-second and MFU of a model of Qwen3-0.6B's shape in bfloat16, against plain transformers.
+step goes with a real vLLM server, and what is learned, at each async level. `--memory`: what a rank
+holds at 10M, 50M and 200M parameters, in bytes a parameter, of this code and of other source trees.
+`--gpu`: tokens a second and MFU of a model of Qwen3-0.6B's shape in bfloat16, against plain
+transformers.
 """
 
 import argparse
@@ -26,8 +29,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from training import curves, gpu, grpo, sft
+from training import curves, gpu, grpo, memory, sft
 from training.workload import Workload
+
+import shakedown
 
 PEER = "trl==1.16.0"
 INSTALL = f"python -m pip install --no-deps {PEER}"
@@ -44,6 +49,8 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
     if arguments.gpu:
         code, figures = _gpu(arguments)
+    elif arguments.memory:
+        code, figures = _memory(arguments, folder)
     elif arguments.grpo:
         code, figures = _grpo(arguments, folder)
     else:
@@ -70,10 +77,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--grpo", action="store_true", help="GRPO with a vLLM server instead")
     add("--levels", nargs="+", type=int, default=[0, 1, 2], metavar="K", help="async levels")
     add("--curves", type=Path, metavar="FILE", help="with --grpo: the reward curves as SVG")
+    add("--memory", action="store_true", help="memory of a rank instead")
+    add(
+        "--against", nargs="+", type=_side, default=[], metavar="NAME=SRC", help="other src folders"
+    )
+    add("--allocations", nargs="+", default=["fsdp:d2", "fsdp:d4", "archon:d2p2"], metavar="A")
+    sizes = [size.name for size in memory.SIZES]
+    add("--sizes", nargs="+", choices=sizes, default=sizes, help="parameters, with --memory")
     add("--gpu", action="store_true", help="one CUDA device instead")
     add("--tiny", action="store_true", help="with --gpu: a tiny shape, on a CPU too")
     add("--out", type=Path, metavar="FILE", help="JSON of all figures")
     return parser
+
+
+def _side(given: str) -> tuple[str, Path]:
+    name, _, folder = given.partition("=")
+    if not (Path(folder) / "shakedown").is_dir():
+        raise argparse.ArgumentTypeError(f"{given!r}: expected NAME=SRC of a checkout")
+    return name, Path(folder).absolute()
 
 
 def _fault(arguments: argparse.Namespace) -> str:
@@ -81,7 +102,7 @@ def _fault(arguments: argparse.Namespace) -> str:
     load = Workload()
     size, micro = load.batch_size, arguments.micro_batch_size
     bad = [n for n in arguments.ranks if n < 1 or micro < 1 or size % (n * micro)]
-    if bad and not (arguments.grpo or arguments.gpu):
+    if bad and not (arguments.grpo or arguments.gpu or arguments.memory):
         return f"--ranks {bad}: ranks x --micro-batch-size {micro} must divide {size} rows"
     least = grpo.WARMUP + 1 if arguments.grpo else load.warmup + 1
     if arguments.repeats < 1 or (arguments.steps is not None and arguments.steps < least):
@@ -131,6 +152,16 @@ def _grpo(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mapping[str
             curves.picture(rewards, x="GRPO step", y="mean reward"), encoding="utf-8"
         )
     return 0, {"levels": [asdict(level) for level in levels]}
+
+
+def _memory(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mapping[str, object]]:
+    sizes = [size for size in memory.SIZES if size.name in arguments.sizes]
+    ours = Path(shakedown.__file__).parents[1]
+    found = memory.measure(
+        folder, {**dict(arguments.against), "ours": ours}, arguments.allocations, sizes
+    )
+    print(memory.table(found))
+    return 0, {"memory": [asdict(one) for one in found]}
 
 
 def _gpu(arguments: argparse.Namespace) -> tuple[int, Mapping[str, object]]:

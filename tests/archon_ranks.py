@@ -19,6 +19,7 @@ from shakedown.training.batch import TokenBatch, rank_share
 from shakedown.training.engines import dtensor_engine, engine_class
 from shakedown.training.engines.base import LossPart, Scores
 from tests.forked import fork_ranks
+from tests.fsdp_ranks import count_collectives
 from tests.megatron_ranks import batch, build, continued, two_steps
 
 TEMPERATURE = 0.7
@@ -42,7 +43,6 @@ def policy_step(engine: Any, rows: int | None = 2) -> dict[str, float]:
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.1) * advantage)
         return LossPart(-(gain + 0.5 * scores.entropy).sum() / whole.trained_tokens, {})
 
-    engine.entropy_gradient = True
     found = torch.tensor(
         engine.forward_backward(parts, loss, temperature=TEMPERATURE)["loss"], dtype=torch.float64
     )
@@ -76,9 +76,14 @@ def _policy(engine: Any, _folder: Path, job: dict[str, Any]) -> dict[str, float]
     return policy_step(engine, job.get("rows", 2))
 
 
+def _count(_engine: Any, folder: Path, job: dict[str, Any]) -> dict[str, int]:
+    return count_collectives(folder / job["model"], job["allocation"], micro_batches=3)
+
+
 JOBS: dict[str, Callable[[Any, Path, dict[str, Any]], Any]] = {
     "steps": _steps,
     "continue": _continue,
+    "count": _count,
     "policy": _policy,
 }
 

@@ -1,6 +1,5 @@
 """Typed, strict configuration; imports without torch."""
 
-from shakedown.config.base import SupervisedStage
 from shakedown.config.command import CommandStage
 from shakedown.config.load import (
     WORKFLOW_CONFIG,
@@ -12,14 +11,8 @@ from shakedown.config.load import (
     parse_config,
     write_resolved,
 )
-from shakedown.config.own_stage import (
-    DriftConfig,
-    FaultConfig,
-    GrpoConfig,
-    OptimizerConfig,
-    ProfileConfig,
-    StageConfig,
-)
+from shakedown.config.own_stage import FaultConfig, ProfileConfig, StageConfig
+from shakedown.config.policy import DriftConfig, GrpoConfig, OptimizerConfig
 from shakedown.config.schema import (
     AgentsConfig,
     ClusterConfig,
@@ -30,6 +23,7 @@ from shakedown.config.schema import (
     PreflightConfig,
     ServeConfig,
 )
+from shakedown.config.values import SupervisedStage
 
 __all__ = [
     "WORKFLOW_CONFIG",

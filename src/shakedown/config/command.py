@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from shakedown.config.base import Place, Positive, Seconds, Section, SupervisedStage
+from shakedown.config.values import Place, Positive, Seconds, Section, SupervisedStage
 from shakedown.core.errors import did_you_mean
 
 # What stands for each; docs/any-trainer.md has the table for users.

@@ -5,8 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from shakedown.cluster.allocation import Part, parse_allocation
-from shakedown.config.own_stage import GrpoConfig, StageConfig
+from shakedown.config.own_stage import StageConfig
 from shakedown.config.places import lint_places
+from shakedown.config.policy import GrpoConfig
 from shakedown.config.schema import Config, ServeConfig
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.verdict import Finding

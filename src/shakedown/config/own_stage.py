@@ -1,36 +1,14 @@
 """A stage of our own runtime: SFT or GRPO. Every key is explained in config/config.yaml."""
 
 import re
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
-from shakedown.config.base import (
-    Coefficient,
-    NonNegative,
-    Place,
-    Positive,
-    Seconds,
-    Section,
-    SupervisedStage,
-)
+from shakedown.config.policy import GrpoConfig, OptimizerConfig
+from shakedown.config.values import NonNegative, Positive, Section, SupervisedStage
 
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Sink = Literal["tensorboard", "wandb"]
-Limit = Annotated[float, Field(ge=0)] | None
-
-
-class TokenLimits(Section):
-    """A metric passes up to its limit and fails above it; None leaves it as the grade has it."""
-
-    k3: Limit = None
-    token_mult_prob_error: Limit = None
-    mean_abs_dlogp: Limit = None
-    max_abs_dlogp: Limit = None
-    p99_abs_dlogp: Limit = None
-    mean_abs_dprob: Limit = None
-    chi2: Limit = None
-    extreme_share: Limit = None
 
 
 class FaultConfig(Section):
@@ -86,73 +64,6 @@ class ProfileConfig(Section):
         return self
 
 
-class OptimizerConfig(Section):
-    """AdamW with linear warm-up."""
-
-    lr: Annotated[float, Field(gt=0)]
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: NonNegative = 0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-
-
-class DriftConfig(Section):
-    """What becomes of a stage whose trainer and engine disagree on the tokens of its own weights.
-
-    `limits` are over those of the run's `consistency`; `patience`: steps in a row.
-    """
-
-    action: Literal["flag", "stop", "off"] = "flag"
-    limits: TokenLimits = TokenLimits()
-    patience: Positive = 1
-
-
-class GrpoConfig(Section):
-    """GRPO's own settings. `async_level`: steps the trainer may run ahead (0 = synchronous)."""
-
-    # A group of one has no advantage: its only reward is its mean.
-    group_size: Annotated[int, Field(ge=2)] = 16
-    max_tokens: Positive = 8
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    # DAPO's two limits ("clip-higher", arXiv 2503.14476).
-    clip_low: Annotated[float, Field(gt=0)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    epochs: Positive = 1
-    advantage: Literal["group_std", "group_mean"] = "group_std"
-    loss_level: Literal["token", "sequence"] = "token"
-    drop_flat_groups: bool = False
-    # Formulas and papers of these: training/algorithms/policy_loss.py and policy_update.py.
-    decoupled: bool = True
-    tis_cap: Coefficient = 2.0
-    kl_coef: Coefficient = 0.0
-    entropy_coef: Coefficient = 0.0
-    async_level: NonNegative = 1
-    max_concurrent: Positive = 512
-    agent: Place = ""
-    agent_kwargs: dict[str, JsonValue] = {}
-    agent_timeout: Seconds = 120.0
-    batch_timeout: Seconds = 600.0
-    weight_update_timeout: Seconds = 120.0
-    record: bool = False
-    partial_rollouts: bool = False
-    drift: DriftConfig = DriftConfig()
-
-    @model_validator(mode="after")
-    def _cap_leaves_equal_tokens_alone(self) -> "GrpoConfig":
-        # A cap below 1 would also weigh down tokens on which trainer and engine agree.
-        if 0 < self.tis_cap < 1:
-            raise ValueError(f"tis_cap is 0 (no weights) or at least 1, got {self.tis_cap}")
-        return self
-
-    @model_validator(mode="after")
-    def _agent_goes_with_its_settings(self) -> "GrpoConfig":
-        if self.agent and self.partial_rollouts:
-            raise ValueError("partial_rollouts would cut the requests of an own agent: set one")
-        if self.agent_kwargs and not self.agent:
-            raise ValueError("agent_kwargs are for the class that `agent` names: set that too")
-        return self
-
-
 class StageConfig(SupervisedStage):
     """A stage of our own. `batch_size`: sequences (SFT) or prompts (GRPO) a step, all ranks."""
 
@@ -167,6 +78,7 @@ class StageConfig(SupervisedStage):
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
     eval_samples: NonNegative = 400
+    eval_every: NonNegative = 0
     sinks: list[Sink] = []
     grpo: GrpoConfig | None = None
     fault: FaultConfig | None = None

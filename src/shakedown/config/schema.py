@@ -15,16 +15,10 @@ from pydantic import (
     model_validator,
 )
 
-from shakedown.config.base import (
-    Name,
-    NonNegative,
-    Place,
-    Positive,
-    Seconds,
-    Section,
-)
 from shakedown.config.command import CommandStage, placeholders_in
-from shakedown.config.own_stage import Limit, StageConfig, TokenLimits
+from shakedown.config.own_stage import StageConfig
+from shakedown.config.policy import Limit, TokenLimits
+from shakedown.config.values import Name, NonNegative, Place, Positive, Seconds, Section
 from shakedown.core.errors import did_you_mean
 from shakedown.core.paths import RunPaths
 

@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     GPT2Config,
     LlamaConfig,
@@ -49,8 +52,34 @@ LAYOUTS: list[dict[str, Any]] = [
 POLICIES: list[dict[str, Any]] = [
     {"name": "policy p2", "allocation": "archon:p2"},
     {"name": "policy p2, one micro batch", "allocation": "archon:p2", "rows": None},
+    {"name": "policy megatron t2", "allocation": "megatron:t2"},
+    {"name": "policy megatron p2", "allocation": "megatron:p2"},
+]
+HEAD = "lm_head.weight"
+COUNTED: list[dict[str, Any]] = [
+    {"name": "collectives d2p2", "allocation": "archon:d2p2", "by_layer": True}
 ]
 LOADS = {"p2 from p2": "of p2", "p2 from d2p2": "of d2p2", "t2 from p2": "of p2"}
+
+
+class Made(TorchDispatchMode):  # type: ignore[misc]
+    """Bytes of all tensors that are made inside of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {value.untyped_storage()._cdata for value in _tensors((args, kwargs))}
+        made = func(*args, **(kwargs or {}))
+        for value in _tensors(made):
+            if not value.is_meta and value.untyped_storage()._cdata not in given:
+                self.bytes += value.nbytes
+        return made
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(tree) if isinstance(value, torch.Tensor)]
 
 
 def _do(what: str, jobs: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
@@ -81,7 +110,8 @@ def _plan() -> list[list[Any]]:
     ]
     one = _do("steps", references, 1) + _do("policy", policies, 1)
     two = _do("steps", LAYOUTS, 2) + _do("policy", policies, 2) + _do("continue", loads, 2)
-    return [[1, one], [4, _do("steps", LAYOUTS, 4)], [2, two]]
+    four = _do("steps", LAYOUTS, 4) + _do("count", COUNTED, 4)
+    return [[1, one], [4, four], [2, two]]
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +165,17 @@ def test_ranks_do_the_steps_of_one(ranks: dict[str, Any], job: dict[str, Any]) -
 
 
 @pytest.mark.slow
+def test_every_micro_batch_reduces_its_gradients(ranks: dict[str, Any]) -> None:
+    """Of three; the stage is gathered once for all of them."""
+    units = CONFIGS["qwen3"].num_hidden_layers // 2 + 1
+
+    found = ranks["collectives d2p2"]
+
+    assert found["_reduce_scatter_base_"] == 3 * units
+    assert found["_allgather_base_"] == units
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("job", LAYOUTS, ids=lambda job: job["name"])
 def test_every_rank_has_the_logprobs_of_fsdp(ranks: dict[str, Any], job: dict[str, Any]) -> None:
     """Of all rows, padded to one shape; also on the ranks that never see a logit."""
@@ -142,6 +183,8 @@ def test_every_rank_has_the_logprobs_of_fsdp(ranks: dict[str, Any], job: dict[st
 
     for _, _, logprobs in ranks[job["name"]]["ranks"]:
         torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)
+    found = ranks[job["name"]]
+    assert found["again"].equal(found["logprobs"]), "by a copy of the weights, after an update"
 
 
 @pytest.mark.slow
@@ -250,6 +293,35 @@ def test_a_checkpoint_that_cannot_be_written_is_a_storage_error(root: Path, tmp_
 
     with pytest.raises(StorageError, match="cannot write checkpoint"):
         build(root / "qwen3", "archon:d1").save(tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("allocation", ["archon:d1", "fsdp:d1", "megatron:d1"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_tied_weight_is_written_once_and_no_model_is_made_for_it(
+    root: Path, tmp_path: Path, allocation: str, dtype: str
+) -> None:
+    engine = build(root / "qwen3", allocation, dtype=dtype)
+    weights = engine.gather(engine.torch_dtype)
+
+    with Made() as made:
+        engine.export(tmp_path, weights)
+
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as stored:
+        names = set(stored.keys())
+    assert names == weights.keys() - {HEAD}
+    assert huggingface.read_config(tmp_path).tie_word_embeddings
+    assert made.bytes == 0
+
+
+@pytest.mark.parametrize("allocation", ["archon:d1", "fsdp:d1", "megatron:d1"])
+def test_weights_are_rounded_before_they_travel(root: Path, allocation: str) -> None:
+    engine = build(root / "qwen3", allocation)
+    whole = engine.gather()
+
+    found = engine.gather(torch.bfloat16)
+
+    assert found.keys() == whole.keys()
+    assert all(torch.equal(found[name], whole[name].bfloat16()) for name in whole)
 
 
 def test_exported_folder_is_the_trained_model_with_its_tokenizer(

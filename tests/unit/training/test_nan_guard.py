@@ -155,6 +155,18 @@ def test_a_disk_that_takes_no_batch_does_not_hide_the_divergence(rank: Rank) -> 
         rank.run(job)
 
 
+def test_the_weights_of_the_last_step_are_published_for_nobody(rank: Rank) -> None:
+    job = rank.job("grpo", lr=1e-3)
+    exchange = RolloutStore(job.attempt.exchange)
+    for step in range(1, job.config.steps + 1):
+        exchange.publish_batch(rollouts(step))
+
+    assert rank.run(job) is True
+
+    assert exchange.latest_version() == job.config.steps - 1
+    assert (rank.paths.export / "model.safetensors").is_file()
+
+
 def test_recorded_batches_survive_a_stop_without_gap_or_leftover(rank: Rank) -> None:
     first, stop = rank.job("grpo", lr=1e-3, record=True), StopFlag()
     write_batch(rollouts(9), step_file(rank.paths.rollouts, 9))

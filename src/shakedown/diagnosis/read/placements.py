@@ -121,6 +121,12 @@ _LOGGED_BY = re.compile(
 )
 
 
+# `gpu-011_dmesg.txt`, `dmesg-gpu-011.txt`: what a file is, beside whose.
+_KIND = re.compile(
+    r"^(?:dmesg|kern(?:el)?|messages|syslog|journal)[-_]?|[-_](?:dmesg|kern(?:el)?)$"
+)
+
+
 def node_of(source: EvidenceFile) -> str | None:
     """The node of a kernel's log, by its lines, its file or its folder; None for any other log."""
     if not _KERNEL.search(source.text):
@@ -130,6 +136,6 @@ def node_of(source: EvidenceFile) -> str | None:
     if len(hosts := {a or b for a, b in _LOGGED_BY.findall(source.text)}) == 1:
         return clean(hosts.pop(), 80)
     *folders, leaf = source.name.split("/")
-    stem = leaf.split(".", 1)[0]
-    named = re.search(r"\d", stem) and not re.match(r"(?:dmesg|kern|messages|syslog|journal)", stem)
+    stem = _KIND.sub("", leaf.split(".", 1)[0])
+    named = re.search(r"\d", stem) and re.search(r"[a-z]", stem, re.I)
     return stem if named else (folders[-1] if len(folders) > 1 else "")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Shard
 
@@ -17,6 +18,7 @@ from shakedown.training.engines.archon_model import (
     EMBEDDING,
     HEAD,
     Stage,
+    Unseen,
     check_model,
     load_state,
     stack_tokens,
@@ -36,7 +38,7 @@ from shakedown.training.engines.dtensor_engine import (
     local_part,
     squared_norm,
 )
-from shakedown.training.engines.scoring import score
+from shakedown.training.engines.scoring import Head, score
 
 
 class ArchonEngine(DTensorEngine):
@@ -50,7 +52,7 @@ class ArchonEngine(DTensorEngine):
         load_state(self._model, self._optimizer, folder, updates=updates)
         self.updates = updates
 
-    def gather(self) -> dict[str, torch.Tensor]:
+    def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """Stages after the first send their weights to rank 0, one tensor after the other."""
         own, weights = self._model.named(), {}
         layers = self.model_config.num_hidden_layers
@@ -58,8 +60,8 @@ class ArchonEngine(DTensorEngine):
             stage = stage_of(name, layers=layers, ps=self._ps)
             found = torch.empty(0)
             if stage == self._p:
-                found = own[name].detach().full_tensor()
-            found = self._to_first(found, shape, stage)
+                found = own[name].detach().to(dtype).full_tensor()
+            found = self._to_first(found, shape, stage, dtype)
             if self.rank == 0:
                 weights[name] = found.to("cpu", copy=True)
         if self.rank == 0 and self.model_config.tie_word_embeddings:
@@ -137,17 +139,14 @@ class ArchonEngine(DTensorEngine):
                 begin(index, batches)
             return here[index]
 
-        def scored(logits: torch.Tensor, index: int) -> torch.Tensor:
-            scores = score(
-                logits,
-                here[index],
-                temperature=temperature,
-                entropy_gradient=self.entropy_gradient,
-            )
+        def scored(hidden: torch.Tensor, head: Head, index: int) -> torch.Tensor:
+            scores = score(hidden, here[index], head, temperature=temperature)
             return finish(scores, here[index], index)
 
         stage = self._model
         stage.begin, stage.finish = started, scored
+        # One micro batch's backward pass must not free what the next one's needs.
+        stage.set_reshard_after_backward(False, recurse=self._ps > 1)
         tokens, count = stack_tokens(here), len(here)
         schedule = self._schedule(tokens, count)
         # The schedule cuts every argument into micro batches: so each pass gets the number of its
@@ -164,6 +163,9 @@ class ArchonEngine(DTensorEngine):
             if isinstance(error.__cause__, ShakedownError):
                 raise error.__cause__ from None
             raise
+        for unit in stage.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
 
     def _schedule(self, tokens: torch.Tensor, count: int) -> Schedule1F1B | ScheduleGPipe:
         """A schedule for this call's shape.
@@ -176,12 +178,12 @@ class ArchonEngine(DTensorEngine):
         training = torch.is_grad_enabled()
         hidden = torch.empty(
             (rows, width, self.model_config.hidden_size),
-            dtype=getattr(torch, self.dtype),
+            dtype=self.torch_dtype,
             device="meta",
             requires_grad=training,
         )
         stage = PipelineStage(
-            self._model,
+            Unseen(self._model),
             self._p,
             self._ps,
             self.device,
@@ -231,13 +233,15 @@ class ArchonEngine(DTensorEngine):
         cut = len(placements) > 1 and isinstance(placements[-1], Shard)
         return cut or self._leads_tensor_ranks
 
-    def _to_first(self, found: torch.Tensor, shape: torch.Size, stage: int) -> torch.Tensor:
+    def _to_first(
+        self, found: torch.Tensor, shape: torch.Size, stage: int, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Carry a whole weight from its stage's first rank to rank 0."""
         leader = stage * self.world_size // self._ps  # ranks are numbered p x d x t
         if leader == 0 or self.rank not in (0, leader):
             return found
         if self.rank == 0:
-            found = torch.empty(shape, device=self.device)
+            found = torch.empty(shape, dtype=dtype, device=self.device)
             dist.recv(found, src=leader)
         else:
             dist.send(found.contiguous(), dst=0)

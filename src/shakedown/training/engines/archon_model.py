@@ -16,7 +16,8 @@ from shakedown.core.errors import ConfigError
 from shakedown.training.batch import TokenBatch
 from shakedown.training.engines import FAMILIES, tensor_parallel
 from shakedown.training.engines.dcp_store import read_state
-from shakedown.training.engines.scoring import kept_columns
+from shakedown.training.engines.head import OutputHead
+from shakedown.training.engines.scoring import Head, kept_columns
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
@@ -56,11 +57,12 @@ class Stage(nn.Module):  # type: ignore[misc]
 
     Attributes:
         begin: called with the number of a micro batch before it is computed; returns it.
-        finish: logits [N, C, V] of the kept columns and that number -> output of the last stage.
+        finish: hidden states [N, C, H] before the kept columns, the head and that number -> output
+            of the last stage.
     """
 
     begin: Callable[[int], TokenBatch]
-    finish: Callable[[torch.Tensor, int], torch.Tensor]
+    finish: Callable[[torch.Tensor, Head, int], torch.Tensor]
 
     def __init__(self, whole: Any, *, p: int, ps: int) -> None:
         """Takes the model apart: of `whole` only this stage is left."""
@@ -88,7 +90,8 @@ class Stage(nn.Module):  # type: ignore[misc]
         if self.lm_head is None:
             return hidden
         rows = batch.tokens.shape[0]  # fewer than N, where the schedule's shape is filled up
-        return self.finish(self.lm_head(hidden[:rows, kept_columns(batch) - 1]), number)
+        kept = hidden[:rows, kept_columns(batch) - 1]
+        return self.finish(kept, OutputHead(self.lm_head).gathered(), number)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Parameters by their name in the whole model; a tied head on its own as the embedding."""
@@ -98,6 +101,22 @@ class Stage(nn.Module):  # type: ignore[misc]
             tied = whole == HEAD and self.config.tie_word_embeddings
             found[EMBEDDING if tied else whole] = parameter
         return found
+
+
+class Unseen(nn.Module):  # type: ignore[misc]
+    """A stage as torch's schedules get it: not as a module of FSDP.
+
+    Of one that they see they keep the gradients of all micro batches whole on every rank, 4 bytes
+    a parameter, and reduce them after the last.
+    """
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, *inputs: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.stage(*inputs, index=index)
+        return output
 
 
 def stage_of(name: str, *, layers: int, ps: int) -> int:

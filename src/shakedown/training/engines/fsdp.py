@@ -5,25 +5,21 @@ Over `t` ranks each layer is cut by tensor parallelism beforehand, over `d` FSDP
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Replicate
 
 from shakedown.core.errors import ConfigError
 from shakedown.training.batch import TokenBatch
 from shakedown.training.engines import OPTIONS, tensor_parallel
-from shakedown.training.engines.base import LossFunction, OnMicroBatch, Scores
+from shakedown.training.engines.base import Generator, LossFunction, OnMicroBatch, Scores
 from shakedown.training.engines.dcp_store import read_state
 from shakedown.training.engines.dtensor_engine import (
     DTensorEngine,
@@ -32,7 +28,8 @@ from shakedown.training.engines.dtensor_engine import (
     local_part,
     squared_norm,
 )
-from shakedown.training.engines.scoring import kept_columns, score
+from shakedown.training.engines.head import find_head
+from shakedown.training.engines.scoring import Head, kept_columns, score_tokens
 
 # What torch.compile calls, by the variable that names another one: Inductor's for CPUs, Triton's.
 _COMPILERS = {"CXX": ["g++"], "CC": ["gcc", "clang"]}
@@ -56,11 +53,25 @@ class FsdpEngine(DTensorEngine):
         )
         self.updates = updates
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        # With both options torch gives the whole to rank 0 alone.
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights: dict[str, torch.Tensor] = get_model_state_dict(self._model, options=options)
+    def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        weights = {}
+        for name, value in self._model.state_dict().items():
+            # Non-floating buffers stay what they are.
+            found = value.to(dtype) if value.is_floating_point() else value
+            whole = found.full_tensor() if isinstance(found, DTensor) else found
+            if self.rank == 0:
+                weights[name] = whole.to("cpu", copy=True)
         return weights
+
+    @contextmanager
+    def generator(self) -> Iterator[Generator]:
+        """All ranks, by the sharded model itself: no rank ever holds the whole."""
+        self._model.eval()
+        # Compiled layers would be compiled again for every length of the cache.
+        with torch.compiler.set_stance("force_eager"):
+            yield Generator(self._model, self.data_rank, self.data_world_size)
+        if isinstance(self._model, FSDPModule):
+            self._model.reshard()  # the root's weights stay gathered after a forward pass
 
     def _check(self) -> None:
         t = self._sizes["t"]
@@ -74,9 +85,12 @@ class FsdpEngine(DTensorEngine):
             _check_compiler(self.device)
 
     def _spread(self, model: Any) -> Any:
+        self._head = find_head(model)
+        model.scores = self._scores
         if self.world_size == 1 and self.dtype == "float32":
             return model.to(self.device)  # nothing to shard or to cast: hooks would only cost time
         self._shard(model, lambda: decoder_layers(model))
+        register_fsdp_forward_method(model, "scores")
         return model
 
     def _parameters_by_name(self) -> Mapping[str, nn.Parameter]:
@@ -103,21 +117,43 @@ class FsdpEngine(DTensorEngine):
         return [self._score(b.to(self.device), temperature).logprobs.cpu() for b in batches]
 
     def _score(self, batch: TokenBatch, temperature: float) -> Scores:
-        """Run the model and keep only the positions before trained tokens."""
+        columns = kept_columns(batch)
+        mask = batch.mask[:, columns]
+        chosen = batch.tokens[:, columns][mask]
+        inputs = batch.tokens[:, :-1]
+        return Scores(*self._model.scores(inputs, columns - 1, mask, chosen, temperature))
+
+    def _scores(
+        self,
+        tokens: torch.Tensor,
+        columns: torch.Tensor,
+        mask: torch.Tensor,
+        chosen: torch.Tensor,
+        temperature: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The model's forward pass for FSDP: only positions before trained tokens get logits.
+
+        Plain tensors, as FSDP looks for its hooks' places in what it takes and gives.
+        """
         # No attention mask: padding stands after every token that counts, and attention is causal.
-        logits = self._model(
-            input_ids=batch.tokens[:, :-1],
-            logits_to_keep=kept_columns(batch) - 1,
-            use_cache=False,
-        ).logits
-        return score(logits, batch, temperature=temperature, entropy_gradient=self.entropy_gradient)
+        if self._head is None:
+            logits = self._model.forward(
+                input_ids=tokens, logits_to_keep=columns, use_cache=False
+            ).logits
+            return score_tokens(logits[mask], chosen, Head(None), temperature=temperature)
+        base = self._model.base_model(input_ids=tokens, use_cache=False)
+        hidden = base.last_hidden_state[:, columns][mask]
+        return score_tokens(hidden, chosen, self._head.gathered(), temperature=temperature)
 
     def _expect(self, *, last: bool) -> None:
-        """Whether the next backward pass is the last of this step: only that one communicates."""
+        """Whether the next backward pass is the last of this step: the root is gathered until then.
+
+        Gradients kept for the last one are whole on every rank: 4 bytes a parameter. A model of
+        one unit has them whole in each backward pass anyway; units of layers reduce theirs at once.
+        """
         if not isinstance(self._model, FSDPModule):
             return
-        self._model.set_requires_gradient_sync(last)
-        self._model.set_is_last_backward(last)
+        self._model.set_requires_gradient_sync(last or self._by_layer)
         # Only for the root: layers of a large model give their memory back at once.
         self._model.set_reshard_after_backward(last, recurse=False)
 

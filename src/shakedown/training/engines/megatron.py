@@ -39,8 +39,11 @@ class MegatronEngine(TrainEngine):
         self._stage.load(folder, updates=updates)
         self.updates = updates
 
-    def gather(self) -> dict[str, torch.Tensor]:
-        return self._stage.gather()
+    def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        return self._stage.gather(dtype)
+
+    def _held_weights(self) -> Sequence[torch.Tensor]:
+        return list(self._model.parameters())
 
     def _exporter(self) -> Any:
         return self._stage.exporter()
@@ -109,8 +112,8 @@ class MegatronEngine(TrainEngine):
             raise RuntimeError("forward_backward was called twice without a step")
         self._clean = False
 
-        def part(logits: torch.Tensor, batch: TokenBatch, index: int) -> tuple[Any, Any]:
-            made = loss(self._forward.score(logits, batch, temperature), batch, index)
+        def part(output: torch.Tensor, batch: TokenBatch, index: int) -> tuple[Any, Any]:
+            made = loss(self._forward.score(output, batch, temperature), batch, index)
             return made.loss, made.all_sums()
 
         totals: dict[str, float] = {}
@@ -131,9 +134,9 @@ class MegatronEngine(TrainEngine):
         return float(norm)
 
     def _logprobs(self, batches: Sequence[TokenBatch], temperature: float) -> list[torch.Tensor]:
-        def part(logits: torch.Tensor, batch: TokenBatch, _index: int) -> tuple[Any, Any]:
+        def part(output: torch.Tensor, batch: TokenBatch, _index: int) -> tuple[Any, Any]:
             # The schedule wants a loss, which it does not use in a forward pass alone.
-            return logits.sum(), self._forward.score(logits, batch, temperature).logprobs.cpu()
+            return output.sum(), self._forward.score(output, batch, temperature).logprobs.cpu()
 
         whole: list[torch.Tensor] = self._from_last_stage(
             self._run(batches, part, ignore_micro_batch)
@@ -149,7 +152,8 @@ class MegatronEngine(TrainEngine):
         """Megatron's schedule over the micro batches, backward too where gradients are on.
 
         Args:
-            part: (logits, micro batch, its index) -> (the loss, a value), on the last stage.
+            part: (the model's output, micro batch, its index) -> (the loss, a value), on the last
+                stage.
 
         Returns:
             The values, on the last stage.
@@ -164,8 +168,8 @@ class MegatronEngine(TrainEngine):
                 begin(index, batches)
             here = batch.to(self.device)
 
-            def finish(logits: torch.Tensor) -> tuple[Any, Any, Any]:
-                loss, value = part(logits, here, index)
+            def finish(output: torch.Tensor) -> tuple[Any, Any, Any]:
+                loss, value = part(output, here, index)
                 return loss, no_tokens, value
 
             return self._forward(wrapped, here), finish

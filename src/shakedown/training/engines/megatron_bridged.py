@@ -100,7 +100,7 @@ class BridgedStage(MegatronStage):
             {"format": self.FORMAT, "updates": updates, **layout},
         )
 
-    def gather(self) -> dict[str, torch.Tensor]:
+    def gather(self, _dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """In the training dtype: the bridge takes the weights from the model."""
         with megatron_cpu.calls(self.device):
             return whole_weights(self._bridge, self._module, keep=dist.get_rank() == 0)

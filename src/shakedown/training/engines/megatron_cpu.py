@@ -40,7 +40,10 @@ try:
         )
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+        from megatron.core.tensor_parallel import (
+            ColumnParallelLinear,
+            model_parallel_cuda_manual_seed,
+        )
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.module import Float16Module, MegatronModule
 except ImportError as error:
@@ -51,6 +54,7 @@ except ImportError as error:
 
 __all__ = [
     "USING_PYTORCH_OPTIMIZER",
+    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",

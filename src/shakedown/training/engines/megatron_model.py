@@ -12,6 +12,7 @@ from shakedown.training.conversion import ModelShape, ShardSlice, stage_rules
 from shakedown.training.conversion.cuts import WHOLE, vocabulary_rows
 from shakedown.training.engines.base import Scores
 from shakedown.training.engines.megatron_cpu import (
+    ColumnParallelLinear,
     Float16Module,
     GPTModel,
     MegatronModule,
@@ -19,7 +20,7 @@ from shakedown.training.engines.megatron_cpu import (
     get_gpt_layer_local_spec,
     parallel_state,
 )
-from shakedown.training.engines.scoring import kept_columns, score_vocabulary_parallel
+from shakedown.training.engines.scoring import Head, kept_columns, score
 
 # What megatron-core's global groups were made for: t, p and torch's default group. They are one set
 # for the process, whatever its engines.
@@ -104,18 +105,25 @@ class TorchAttention(MegatronModule):  # type: ignore[misc]
 
 
 class Forward:
-    """Runs one stage on micro batches; on the last stage only trained positions get logits."""
+    """Runs one stage on micro batches; on the last stage only trained positions are scored."""
 
     def __init__(self, model: Any, *, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._columns: torch.Tensor | None = None
         self._extent = (0, 0)  # positions and rows of the micro batch in work
-        inner = unwrapped(model)
-        if inner.post_process:
-            inner.output_layer.register_forward_pre_hook(self._keep)
+        self._inner = unwrapped(model)
+        # A layer of another kind, such as a bridged model's with a soft cap, makes the logits.
+        self._scores_hidden = False
+        if self._inner.post_process:
+            layer = self._inner.output_layer
+            layer.register_forward_pre_hook(self._keep)
+            self._scores_hidden = type(layer) is ColumnParallelLinear and layer.bias is None
+            if self._scores_hidden:
+                layer.forward = _as_it_is
 
     def __call__(self, wrapped: Any, batch: TokenBatch) -> torch.Tensor:
-        """The stage's output: hidden states, or logits [N, C, V/t] of the kept columns.
+        """The stage's output: hidden states, on the last stage of the kept columns alone: those
+        [N, C, H], or logits [N, C, V/t] where the model's own layer makes them.
 
         Args:
             wrapped: the model as the schedule holds it (inside of its gradient buffers).
@@ -131,16 +139,29 @@ class Forward:
         output: torch.Tensor = wrapped(tokens, positions, None)
         return output
 
-    def score(self, logits: torch.Tensor, batch: TokenBatch, temperature: float) -> Scores:
+    def score(self, output: torch.Tensor, batch: TokenBatch, temperature: float) -> Scores:
         """The last stage's scores of the trained tokens, the same on all tensor ranks."""
-        columns = kept_columns(batch)
-        mask = batch.mask[:, columns]
-        return score_vocabulary_parallel(
-            logits[mask].float() / temperature,
-            batch.tokens[:, columns][mask],
-            vocabulary=self._vocabulary,
-            group=parallel_state.get_tensor_model_parallel_group(),
-        )
+        group = parallel_state.get_tensor_model_parallel_group()
+        width = self._inner.output_layer.output_size_per_partition
+        first = dist.get_rank(group) * width
+        # What lies beyond the vocabulary on the last ranks is padding.
+        real = max(0, min(width, self._vocabulary - first))
+        weight = None
+        if self._scores_hidden:
+            weight = self._weight()[:real]
+            output = output.to(weight.dtype)  # Float16Module gives float32
+        else:
+            output = output[..., :real]
+        head = Head(weight, first=first, group=group if dist.get_world_size(group) > 1 else None)
+        return score(output, batch, head, temperature=temperature)
+
+    def _weight(self) -> torch.Tensor:
+        inner = self._inner
+        if inner.share_embeddings_and_output_weights:
+            shared: torch.Tensor = inner.shared_embedding_or_output_weight()
+            return shared
+        own: torch.Tensor = inner.output_layer.weight
+        return own
 
     def _keep(self, _module: Any, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         """Hidden states are [T, N, H]. The schedule passes any shape: scored by another batch's
@@ -152,6 +173,11 @@ class Forward:
                 "its pipeline hold different batches"
             )
         return (args[0][self._columns], *args[1:])
+
+
+def _as_it_is(hidden: torch.Tensor, **_kwargs: Any) -> tuple[torch.Tensor, None]:
+    """In place of an output layer's forward pass: `Forward.score` multiplies by its weight."""
+    return hidden, None
 
 
 def _mark_shards(model: Any, shape: ModelShape, place: ShardSlice) -> None:

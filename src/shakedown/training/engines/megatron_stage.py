@@ -117,12 +117,12 @@ class MegatronStage(ABC):
         self._set_updates(updates)
 
     @abstractmethod
-    def gather(self) -> dict[str, torch.Tensor]:
-        """(collective) The whole model's weights on the CPU of rank 0; empty on other ranks."""
+    def gather(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """(collective) As `TrainEngine.gather`."""
 
     def exporter(self) -> Any:
         """What writes gathered weights into a folder, as a model of transformers does."""
-        return huggingface.empty_model(self.config)
+        return huggingface.outline(self.config)
 
     @abstractmethod
     def _make(self) -> Any:
@@ -238,7 +238,9 @@ class RuleStage(MegatronStage):
         """A pipeline stage's tensors are whole on its leader; nothing is on its other ranks."""
         parts: dict[str, dict[str, torch.Tensor]] = {}
         # The rules of a part follow one another: a file is complete before the next one begins.
-        for part, found in groupby(self._whole(KINDS), key=lambda item: item[0].part):
+        for part, found in groupby(
+            self._whole(KINDS, torch.float32), key=lambda item: item[0].part
+        ):
             tensors = {
                 f"{kind}.{name}": tensor.contiguous()
                 for rule, kind, whole in found
@@ -248,13 +250,13 @@ class RuleStage(MegatronStage):
                 parts[f"{part}.safetensors"] = tensors
         return StageSnapshot(parts, {"format": self.FORMAT, "updates": updates})
 
-    def gather(self) -> dict[str, torch.Tensor]:
+    def gather(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Stages after the first send their weights to rank 0, one after the other."""
         weights: dict[str, torch.Tensor] = {}
         for stage in range(self.place.ps):
             found: dict[str, torch.Tensor] = {}
             if self.place.p == stage:
-                for rule, _, whole in self._whole([WEIGHT]):
+                for rule, _, whole in self._whole([WEIGHT], dtype):
                     found |= dict(zip(rule.theirs, whole, strict=False))  # empty but on the leader
             weights |= self._to_first(found, stage)
         return with_tied(weights, self._shape) if dist.get_rank() == 0 else {}
@@ -283,7 +285,9 @@ class RuleStage(MegatronStage):
         """Whether this rank speaks for its pipeline stage."""
         return self.place.t == 0 and parallel_state.get_data_parallel_rank() == 0
 
-    def _whole(self, kinds: Sequence[str]) -> Iterator[tuple[Rule, str, list[torch.Tensor]]]:
+    def _whole(
+        self, kinds: Sequence[str], dtype: torch.dtype
+    ) -> Iterator[tuple[Rule, str, list[torch.Tensor]]]:
         """(collective over the stage) Whole Hugging Face tensors of this stage, one rule at a time.
 
         They are on the CPU of the stage's leader; the lists of the other ranks are empty.
@@ -292,7 +296,7 @@ class RuleStage(MegatronStage):
             if rule.copy:
                 continue
             for kind in kinds:
-                shards = self._all_shards(self._read(kind, rule.ours))
+                shards = self._all_shards(self._read(kind, rule.ours).to(dtype))
                 whole = rule.cut.give(shards, self._shape) if self._leads else []
                 # Copied also on a CPU, where `to` would hand out the weights that training changes.
                 yield rule, kind, [tensor.to("cpu", copy=True) for tensor in whole]

@@ -25,7 +25,7 @@ from shakedown.training.stage.evidence import beating_targets
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.key import write_key
 from shakedown.training.stage.launched import Launched
-from shakedown.training.stage.results import resume_hint
+from shakedown.training.stage.results import change_findings, resume_hint
 
 _REPORT_GRACE_SECONDS = 120.0  # a server that has nothing more to do, and its profile's writer
 
@@ -54,7 +54,9 @@ class OwnLaunched(Launched):
         return ("--attempt", str(self.job.attempt.root.absolute()))
 
     def finish(self, outcome: Outcome) -> Outcome:
-        return with_drift(outcome, self.job)
+        outcome = with_drift(outcome, self.job)
+        changes = change_findings(self.job.paths)
+        return replace(outcome, findings=[*outcome.findings, *changes])
 
     def last_words(self) -> Sequence[str]:
         return profiling.told(self.job.attempt) if self.report_grace is not None else ()

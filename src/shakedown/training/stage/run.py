@@ -16,10 +16,11 @@ from shakedown.core.private import own_folder, own_tree
 from shakedown.core.verdict import Stopwatch
 from shakedown.debug import asked
 from shakedown.debug.stops import make_folder
+from shakedown.inference.ready import read_end
 from shakedown.monitor.watch import Health, Watch
 from shakedown.training.stage import stopping
 from shakedown.training.stage.echo import LogEcho
-from shakedown.training.stage.endings import Ending
+from shakedown.training.stage.endings import Ending, with_server_error
 from shakedown.training.stage.evidence import collect_evidence
 from shakedown.training.stage.launched import Launched, Plan
 from shakedown.training.stage.port_race import port_was_taken
@@ -75,6 +76,7 @@ def _run_attempt(plan: Plan) -> Outcome:
         flush=True,
     )
     ending, exits, health = _supervise(launched, nodes)
+    ending = with_server_error(ending, exits, read_end(attempt.log("inference")))
     outcome = Outcome(
         stage=job.stage,
         attempt=int(attempt.root.name),

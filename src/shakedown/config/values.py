@@ -1,4 +1,4 @@
-"""The strict base of every section of the config, its common types, and what all stages share."""
+"""What every section of the configuration is made of."""
 
 from typing import Annotated, Literal
 
@@ -14,6 +14,7 @@ Seconds = Annotated[float, Field(gt=0)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
 # A path, or the name of something; no shell expands a `~` in YAML.
 Place = Annotated[str, AfterValidator(expand_home)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):

@@ -1,0 +1,103 @@
+"""One rank of a memory measurement: `memory_rank.py FOLDER`, with FOLDER/plan.json.
+
+It does two updates of random tokens and writes its resident memory by kind to FOLDER/rank-N.json.
+The kinds are those of `memory.py`; the second update is measured, when every buffer is made.
+"""
+
+import ctypes
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shakedown.config import OptimizerConfig
+from shakedown.training.batch import TokenBatch, pad_rows
+from shakedown.training.engines import engine_class, engine_sizes
+from shakedown.training.engines.base import LossPart, Scores
+
+_STATUS = Path("/proc/self/status")
+
+
+def resident(key: str = "VmRSS") -> int:
+    """Bytes now; with VmHWM the most since `forget`."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    (line,) = [line for line in _STATUS.read_text().splitlines() if line.startswith(f"{key}:")]
+    return int(line.split()[1]) * 1024
+
+
+def forget() -> None:
+    """Begin VmHWM anew: proc(5), clear_refs."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def step(engine: Any, batches: Sequence[TokenBatch], note: Callable[[], None]) -> None:
+    """Forward and backward of all micro batches; `note` before the last one."""
+
+    def loss(scores: Scores, *_: Any) -> LossPart:
+        return LossPart(-scores.logprobs.sum(), {"entropy": scores.entropy.detach().sum()})
+
+    def begin(index: int, _: Sequence[TokenBatch]) -> None:
+        if index == len(batches) - 1 > 0:
+            note()
+
+    engine.forward_backward(batches, loss, on_micro_batch=begin)
+
+
+def measure(plan: dict[str, Any]) -> dict[str, int]:
+    """(collective) Bytes by kind."""
+    allocation, length = plan["allocation"], plan["length"]
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    batches = [
+        pad_rows(
+            torch.randint(3, 90, (plan["rows"], length), generator=draw).tolist(),
+            [length - 1] * plan["rows"],
+            pad=0,
+        )
+        for _ in range(plan["micro_batches"])
+    ]
+    kind, empty = engine_class(allocation), resident()
+    engine = kind.build(
+        Path(plan["model"]),
+        optimizer=OptimizerConfig(lr=1e-4),
+        dtype="float32",
+        device=torch.device("cpu"),
+        sizes=engine_sizes(allocation),
+    )
+    loaded = resident()
+    step(engine, batches, lambda: None)
+    engine.step()
+    updated = resident()
+    between: list[int] = []
+    forget()
+    step(engine, batches, lambda: between.append(resident()))
+    peak = resident("VmHWM")
+    return {
+        "weights": loaded - empty,
+        "between micro batches": max(between, default=updated) - updated,
+        "peak of the step": peak - updated,
+        "optimizer": updated - loaded,
+    }
+
+
+def main(folder: Path) -> None:
+    """Join the others, measure, write."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - not to be counted as weights
+
+    found = measure(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
+    target = folder / f"rank-{os.environ['RANK']}.json"
+    target.write_text(json.dumps(found), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
