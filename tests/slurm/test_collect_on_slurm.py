@@ -141,9 +141,8 @@ def test_nodes_that_are_dead_or_frozen_never_stop_the_others(
     control.pause(folder, f"slurmd-{frozen}")
     try:
         of_the_job = job.start_collecting(tmp_path)
-        with Supervisor() as supervisor:
-            stalled = Health("stalled", "no rank moves")
-            collect_evidence(job.launched(), supervisor, stalled, job.nodes())
+        stalled = Health("stalled", "no rank moves")
+        collect_evidence(job.launched(), Supervisor(), stalled, job.nodes())
         said, _ = of_the_job.communicate(timeout=PATIENCE)
     finally:
         control.resume(folder, f"slurmd-{frozen}")
