@@ -127,7 +127,7 @@ def checks_arguments(folder: Path, url: str) -> list[str]:
     agents = {"target": f"{AGENTS}:Swallows", "prompts": 2, "group_size": 2}
     stages = {"grpo": {"grpo": {"async_level": 0}}}
     more.write_text(json.dumps({"agents": agents, "stages": stages}), encoding="utf-8")
-    order = ServerOrder("policy", "external", LaunchSpec(""), url=url)
+    order = ServerOrder("policy", "external", LaunchSpec(""), url=url.removesuffix("/v1"))
     start(order, folder / "server", say=lambda _: None)
     config = ["--config", str(REPOSITORY / "config" / "config.yaml"), str(more)]
     argv = ["agent", "checks", *config, "--endpoint", str(folder / "server"), "--data", str(data)]

@@ -78,8 +78,9 @@ class WireServer:
             os.close(descriptor)
 
     def _answer(self, connection: socket.socket, path: str, content: bytes) -> bool:
-        if path in _LOOKED_AT:
-            return _send(connection, 200, _LOOKED_AT[path])
+        if not path.endswith("/chat/completions"):
+            found = _LOOKED_AT.get(path)
+            return _send(connection, 200 if found else 404, found or {})
         body = json.loads(content)
         wish, _, detail = str(body["messages"][-1]["content"]).partition(":")
         with self._lock:
