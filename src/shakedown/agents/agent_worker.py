@@ -41,7 +41,7 @@ from shakedown.agents.measured import Measured
 from shakedown.agents.wire_watch import WireWatch
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
-from shakedown.debug.asked import is_held, stop_at_exception
+from shakedown.debug.asked import is_asked, is_held, stop_at_exception
 
 ALIVE_SECONDS = 1.0  # between signs of life
 LONGEST_LINE = 1 << 26  # bytes: a row of data with its images
@@ -68,7 +68,7 @@ class Host:
         self._setup, self._streams = setup, streams
         self._endpoint = AgentEndpoint(**setup["endpoint"])
         self._http = HttpRecorder()
-        self._monitor = LoopMonitor(limit=float(setup["seconds"]), held=is_held)
+        self._monitor = LoopMonitor(limit=float(setup["seconds"]), held=_may_be_held)
         self._running: dict[str, _Running] = {}
         self._instances: dict[str, Any] = {}
         # All of it before the agent's module is imported, which may make clients.
@@ -227,6 +227,10 @@ class Host:
         self._http.tls_contexts = 0
         self._monitor.lags.clear()
         self._monitor.blocked_at.clear()
+
+
+def _may_be_held() -> bool:
+    return is_asked() or is_held()
 
 
 def main() -> int:
