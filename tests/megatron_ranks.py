@@ -71,14 +71,28 @@ def sft_step(engine: Any) -> dict[str, float]:
 
 
 def two_steps(engine: Any, saved: Path | None = None) -> dict[str, Any]:
-    """Logprobs of the whole batch, then two updates; saves between them where `saved` is given."""
+    """Logprobs of the whole batch, then two updates; saves between them where `saved` is given.
+
+    Between them the weights from before the first are set, asked and taken back.
+    """
     logprobs = engine.logprobs([batch()])[0]
+    before = engine.copy_weights()
     first = sft_step(engine)
+    after = engine.copy_weights()
+    engine.set_weights(before)
+    again = engine.logprobs([batch()])[0]
+    engine.set_weights(after)
     # On one rank FSDP hands out the weights themselves, which the second step changes.
     weights = {name: value.detach().clone() for name, value in engine.gather().items()}
     if saved is not None:
         engine.save(saved)
-    return {"logprobs": logprobs, "first": first, "weights": weights, "second": sft_step(engine)}
+    return {
+        "logprobs": logprobs,
+        "again": again,
+        "first": first,
+        "weights": weights,
+        "second": sft_step(engine),
+    }
 
 
 def continued(engine: Any, saved: Path) -> dict[str, Any]:

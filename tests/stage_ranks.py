@@ -44,9 +44,15 @@ class Stage:
     """The worker side of one stage in a folder of its own."""
 
     def __init__(
-        self, assets: Path, root: Path, *, drift_limits: Mapping[str, float] | None = None
+        self,
+        assets: Path,
+        root: Path,
+        *,
+        drift_limits: Mapping[str, float] | None = None,
+        reward: str = "exact_match",
     ) -> None:
         self.paths, self._drift_limits = StagePaths(root), drift_limits or {}
+        self._reward = reward
         self._assets = assets
         self._running: list[subprocess.Popen[str] | ForkedWorker] = []
 
@@ -67,7 +73,7 @@ class Stage:
             dtype="float32",
             train=str(self._assets / "train.jsonl"),
             heldout=str(self._assets / "heldout.jsonl"),
-            reward="exact_match",
+            reward=self._reward,
             seed=0,
             world_size=world_size,
             stage_root=str(self.paths.root),

@@ -6,8 +6,10 @@ Speaks the health check and completions of vLLM and SGLang's documented /generat
 `plain` (completions alone, without token ids). Starts a child as engines do.
 """
 
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -84,6 +86,19 @@ class Engine(ThreadingHTTPServer):
         super().__init__((host, port), Handler)
         self.secret = secret
         self.mode, self.seen = mode, list[tuple[str, dict[str, Any]]]()
+        self._connections: list[socket.socket] = []
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        connection, address = super().get_request()
+        self._connections.append(connection)
+        return connection, address
+
+    def server_close(self) -> None:
+        """With its connections, as a process that ends."""
+        super().server_close()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):  # closed by the client
+                connection.shutdown(socket.SHUT_RDWR)
 
 
 def metrics(answered: int) -> str:

@@ -55,17 +55,17 @@ def _batch(step: int, version: int, weights: Path) -> RolloutBatch:
     )
 
 
-def _engine(job: StageJob, answer: Callable[[int, Path], RolloutBatch]) -> threading.Thread:
-    """Gives the batch of each step, once the weights that it is to be of are there."""
+def _engine(job: StageJob, answer: Callable[[int, int], RolloutBatch]) -> threading.Thread:
+    """Gives the batch of each step by the oldest weights that may write it, once they are there."""
     store = RolloutStore(job.attempt.exchange)
 
     def serve() -> None:
-        for step in range(1, STEPS + 1):
-            while store.latest_version() < step - 1:
+        for step in range(1, job.config.steps + 1):
+            version = _written_by(job, step)
+            while store.latest_version() < version:
                 if stop.wait(0.05):
                     return
-            newest = store.latest_weights()
-            store.publish_batch(answer(step, newest.folder if newest else Path(job.model)))
+            store.publish_batch(answer(step, version))
 
     stop = threading.Event()
     thread = threading.Thread(target=serve)
@@ -74,11 +74,34 @@ def _engine(job: StageJob, answer: Callable[[int, Path], RolloutBatch]) -> threa
     return thread
 
 
+def _written_by(job: StageJob, step: int) -> int:
+    assert job.config.grpo
+    return max(0, step - 1 - job.config.grpo.async_level)
+
+
+def _weights(job: StageJob, version: int) -> Path:
+    """Those of a version; no server says that it has loaded newer ones, so that all are kept."""
+    if not version:
+        return Path(job.model)
+    return job.attempt.exchange / "weights" / f"v{version:06d}"
+
+
 def _run(
-    stage: Stage, answer: Callable[[StageJob], Callable[[int, Path], RolloutBatch]], **drift: Any
+    stage: Stage,
+    answer: Callable[[StageJob], Callable[[int, int], RolloutBatch]],
+    async_level: int = 0,
+    *,
+    steps: int = STEPS,
+    allocation: str = "fsdp:d2",
+    **drift: Any,
 ) -> tuple[StageJob, list[int]]:
-    grpo = {**GRPO["grpo"], "drift": drift}
-    job = stage.start(GRPO, grpo=grpo, steps=STEPS, batch_size=12, checkpoint_every=1)
+    grpo = {**GRPO["grpo"], "async_level": async_level, "drift": drift}
+    job = stage.start(
+        {**GRPO, "grpo": grpo, "allocation": allocation},
+        steps=steps,
+        batch_size=12,
+        checkpoint_every=1,
+    )
     engine = _engine(job, answer(job))
     codes = stage.end()
     engine.stop.set()  # type: ignore[attr-defined]
@@ -86,28 +109,41 @@ def _run(
     return job, codes
 
 
-def _faithful(_job: StageJob) -> Callable[[int, Path], RolloutBatch]:
-    return lambda step, weights: _batch(step, step - 1, weights)
+def _faithful(job: StageJob) -> Callable[[int, int], RolloutBatch]:
+    return lambda step, version: _batch(step, version, _weights(job, version))
 
 
-def _deaf(job: StageJob) -> Callable[[int, Path], RolloutBatch]:
+def _deaf(job: StageJob) -> Callable[[int, int], RolloutBatch]:
     """Drops every update of its weights and says that it has them."""
-    return lambda step, _: _batch(step, step - 1, Path(job.model))
+    return lambda step, version: _batch(step, version, Path(job.model))
 
 
-def _stale(job: StageJob) -> Callable[[int, Path], RolloutBatch]:
+def _stale(job: StageJob) -> Callable[[int, int], RolloutBatch]:
     """Has the first weights and says so."""
     return lambda step, _: _batch(step, 0, Path(job.model))
 
 
-def _apart(_job: StageJob) -> Callable[[int, Path], RolloutBatch]:
+def _apart(job: StageJob) -> Callable[[int, int], RolloutBatch]:
     """Its weights are a little off from the first step on."""
 
-    def answer(step: int, weights: Path) -> RolloutBatch:
-        batch = _batch(step, step - 1, weights)
+    def answer(step: int, version: int) -> RolloutBatch:
+        batch = _batch(step, version, _weights(job, version))
         noise = np.random.default_rng(step).normal(0, 0.2, batch.logprobs.shape)
         off = np.where(batch.loss_mask, np.minimum(batch.logprobs + noise, 0), 0)
         return replace(batch, logprobs=off.astype(np.float32))
+
+    return answer
+
+
+def _mixed(job: StageJob) -> Callable[[int, int], RolloutBatch]:
+    """Took new weights within each answer, after its first token."""
+
+    def answer(step: int, version: int) -> RolloutBatch:
+        old, new = (_batch(step, v, _weights(job, v)) for v in (version, step - 1))
+        versions = np.where(old.loss_mask, version, -1)
+        versions[:, 6:] = step - 1
+        logprobs = np.where(versions == version, old.logprobs, new.logprobs)
+        return replace(old, logprobs=logprobs, token_versions=versions)
 
     return answer
 
@@ -126,7 +162,7 @@ def test_an_engine_that_takes_its_updates_is_within_the_limits(stage: Stage) -> 
     assert max(row["on_policy_k3"] for row in rows) < 1e-9
     verdict = _judged(stage, job, "completed")
     assert (verdict.status, verdict.next) == ("PASS", "")
-    assert verdict.findings[1].measured == "3 judged steps"
+    assert verdict.findings[1].measured == "3 judged steps, 432 tokens"
 
 
 def test_an_engine_that_drops_its_updates_stops_the_stage_at_the_first_step_of_new_weights(
@@ -136,7 +172,7 @@ def test_an_engine_that_drops_its_updates_stops_the_stage_at_the_first_step_of_n
 
     assert codes == [1, 1]
     log = stage.log(0)
-    assert "DriftError: step 2: trainer and engine differ on the tokens of its weights: k3 " in log
+    assert "DriftError: step 2: trainer and engine differ on tokens of the same weights: k3 " in log
     assert "(limit 0.002), mean_abs_dlogp" in log
     assert "next: shakedown compare --reference transformers:" in log
     rows = stage.rows()
@@ -184,3 +220,38 @@ def test_tokens_that_are_known_to_be_of_older_weights_are_no_drift(stage: Stage)
     assert rows[1]["k3"] > LIMITS["k3"]
     assert "on_policy_k3" not in rows[1]
     assert _judged(stage, job, "completed").status == "PASS"
+
+
+@pytest.mark.parametrize("allocation", ["fsdp:d2", "megatron:d2"])
+@pytest.mark.parametrize("async_level", [1, 2])
+def test_an_engine_of_older_weights_is_judged_by_those_in_every_step(
+    stage: Stage, async_level: int, allocation: str
+) -> None:
+    job, codes = _run(stage, _faithful, async_level, steps=5, allocation=allocation, action="stop")
+
+    assert codes == [0, 0], stage.log(0)
+    rows = stage.rows()
+    assert [row["staleness_max"] for row in rows[2:]] == [async_level] * 3
+    assert [row["on_policy_tokens"] for row in rows] == [144] * 5
+    assert max(row["on_policy_k3"] for row in rows) < 1e-9
+    assert min(row["k3"] for row in rows[async_level + 1 :]) > LIMITS["k3"], "staleness"
+    assert _judged(stage, job, "completed").findings[1].measured == "5 judged steps, 720 tokens"
+
+
+def test_an_engine_of_older_weights_that_drops_an_update_stops_the_stage(stage: Stage) -> None:
+    _, codes = _run(stage, _deaf, 1, steps=5, action="stop")
+
+    assert codes == [1, 1]
+    rows = stage.rows()
+    assert [row["step"] for row in rows] == [1, 2, 3], "the first of tokens said to be of version 1"
+    assert rows[1]["on_policy_k3"] < 1e-9 < LIMITS["k3"] < rows[2]["on_policy_k3"]
+    assert "DriftError: step 3: trainer and engine differ on tokens of the same weights: k3 " in (
+        stage.log(0)
+    )
+
+
+def test_tokens_of_one_answer_are_each_judged_by_the_weights_that_wrote_them(stage: Stage) -> None:
+    _, codes = _run(stage, _mixed, 1, action="stop")
+    assert codes == [0, 0], stage.log(0)
+    assert [row["on_policy_tokens"] for row in stage.rows()] == [144] * STEPS
+    assert max(row["on_policy_k3"] for row in stage.rows()) < 1e-9

@@ -143,6 +143,7 @@ class Rollout:
             "steps": 2,
             "batch_size": 2,
             "optimizer": {"lr": 1e-3},
+            "eval_samples": 0,
             "start_timeout": 20.0,
             "grpo": settings,
         }

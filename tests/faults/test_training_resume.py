@@ -97,6 +97,44 @@ def test_rank_0_tells_its_progress_and_tensorboard_draws_it(uninterrupted: Stage
     assert [step for step, _ in accuracies] == [0, 9]
 
 
+# Other texts have other rewards.
+_TEXT_AS_A_NUMBER = """
+import zlib
+
+def reward(completion, answer):
+    return zlib.crc32(completion.encode()) % 1000 / 1000
+"""
+
+
+@pytest.mark.parametrize("allocation", ["fsdp:d2", "fsdp:t2", "megatron:t2", "archon:d2"])
+def test_the_held_out_curve_has_all_its_points_after_a_kill_and_is_the_same_on_every_engine(
+    assets: Path, tmp_path: Path, allocation: str
+) -> None:
+    settings: dict[str, Any] = {"eval_every": 2, "steps": 5, "checkpoint_every": 2}
+    (tmp_path / "own.py").write_text(_TEXT_AS_A_NUMBER, encoding="utf-8")
+    reward = f"{tmp_path / 'own.py'}:reward"
+    alone, stage = (Stage(assets, tmp_path / name, reward=reward) for name in ("one", "two"))
+    assert alone.run(SFT, allocation="fsdp:d1", **settings) == [0], alone.log(0)
+    fault = {"kind": "kill_rank", "rank": 1, "step": 4}
+
+    stage.run(SFT, allocation=allocation, fault=fault, **settings)
+    assert stage.run(SFT, allocation=allocation, **settings) == [0, 0], stage.log(0)
+
+    curves = []
+    for each in (alone, stage):
+        attempts = map(each.paths.attempt, each.paths.attempt_numbers())
+        lines = "".join(attempt.evals.read_text(encoding="utf-8") for attempt in attempts)
+        rows = {row["step"]: row for row in map(json.loads, lines.splitlines())}
+        assert sorted(rows) == [0, 2, 4, 5]
+        for row in rows.values():
+            low, high = row["greedy_accuracy_low"], row["greedy_accuracy_high"]
+            assert 0 <= low <= row["greedy_accuracy"] <= high <= 1
+        curves.append([row["greedy_accuracy"] for row in rows.values()])
+    assert curves[0] == curves[1]
+    assert len(set(curves[0])) > 1
+    assert [row["step"] for row in stage.rows() if "greedy_accuracy" in row] == [2, 4, 5]
+
+
 def test_only_the_newest_checkpoints_stay(uninterrupted: Stage) -> None:
     names = sorted(path.name for path in uninterrupted.paths.checkpoints.iterdir())
 
@@ -147,6 +185,43 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     assert lost[-1] > int(resumed[1]), "rows past the checkpoint have to be there to be dropped"
     assert without_measured(stage.rows()) == without_measured(uninterrupted.rows())
     _assert_drawn(stage)
+
+
+@pytest.mark.parametrize("allocation", ["fsdp:d2", "megatron:t2", "archon:d2"])
+def test_a_killed_run_goes_on_with_another_learning_rate_exactly_as_far_as_that_reaches(
+    uninterrupted: Stage, stage: Stage, assets: Path, allocation: str
+) -> None:
+    reference, settings = uninterrupted, {"allocation": allocation, "eval_samples": 0}
+    if allocation != SFT["allocation"]:
+        reference = Stage(assets, stage.paths.root.parent / "reference")
+        assert reference.run(SFT, **settings) == [0, 0], reference.log(0)
+    other = SFT["optimizer"] | {"lr": 0.0005, "weight_decay": 0.5, "max_grad_norm": 0.1}
+    fault = {"kind": "kill_rank", "rank": 1, "step": 8}
+
+    first = stage.run(SFT, fault=fault, **settings)
+    second = stage.run(SFT, optimizer=other, steps=8, **settings)
+    again = stage.run(SFT, optimizer=SFT["optimizer"], **settings)
+
+    log = stage.paths.attempt(2).log("trainer-rank0").read_text(encoding="utf-8")
+    resumed = re.search(r"resuming from step_00000([36])$", log, re.MULTILINE)
+    assert resumed is not None, log
+    done = int(resumed[1])
+    assert (first[1], second, again) == (-signal.SIGKILL, [0, 0], [0, 0]), log
+    found, expected = without_measured(stage.rows()), without_measured(reference.rows())
+    assert found[:done] == expected[:done]
+    # The step after it still has the weights and the batch of the run that was not killed.
+    after, before = found[done], expected[done]
+    assert {**after, "lr": 0, "grad_norm": 0} == {**before, "lr": 0, "grad_norm": 0}
+    warmed_up = min(1.0, (done + 1) / SFT["optimizer"]["warmup_steps"])
+    assert after["grad_norm"] == before["grad_norm"]
+    assert after["lr"] == pytest.approx(0.0005 * warmed_up)
+    # Then they part.
+    assert found[done + 1]["loss"] != expected[done + 1]["loss"]
+    assert f"changed after step {done}: steps 9 -> 8, optimizer.lr 0.002 -> 0.0005, " in log
+    changed = [json.loads(line) for line in stage.paths.changes.read_text().splitlines()]
+    assert [(row["step"], row["attempt"]) for row in changed] == [(done, "002"), (8, "003")]
+    assert changed[1]["changed"]["optimizer.lr"] == ["0.0005", "0.002"]
+    assert [row["step"] for row in stage.rows()] == list(range(1, 10))
 
 
 # A disk that never answers while the checkpoint of step 6 is flushed to it.
@@ -226,12 +301,12 @@ def test_a_damaged_and_a_foreign_checkpoint_are_not_resumed_from(stage: Stage) -
     assert stage.run(SFT, steps=6, eval_samples=0) == [0, 0]
     damaged = stage.log(0)
 
-    other = SFT["optimizer"] | {"lr": 0.005}
+    other = SFT["optimizer"] | {"betas": [0.8, 0.9]}
     assert stage.run(SFT, steps=2, eval_samples=0, optimizer=other) == [0, 0]
 
     assert f"step_000006 ignored: damaged, engine/{shard.name} is not as" in damaged
     assert "resuming from step_000003" in damaged
-    assert "optimizer.lr: 0.002 there, 0.005 here" in stage.log(0)
+    assert "optimizer.betas: [0.9, 0.95] there, [0.8, 0.9] here" in stage.log(0)
     assert "starting from the input model" in stage.log(0)
     assert [row["step"] for row in stage.rows()] == [1, 2]
     assert (stage.paths.checkpoints / "foreign-step_000006").is_dir()

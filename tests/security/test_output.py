@@ -174,6 +174,7 @@ def test_on_a_read_only_file_system_every_command_says_so_and_exits_3(
     RunPaths(disk / "run").stage("sft").new_attempt()
     model = tmp_path / "model"
     write_json(model / "config.json", {})
+    write_json(model / "tokenizer.json", {})
     commands = [
         ["accept", str(good), "--out", str(disk / "accepted.json")],
         ["accept", str(bad), "--remove-on-fail", str(good)],

@@ -7,6 +7,7 @@ import functools
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference", type=place, help="transformers:MODEL, a folder or a hub name"
     )
     parser.add_argument(
-        "--engine", type=place, help="URL, URL,URL, vllm:MODEL or sglang:MODEL (started and ended)"
+        "--engine",
+        type=place,
+        help="URL or URL,URL (their key: OPENAI_API_KEY), vllm:MODEL or sglang:MODEL (started and "
+        "ended)",
     )
     parser.add_argument(
         "--data",
@@ -180,7 +184,7 @@ def _again(args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def _planned_by_hand(args: argparse.Namespace) -> "Iterator[Plan]":
-    from shakedown.consistency.server import OwnServer, open_server
+    from shakedown.consistency.server import OwnServer, check_engine, open_server
 
     for name in ("reference", "engine", "data"):
         if getattr(args, name) is None:
@@ -197,16 +201,18 @@ def _planned_by_hand(args: argparse.Namespace) -> "Iterator[Plan]":
     own = OwnServer(
         ComparisonPaths(args.out).server, args.dtype, args.max_model_len, args.kv_cache_gb, _say
     )
+    # What is wrong with any of them is told before a server is started.
+    check_engine(args.engine)
+    plan = _plan(
+        args,
+        reference=model,
+        source=args.data,
+        limit=args.limit,
+        reward=args.reward or "",
+        trainer=args.trainer or "",
+    )
     with open_server(args.engine, own) as server:
-        yield _plan(
-            args,
-            server,
-            reference=model,
-            source=args.data,
-            limit=args.limit,
-            reward=args.reward or "",
-            trainer=args.trainer or "",
-        )
+        yield _served(plan, server)
 
 
 @contextlib.contextmanager
@@ -233,9 +239,8 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
         in_use(args.endpoint, lambda: order_of_run(config)) as served,
         relayed(served.base_url, served.api_key()) as servers,
     ):
-        yield _plan(
+        plan = _plan(
             args,
-            ComparedServer.of(served, servers.url, servers.findings),
             reference=args.reference.partition(":")[2] if args.reference else served.model,
             source=args.data or heldout_source(config),
             limit=args.limit or config.consistency.samples,
@@ -244,11 +249,11 @@ def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
             limits=RewardLimits(config.data.reward_timeout, config.data.reward_memory_gb),
             trainer=args.trainer or last_backend(config),
         )
+        yield _served(plan, ComparedServer.of(served, servers.url, servers.findings))
 
 
 def _plan(
     args: argparse.Namespace,
-    server: "ComparedServer",
     *,
     reference: str,
     source: str,
@@ -258,33 +263,44 @@ def _plan(
     limits: "RewardLimits | None" = None,
     trainer: str = "",
 ) -> "Plan":
-    from shakedown.consistency.plan import Plan
+    """What is asked for, without a server yet."""
+    from shakedown.consistency.plan import Plan, check_reference
     from shakedown.training.forward import trainer_scores
 
     parsed = parse_source(source)
     rows = read_rows(source, limit=limit, images=True)
     reward = _usable_reward(args, reward, rows)
+    check_reference(reference)
     own = given(args, "max_tokens", "temperature", "grade", "dtype", "seed")
     return Plan(
-        url=server.url,
-        model=server.model or args.model,
-        api_key=server.api_key,
+        url="",
+        model=args.model,
         reference=reference,
         rows=rows,
         concurrency=args.concurrency,
         request_timeout=args.request_timeout,
         again=_again(args),
         folder=None if parsed.hub else Path(parsed.place).parent,
-        servers=server.findings,
         reward=functools.partial(_rewards, reward, limits) if reward else None,
         reward_name=reward,
-        engine_dtype=args.engine_dtype or server.dtype,
-        engine_weights=server.weights,
-        engine_log=server.log,
+        engine_dtype=args.engine_dtype or "",
         factors=args.factors,
         trainer=trainer_scores(trainer, reference) if trainer else None,
         trainer_name=trainer,
         **{**(settings or {}), **own},
+    )
+
+
+def _served(plan: "Plan", server: "ComparedServer") -> "Plan":
+    return replace(
+        plan,
+        url=server.url,
+        model=server.model or plan.model,
+        api_key=server.api_key,
+        servers=server.findings,
+        engine_dtype=plan.engine_dtype or server.dtype,
+        engine_weights=server.weights,
+        engine_log=server.log,
     )
 
 

@@ -10,17 +10,15 @@ from shakedown.config.load import (
     parse_config,
     write_resolved,
 )
+from shakedown.config.policy import DriftConfig, GrpoConfig, OptimizerConfig
 from shakedown.config.schema import (
     AgentsConfig,
     ClusterConfig,
     Config,
     ConsistencyConfig,
     DataConfig,
-    DriftConfig,
     FaultConfig,
-    GrpoConfig,
     ModelConfig,
-    OptimizerConfig,
     PreflightConfig,
     ProfileConfig,
     ServeConfig,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from shakedown.cluster.allocation import Part, parse_allocation
 from shakedown.config.places import lint_places
-from shakedown.config.schema import Config, GrpoConfig, ServeConfig, StageConfig
+from shakedown.config.policy import GrpoConfig
+from shakedown.config.schema import Config, ServeConfig, StageConfig
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.verdict import Finding
 from shakedown.data_sources import FORMATS, parse_source

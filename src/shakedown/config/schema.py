@@ -5,10 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal, TypeGuard
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
     ValidationInfo,
@@ -16,31 +13,16 @@ from pydantic import (
     model_validator,
 )
 
+from shakedown.config.policy import GrpoConfig, Limit, OptimizerConfig, TokenLimits
+from shakedown.config.values import Name, NonNegative, Place, Positive, Seconds, Section
 from shakedown.core.errors import did_you_mean
-from shakedown.core.home import expand_home
 from shakedown.core.paths import RunPaths
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-Coefficient = Annotated[float, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
-# A folder's name: file systems end at 255 bytes, and names are put together.
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
-# A path, or the name of something; no shell expands a `~` in YAML.
-Place = Annotated[str, AfterValidator(expand_home)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
 Sink = Literal["tensorboard", "wandb"]
 
 
 def _is_texts(value: object) -> TypeGuard[list[str]]:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
-
-
-class Section(BaseModel):
-    """Strict base: an unknown key or a wrong type is an error, never ignored."""
-
-    # Infinite numbers have no form in JSON, which every part of a run is told its settings by.
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
 class ModelConfig(Section):
@@ -155,22 +137,6 @@ class AgentsConfig(Section):
         return self
 
 
-Limit = Annotated[float, Field(ge=0)] | None
-
-
-class TokenLimits(Section):
-    """A metric passes up to its limit and fails above it; None leaves it as the grade has it."""
-
-    k3: Limit = None
-    token_mult_prob_error: Limit = None
-    mean_abs_dlogp: Limit = None
-    max_abs_dlogp: Limit = None
-    p99_abs_dlogp: Limit = None
-    mean_abs_dprob: Limit = None
-    chi2: Limit = None
-    extreme_share: Limit = None
-
-
 class ConsistencyLimits(TokenLimits):
     """Those of `compare`, which also generates greedily."""
 
@@ -244,73 +210,6 @@ class ProfileConfig(Section):
         return self
 
 
-class OptimizerConfig(Section):
-    """AdamW with linear warm-up."""
-
-    lr: Annotated[float, Field(gt=0)]
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    warmup_steps: NonNegative = 0
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-
-
-class DriftConfig(Section):
-    """What becomes of a stage whose trainer and engine disagree on the tokens of its own weights.
-
-    `limits` are over those of the run's `consistency`; `patience`: steps in a row.
-    """
-
-    action: Literal["flag", "stop", "off"] = "flag"
-    limits: TokenLimits = TokenLimits()
-    patience: Positive = 1
-
-
-class GrpoConfig(Section):
-    """GRPO's own settings. `async_level`: steps the trainer may run ahead (0 = synchronous)."""
-
-    # A group of one has no advantage: its only reward is its mean.
-    group_size: Annotated[int, Field(ge=2)] = 16
-    max_tokens: Positive = 8
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    # DAPO's two limits ("clip-higher", arXiv 2503.14476).
-    clip_low: Annotated[float, Field(gt=0)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
-    epochs: Positive = 1
-    advantage: Literal["group_std", "group_mean"] = "group_std"
-    loss_level: Literal["token", "sequence"] = "token"
-    drop_flat_groups: bool = False
-    # Formulas and papers of these: training/algorithms/policy_loss.py and policy_update.py.
-    decoupled: bool = True
-    tis_cap: Coefficient = 2.0
-    kl_coef: Coefficient = 0.0
-    entropy_coef: Coefficient = 0.0
-    async_level: NonNegative = 1
-    max_concurrent: Positive = 512
-    agent: Place = ""
-    agent_kwargs: dict[str, JsonValue] = {}
-    agent_timeout: Seconds = 120.0
-    batch_timeout: Seconds = 600.0
-    weight_update_timeout: Seconds = 120.0
-    record: bool = False
-    partial_rollouts: bool = False
-    drift: DriftConfig = DriftConfig()
-
-    @model_validator(mode="after")
-    def _cap_leaves_equal_tokens_alone(self) -> "GrpoConfig":
-        # A cap below 1 would also weigh down tokens on which trainer and engine agree.
-        if 0 < self.tis_cap < 1:
-            raise ValueError(f"tis_cap is 0 (no weights) or at least 1, got {self.tis_cap}")
-        return self
-
-    @model_validator(mode="after")
-    def _agent_goes_with_its_settings(self) -> "GrpoConfig":
-        if self.agent and self.partial_rollouts:
-            raise ValueError("partial_rollouts would cut the requests of an own agent: set one")
-        if self.agent_kwargs and not self.agent:
-            raise ValueError("agent_kwargs are for the class that `agent` names: set that too")
-        return self
-
-
 class StageConfig(Section):
     """One training stage. `batch_size`: sequences (SFT) or prompts (GRPO) a step, all ranks."""
 
@@ -326,6 +225,7 @@ class StageConfig(Section):
     checkpoint_every: Positive = 50
     keep_checkpoints: Positive = 2
     eval_samples: NonNegative = 400
+    eval_every: NonNegative = 0
     sinks: list[Sink] = []
     stall_timeout: Seconds = 60.0
     start_timeout: Seconds = 300.0

@@ -8,6 +8,8 @@ from typing import Any
 from shakedown.consistency.accuracy import RewardOf
 from shakedown.consistency.compare import Array
 from shakedown.consistency.samples import Scored
+from shakedown.core.errors import UsageError
+from shakedown.core.model_folder import check_sizes, check_tokenizer
 from shakedown.core.verdict import Finding
 
 Progress = Callable[[str], None]
@@ -59,3 +61,20 @@ class Plan:
     again: str = "the same command"
     folder: Path | None = None
     servers: Callable[[], Sequence[Finding]] = list
+
+
+def check_reference(model: str) -> None:
+    """Refuse a local folder by what its files tell at once; a hub name is not looked up.
+
+    Raises:
+        UsageError: no such folder, no tokenizer in it, or its sizes are not those of its weights.
+    """
+    folder = Path(model)
+    if (folder / "config.json").is_file():
+        check_tokenizer(folder)
+        check_sizes(folder)
+    elif model.startswith((".", "/")) or model.count("/") > 1:
+        raise UsageError(
+            f"reference model {model}: no such folder, or no config.json in it",
+            hint="give a Hugging Face checkpoint folder or a hub name",
+        )

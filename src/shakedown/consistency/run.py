@@ -26,6 +26,7 @@ from shakedown.consistency.tally import Tally
 from shakedown.core.errors import BlockedError, ServerError, ShakedownError, StorageError
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Finding, Status, status_of
+from shakedown.models.huggingface import quiet
 
 _BAD = ("fail", "error", "warn")  # what a finding can be that did not pass, the worst first
 _PART = 256  # prompts that are generated together, then scored and written together
@@ -95,6 +96,8 @@ def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Co
         get_limits(plan.grade)
     rows = check_rows(plan.rows, plan.folder)
     begin = time.monotonic()
+    progress(f"loading {plan.reference} in transformers")
+    quiet()  # its progress bar is one line of escapes in a log
     reference = Reference(plan.reference, dtype=plan.dtype)
     parts = Parts(ComparisonPaths(out).parts, _identity(plan, reference, rows))
     work = _Work(plan, reference, parts, progress)

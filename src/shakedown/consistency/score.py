@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from transformers import (
     GenerationConfig,
 )
 
+from shakedown.consistency.plan import check_reference
 from shakedown.consistency.samples import EncodedPrompt, ImageIds, Score, Scored
 from shakedown.consistency.vision import Vision, completion_logits
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import BlockedError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -35,12 +35,14 @@ class Reference:
         config: a transformers config that takes the place of the checkpoint's own.
 
     Raises:
-        UsageError: no such folder, or it holds no model.
+        UsageError: no such folder, it lacks files, or its sizes are not those of its weights.
         BlockedError: the hub's model cannot be had.
     """
 
     def __init__(self, model: str, *, dtype: str = "auto", config: Any = None) -> None:
         self.name = model
+        if config is None:
+            check_reference(model)
         self.tokenizer: Any = _load(AutoTokenizer, model)
         config = config if config is not None else _load(AutoConfig, model)
         # Some checkpoints with vision have a class for text alone (Phi-4 multimodal).
@@ -308,15 +310,8 @@ def _length(item: Scored) -> int:
 
 
 def _load(kind: Any, model: str, **options: Any) -> Any:
-    looks_local = model.startswith((".", "/")) or model.count("/") > 1
-    path = Path(model)
-    if looks_local and not (path / "config.json").is_file():
-        raise UsageError(
-            f"reference model {model}: no such folder, or no config.json in it",
-            hint="give a Hugging Face checkpoint folder or a hub name",
-        )
     try:
-        return kind.from_pretrained(str(path) if looks_local else model, **options)
+        return kind.from_pretrained(model, **options)
     except (OSError, ValueError, RuntimeError) as error:
         raise BlockedError(
             f"cannot load {model}: {' '.join(str(error).split())[:300]}",

@@ -14,6 +14,7 @@ from shakedown.inference.folder import Endpoint, ServerOrder
 from shakedown.inference.relay import relayed
 from shakedown.inference.server import temporary
 
+_URLS = ("http://", "https://")
 _ENGINES = ("vllm", "sglang")  # those that give log-probabilities
 
 
@@ -71,6 +72,20 @@ class OwnServer:
     say: Callable[[str], None] = print
 
 
+def check_engine(engine: str) -> None:
+    """Refuse what names no server.
+
+    Raises:
+        UsageError: neither a URL nor ENGINE:MODEL.
+    """
+    kind, _, model = engine.partition(":")
+    if not engine.startswith(_URLS) and not (kind in _ENGINES and model):
+        raise UsageError(
+            f"--engine {engine!r}: expected a URL, {' or '.join(f'{e}:MODEL' for e in _ENGINES)}"
+            f"{did_you_mean(kind, _ENGINES)}"
+        )
+
+
 @contextlib.contextmanager
 def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
     """The server at a URL as it is; for `vllm:MODEL` or `sglang:MODEL` one of our own.
@@ -81,17 +96,13 @@ def open_server(engine: str, own: OwnServer) -> Iterator[ComparedServer]:
         UsageError: neither a URL nor ENGINE:MODEL; a checkpoint that cannot be read.
         ServerError: our own server did not start.
     """
-    if engine.startswith(("http://", "https://")):
+    check_engine(engine)
+    if engine.startswith(_URLS):
         key = os.environ.get("OPENAI_API_KEY", "")
         with relayed(engine.rstrip("/").removesuffix("/v1"), key) as servers:
             yield ComparedServer(servers.url, api_key=key, findings=servers.findings)
         return
     kind, _, model = engine.partition(":")
-    if kind not in _ENGINES or not model:
-        raise UsageError(
-            f"--engine {engine!r}: expected a URL, {' or '.join(f'{e}:MODEL' for e in _ENGINES)}"
-            f"{did_you_mean(kind, _ENGINES)}"
-        )
     order = ServerOrder("compare", kind, _spec(model, own))
     with temporary(order, own.folder, say=own.say) as endpoint:
         yield ComparedServer.of(endpoint)

@@ -184,6 +184,8 @@ class StagePaths:
     # the stage's result as a Hugging Face checkpoint: the next stage's input model
     export = Below("model")
     metrics = Below("metrics.jsonl")
+    # settings that were changed between attempts: one JSON row for each that went on with others
+    changes = Below("changes.jsonl")
     tensorboard = Below("tensorboard")  # event files, with `sinks: [tensorboard]`
     wandb = Below("wandb.json")  # the id of the stage's run, with `sinks: [wandb]`
     rollouts = Below("rollouts")  # recorded rollout batches, one file a step; see `grpo.record`

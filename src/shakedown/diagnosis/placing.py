@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import PurePath
 from typing import Any
 
 from shakedown.core.ranges import natural
@@ -137,6 +138,8 @@ def _who_of(event: LogEvent, owners: Owners, gpus: Mapping[tuple[str, str], Iden
         return event.who
     pid = detail.get("pid", detail.get("pid_b"))
     known = owners.of(host, pid) if pid else None
+    if known is not None and host and not known.host and _PRIVATE >= pid:
+        known = None  # of a container's process: other nodes have one of that number, too
     if known is None and "bus" in detail:
         # `0000:5d:00`, of which NCCL's lines are compared without the domain
         known = gpus.get((host, str(detail["bus"])[-5:].lower()))
@@ -224,10 +227,21 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
     for rank, ((host, pid), stacks) in enumerate(ordered):
         component = _component(facts, Identity(rank, pid if pid < 2**32 else None, host))
         component.stacks += stacks
-    files = [(host, stacks[0].place.path) for (host, _), stacks in ordered if host]
-    facts.guessed = len(set(files)) < len(files)
+    files = [(host, stacks[0].place.path) for (host, _), stacks in ordered]
+    hosted = [row for row in files if row[0]]
+    facts.guessed = len(set(hosted)) < len(hosted) or _ordered_otherwise([p for _, p in files])
     facts.conflicts.append(_guessed([key for key, _ in ordered]))
     _place_children(facts, loose)
+
+
+def _ordered_otherwise(paths: Sequence[str]) -> bool:
+    """Files of one series whose order is not that of the process ids in them.
+
+    Process ids count within one machine, and such files may be of several.
+    """
+    names = list(dict.fromkeys(PurePath(path).stem for path in paths))
+    series = len({name[:3] for name in names}) == 1
+    return series and names != sorted(names, key=natural)
 
 
 def _place_states(facts: Facts, records: Iterable[Record]) -> None:

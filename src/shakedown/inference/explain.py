@@ -25,6 +25,9 @@ class Rule:
     source: str
 
 
+# As Python ends a traceback.
+_ERROR = re.compile(r"\b\w{1,80}(?:Error|Exception): [^\n]{1,300}")
+
 # No pattern has an unbounded `.*`: a log of repeated words would be searched for minutes.
 # The first rule whose pattern is found decides: from the most exact to the most general.
 RULES: tuple[Rule, ...] = (
@@ -194,6 +197,12 @@ def likely_cause(log: str, returncode: int | None = None) -> Cause | None:
             "dmesg | tail; or ask Slurm: sacct -j JOB -o State,MaxRSS",
         )
     return None
+
+
+def first_error(log: str) -> str:
+    """The first exception of a log in its own words: those after it are mostly its consequences."""
+    found = _ERROR.search(log)
+    return found[0] if found else ""
 
 
 def log_end(text: str, lines: int = 15) -> str:

@@ -12,11 +12,15 @@ from typing import Any, Literal
 from shakedown.cluster.recorded import Recorded
 from shakedown.core.errors import UsageError
 from shakedown.core.files import json_as, read_json_as, write_json
+from shakedown.core.model_folder import check_sizes, check_tokenizer
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.secret import read_secret
 
 ENDPOINT_SCHEMA = "shakedown/endpoint/1"
+# Arguments of vLLM and SGLang: the weights are not the folder's, or its tokenizer is not used.
+_OTHER_SHAPES = ("--hf-overrides", "--json-model-override-args", "--load-format", "--quantization")
+_OTHER_TOKENIZER = ("--tokenizer", "--tokenizer-path", "--skip-tokenizer-init")
 _START = "shakedown serve start --config FILE --out FOLDER"
 
 
@@ -164,7 +168,8 @@ def with_model(order: ServerOrder) -> ServerOrder:
     """The order with a model's folder by its whole path: a job and clients run elsewhere.
 
     Raises:
-        UsageError: the name looks like a folder and is none, or the folder holds no model.
+        UsageError: the name looks like a folder and is none, the folder holds no model, or its
+            config.json and weights do not fit.
     """
     given = order.spec.model
     model = Path(given)
@@ -177,8 +182,27 @@ def with_model(order: ServerOrder) -> ServerOrder:
         raise UsageError(f"{model} is no Hugging Face model: it has no config.json")
     if not model.is_dir():
         return order
+    if not _names(order, _OTHER_SHAPES):
+        check_sizes(model)
     # Not resolved: a link that names the newest checkpoint keeps its name.
     return replace(order, spec=replace(order.spec, model=str(model.absolute())))
+
+
+def launchable(order: ServerOrder) -> ServerOrder:
+    """`with_model` of a server that is to be started: it needs a tokenizer, too.
+
+    Raises:
+        UsageError: as `with_model`, or the folder has none.
+    """
+    order = with_model(order)
+    if Path(order.spec.model).is_dir() and not _names(order, _OTHER_TOKENIZER):
+        check_tokenizer(Path(order.spec.model))
+    return order
+
+
+def _names(order: ServerOrder, options: tuple[str, ...]) -> bool:
+    """Whether the engine's own arguments have one of these."""
+    return any(word.split("=")[0] in options for word in order.spec.extra_args)
 
 
 def order_of(text: str) -> ServerOrder:

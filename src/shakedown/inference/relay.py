@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shakedown.core.errors import BlockedError, ServerError, UsageError
+from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.verdict import Finding
 
 if TYPE_CHECKING:
@@ -31,21 +31,14 @@ def relayed(
 
     Raises:
         UsageError: several, and one of them is no URL or stands there twice.
-        BlockedError: several, and aiohttp is missing.
         ServerError: as the block does; where all servers are put aside it says so.
     """
     if "," not in text:
         yield Servers(text)
         return
     urls = split_urls(text)
-    try:
-        # A single server, as most are, needs no aiohttp.
-        from shakedown.inference.relay_server import Relay
-    except ModuleNotFoundError as error:
-        raise BlockedError(
-            f"several servers need a package that is not installed: {error.name}",
-            hint="pip install 'slurm-shakedown[agents]'",
-        ) from error
+    from shakedown.inference.relay_server import Relay  # a single server, as most are, needs none
+
     relay = Relay(urls, api_key, sticky=sticky, every=every, patience=patience)
     with relay.serving():
         try:

@@ -22,9 +22,9 @@ from shakedown.inference.folder import (
     Endpoint,
     ServerOrder,
     State,
+    launchable,
     read_endpoint,
     read_state,
-    with_model,
 )
 from shakedown.inference.lease import Lease
 from shakedown.inference.processes import (
@@ -73,7 +73,7 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
                 say(f"serve: {found.name} of this folder is replaced by {order.url}")
                 stop_server(folder, say)
             return external.attach(order, folder, say)
-    order = with_model(order)
+    order = launchable(order)
     get_engine(order.engine).launch(order.spec)  # a wrong allocation is told before anything runs
     with locked(folder):
         make_secret(folder.secret, os.environ.get(_OWN_KEY, ""))
@@ -114,7 +114,7 @@ def ensure(
                 f"{endpoint.name} is gone, and commands are not read from {folder.endpoint}",
                 hint=f"shakedown serve ensure {shlex.quote(str(folder.root))} --config FILE",
             )
-        again = _placed_as(endpoint, with_model(order()))
+        again = _placed_as(endpoint, launchable(order()))
         say(f"serve: {endpoint.ended or f'{endpoint.name} is gone'}; starting it again")
         stop_server(folder, say)
         # The old address again, where it is free: consumers may have read endpoint.json before. On

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from shakedown.core.errors import UsageError
 from shakedown.core.folders import storage_errors
+from shakedown.core.model_folder import check_sizes, check_tokenizer
 from shakedown.core.private import make_folders
 from shakedown.models.load_progress import loaded
 
@@ -47,9 +49,11 @@ def read_config(folder: Path) -> Any:
     """The model's configuration.
 
     Raises:
-        UsageError: missing, or of a kind that transformers cannot read.
+        UsageError: missing, of a kind that transformers cannot read, or its sizes are not those
+            of the weights.
     """
     check_folder(folder)
+    check_sizes(folder)
     with _readable(folder, "config"):
         return AutoConfig.from_pretrained(folder, local_files_only=True)
 
@@ -61,6 +65,7 @@ def read_tokenizer(folder: Path) -> Any:
         UsageError: missing, unreadable, or without an end-of-sequence token.
     """
     check_folder(folder)
+    check_tokenizer(folder)
     with _readable(folder, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     if tokenizer.eos_token_id is None:
@@ -69,6 +74,23 @@ def read_tokenizer(folder: Path) -> Any:
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def stop_tokens(folder: Path, tokenizer: Any) -> list[int]:
+    """All tokens that end an answer: the tokenizer's, and those of generation_config.json.
+
+    Chat models often end a turn by another token than the tokenizer's (Gemma's `<end_of_turn>`,
+    Phi's `<|end|>`); inference servers stop at both.
+
+    Raises:
+        UsageError: generation_config.json cannot be read.
+    """
+    found = {int(tokenizer.eos_token_id)}
+    if (folder / _GENERATION).is_file():
+        with _readable(folder, "generation config"):
+            named = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        found.update([named] if isinstance(named, int) else named or ())
+    return sorted(found)
 
 
 def read_model(folder: Path) -> Any:
@@ -88,6 +110,21 @@ def read_model(folder: Path) -> Any:
         wrong = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
         listed = ", ".join(wrong[:3])
         raise UsageError(f"{folder}: {len(wrong)} weights are missing or misshapen: {listed}")
+    return model
+
+
+def without_noise(model: Any) -> Any:
+    """The model, whose dropout and routers' jitter are off in training too, in place.
+
+    A policy's ratio is to log-probabilities of the same model: noise that the engine and the pass
+    before the update do not have would move it away from 1. config.json keeps what it says.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and re.search("dropout|pdrop|jitter", name):
+                setattr(module, name, 0.0)
     return model
 
 

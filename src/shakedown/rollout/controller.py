@@ -1,15 +1,19 @@
 """Runs groups of episodes at once, as many as staleness allows, and hands them out in batches.
 
-Groups come out in order of completion. A group that fails is counted by its cause and never
-loses another one. Everything happens on one event loop.
+Groups come out oldest first, and a batch is held back while it would leave more behind than can be
+used in time. A group that fails is counted by its cause and never loses another one. Everything
+happens on one event loop.
 """
 
 import asyncio
+import bisect
 import contextlib
+import itertools
 import logging
+import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Generic, Self, TypeVar
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from shakedown.core.errors import BlockedError, ConfigError
 from shakedown.rollout.staleness import Staleness, explain
@@ -17,6 +21,16 @@ from shakedown.rollout.staleness import Staleness, explain
 Data = TypeVar("Data")
 Group = TypeVar("Group")
 _LOG = logging.getLogger(__name__)
+
+
+class _Start(NamedTuple):
+    """Groups are used in this order: by the version that was current at the start, then its turn.
+
+    Tokens of a group are of that version or newer.
+    """
+
+    version: int
+    turn: int
 
 
 class RolloutController(Generic[Data, Group]):
@@ -29,7 +43,10 @@ class RolloutController(Generic[Data, Group]):
         batch_size: groups that `next_batch` returns and one update consumes.
         source: drawn from when nothing submitted is left; endless or not.
         total: groups wanted in all; failed ones are replaced from the source.
-        accepted: of those, groups that were made and handed out before: they count as accepted.
+        accepted: of those, groups that were made and handed out before, in whole batches.
+
+    `held_seconds`: how long the last batch was held back, complete, for groups in flight that were
+    due in it.
 
     Raises:
         ConfigError: with these settings not even one batch could ever be complete.
@@ -52,10 +69,12 @@ class RolloutController(Generic[Data, Group]):
             raise ConfigError(trap)
         self._run_group, self._source, self._total = run_group, source, total
         self._waiting: deque[Data] = deque()
-        self._running: set[asyncio.Task[None]] = set()
-        self._ready: deque[Group] = deque()
+        self._running: dict[asyncio.Task[None], _Start] = {}
+        self._ready: list[tuple[_Start, Group]] = []  # in order
+        self._turns = itertools.count()
         self._changed = asyncio.Event()
-        self._version, self._accepted = 0, accepted
+        self._version, self._accepted, self._handed_out = 0, accepted, accepted
+        self.held_seconds = 0.0
         self._paused = self._closed = False
         # A dead server fails every group at once: a source must not be emptied into it.
         self._failed_in_row, self._hopeless = 0, max_concurrent + batch_size
@@ -139,25 +158,30 @@ class RolloutController(Generic[Data, Group]):
             ) from None
 
     async def next_batch(self, timeout: float | None = None) -> list[Group]:  # noqa: ASYNC109
-        """The next `batch_size` groups, in order of completion.
+        """The next `batch_size` groups, oldest first.
 
         Raises:
             BlockedError: not complete within `timeout` seconds (None: no limit), or it can never
                 be; nothing that is ready is lost.
         """
         self._start_more()
-        size = self._rule.batch_size
+        size, complete = self._rule.batch_size, None
         try:
             async with asyncio.timeout(timeout):
-                while len(self._ready) < size:
+                while len(self._ready) < size or not self._rest_in_time():
                     if self._exhausted():
                         raise BlockedError(f"no batch of {size} can be complete: {self._state()}")
+                    if complete is None and len(self._ready) >= size:
+                        complete = time.monotonic()
                     await self._change()
         except TimeoutError:
             raise BlockedError(
                 f"no batch of {size} groups within {timeout:.0f} s: {self._state()}"
             ) from None
-        return [self._ready.popleft() for _ in range(size)]
+        self.held_seconds = 0.0 if complete is None else time.monotonic() - complete
+        self._handed_out += size
+        batch, self._ready = self._ready[:size], self._ready[size:]
+        return [group for _, group in batch]
 
     async def close(self) -> None:
         """Cancel what is in flight and wait for it to end."""
@@ -171,8 +195,9 @@ class RolloutController(Generic[Data, Group]):
         while not self._held() and self.capacity > 0:
             if not self._waiting and not self._draw():
                 return
-            task = asyncio.create_task(self._run(self._waiting.popleft()))
-            self._running.add(task)
+            start = _Start(self._version, next(self._turns))
+            task = asyncio.create_task(self._run(self._waiting.popleft(), start))
+            self._running[task] = start
             # A callback, as the task still counts as running until `_run` has returned.
             task.add_done_callback(self._ended)
 
@@ -189,7 +214,7 @@ class RolloutController(Generic[Data, Group]):
         self._source = None
         return False
 
-    async def _run(self, data: Data) -> None:
+    async def _run(self, data: Data, start: _Start) -> None:
         try:
             group = await self._run_group(data)
         except Exception as error:  # noqa: BLE001 - any fault of one group is that group's alone
@@ -202,10 +227,10 @@ class RolloutController(Generic[Data, Group]):
         else:
             self._failed_in_row = 0
             self._accepted += 1
-            self._ready.append(group)
+            bisect.insort(self._ready, (start, group), key=lambda each: each[0])
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._running.discard(task)
+        del self._running[task]
         self._start_more()
         self._changed.set()
 
@@ -214,6 +239,14 @@ class RolloutController(Generic[Data, Group]):
         # change can be missed.
         self._changed.clear()
         await self._changed.wait()
+
+    def _rest_in_time(self) -> bool:
+        """Whether what the next batch leaves behind can still be used before it is too old."""
+        size = self._rule.batch_size
+        left = [*self._running.values(), *(start for start, _ in self._ready[size:])]
+        return self._rule.in_time(
+            (start.version for start in left), batches=self._handed_out // size + 1
+        )
 
     def _exhausted(self) -> bool:
         if self._running:

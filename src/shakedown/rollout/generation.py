@@ -7,7 +7,6 @@ its prompt and its tokens so far with the new weights, and every token knows who
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -109,7 +108,6 @@ class Generation:
 
     Args:
         version: of the weights that the server answers with now.
-        newest: the version that is going to be loaded next, for partial rollouts.
         vocabulary: the model's tokens; None: not known.
     """
 
@@ -119,15 +117,11 @@ class Generation:
         settings: GrpoConfig,
         version: Callable[[], int],
         *,
-        newest: Callable[[], int] | None = None,
         vocabulary: int | None = None,
     ) -> None:
         self._client, self._settings = client, settings
-        self._version, self._newest = version, newest or version
-        self._vocabulary = vocabulary
+        self._version, self._vocabulary = version, vocabulary
         self._gate = RequestGate()
-        # Requests in flight, by the oldest version in their group.
-        self._in_flight: Counter[int] = Counter()
 
     async def pause(self, within: float) -> None:
         """Send nothing more, and wait for what is in flight; partial rollouts are interrupted.
@@ -160,39 +154,27 @@ class Generation:
     def _longest(self) -> int:
         return self._settings.max_tokens
 
-    def _may_interrupt(self) -> bool:
-        """What is already as old as staleness allows comes to its end instead."""
-        oldest = min(self._in_flight, default=0)
-        allowed = self._newest() - self._settings.async_level
-        return self._settings.partial_rollouts and oldest >= allowed
-
     async def _interrupt(self, within: float) -> bool:
         """Whether the server was asked to end what it has in flight."""
-        if not self._may_interrupt():
+        if not self._settings.partial_rollouts:
             return False
         for request in self._client.engine.interrupt():
             await self._client.send(request, within=within)
         return True
 
     async def _ask(
-        self, prompt: Sequence[int], longest: int, *, samples: int, oldest: int | None = None
+        self, prompt: Sequence[int], longest: int, *, samples: int
     ) -> tuple[Sequence[Completion], int]:
         """One request's samples, and the version that wrote them."""
         async with self._gate.request():
             # Inside the gate, which is closed while weights are loaded: no other version answers.
             version = self._version()
-            key = version if oldest is None else oldest
-            self._in_flight[key] += 1
-            try:
-                found = await self._client.generate(
-                    prompt,
-                    max_tokens=longest,
-                    temperature=self._settings.temperature,
-                    samples=samples,
-                )
-            finally:
-                # Counter's subtraction drops a key that falls to 0, and `min` reads the keys.
-                self._in_flight -= Counter({key: 1})
+            found = await self._client.generate(
+                prompt,
+                max_tokens=longest,
+                temperature=self._settings.temperature,
+                samples=samples,
+            )
         for each in found:
             self._check(each, longest, piece=self._settings.partial_rollouts)
         return found, version
@@ -206,7 +188,7 @@ class Generation:
             draft.add(piece, version, self._longest)
         # Together: the first error must not leave requests behind that nobody awaits.
         ends = await asyncio.gather(
-            *(self._go_on(prompt, draft, version) for draft in drafts), return_exceptions=True
+            *(self._go_on(prompt, draft) for draft in drafts), return_exceptions=True
         )
         for end in ends:
             if isinstance(end, BaseException):
@@ -216,13 +198,10 @@ class Generation:
             self._check(each, self._longest)
         return found, min(min(each.versions) for each in found)
 
-    async def _go_on(self, prompt: Sequence[int], draft: _Draft, oldest: int) -> None:
+    async def _go_on(self, prompt: Sequence[int], draft: _Draft) -> None:
         while draft.interrupted:
             (piece,), version = await self._ask(
-                [*prompt, *draft.tokens],
-                self._longest - len(draft.tokens),
-                samples=1,
-                oldest=oldest,
+                [*prompt, *draft.tokens], self._longest - len(draft.tokens), samples=1
             )
             draft.add(piece, version, self._longest)
 

@@ -48,6 +48,8 @@ class Group:
     `rewards`: one an episode. `completions`: all that the engine sampled for them. `seconds`:
     generation. `failed`: episodes that got no reward and are left out. `agent_episodes`: what an
     agent's episodes are to be trained on; None: each completion is an episode of one sequence.
+    `mask_truncated`: a completion that was cut off is rewarded and compared, and not trained on
+    (DAPO's overlong filtering, arXiv 2503.14476, section 3.4): nobody knows how it would end.
     """
 
     prompt: Prompt
@@ -57,6 +59,7 @@ class Group:
     seconds: float
     failed: int = 0
     agent_episodes: Sequence[EpisodeSequences] | None = None
+    mask_truncated: bool = False
 
     @property
     def episodes(self) -> Sequence[EpisodeSequences]:
@@ -68,13 +71,25 @@ class Group:
     def _sequence(self, completion: Completion) -> TokenSequence:
         prompt, sampled = self.prompt.tokens, completion.tokens
         written = completion.versions if isinstance(completion, PiecedCompletion) else None
+        trained = not (self.mask_truncated and completion.finish == "length")
+        logprobs = completion.logprobs if trained else [0.0] * len(sampled)
         return TokenSequence(
             tokens=[*prompt, *sampled],
-            mask=[False] * len(prompt) + [True] * len(sampled),
-            logprobs=[0.0] * len(prompt) + [*completion.logprobs],
+            mask=[False] * len(prompt) + [trained] * len(sampled),
+            logprobs=[0.0] * len(prompt) + [*logprobs],
             version=min(written or [self.version]),
             token_versions=None if written is None else [-1] * len(prompt) + written,
         )
+
+
+def overlong_penalty(tokens: int, *, longest: int, cache: int) -> float:
+    """What an answer's reward loses for its length, -1 to 0.
+
+    0 up to longest - cache tokens, then falling linearly to -1 at `longest` (DAPO's soft overlong
+    punishment, arXiv 2503.14476, eq. 13, where cache is L_cache); 0 with a cache of 0.
+    """
+    over = tokens - (longest - cache)
+    return -min(1.0, over / cache) if cache and over > 0 else 0.0
 
 
 def encode_prompts(rows: Sequence[Row], tokenizer: Any) -> list[Prompt]:

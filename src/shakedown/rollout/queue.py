@@ -73,6 +73,10 @@ class RolloutQueue:
     Args:
         run_group: makes the group of a prompt.
         saved: of the checkpoint that the stage goes on from.
+        longest: tokens of a prompt that the server answers; None: any. Draws of longer ones are
+            used up at once, so that the order of all others stays.
+
+    `left_out`: draws of longer prompts so far.
     """
 
     def __init__(
@@ -83,7 +87,9 @@ class RolloutQueue:
         *,
         seed: int,
         saved: SavedQueue,
+        longest: int | None = None,
     ) -> None:
+        self._longest, self.left_out = longest, 0
         self._store, self._run_group, self._saved = store, run_group, saved
         self._prompts, self._seed = prompts, seed
         self._next, self._open = saved.cursor.next, set(saved.cursor.open)
@@ -97,12 +103,22 @@ class RolloutQueue:
         """What was open at the start, then new draws without end."""
         # `sorted` copies: groups that end meanwhile change the set.
         for number in sorted(self._open):
-            yield QueuedPrompt(number, next(draw(self._prompts, seed=self._seed, start=number)))
+            prompt = next(draw(self._prompts, seed=self._seed, start=number))
+            if self._fits(prompt):
+                yield QueuedPrompt(number, prompt)
+            else:
+                self._open.discard(number)
         for prompt in draw(self._prompts, seed=self._seed, start=self._next):
             queued = QueuedPrompt(self._next, prompt)
-            self._open.add(queued.number)
             self._next += 1
-            yield queued
+            if self._fits(prompt):
+                self._open.add(queued.number)
+                yield queued
+
+    def _fits(self, prompt: Prompt) -> bool:
+        fits = self._longest is None or len(prompt.tokens) <= self._longest
+        self.left_out += not fits
+        return fits
 
     async def run(self, queued: QueuedPrompt) -> FinishedGroup:
         """`run_group`; a draw whose group failed is used up, one that is cancelled is not."""
@@ -136,6 +152,28 @@ class RolloutQueue:
         if self._saved.batches:
             steps = [batch.step for batch in self._saved.batches]
             print(f"batches of steps {steps[0]} to {steps[-1]} out of the checkpoint", flush=True)
+
+
+def longest_prompt(prompts: Sequence[Prompt], room: int | None, max_tokens: int) -> int | None:
+    """Tokens of a prompt that leave room for an answer; those that do not are told.
+
+    Args:
+        room: tokens of prompt and answer that the server takes; None: not known.
+
+    Raises:
+        UsageError: no prompt leaves it.
+    """
+    longest = None if room is None else room - max_tokens
+    over = [len(p.tokens) for p in prompts if longest is not None and len(p.tokens) > longest]
+    if over:
+        told = (
+            f"{len(over)} of {len(prompts)} prompts are longer than {longest} tokens (up to "
+            f"{max(over)}): the server takes {room}, and max_tokens is {max_tokens}"
+        )
+        if len(over) == len(prompts):
+            raise UsageError(told, hint="raise serve.max_model_len, or lower grpo.max_tokens")
+        print(f"{told}; they are left out", flush=True)
+    return longest
 
 
 def keep_queue(store: RolloutStore, step: int, checkpoint: Path) -> None:

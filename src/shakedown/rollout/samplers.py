@@ -10,7 +10,7 @@ from shakedown.core.errors import ExitCode, ShakedownError
 from shakedown.inference.client import Client
 from shakedown.inference.engines import Completion
 from shakedown.rollout.generation import Generation
-from shakedown.rollout.groups import Group, Prompt
+from shakedown.rollout.groups import Group, Prompt, overlong_penalty
 
 
 class BadRewardError(ShakedownError):
@@ -45,13 +45,10 @@ class GroupSampler:
         settings: GrpoConfig,
         version: Callable[[], int],
         *,
-        newest: Callable[[], int] | None = None,
         vocabulary: int | None = None,
     ) -> None:
         self._tokenizer, self._scorer, self._settings = tokenizer, scorer, settings
-        self._generation = Generation(
-            client, settings, version, newest=newest, vocabulary=vocabulary
-        )
+        self._generation = Generation(client, settings, version, vocabulary=vocabulary)
         self.failures: Counter[str] = Counter()
         self._failed_in_row = 0
 
@@ -103,8 +100,19 @@ class GroupSampler:
                 good.append((completion, result))
         if len(good) < 2:
             raise BadRewardError(f"{len(faults)} of {len(results)} samples: {faults[0]}")
-        completions, rewards = [each for each, _ in good], [reward for _, reward in good]
-        return Group(prompt, completions, rewards, answers.version, answers.seconds, len(faults))
+        longest, cache = self._settings.max_tokens, self._settings.overlong_tokens
+        return Group(
+            prompt,
+            [each for each, _ in good],
+            [
+                reward + overlong_penalty(len(each.tokens), longest=longest, cache=cache)
+                for each, reward in good
+            ],
+            answers.version,
+            answers.seconds,
+            len(faults),
+            mask_truncated=self._settings.mask_truncated,
+        )
 
     def _note(self, failure: RewardFailure, text: str) -> None:
         """Say each cause once: the text shows what the reward could not bear."""

@@ -1,12 +1,18 @@
-"""How many rollouts may be in flight: AReaL's staleness rule, and when it would block for ever.
+"""How many rollouts may be in flight, and when each is due: AReaL's staleness rule made a bound.
 
     capacity = min(max_concurrent - running,
                    (max_head_offpolicyness + version + 1) * batch_size - (accepted + running))
 
 A unit is what the consumer takes: here a group of samples of one prompt. `version` counts the
 consumer's updates from the start; `accepted` counts finished units from the start.
+
+The capacity alone bounds how many units are ahead of the consumer, not how old one of them gets: a
+slow one could be overtaken for ever. So each has a last batch, `due`, and a batch goes out only
+when those behind it can all be in time (`in_time`). That always comes to be: at most
+`due * batch_size` units are ever started that are due in batch `due` or before.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shakedown.config import GrpoConfig
@@ -29,6 +35,24 @@ class Staleness:
         by_slots = self.max_concurrent - running
         by_age = self.allowed(version) - (accepted + running)
         return min(by_slots, by_age)
+
+    def due(self, version: int) -> int:
+        """The last batch, counted from 1, for a unit that was started with `version` current.
+
+        Batch s is consumed by the weights of version s - 1, which are then at most
+        `max_head_offpolicyness` versions ahead of the unit's: prime-rl's `max_off_policy_steps`.
+        """
+        return version + self.max_head_offpolicyness + 1
+
+    def in_time(self, versions: Iterable[int], *, batches: int) -> bool:
+        """Whether units started at `versions` can all be in their last batch or an earlier one.
+
+        Args:
+            batches: that went out before any of them.
+        """
+        # The earliest due first, a batch's worth at a time: no other order is better.
+        due = sorted(map(self.due, versions))
+        return all(batches + place // self.batch_size + 1 <= last for place, last in enumerate(due))
 
     def allowed(self, version: int) -> int:
         """Units that may have been started, from the beginning, while `version` is current."""

@@ -142,6 +142,21 @@ class RolloutStore:
         version = self.latest_version()
         if not version:
             return None
+        try:
+            return self.weights(version)
+        except StorageError:
+            if self.latest_version() == version:
+                raise
+        return self.latest_weights()  # replaced by a newer one meanwhile
+
+    def weights(self, version: int) -> Weights:
+        """Published weights, checked against their manifest.
+
+        Those that are newer than what the server has loaded are kept.
+
+        Raises:
+            StorageError: the folder is damaged, or gone.
+        """
         folder = self._folder(version)
         try:
             manifest = read_json_as(
@@ -152,8 +167,6 @@ class RolloutStore:
         except (StorageError, OSError) as error:
             fault = str(error)
         if fault:
-            if self.latest_version() != version:  # replaced by a newer one meanwhile
-                return self.latest_weights()
             raise StorageError(f"weights {folder} are damaged: {fault}")
         # The files that hold weights: a note beside them is not another version.
         content = {

@@ -1,7 +1,7 @@
-"""Drift: trainer and engine disagree on tokens that the weights being updated have written.
+"""Drift: trainer and engine disagree on tokens, both by the weights that wrote them.
 
 Of a stage's rows of metrics alone, so that the trainer as it goes and its supervisor in the end see
-the same. Tokens of older weights are not judged: there the policy itself has moved.
+the same. Tokens whose weights the trainer no longer has are not judged: the policy has moved.
 """
 
 import shlex
@@ -19,7 +19,7 @@ from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.results import is_finite_number, read_rows
 
 CHECK = "drift"
-ON_POLICY = "on_policy_"  # begins the columns of those tokens
+ON_POLICY = "on_policy_"  # begins the columns of what is judged
 # A mean over fewer tokens is one token's, and they have no 99th percentile.
 FEWEST_TOKENS = 100
 
@@ -54,17 +54,19 @@ class Drift:
 class DriftWatch:
     """Takes a stage's rows one by one. `limits`: by metric; without any nothing is judged.
 
-    `found`: every drift that lasted `patience` judged steps, in order. `judged`: how many were.
+    `found`: every drift that lasted `patience` judged steps, in order. `judged`, `tokens`: how many
+    steps were, and tokens in them.
     """
 
     limits: Mapping[str, float]
     patience: int = 1
     found: list[Drift] = field(default_factory=list)
     judged: int = 0
+    tokens: int = 0
     _now: dict[str, Drift] = field(default_factory=dict)
 
     def add(self, row: Mapping[str, Any]) -> list[Drift]:
-        """Those that this row makes a drift; a row without enough tokens on policy says nothing."""
+        """Those that this row makes a drift; a row with too few judged tokens says nothing."""
         tokens, step = row.get(f"{ON_POLICY}tokens"), row.get("step")
         if not is_finite_number(tokens) or tokens < FEWEST_TOKENS or not is_finite_number(step):
             return []
@@ -75,6 +77,7 @@ class DriftWatch:
             and (drift := self._take(name, limit, int(step), value))
         ]
         self.judged += 1
+        self.tokens += int(tokens)
         self.found += begun
         return begun
 
@@ -171,8 +174,8 @@ def sentence(drifts: Sequence[Drift]) -> str:
     """Of drifts that one row made so; all have lasted equally long."""
     since = f", above the limits since step {drifts[0].first}" if drifts[0].steps > 1 else ""
     return (
-        f"step {max(drift.last for drift in drifts)}: trainer and engine differ on the tokens of "
-        f"its weights: {', '.join(map(str, drifts))}{since}"
+        f"step {max(drift.last for drift in drifts)}: trainer and engine differ on tokens of the "
+        f"same weights: {', '.join(map(str, drifts))}{since}"
     )
 
 
@@ -205,12 +208,13 @@ def _finding(drifts: list[Drift], judged: int, stopped: bool) -> Finding:
 
 def _without(watch: DriftWatch) -> Finding:
     if watch.judged:
-        return Finding(CHECK, "pass", "role", "inference", measured=f"{watch.judged} judged steps")
+        measured = f"{watch.judged} judged steps, {watch.tokens:,} tokens"
+        return Finding(CHECK, "pass", "role", "inference", measured=measured)
     return Finding(
         CHECK,
         "skip",
         "role",
         "inference",
-        measured=f"no step had {FEWEST_TOKENS} tokens of the weights that it updated",
-        remedy="async_level 0 has them in every step",
+        measured=f"no step had {FEWEST_TOKENS} tokens of weights that the trainer still had",
+        remedy="more samples in a step, or longer answers",
     )

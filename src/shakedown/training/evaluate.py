@@ -1,124 +1,179 @@
-"""Held-out accuracy by real generation: sampled at temperature 1, and greedy."""
+"""Held-out accuracy by real generation: sampled at temperature 1, and greedy.
+
+Where the stage has no inference server its own ranks answer: all of an engine that can generate
+with its sharded model, each a share of the rows, or else rank 0 with a copy of the whole.
+"""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
-from shakedown.agents.reward_pool import RewardFailure, RewardLimits, score_rows
-from shakedown.data_sources import Row
-from shakedown.models import huggingface
-from shakedown.models.chat import encode_answer, encode_prompt
+from shakedown.agents.reward_pool import RewardLimits, RewardPool
+from shakedown.models.huggingface import stop_tokens
+from shakedown.rollout.heldout import GREEDY, SAMPLED, HeldOut, figures, score
+from shakedown.training.engines.base import Generator, TrainEngine
+from shakedown.training.stage.results import read_rows
 
-BATCH = 256
+BATCH = 32  # rows at once on a rank: their cache of keys and values stands beside the training
 
 
 class Evaluator:
-    """Scores a plain copy of the model, on one process. The held-out rows are encoded once."""
+    """Scores the engine's model as it is; all ranks have one."""
 
     def __init__(
         self,
-        rows: Sequence[Row],
+        held_out: HeldOut,
+        engine: TrainEngine,
         *,
-        tokenizer: Any,
-        config: Any,
         reward: str,
-        device: torch.device,
         limits: RewardLimits | None = None,
     ) -> None:
-        self._answers = [row.answer for row in rows]
-        self._prompts = [encode_prompt(tokenizer, row.messages) for row in rows]
-        self._longest = max(len(encode_answer(tokenizer, row.answer)) for row in rows)
-        self._tokenizer = tokenizer
-        self._config = config
+        self._held_out, self._engine = held_out, engine
         self._reward, self._limits = reward, limits or RewardLimits()
-        self._device = device
+        self._stops = stop_tokens(engine.source, engine.tokenizer)
 
-    def measure(
-        self,
-        weights: Mapping[str, torch.Tensor],
-        *,
-        max_tokens: int,
-        seed: int,
-        progress: Callable[[], None],
-    ) -> dict[str, float]:
-        """Mean rewards over the held-out rows; a reward that fails counts as 0 and is told.
+    def answers(self, *, seed: int, progress: Callable[[], None]) -> list[str]:
+        """(collective) All rows' texts on rank 0, sampled and then greedy; empty on other ranks.
 
         Args:
-            weights: the whole model's.
-            max_tokens: the longest answer; raised to the longest held-out answer.
             seed: of the sampling.
-            progress: called after every batch of generations and every reward.
+            progress: called after every token.
+        """
+        count, found = len(self._held_out.prompts), list[tuple[int, str]]()
+        with self._engine.generator() as generator:
+            if generator.model is not None:
+                # Equally many on each rank, as they generate in step: the last rows come twice.
+                size = generator.shares
+                mine = range(generator.share, -(-count // size) * size, size)
+                rows = [number % count for number in mine]
+                for place, heat in enumerate((SAMPLED, GREEDY)):
+                    # The training's random state stays as it is, and every evaluation draws alike.
+                    with torch.random.fork_rng():
+                        torch.manual_seed(seed + generator.share)
+                        texts = self._texts(generator, rows, heat, progress)
+                    found += zip([place * count + row for row in rows], texts, strict=True)
+        texts_of = dict(pair for part in self._to_rank_0(found) for pair in part)
+        return [texts_of[number] for number in sorted(texts_of)]
 
-        Returns:
-            `sampled_accuracy` and `greedy_accuracy`, 0..1 for rewards of that range, `samples`.
+    def scores(self, texts: Sequence[str], *, progress: Callable[[], None]) -> dict[str, float]:
+        """(rank 0) The figures of `answers`.
 
         Raises:
             UsageError: the reward cannot be used.
         """
-        model = huggingface.empty_model(self._config)
-        # Tied weights may be listed once: what is not given stays tied.
-        model.load_state_dict(weights, strict=False)
-        model.to(self._device).eval()
-        budget = max(max_tokens, self._longest)
-        texts: list[str] = []
-        for sample in (True, False):
-            # The training's random state stays as it is, and every evaluation draws alike.
-            with torch.random.fork_rng():
-                torch.manual_seed(seed)
-                texts += self._generate(model, sample, budget, progress)
-        rewards, count = self._rewards(texts, progress), len(self._answers)
-        return {
-            "sampled_accuracy": sum(rewards[:count]) / count,
-            "greedy_accuracy": sum(rewards[count:]) / count,
-            "samples": float(count),
-        }
+        rewards = asyncio.run(self._rewards(texts, progress))
+        count = len(self._held_out.prompts)
+        return figures(rewards[:count], rewards[count:])
 
-    def _rewards(self, texts: Sequence[str], progress: Callable[[], None]) -> list[float]:
-        """In a process of its own: code that never returns must not stop the trainer."""
-        rows = list(zip(texts, [*self._answers, *self._answers], strict=True))
-        results = asyncio.run(score_rows(self._reward, rows, self._limits, progress=progress))
-        failures = [result for result in results if isinstance(result, RewardFailure)]
-        if failures:
-            print(
-                f"held-out: {len(failures)} of {len(results)} rewards failed and count as 0; "
-                f"the first: {failures[0]}",
-                flush=True,
-            )
-        return [0.0 if isinstance(result, RewardFailure) else result for result in results]
+    async def _rewards(self, texts: Sequence[str], progress: Callable[[], None]) -> list[float]:
+        """In processes of their own: code that never returns must not stop the trainer."""
+        answers = [prompt.answer for prompt in self._held_out.prompts]
+        async with RewardPool(self._reward, self._limits) as pool:
+            beating = asyncio.create_task(_while_it_moves(pool, progress))
+            try:
+                return await score(pool, texts, [*answers, *answers])
+            finally:
+                beating.cancel()
 
-    def _generate(
-        self, model: Any, sample: bool, budget: int, progress: Callable[[], None]
+    def _to_rank_0(self, found: list[tuple[int, str]]) -> list[list[tuple[int, str]]]:
+        if self._engine.world_size == 1:
+            return [found]
+        parts: list[Any] | None = [None] * self._engine.world_size
+        dist.gather_object(found, parts if self._engine.rank == 0 else None)
+        return parts if self._engine.rank == 0 and parts is not None else []
+
+    def _texts(
+        self, generator: Generator, rows: Sequence[int], heat: float, progress: Callable[[], None]
     ) -> list[str]:
         texts: list[str] = []
-        for start in range(0, len(self._prompts), BATCH):
-            prompts = self._prompts[start : start + BATCH]
-            texts += self._generate_batch(model, prompts, sample, budget)
-            progress()
+        for start in range(0, len(rows), BATCH):
+            prompts = [self._held_out.prompts[row].tokens for row in rows[start : start + BATCH]]
+            texts += self._generate(generator, prompts, heat, progress)
         return texts
 
-    def _generate_batch(
-        self, model: Any, prompts: list[list[int]], sample: bool, budget: int
+    def _generate(
+        self,
+        generator: Generator,
+        prompts: Sequence[Sequence[int]],
+        heat: float,
+        progress: Callable[[], None],
     ) -> list[str]:
-        tokenizer = self._tokenizer
+        tokenizer = self._engine.tokenizer
         # Padded on the left: `generate` writes on from the last column of every row.
         padded = tokenizer.pad(
             {"input_ids": prompts}, padding=True, padding_side="left", return_tensors="pt"
-        ).to(self._device)
-        sampling: dict[str, Any] = {"do_sample": sample}
+        ).to(self._engine.device)
         # Said in full: transformers draws from the 50 likeliest tokens where `top_k` is left out.
-        if sample:
-            sampling |= {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        with torch.no_grad():
-            out = model.generate(
+        sampling = {"temperature": heat, "top_k": 0, "top_p": 1.0} if heat else {}
+        settings = GenerationConfig(
+            do_sample=heat > 0,
+            max_new_tokens=self._held_out.max_tokens,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=self._stops,
+            **sampling,
+        )
+        with torch.no_grad(), _settings(generator.model, settings):
+            out = generator.model.generate(
                 input_ids=padded["input_ids"],
                 attention_mask=padded["attention_mask"],
-                max_new_tokens=budget,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                **sampling,
+                stopping_criteria=StoppingCriteriaList([_Beat(progress)]),
+                synced_gpus=generator.shares > 1,
             )
         answers = out[:, padded["input_ids"].shape[1] :]
         decoded: list[str] = tokenizer.batch_decode(answers, skip_special_tokens=True)
         return decoded
+
+
+class ServedScores:
+    """What the orchestrator measured by the stage's server, as rank 0 of the trainer finds it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._seen = path, 0
+
+    def new(self) -> list[dict[str, Any]]:
+        """The rows that came since the last call."""
+        rows = read_rows(self._path)[self._seen :]
+        self._seen += len(rows)
+        return rows
+
+    def of(self, step: int) -> dict[str, float]:
+        """The row of a step; empty when it is not there yet."""
+        return next((row for row in read_rows(self._path) if row.get("step") == step), {})
+
+
+@contextmanager
+def _settings(model: Any, settings: GenerationConfig) -> Iterator[None]:
+    """In place of the model's own: transformers fills what an argument leaves out from those, such
+    as a repetition penalty, which no rollout has.
+    """
+    own, model.generation_config = model.generation_config, settings
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+class _Beat(StoppingCriteria):  # type: ignore[misc]
+    """Stops nothing, and says that a token was made."""
+
+    def __init__(self, progress: Callable[[], None]) -> None:
+        self._progress = progress
+
+    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        self._progress()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+async def _while_it_moves(pool: RewardPool, progress: Callable[[], None]) -> None:
+    done = -1
+    while True:
+        if pool.progress != done:
+            done = pool.progress
+            progress()
+        await asyncio.sleep(0.5)

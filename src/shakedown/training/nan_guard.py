@@ -35,8 +35,8 @@ def finite(step: int, values: Mapping[str, float], *, saved: str = "") -> dict[s
         where = f"; {saved}" if saved else ""
         raise DivergedError(
             f"step {step}: {', '.join(broken)} is not a finite number{where}",
-            hint="lower optimizer.lr or raise optimizer.warmup_steps; "
-            "the last checkpoint is from before this step",
+            hint="lower optimizer.lr or raise optimizer.warmup_steps, then run the same command "
+            "again: it goes on from the last checkpoint, which is from before this step",
         )
     return {name: float(f"{value:.9g}") for name, value in values.items()}
 

@@ -1,13 +1,14 @@
 """The loop of a training stage on one rank: steps, metrics, checkpoints, evaluation, export."""
 
 import json
+import time
 from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
 from shakedown.core.errors import ShakedownError
 from shakedown.core.folders import staged_folder
-from shakedown.data_sources import load_rows
+from shakedown.rollout.heldout import due, read_held_out, told
 from shakedown.training.algorithms import algorithm_class
 from shakedown.training.algorithms.base import Algorithm
 from shakedown.training.checkpoint.checkpoints import Checkpoints
@@ -22,12 +23,14 @@ from shakedown.training.drift import (
     sentence,
     stops,
 )
-from shakedown.training.evaluate import Evaluator
+from shakedown.training.evaluate import Evaluator, ServedScores
 from shakedown.training.faults import DataEndedError, SwallowedError
 from shakedown.training.metrics.log import MetricsLog
 from shakedown.training.metrics.meter import StepMeter
 from shakedown.training.metrics.record import Record
 from shakedown.training.nan_guard import checked
+
+_POLL_SECONDS = 0.1  # of the held-out figures, a file of another process
 
 
 class Trainer:
@@ -36,6 +39,8 @@ class Trainer:
     def __init__(self, context: Context) -> None:
         job = context.job
         self._context = context
+        epochs = job.config.grpo.epochs if job.config.grpo else 1
+        context.engine.total_updates = job.config.steps * epochs
         self._algorithm: Algorithm = algorithm_class(job.config.algorithm)(context)
         self._record = Record(job) if self._is_rank0 else None
         self._meter = StepMeter(context)
@@ -49,6 +54,8 @@ class Trainer:
             beat=lambda: context.beat("checkpoint"),
         )
         self._evaluator = self._build_evaluator()
+        self._served = ServedScores(job.attempt.evals)
+        self._begun = 0
         # The last step with a checkpoint, begun or done, and the last with a row of metrics: after
         # an error no checkpoint may appear that has no row.
         self._saved = self._logged = 0
@@ -86,17 +93,15 @@ class Trainer:
         context = self._context
         context.beat("checkpoint")
         done = self._checkpoints.resume()
-        context.step = self._saved = self._logged = done
+        context.step = self._saved = self._logged = self._begun = done
         context.data = self._checkpoints.data
         if self._record is not None:
-            self._record.begin(done)
+            self._record.begin(done, self._checkpoints.changed)
         # Rank 0 alone publishes weights in `begin`: its error must reach the ranks that go on.
         failure = _failure(lambda: self._algorithm.begin(done))
         context.ranks.all_reduce_or_raise({}, failure)
         if done == 0:
-            scores = self._evaluate(0)
-            if self._record is not None and scores:
-                self._record.plot({"step": 0, **scores})
+            self._plot(0, self._evaluate(0))
         self._meter.begin()
         try:
             completed = self._train(done)
@@ -145,12 +150,13 @@ class Trainer:
         stopping = sums.pop("_stop") > 0
         self._checkpoints.agree(sums)
         row = {"step": step, **checked(context, sums | values)}
-        if step == config.steps:
-            row |= self._evaluate(step)
+        row |= self._evaluate(step)
         self._watch_drift(row)
         # Before the row, which tells how long this took. The folder appears only after `logged`: a
         # resume from a checkpoint without its row would leave a gap in the metrics.
         if stopping or step == config.steps or step % config.checkpoint_every == 0:
+            if not stopping:
+                self._await_served(step - 1)
             self._save(step)
         row |= self._meter.columns(row)
         self.log_metrics(step, row)
@@ -179,8 +185,16 @@ class Trainer:
     def log_metrics(self, step: int, row: Mapping[str, float]) -> None:
         """One row in metrics.jsonl; now and then a line for people."""
         self._context.faults.at("metrics", step)
-        if self._record is not None:
-            self._record.append(row)
+        if self._record is None:
+            return
+        for scores in self._served.new() if self._context.job.generates else ():
+            if scores["step"] < step:  # this step's own are in its row
+                self._plot(scores.pop("step"), scores)
+        self._record.append(row)
+
+    def _plot(self, step: int, scores: Mapping[str, float]) -> None:
+        if self._record is not None and scores:
+            self._record.plot({"step": step, **scores})
 
     def _save(self, step: int) -> None:
         """Begin a checkpoint; it is written beside the training."""
@@ -197,30 +211,32 @@ class Trainer:
         self._saved = step
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        if self._evaluator is None:
+        """The held-out figures where they are due after `step`; the stage's server measures beside
+        the training, so that only the last step's are waited for.
+        """
+        config = self._context.job.config
+        if not due(step, config):
             return {}
+        if self._evaluator is None:
+            return self._await_served(step) if step == config.steps else {}
         with self._context.phases("eval"):
             return self._measure(step, self._evaluator)
 
     def _measure(self, step: int, evaluator: Evaluator) -> dict[str, float]:
-        """Held-out accuracy, measured by rank 0 on a plain copy; the others wait and beat."""
+        """The ranks answer, rank 0 judges; the others wait and beat."""
         context = self._context
-        context.beat("eval")
-        weights = context.engine.gather()  # collective: outside of what rank 0 does alone
+
+        def beat() -> None:
+            context.beat("eval")
+
+        beat()
+        # Collective: outside of what rank 0 does alone.
+        texts = evaluator.answers(seed=context.job.seed, progress=beat)
 
         def measure() -> str:
-            scores = evaluator.measure(
-                weights,
-                max_tokens=self._algorithm.max_answer_tokens,
-                seed=context.job.seed,
-                progress=lambda: context.beat("eval"),
-            )
+            scores = evaluator.scores(texts, progress=beat)
             self._evals.append({"step": step, **scores})
-            print(
-                f"held-out after step {step}: sampled {scores['sampled_accuracy']:.3f}, "
-                f"greedy {scores['greedy_accuracy']:.3f}",
-                flush=True,
-            )
+            print(told(step, scores), flush=True)
             return json.dumps(scores)
 
         scores: dict[str, float] = json.loads(
@@ -229,18 +245,40 @@ class Trainer:
         scores.pop("samples")
         return scores
 
+    def _await_served(self, step: int) -> dict[str, float]:
+        """Wait until the server has measured all that is due up to `step`; the last one's figures.
+
+        Before a checkpoint, as the one who goes on from it has no weights but the checkpoint's.
+        """
+        context, config = self._context, self._context.job.config
+        # Of the step that was resumed from an earlier attempt may have the figures.
+        first = self._begun + 1 if self._begun else 0
+        wanted = [number for number in range(first, step + 1) if due(number, config)]
+        if not context.job.generates or not wanted:
+            return {}
+
+        def wait() -> str:
+            while not context.stop.requested and not all(map(self._served.of, wanted)):
+                context.beat("eval")
+                time.sleep(_POLL_SECONDS)
+            return json.dumps(self._served.of(step))
+
+        with context.phases("eval"):
+            text = context.broadcast_from_rank0(f"served-{step}", wait, phase="eval")
+        scores: dict[str, float] = json.loads(text)
+        return {name: value for name, value in scores.items() if name not in ("step", "samples")}
+
     def _build_evaluator(self) -> Evaluator | None:
         job, engine = self._context.job, self._context.engine
-        if not job.config.eval_samples:
+        if not job.config.eval_samples or job.generates:
             return None
-        return Evaluator(
-            load_rows(job.heldout, limit=job.config.eval_samples),
+        held_out = read_held_out(
+            job.heldout,
+            limit=job.config.eval_samples,
             tokenizer=engine.tokenizer,
-            config=engine.model_config,
-            reward=job.reward,
-            limits=job.reward_limits,
-            device=engine.device,
+            max_tokens=self._algorithm.max_answer_tokens,
         )
+        return Evaluator(held_out, engine, reward=job.reward, limits=job.reward_limits)
 
     def _export(self) -> None:
         """The trained model as a Hugging Face folder, whole or not there."""

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+from safetensors.numpy import save_file
+
 ROOT = Path(__file__).parents[3]
 
 # A run of one's own over config/config.yaml: a local model, local rows, no value of the demo.
@@ -166,6 +169,18 @@ BROKEN = (
         "more samples to evaluate than rows",
         _stage("sft", "eval_samples: 400"),
         "stages.sft.eval_samples",
+        "warn",
+    ),
+    Case(
+        "the held-out rows are never measured in between",
+        _stage("sft", "eval_every: 500"),
+        "stages.sft.eval_every",
+        "warn",
+    ),
+    Case(
+        "no held-out rows to measure every so many steps",
+        _stage("sft", "eval_samples: 0, eval_every: 2"),
+        "stages.sft.eval_every",
         "warn",
     ),
     Case(
@@ -386,9 +401,26 @@ BROKEN = (
     ),
     Case("a model without a chat template", "model: {source: models/base}", "model.source"),
     Case("a model without weights", "model: {source: models/empty}", "model.source"),
+    Case("a model without a tokenizer", "model: {source: models/mute}", "model.source"),
+    Case("weights of other sizes", "model: {source: models/narrow}", "model.source"),
     Case("a config.json that is not JSON", "model: {source: models/torn}", "model.source"),
     Case("quantised weights", "model: {source: models/fp8}", "model.source", "warn"),
     Case("a name that is neither folder nor of the hub", "model: {source: llama}", "model.source"),
+    Case(
+        "an engine, under a name, without activation checkpointing",
+        _stage("sft", "allocation: ' megatron [trainer] : d2', activation_checkpointing: true"),
+        "stages.sft.activation_checkpointing",
+    ),
+    Case(
+        "archon does not compile",
+        _stage("sft", "allocation: 'archon:d2', compile: true"),
+        "stages.sft.compile",
+    ),
+    Case(
+        "compiled layers that t cuts",
+        _stage("sft", "allocation: 'fsdp:d1t2', compile: true"),
+        "stages.sft.compile",
+    ),
     Case(
         "an engine that does not compile",
         _stage("sft", "allocation: 'megatron:d2', compile: true"),
@@ -659,7 +691,7 @@ _GEMMA3 = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "qwen3": {**_LLAMA, "model_type": "qwen3", "max_position_embeddings": 40960},
-    "wide": {**_LLAMA, "num_attention_heads": 12},
+    "wide": {**_LLAMA, "num_attention_heads": 12, "hidden_size": 768},
     "odd": {**_LLAMA, "intermediate_size": 1535},
     "linear": {**_LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "yarn": {
@@ -675,6 +707,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma3": _GEMMA3,
     "base": _LLAMA,
     "empty": _LLAMA,
+    "mute": _LLAMA,
+    "narrow": {**_LLAMA, "intermediate_size": 768},
     "torn": _LLAMA,
     "fp8": {**_LLAMA, "quantization_config": {"quant_method": "fp8"}},
 }
@@ -752,11 +786,16 @@ def make_workspace(folder: Path) -> None:
         model = folder / "models" / name
         model.mkdir(parents=True)
         (model / "config.json").write_text(json.dumps(body), encoding="utf-8")
-        (model / "model.safetensors").touch()
+        (model / "tokenizer.json").touch()
+        save_file({}, model / "model.safetensors")
         tokenizer = {"chat_template": "{{ messages[0]['content'] }}"}
         (model / "tokenizer_config.json").write_text(json.dumps(tokenizer), encoding="utf-8")
     (folder / "models/base/tokenizer_config.json").write_text("{}", encoding="utf-8")
     (folder / "models/empty/model.safetensors").unlink()
+    (folder / "models/mute/tokenizer.json").unlink()
+    wide = np.zeros((_LLAMA["intermediate_size"], _LLAMA["hidden_size"]), dtype=np.int8)
+    layers = {f"model.layers.{layer}.mlp.up_proj.weight": wide for layer in range(4)}
+    save_file(layers, folder / "models/narrow/model.safetensors")
     (folder / "models/torn/config.json").write_text('{"model_type": ', encoding="utf-8")
     for name, text in FILES.items():
         (folder / name).parent.mkdir(exist_ok=True)

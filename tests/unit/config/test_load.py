@@ -208,7 +208,7 @@ def test_resolved_form_loads_to_the_same_config(tmp_path: Path) -> None:
         ({"stages": {"grpo": {"grpo": {"kl_coef": float("inf")}}}}, "should be a finite number"),
         (
             {"stages": {"grpo": {"grpo": {"loss_level": "tokens"}}}},
-            "stages.grpo.grpo.loss_level: Input should be 'token' or 'sequence'",
+            "stages.grpo.grpo.loss_level: Input should be 'token', 'sequence' or 'constant'",
         ),
         ({"stages": {"sft": {"grpo": {}}}}, "if and only if its algorithm is grpo"),
     ],

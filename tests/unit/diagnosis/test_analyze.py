@@ -124,9 +124,16 @@ def test_pattern_b_from_stacks_alone_blames_nobody_and_says_what_is_needed(tmp_p
     other = (f"all_reduce ({C10D})", "evaluate (train.py:90)", *LOOP)
     text = "".join([stack(r, *(other if r == 3 else ALL_REDUCE)) for r in range(4)])
     chosen = diagnose(write(tmp_path, dump__txt=text)).chosen
-    assert (chosen.cause, chosen.pattern) == ("collective_mismatch", "B")
+    assert (chosen.cause, chosen.pattern) == ("conditional_collective", "B")
     assert not chosen.ranks
     assert any("Flight Recorder" in text for text in chosen.needed)
+
+
+def test_two_against_two_in_different_calls_are_no_branch_of_one(tmp_path: Path) -> None:
+    other = (f"all_reduce ({C10D})", "evaluate (train.py:90)", *LOOP)
+    text = "".join([stack(r, *(other if r > 1 else ALL_REDUCE)) for r in range(4)])
+    chosen = diagnose(write(tmp_path, dump__txt=text)).chosen
+    assert (chosen.cause, chosen.ranks) == ("collective_mismatch", [])
 
 
 def test_pattern_c_when_all_ranks_are_in_one_place(tmp_path: Path) -> None:

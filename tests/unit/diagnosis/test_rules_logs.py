@@ -75,6 +75,45 @@ CASES = {
          "aiohttp.ClientResponseError: 500, message='Internal Server Error', url='http://n1/v1'\n"},
         "unknown", state="unknown",
     ),
+    "server that nobody reaches": Case(
+        {"rank_0.log": traceback("RuntimeError: failed after 1 retries, last error: Cannot connect "
+         "to host 10.11.16.7:13011 ssl:default [Connect call failed]")},
+        "unknown", state="unknown",
+    ),
+    "library that talks to another process": Case(
+        {"rank_0.log": traceback("aiohttp.client_exceptions.ClientPayloadError: not enough data")},
+        "unknown", state="unknown",
+    ),
+    "rendezvous that another one closed": Case(
+        {"rank_0.log": traceback(
+            "torch.distributed.elastic.rendezvous.api.RendezvousClosedError")},
+        "unknown", state="unknown",
+    ),
+    "one operation under numbers far apart": Case(
+        {"job.log": "".join(
+            f"{OLD.format(r)}SeqNum={n}, OpType=ALLREDUCE, Timeout(ms)=1800000)\n"
+            for r, n in ((0, 96120), (3, 64091), (7, 64088)))},
+        "unknown",
+    ),
+    "waits that tell no call": Case(
+        ranks([("wait (torch/distributed/distributed_c10d.py:88)", *REDUCE[-2:])] * 4), "unknown"
+    ),
+    "head of a traceback alone": Case(
+        {"serve.log": ASSIGNED.format(41, 0)
+         + "(Worker pid=41) Traceback (most recent call last):\n"},
+        "unknown", state="unknown",
+    ),
+    "log of a round": Case({"log.run.1": OOM}, "out_of_memory", state="exited"),
+    "files in another order than their processes": Case(
+        {"spark-a.txt": process(2201, REDUCE), "spark-b.txt": process(2190, LOADER)}, "dataloader"
+    ),
+    "rank outside while others are past the loop": Case(
+        ranks([
+            ("barrier (torch/distributed/distributed_c10d.py:4)", "close (job.py:9)"),
+            REDUCE, REDUCE, LOADER,
+        ]),
+        "dataloader", (3,),
+    ),
     "worker of a map": Case({"rank0.log": CHILD}, "dataloader", (0,), "exited"),
     "worker of a map, killed for memory": Case(
         {"rank0.log": CHILD, "dmesg.txt": KILL}, "out_of_memory", (0,), "exited"
@@ -162,7 +201,7 @@ CASES = {
     ),
     "error of no rank": Case({"job.log": OOM}, "out_of_memory", state="exited"),
     "who did not time out": Case(
-        {"job.log": "".join(TIMED_OUT)}, "rank_busy", (0,)
+        {"job.log": "".join(TIMED_OUT)}, "unknown"
     ),
     "who did not time out, at work": Case(
         {"job.log": BAR + "".join(TIMED_OUT)}, "rank_busy", (0,)

@@ -53,7 +53,8 @@ def laid(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     files = {**recipe.files, "mine.yaml": recipe.overlay}
     if request.param == "my-model":
         files["models/mine/config.json"] = json.dumps({"model_type": "qwen3"})
-        files["models/mine/model.safetensors"] = ""
+        files["models/mine/tokenizer.json"] = "{}"
+        files["models/mine/model.safetensors"] = "\2\0\0\0\0\0\0\0{}"  # of no tensor
     for name in ("examples/my_agent.py", "config.yaml"):
         files[f"config/{name}"] = (ROOT / "config" / name).read_text(encoding="utf-8")
     for name, text in files.items():

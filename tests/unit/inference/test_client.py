@@ -85,7 +85,7 @@ async def test_server_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
 
     async with Client(get_token_engine("sglang"), address, "policy") as client:
-        with pytest.raises(ServerError, match=f"{address}/generate: ConnectError"):
+        with pytest.raises(ServerError, match=f"{address}/generate: ClientConnectorError"):
             await client.generate([1], max_tokens=1)
 
 

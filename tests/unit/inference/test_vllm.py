@@ -130,7 +130,7 @@ async def test_interrupted_answers_go_on_with_the_new_weights(
     settings = GrpoConfig(group_size=8, max_tokens=200, partial_rollouts=True)
     mixed: list[PiecedCompletion] = []
     version = [0]
-    generation = Generation(client, settings, lambda: version[0], newest=lambda: 1)
+    generation = Generation(client, settings, lambda: version[0])
     for delay in (0.2, 0.1, 0.05, 0.4, 0.8):  # until it meets answers in the middle
         version[0] = 0
         await client.update_weights(str(models[0]))
@@ -256,6 +256,7 @@ def grpo_job(root: Path, models: list[Path], server: Endpoint, **grpo: Any) -> S
             "steps": 3,
             "batch_size": 4,
             "optimizer": {"lr": 1e-3},
+            "eval_samples": 0,
             "stall_timeout": 60.0,
             "grpo": {"group_size": 4, "max_tokens": 6, "async_level": 1, **grpo},
         }

@@ -62,6 +62,7 @@ def job(
         "steps": 1,
         "batch_size": 2,
         "optimizer": {"lr": 1e-3},
+        "eval_samples": 0,
         "grpo": grpo,
     }
     stage = StagePaths(root / "stage")

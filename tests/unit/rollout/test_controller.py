@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -80,7 +81,7 @@ async def echo(number: int) -> int:
     return number
 
 
-async def test_batches_come_in_order_of_completion() -> None:
+async def test_a_slow_group_holds_nothing_up_while_it_can_be_in_time_and_then_comes_first() -> None:
     async def slow_first(number: int) -> int:
         await asyncio.sleep(0.05 if number == 0 else 0)
         return number
@@ -90,7 +91,7 @@ async def test_batches_come_in_order_of_completion() -> None:
             rollout.submit(number)
 
         assert await rollout.next_batch(5.0) == [1, 2]
-        assert await rollout.next_batch(5.0) == [3, 0]
+        assert await rollout.next_batch(5.0) == [0, 3]
 
 
 async def test_failing_group_loses_no_other_and_is_counted_by_its_cause() -> None:
@@ -134,24 +135,57 @@ async def test_nothing_starts_beyond_staleness_until_the_version_rises() -> None
         assert await rollout.next_batch(5.0) == [2, 3]
 
 
-async def test_every_unit_is_consumed_within_its_age() -> None:
-    ahead, batch = 2, 4
+@given(st.integers(0, 3), st.integers(1, 4), st.integers(1, 24), st.randoms())
+def test_every_unit_is_consumed_within_its_age_whatever_is_slow(
+    ahead: int, batch: int, slots: int, dice: Random
+) -> None:
+    """Units of any length, some that fail, a consumer that takes its time."""
+    updates = 12
     rollout: RolloutController[int, int]
 
-    async def born(_: int) -> int:
+    async def unit(number: int) -> int:
         version = rollout.version
-        await asyncio.sleep(0)
+        for _ in range(dice.choice([0, 1, 2, 40])):
+            await asyncio.sleep(0)
+        if number % 7 == 3:
+            raise ValueError("fails")
         return version
 
-    rollout = controller(born, slots=64, ahead=ahead, batch=batch, source=itertools.count())
-    async with rollout:
-        for update in range(20):
-            ages = [update - version for version in await rollout.next_batch(5.0)]
-            assert max(ages) <= ahead
-            rollout.pause()
-            await rollout.drain(5.0)
-            rollout.set_version(update + 1)
-            rollout.resume()
+    async def consume() -> None:
+        async with rollout:
+            for update in range(updates):
+                born = await rollout.next_batch(5.0)
+                assert len(born) == batch
+                assert 0 <= update - max(born) <= update - min(born) <= ahead
+                for _ in range(dice.choice([0, 3, 60])):
+                    await asyncio.sleep(0)
+                rollout.set_version(update + 1)
+
+    source, total = itertools.count(), updates * batch
+    rollout = controller(unit, slots=slots, ahead=ahead, batch=batch, source=source, total=total)
+    asyncio.run(consume())
+
+
+async def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next() -> None:
+    release = asyncio.Event()
+
+    async def first_is_slow(number: int) -> int:
+        if number == 0:
+            await release.wait()
+        return number
+
+    async with controller(first_is_slow, ahead=1, batch=2, source=itertools.count()) as rollout:
+        assert await rollout.next_batch(5.0) == [1, 2]
+        rollout.set_version(1)  # two more start: now three are ready, and one is due
+        assert rollout.held_seconds == 0.0
+        with pytest.raises(BlockedError, match="3 ready, 1 in flight"):
+            await rollout.next_batch(0.05)
+        waiting = asyncio.create_task(rollout.next_batch(5.0))
+        await asyncio.sleep(0)
+        release.set()
+
+        assert await waiting == [0, 3]
+        assert rollout.held_seconds > 0.0
 
 
 async def test_pause_starts_nothing_and_drain_waits_for_what_runs() -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from shakedown.config import StageConfig
+from shakedown.core.errors import UsageError
 from shakedown.core.files import write_json
 from shakedown.core.paths import StagePaths
 from shakedown.inference.engines import Completion
@@ -28,6 +30,7 @@ from shakedown.rollout.queue import (
     SavedQueue,
     find_queue,
     keep_queue,
+    longest_prompt,
 )
 from shakedown.rollout.store import RolloutStore
 from shakedown.rollout.weights import EXPECTED
@@ -242,6 +245,7 @@ def stage(root: Path) -> Iterator[tuple[StagePaths, dict[str, Any], Engine]]:
         "steps": 5,
         "batch_size": 2,
         "optimizer": {"lr": 1e-3},
+        "eval_samples": 0,
         "start_timeout": 20.0,
         "grpo": {"group_size": 2, "max_tokens": 3, "max_concurrent": 4},
     }
@@ -322,3 +326,40 @@ def _prompts(batch: RolloutBatch) -> list[tuple[int, ...]]:
     """One for each group."""
     rows = [int(np.flatnonzero(batch.groups == number)[0]) for number in set(batch.groups)]
     return [tuple(batch.tokens[row, : batch.loss_mask[row].argmax()]) for row in rows]
+
+
+def test_prompts_over_the_server_s_length_are_left_out_and_counted_and_the_order_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = [Prompt([number] * (9 if number % 3 == 0 else 2), "") for number in range(7)]
+    longest = longest_prompt(prompts, room=12, max_tokens=8)
+
+    async def never(_: Prompt) -> Group:
+        raise ValueError
+
+    def drawn(longest: int | None, count: int, saved: SavedQueue) -> tuple[list[int], RolloutQueue]:
+        queue = RolloutQueue(
+            RolloutStore(tmp_path), prompts, never, seed=0, saved=saved, longest=longest
+        )
+        return [each.prompt.tokens[0] for each in islice(queue.draws(), count)], queue
+
+    start = SavedQueue(PromptCursor(0))
+    every, _ = drawn(None, 14, start)
+    fitting, queue = drawn(longest, 8, start)
+    again, resumed = drawn(longest, 8, SavedQueue(queue.cursor))
+
+    assert longest == 4
+    assert fitting == [number for number in every if number % 3]
+    assert queue.left_out == 6
+    assert again[:8] == fitting  # what is open is drawn again, and no long prompt is open
+    assert resumed.left_out == 0
+    assert "3 of 7 prompts are longer than 4 tokens (up to 9): the server takes 12" in (
+        capsys.readouterr().out
+    )
+
+
+def test_a_server_that_takes_none_of_the_prompts_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"2 of 2 prompts are longer than 1 tokens \(up to 3\)"):
+        longest_prompt([Prompt([1, 2, 3], "")] * 2, room=9, max_tokens=8)
+
+    assert longest_prompt([Prompt([1, 2, 3], "")], room=None, max_tokens=8) is None

@@ -17,7 +17,14 @@ from shakedown.core.errors import BlockedError
 from shakedown.core.paths import StagePaths
 from shakedown.inference.engines import Completion
 from shakedown.inference.secret import make_secret, read_secret
-from shakedown.rollout.groups import Group, Prompt, draw, group_stats, to_batch
+from shakedown.rollout.groups import (
+    Group,
+    Prompt,
+    draw,
+    group_stats,
+    overlong_penalty,
+    to_batch,
+)
 from shakedown.rollout.samplers import BadRewardError, GroupSampler
 from shakedown.rollout.store import RolloutStore
 from shakedown.training.demo import write_model, write_rows
@@ -202,6 +209,7 @@ def job(root: Path, grpo: dict[str, Any] | None, **more: Any) -> Path:
         "steps": 2,
         "batch_size": 4,
         "optimizer": {"lr": 1e-3},
+        "eval_samples": 0,
         "start_timeout": 2.0,
         "grpo": grpo,
     }
@@ -352,3 +360,33 @@ def test_own_reward_that_does_not_exist_is_refused(
 
     assert code == 2
     assert "no file no_file.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(1, 0.0), (6, 0.0), (7, -0.25), (8, -0.5), (10, -1.0), (11, -1.0)]
+)
+def test_an_answer_loses_reward_in_the_last_tokens_before_the_longest(
+    tokens: int, penalty: float
+) -> None:
+    """DAPO's eq. 13 with L_max 10 and L_cache 4."""
+    assert overlong_penalty(tokens, longest=10, cache=4) == penalty
+    assert overlong_penalty(tokens, longest=10, cache=0) == 0.0
+
+
+async def test_an_answer_that_was_cut_off_is_compared_and_not_trained_on(pool: RewardPool) -> None:
+    class Cuts(Server):
+        async def generate(self, *_: Any, **__: Any) -> list[Completion]:
+            ends = [([1], "stop"), ([1, 1, 1, 1], "length"), ([2, 2, 2], "stop"), ([1, 1], "stop")]
+            return [Completion(ids, [-1.0] * len(ids), "x", end) for ids, end in ends]
+
+    settings = GrpoConfig(group_size=4, max_tokens=4, mask_truncated=True, overlong_tokens=2)
+    sampler = GroupSampler(Cuts(), Tokenizer(), pool, settings, lambda: 7)  # type: ignore[arg-type]
+
+    found = await sampler.run_group(Prompt([5, 5], "[1]"))
+    batch = to_batch(1, [found], pad=PAD, stats={})
+
+    batch.check()
+    assert found.rewards == [1.0, -1.0, -0.5, 0.0]
+    assert batch.loss_mask.sum(1).tolist() == [1, 0, 3, 2]
+    assert np.array_equal(batch.logprobs != 0, batch.loss_mask)
+    assert batch.stats["truncated_share"] == 0.25

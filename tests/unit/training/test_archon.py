@@ -142,6 +142,8 @@ def test_every_rank_has_the_logprobs_of_fsdp(ranks: dict[str, Any], job: dict[st
 
     for _, _, logprobs in ranks[job["name"]]["ranks"]:
         torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=0, atol=1e-5)
+    found = ranks[job["name"]]
+    assert found["again"].equal(found["logprobs"]), "by a copy of the weights, after an update"
 
 
 @pytest.mark.slow

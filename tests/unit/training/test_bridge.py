@@ -140,6 +140,7 @@ def test_a_bridged_model_does_the_steps_of_fsdp_and_comes_out_again(
     found, expected = two_steps(engine), two_steps(build(mistral, "fsdp:d1"))
 
     torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=0, atol=1e-5)
+    assert found["again"].equal(found["logprobs"]), "by a copy of the weights, after an update"
     for step in ("first", "second"):
         assert found[step] == pytest.approx(expected[step], rel=1e-5)
     engine.export(tmp_path / "out", engine.gather())

@@ -168,3 +168,13 @@ def test_figures_that_are_no_finite_numbers_are_left_out_of_the_outcome(tmp_path
     (tmp_path / "metrics.jsonl").write_text(row, encoding="utf-8")
 
     assert stage_metrics(StagePaths(tmp_path)) == (2, {"loss": 1.5})
+
+
+def test_the_outcome_has_the_highest_staleness_of_all_steps(tmp_path: Path) -> None:
+    rows = "".join(
+        f'{{"step": {step}, "staleness_max": {staleness}}}\n'
+        for step, staleness in ((1, 0.0), (2, 2.0), (3, 1.0))
+    )
+    (tmp_path / "metrics.jsonl").write_text(rows, encoding="utf-8")
+
+    assert stage_metrics(StagePaths(tmp_path)) == (3, {"staleness_max": 2.0})

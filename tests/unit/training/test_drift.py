@@ -1,4 +1,4 @@
-"""Trainer and engine apart on tokens of the weights being updated: judged from rows of metrics."""
+"""Trainer and engine apart on tokens of the same weights: judged from rows of metrics."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from shakedown.core.errors import ConfigError, ExitCode
 from shakedown.core.outcome import Outcome, judge_outcome, read_outcome
 from shakedown.core.paths import StagePaths
 from shakedown.training.algorithms.grpo import token_batch
-from shakedown.training.algorithms.mismatch import mismatch
+from shakedown.training.algorithms.mismatch import mismatch, on_policy
 from shakedown.training.drift import (
     DriftWatch,
     compare_command,
@@ -56,23 +56,18 @@ def _write(job: StageJob, rows: list[dict[str, Any]]) -> None:
     job.paths.metrics.write_text(text, encoding="utf-8")
 
 
-def test_metrics_on_policy_are_those_of_the_tokens_without_lag() -> None:
-    trainer, engine = torch.tensor([-1.0, -2.0, -3.0, -1.5]), torch.tensor([-1.5, -2.0, -1.0, -1.0])
+def test_metrics_on_policy_are_those_of_compare_and_how_many_tokens_they_are_of() -> None:
+    trainer, engine = torch.tensor([-1.0, -1.5]), torch.tensor([-1.5, -1.0])
 
-    got = mismatch(trainer, engine, torch.tensor([0, 1, 2, 0]))
+    got = on_policy(trainer, engine)
 
-    fresh = mismatch(trainer[[0, 3]], engine[[0, 3]])
-    assert {f"on_policy_{name}": value for name, value in fresh.items()}.items() <= got.items()
-    assert got["on_policy_tokens"] == 2
+    expected = {f"on_policy_{name}": value for name, value in mismatch(trainer, engine).items()}
+    assert got == {**expected, "on_policy_tokens": 2}
     assert got["on_policy_k1"] == pytest.approx(0.0)
-    assert got["k1"] == mismatch(trainer, engine)["k1"] == pytest.approx(0.5)
 
 
-def test_a_batch_of_stale_tokens_has_no_metrics_on_policy() -> None:
-    got = mismatch(torch.tensor([-1.0]), torch.tensor([-1.5]), torch.tensor([1]))
-
-    assert {name for name in got if name.startswith("on_policy")} == {"on_policy_tokens"}
-    assert got["on_policy_tokens"] == 0
+def test_without_a_judged_token_only_that_is_told() -> None:
+    assert on_policy(torch.zeros(0), torch.zeros(0)) == {"on_policy_tokens": 0}
 
 
 def test_the_lag_of_a_token_is_that_of_the_weights_that_wrote_it() -> None:
@@ -96,7 +91,7 @@ def test_a_drift_is_found_once_it_has_lasted() -> None:
     assert (drift.first, drift.steps, drift.worst, drift.worst_step) == (3, 3, 0.3, 4)
     assert drift.judged == 2
     assert sentence([drift]) == (
-        "step 5: trainer and engine differ on the tokens of its weights: k3 0.3 (limit 0.002), "
+        "step 5: trainer and engine differ on tokens of the same weights: k3 0.3 (limit 0.002), "
         "above the limits since step 3"
     )
 
@@ -104,9 +99,9 @@ def test_a_drift_is_found_once_it_has_lasted() -> None:
 @pytest.mark.parametrize(
     "between",
     [_row(2, 9.0, tokens=99), {"step": 2, "on_policy_tokens": 0.0}, {"step": 2}, {}],
-    ids=["few tokens", "all stale", "of an older release", "empty"],
+    ids=["few tokens", "none judged", "of an older release", "empty"],
 )
-def test_a_step_without_tokens_on_policy_neither_ends_a_drift_nor_makes_one(
+def test_a_step_with_too_few_judged_tokens_neither_ends_a_drift_nor_makes_one(
     between: dict[str, Any],
 ) -> None:
     watch = DriftWatch({"k3": 0.002}, patience=2)
@@ -226,8 +221,8 @@ def test_a_stage_that_failed_otherwise_is_not_said_to_be_stopped(tmp_path: Path)
 @pytest.mark.parametrize(
     ("rows", "status", "told"),
     [
-        ([_row(1, 0.0), _row(2, 0.001)], "pass", "2 judged steps"),
-        ([_row(1, 9.0, tokens=8)], "skip", "no step had 100 tokens of the weights"),
+        ([_row(1, 0.0), _row(2, 0.001)], "pass", "2 judged steps, 1,000 tokens"),
+        ([_row(1, 9.0, tokens=8)], "skip", "no step had 100 tokens of weights"),
         ([], "skip", "no step had"),
     ],
     ids=["within", "too few", "no step"],

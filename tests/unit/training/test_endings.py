@@ -6,7 +6,13 @@ import pytest
 
 from shakedown.cluster.supervise import Component, Exit
 from shakedown.core.errors import INTERRUPTED
-from shakedown.training.stage.endings import interrupted, judge_exits, judge_stop
+from shakedown.training.stage.endings import (
+    Ending,
+    interrupted,
+    judge_exits,
+    judge_stop,
+    with_server_error,
+)
 
 
 def _exit(name: str, code: int) -> Exit:
@@ -91,3 +97,53 @@ def test_a_rank_that_did_not_end_in_time_is_named() -> None:
     assert ending.sentence == (
         "stopped by SIGTERM, state of the last checkpoint kept: trainer-rank1 did not end"
     )
+
+
+# As vLLM 0.32 ends when a worker runs out of memory; the later error is a consequence.
+_CRASH = """\
+(EngineCore pid=7) ERROR 11-25 [core.py:99] Traceback (most recent call last):
+(EngineCore pid=7) ERROR 11-25 [core.py:99] torch.OutOfMemoryError: CUDA out of memory. Tried
+(APIServer pid=1) vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue.
+INFO:     Application shutdown complete.
+"""
+
+
+@pytest.mark.parametrize(
+    ("component", "exits"),
+    [
+        ("inference", [_exit("inference", 1)]),
+        ("orchestrator", [_exit("orchestrator", 3), _exit("inference", 1)]),
+    ],
+)
+def test_a_server_that_crashed_is_told_with_its_own_first_error(
+    component: str, exits: list[Exit]
+) -> None:
+    ending = with_server_error(Ending("failed", f"{component} exited", component), exits, _CRASH)
+
+    assert (
+        f"{component} exited; the inference server: OutOfMemoryError: CUDA out" in ending.sentence
+    )
+    assert "EngineDead" not in ending.sentence
+    assert "likely " in ending.sentence
+
+
+def test_a_server_that_says_nothing_is_told_by_its_last_line() -> None:
+    exits = [_exit("inference", 1)]
+
+    ending = with_server_error(Ending("failed", "it exited", "inference"), exits, "a\nlast words\n")
+
+    assert ending.sentence == "it exited; the inference server: last words"
+
+
+@pytest.mark.parametrize(
+    "exits",
+    [
+        [_exit("trainer-rank0", 1), _exit("inference", -15)],
+        [_exit("orchestrator", 3), _exit("inference", 0)],
+        [_exit("orchestrator", 1)],
+    ],
+)
+def test_a_server_that_was_ended_with_the_stage_is_not_blamed(exits: list[Exit]) -> None:
+    ending = Ending("failed", "it failed", exits[0].component.name)
+
+    assert with_server_error(ending, exits, _CRASH) == ending

@@ -1,5 +1,6 @@
 """The FSDP engine on one rank against plain transformers; its options and refusals."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,24 +11,27 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import GPT2Config, LlamaConfig, Qwen3ForCausalLM
+from transformers import Gemma3Config, GPT2Config, LlamaConfig, OPTConfig, Qwen3ForCausalLM
 
 from shakedown.config import OptimizerConfig, StageConfig
 from shakedown.core.errors import ConfigError, StorageError, UsageError
 from shakedown.data_sources import Row
 from shakedown.models import huggingface
-from shakedown.models.chat import encode_prompt, encode_row
+from shakedown.models.chat import encode_answer, encode_prompt, encode_row
+from shakedown.rollout.groups import encode_prompts
+from shakedown.rollout.heldout import HeldOut
 from shakedown.training.algorithms.sft import negative_log_likelihood
 from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.demo import write_model
-from shakedown.training.engines import tensor_parallel
+from shakedown.training.engines import dtensor_engine, tensor_parallel
 from shakedown.training.engines.base import EngineOptions, LossPart, Scores
 from shakedown.training.engines.dtensor_engine import decoder_layers
 from shakedown.training.engines.fsdp import FsdpEngine
 from shakedown.training.evaluate import Evaluator
 from shakedown.training.stage import worker
 from shakedown.training.stage.job import StageJob
-from tests.tiny_models import group_of_one
+from tests.tiny_models import group_of_one, write_tiny
+from tests.tiny_vision import write_vision_model
 
 OPTIMIZER = OptimizerConfig(lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5)
 CPU = torch.device("cpu")
@@ -168,6 +172,26 @@ def test_saved_state_goes_on_exactly(engine: FsdpEngine, folder: Path, tmp_path:
         one.forward_backward([_batch()], _loss(11))
         losses.append((one.step(), one.forward_backward([_batch()], _loss(11))["loss"]))
     assert losses[0] == losses[1]
+
+
+def test_a_checkpoint_goes_on_with_the_settings_of_the_one_who_loads_it(
+    engine: FsdpEngine, folder: Path, tmp_path: Path
+) -> None:
+    engine.forward_backward([_batch()], _loss(11))
+    engine.step()
+    engine.save(tmp_path)
+    weights = []
+    for weight_decay in (0.1, 10.0):
+        settings = OPTIMIZER.model_copy(update={"weight_decay": weight_decay})
+        other = FsdpEngine.build(folder, optimizer=settings, dtype="float32", device=CPU)
+        other.load(tmp_path, updates=1)
+        other.forward_backward([_batch()], _loss(11))
+        other.step()
+        weights.append(other.gather()["model.norm.weight"])
+
+    # AdamW takes lr x weight_decay of a weight before its update: 0.1 x w more.
+    before = engine.gather()["model.norm.weight"]
+    torch.testing.assert_close(weights[0] - weights[1], before * 0.01 * 9.9, rtol=1e-4, atol=1e-6)
 
 
 def test_a_checkpoint_that_is_not_there_is_a_storage_error(
@@ -340,6 +364,11 @@ def test_compile_is_refused_with_tensor_ranks(folder: Path) -> None:
     [
         GPT2Config(n_layer=3, n_embd=8, n_head=2, vocab_size=11),
         LlamaConfig(num_hidden_layers=3, hidden_size=8, num_attention_heads=2, intermediate_size=8),
+        OPTConfig(num_hidden_layers=3, hidden_size=8, num_attention_heads=2, ffn_dim=8),
+        Gemma3Config(
+            text_config={"num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 2},
+            vision_config={"num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 2},
+        ),
     ],
     ids=lambda config: config.model_type,
 )
@@ -348,6 +377,40 @@ def test_decoder_layers_are_found_under_any_name(config: Any) -> None:
 
     assert len(layers) == 3
     assert not any(isinstance(layer, torch.nn.Embedding) for layer in layers)
+
+
+def test_a_model_that_sees_is_trained_on_text_in_units_of_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_vision_model(tmp_path / "model", seed=0)
+    losses = []
+    for limit in (dtensor_engine.ONE_UNIT_PARAMETERS, 0):
+        monkeypatch.setattr(dtensor_engine, "ONE_UNIT_PARAMETERS", limit)
+        engine = FsdpEngine.build(
+            tmp_path / "model", optimizer=OPTIMIZER, dtype="bfloat16", device=CPU
+        )
+        losses.append(_two_losses(engine))
+
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
+    assert losses[1][1] != losses[1][0]
+    engine.export(tmp_path / "out", engine.gather())
+    assert huggingface.read_model(tmp_path / "out").config.model_type == "gemma3"
+
+
+def test_dropout_is_off_in_training_and_config_json_keeps_it(tmp_path: Path) -> None:
+    """As GPT-2's, whose config says 0.1 in three places."""
+    folder = tmp_path / "gpt2"
+    config = GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=100, n_positions=64)
+    write_tiny(folder, config)
+    engine = FsdpEngine.build(folder, optimizer=OPTIMIZER, dtype="float32", device=CPU)
+    batch = _batch()
+
+    trained = engine.forward_backward([batch], _loss(11))["loss"]
+    scored = -torch.cat(engine.logprobs([batch])).mean().item()
+    engine.export(tmp_path / "out", engine.gather())
+
+    assert trained == pytest.approx(scored, rel=1e-6)
+    assert huggingface.read_config(tmp_path / "out").attn_pdrop == config.attn_pdrop == 0.1
 
 
 def test_one_tensor_rank_fits_every_model() -> None:
@@ -407,19 +470,43 @@ def test_greedy_accuracy_counts_what_the_model_says_for_prompts_of_any_length(
         text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         rows.append(Row(({"role": "user", "content": prompt},), text))
     rows[-1] = Row(rows[-1].messages, "never this")
+    longest = max(len(encode_answer(tokenizer, row.answer)) for row in rows)
     evaluator = Evaluator(
-        rows,
-        tokenizer=tokenizer,
-        config=engine.model_config,
-        reward=f"{own}:begins",
-        device=CPU,
+        HeldOut(encode_prompts(rows, tokenizer), longest), engine, reward=f"{own}:begins"
     )
     calls: list[int] = []
 
-    scores = evaluator.measure(
-        engine.gather(), max_tokens=4, seed=0, progress=lambda: calls.append(1)
-    )
+    texts = evaluator.answers(seed=0, progress=lambda: calls.append(1))
+    scores = evaluator.scores(texts, progress=lambda: None)
 
     assert (scores["greedy_accuracy"], scores["samples"]) == (0.75, 4.0)
-    batches, rewards = 2, 8
-    assert len(calls) == batches + rewards
+    assert 0.19 < scores["greedy_accuracy_low"] < 0.75 < scores["greedy_accuracy_high"] < 0.99
+    # Two batches, which beat with every token.
+    assert longest < len(calls) <= 2 * longest
+    again = evaluator.answers(seed=0, progress=lambda: None)
+    assert again == texts  # every evaluation draws alike
+
+
+def test_answers_end_at_every_stop_token_of_the_generation_config(
+    folder: Path, tmp_path: Path
+) -> None:
+    """As Gemma, whose turns end by another token than its sequences."""
+    chat = tmp_path / "chat"
+    shutil.copytree(folder, chat)
+    tokenizer, prompt = huggingface.read_tokenizer(chat), "12+34="
+    ids = torch.tensor([encode_prompt(tokenizer, [{"role": "user", "content": prompt}])])
+    model = huggingface.read_model(chat).eval()
+    said = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    settings = {"eos_token_id": [tokenizer.eos_token_id, said[2]], "repetition_penalty": 9.0}
+    (chat / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    row = Row(({"role": "user", "content": prompt},), "x")
+    held_out = HeldOut(encode_prompts([row], tokenizer), 8)
+    engine = FsdpEngine.build(chat, optimizer=OPTIMIZER, dtype="float32", device=CPU)
+
+    _, greedy = Evaluator(held_out, engine, reward="exact_match").answers(
+        seed=0, progress=lambda: None
+    )
+
+    end = said.index(said[2]) + 1
+    assert greedy == tokenizer.decode(said[:end], skip_special_tokens=True)
+    assert huggingface.stop_tokens(folder, tokenizer) == [tokenizer.eos_token_id]

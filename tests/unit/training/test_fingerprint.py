@@ -6,14 +6,22 @@ from typing import Any
 import pytest
 
 from shakedown.config import DriftConfig, GrpoConfig, OptimizerConfig, StageConfig
-from shakedown.training.checkpoint.fingerprint import differences, fingerprint
+from shakedown.training.checkpoint.fingerprint import changes, differences, fingerprint
 from shakedown.training.stage.job import StageJob
 
-# Another value for every key that changes what is learned.
-CHANGES: dict[str, Any] = {
+# Another value for every key that shapes what a checkpoint holds.
+SHAPES: dict[str, Any] = {
+    "temperature": 0.5,
+    "agent": "my.agent:Agent",
+    "agent_kwargs": {"turns": 2},
+}
+# For every key that shapes the updates to come alone.
+TOLD: dict[str, Any] = {
     "group_size": 4,
     "max_tokens": 9,
-    "temperature": 0.5,
+    "ratio": "sequence",
+    "mask_truncated": True,
+    "overlong_tokens": 2,
     "clip_low": 0.1,
     "clip_high": 0.2,
     "epochs": 2,
@@ -25,8 +33,6 @@ CHANGES: dict[str, Any] = {
     "kl_coef": 0.1,
     "entropy_coef": 0.1,
     "async_level": 0,
-    "agent": "my.agent:Agent",
-    "agent_kwargs": {"turns": 2},
     "partial_rollouts": True,
 }
 # What a key is refused without.
@@ -57,16 +63,31 @@ def _fingerprint(folder: Path, grpo: GrpoConfig) -> dict[str, str]:
 
 
 def test_every_setting_is_known_to_change_the_result_or_not() -> None:
-    assert CHANGES.keys() | FREE.keys() == GrpoConfig.model_fields.keys()
-    assert not CHANGES.keys() & FREE.keys()
+    assert SHAPES.keys() | TOLD.keys() | FREE.keys() == GrpoConfig.model_fields.keys()
+    assert len(SHAPES) + len(TOLD) + len(FREE) == len(GrpoConfig.model_fields)
 
 
-@pytest.mark.parametrize("key", CHANGES)
-def test_a_setting_that_changes_the_result_makes_a_checkpoint_foreign(
+@pytest.mark.parametrize("key", TOLD)
+def test_a_setting_that_shapes_the_updates_to_come_may_change_and_is_told(
+    tmp_path: Path, key: str
+) -> None:
+    ours = _fingerprint(tmp_path, GrpoConfig(**{key: TOLD[key]}))
+    theirs = _fingerprint(tmp_path, GrpoConfig())
+    older = {name: value for name, value in theirs.items() if name != f"grpo.{key}"}
+
+    expected = {f"grpo.{key}": (theirs[f"grpo.{key}"], ours[f"grpo.{key}"])}
+    assert differences(ours, theirs) == differences(ours, older) == []
+    # A checkpoint from before the key came means its default.
+    assert changes(ours, theirs) == changes(ours, older) == expected
+    assert changes(theirs, theirs) == {}
+
+
+@pytest.mark.parametrize("key", SHAPES)
+def test_a_setting_that_shapes_the_state_makes_a_checkpoint_foreign(
     tmp_path: Path, key: str
 ) -> None:
     needed = NEEDED.get(key, {})
-    ours = _fingerprint(tmp_path, GrpoConfig(**needed, **{key: CHANGES[key]}))
+    ours = _fingerprint(tmp_path, GrpoConfig(**needed, **{key: SHAPES[key]}))
     theirs = _fingerprint(tmp_path, GrpoConfig(**needed))
 
     (found,) = differences(ours, theirs)
@@ -81,14 +102,14 @@ def test_a_limit_may_change_between_attempts(tmp_path: Path, key: str) -> None:
     assert changed == _fingerprint(tmp_path, GrpoConfig())
 
 
-@pytest.mark.parametrize("key", CHANGES)
+@pytest.mark.parametrize("key", SHAPES)
 def test_a_key_that_came_later_leaves_older_checkpoints_usable_while_it_has_its_default(
     tmp_path: Path, key: str
 ) -> None:
     needed = NEEDED.get(key, {})
     ours = _fingerprint(tmp_path, GrpoConfig(**needed))
     older = {name: value for name, value in ours.items() if name != f"grpo.{key}"}
-    changed = _fingerprint(tmp_path, GrpoConfig(**needed, **{key: CHANGES[key]}))
+    changed = _fingerprint(tmp_path, GrpoConfig(**needed, **{key: SHAPES[key]}))
 
     assert differences(ours, older) == []
     (found,) = differences(changed, older)

@@ -79,6 +79,7 @@ def test_four_ranks_do_the_steps_of_one(
     found, expected = four_ranks[job["name"]], one_rank[job["model"]]
 
     torch.testing.assert_close(found["logprobs"], expected["logprobs"], rtol=0, atol=1e-5)
+    assert found["again"].equal(found["logprobs"]), "by a copy of the weights, after an update"
     for step in ("first", "second"):
         assert found[step] == pytest.approx(expected[step], rel=1e-5)
     before = huggingface.read_model(root / job["model"]).state_dict()

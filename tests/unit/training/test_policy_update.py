@@ -44,6 +44,9 @@ SETTINGS = [
     {"decoupled": False, "entropy_coef": 0.5},
     {"tis_cap": 0.0, "kl_coef": 1.0},
     {"drop_flat_groups": True, "tis_cap": 1.0},
+    {"loss_level": "constant", "advantage": "group_mean"},
+    {"ratio": "sequence", "loss_level": "sequence", "clip_low": 0.1, "clip_high": 0.15},
+    {"ratio": "sequence", "decoupled": False, "kl_coef": 0.2},
 ]
 
 
@@ -79,6 +82,7 @@ def _batch(rollouts: RolloutBatch, settings: GrpoConfig) -> TokenBatch:
         advantage=settings.advantage,
         level=settings.loss_level,
         drop_flat=settings.drop_flat_groups,
+        longest=settings.max_tokens,
     )
 
 
@@ -106,9 +110,15 @@ def _loops(
         scale = 1.0 if s.advantage == "group_mean" else std + 1e-4
         advantage = (reward - mean) / scale
         losses.append([])
-        for place in [place for place in new if place[0] == row]:
+        own_places = [place for place in new if place[0] == row]
+        logs = {
+            p: new[p] - (old[p] if s.decoupled else float(rollouts.logprobs[p])) for p in own_places
+        }
+        for place in own_places:
             engine = float(rollouts.logprobs[place])
-            ratio = math.exp(new[place] - (old[place] if s.decoupled else engine))
+            ratio = math.exp(logs[place])
+            if s.ratio == "sequence":  # the geometric mean of the tokens' ratios
+                ratio = math.prod(map(math.exp, logs.values())) ** (1 / len(logs))
             bounded = min(max(ratio, 1 - s.clip_low), 1 + s.clip_high)
             value = -min(ratio * advantage, bounded * advantage)
             if s.decoupled and s.tis_cap:
@@ -119,6 +129,9 @@ def _loops(
     if s.loss_level == "token":
         flat = list(itertools.chain(*losses))
         return math.fsum(flat) / len(flat)
+    if s.loss_level == "constant":
+        sums = [math.fsum(each) / s.max_tokens for each in losses if each]
+        return math.fsum(sums) / len(sums)
     means = [math.fsum(each) / len(each) for each in losses if each]
     return math.fsum(means) / len(means)
 

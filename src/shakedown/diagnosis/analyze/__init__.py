@@ -195,8 +195,7 @@ def _or_another_reason(s: Situation, chosen: Hypothesis) -> Hypothesis:
 
 def _unless_guessed(facts: Facts, chosen: Hypothesis) -> Hypothesis:
     """Where no input says which process is which rank nobody is named: a file's name is no node."""
-    hosts = {facts.ranks[r].host for r in chosen.ranks if r in facts.ranks}
-    if not facts.guessed or not hosts or "" in hosts:
+    if not facts.guessed or not chosen.ranks:
         return chosen
     told = f"{chosen.sentence}; ranks are counted by process id: which one it is nothing tells"
     return replace(chosen, ranks=(), sentence=told)

@@ -12,6 +12,7 @@ from shakedown.diagnosis.analyze.places import WAITING, bar_of
 from shakedown.diagnosis.analyze.position import Position, user_frames
 from shakedown.diagnosis.analyze.raised import OWN
 from shakedown.diagnosis.analyze.situation import Situation
+from shakedown.diagnosis.analyze.storage import told_of
 from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.records import Frame, SourceRef
 
@@ -62,9 +63,10 @@ def _timed_out_apart(s: Situation, rank: int, waiters: Collection[int]) -> bool:
 def _parted(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis:
     return conclude(
         s,
-        "collective_mismatch",
+        # Behind, or in other calls before: the numbers alone do not tell.
+        "unknown",
         f"{name_ranks(named)} and {name_ranks(waiters)} timed out at different numbers of one "
-        "group: they were in different calls before",
+        "group: they were in different calls before, or some are behind",
         sure="open",
         evidence=s.recorded_at([*named, *waiters]),
         needed=["Flight Recorder dumps of all ranks: the calls before tell where they parted"],
@@ -301,16 +303,21 @@ def did_not_time_out(s: Situation) -> Hypothesis | None:
         return None
     operation, number = next(iter(calls.values()))
     work = s.unfinished
-    return conclude(
-        s,
-        # Rank 0 does what is done once: it evaluates, saves, prepares the data.
-        "rank_busy" if work or absent == [0] else "missing_rank",
+    says = (
         f"{name_ranks(list(calls))} timed out in {operation.lower()}"
         + (f" (number {number})" if number is not None else "")
         + f"; {name_ranks(absent)} did not, and no line is from it"
-        + (f"; the log ends in {bar_of(work)}" if work else ""),
+        + (f"; the log ends in {bar_of(work)}" if work else "")
+    )
+    # Silence alone: its lines may only be elsewhere, and what it did is not told.
+    cause: Cause = "missing_rank" if told_of(s, absent) else "unknown"
+    cause = "rank_busy" if work else cause
+    return conclude(
+        s,
+        cause,
+        says,
         sure="likely",
-        ranks=absent,
+        ranks=absent if cause != "unknown" else (),
         evidence=[
             *([work.place] if work else []),
             *[c.events[0].place for r in list(calls)[:6] if (c := s.ranks[r]).events],

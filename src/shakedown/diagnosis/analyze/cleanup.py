@@ -21,6 +21,10 @@ def past_the_loop(s: Situation) -> Hypothesis | None:
         return None
     first = s.positions[left[0]]
     raised = [e for r in left for e in s.ranks[r].events if e.kind == "traceback"]
+    # Who stands outside of all calls may hold both.
+    outside = set(s.alive).difference(left, stay, s.at("unknown", "teardown"))
+    if not raised and outside:
+        return None
     # Stages are taken to be consecutive ranks: the first of them end a schedule first.
     behind = min(stay) > max(left) and all(s.positions[r].kind == "p2p" for r in stay)
     if not raised and not first.cleanup and behind:

@@ -130,10 +130,11 @@ def different_paths(s: Situation) -> Hypothesis | None:
         return None
     groups = sorted(paths.values(), key=lambda ranks: (len(ranks), ranks))
     told = "; ".join(f"{name_ranks(r)} in {s.positions[r[0]].where}" for r in groups[:4])
+    cause: Cause = "conditional_collective" if _one_aside(s, groups) else "collective_mismatch"
     pipeline = _in_pipeline([s.positions[r] for r in inside])
     return conclude(
         s,
-        "pipeline_order" if pipeline else "collective_mismatch",
+        "pipeline_order" if pipeline else cause,
         f"ranks wait in different calls: {told}",
         sure="open",
         evidence=[p for ranks in groups[:4] for p in s.seen_at(ranks, 2)],
@@ -142,6 +143,18 @@ def different_paths(s: Situation) -> Hypothesis | None:
             "the usual order",
         ],
     )
+
+
+def _one_aside(s: Situation, groups: Sequence[Sequence[int]]) -> bool:
+    """One rank by itself on another way through the code than all others, three at least.
+
+    Whether it is the one that is wrong stays open: the others may have left it behind.
+    """
+    if len(groups) != 2 or len(groups[0]) > 1 or len(groups[1]) < 3:
+        return False
+    # Who is in a barrier has come to an end that the others have not: no branch.
+    ops = {s.positions[ranks[0]].op for ranks in groups}
+    return not ops & {"barrier", "monitored_barrier"}
 
 
 def _in_pipeline(positions: Sequence[Position]) -> bool:
@@ -191,6 +204,11 @@ def _one_call(s: Situation, ranks: Sequence[int]) -> bool:
         return False
     if len({s.positions[r].op for r in ranks if not s.positions[r].path}) > 1:
         return False
+    # `work.wait()` stands at one line for every call.
+    if all(s.positions[r].op in ("wait", "_wait", "unknown", "") for r in ranks) and not any(
+        s.ranks[r].record for r in ranks
+    ):
+        return False
     # Different calls of one group that all are to be in at once: the dumps are of several moments.
     if any(len({v.pending for v in g.views.values() if v.pending}) > 1 for g in s.facts.groups):
         return False
@@ -199,7 +217,7 @@ def _one_call(s: Situation, ranks: Sequence[int]) -> bool:
 
 
 def _common_call(s: Situation, rank: int) -> str:
-    if s.positions[rank].path:
+    if s.positions[rank].op and s.positions[rank].path:
         return s.positions[rank].where
     for group in s.facts.groups:
         view = group.views.get(rank)

@@ -12,7 +12,7 @@ from shakedown.diagnosis.records import LogEvent
 _VICTIM = re.compile(
     r"closed by peer|reset by peer|Broken ?pipe|Socket closed|Watchdog caught|nccl[A-Z]\w+Error"
     r"|communicator was aborted|KeyboardInterrupt|SystemExit|SIGTERM|[Tt]imed? ?out|DistStoreError"
-    r"|SignalException"
+    r"|SignalException|Rendezvous\w*Error"
     r"|TCPStore|ChildFailedError|monitoredBarrier|Detected mismatch between collectives"
     r"|DistNetworkError|DistBackendError|[Cc]onnection was likely closed|Connection refused"
     r"|NCCL (?:[Ee]rror|communicator)|remote process|ncclCommInitRank|unhandled system error"
@@ -27,6 +27,9 @@ _VICTIM = re.compile(
     # An error that compares ranks accuses neither.
     r"|\brank ?\d{1,6}\b.{0,120}\brank ?\d|DDP expects same model across all ranks"
     r"|across (?:all )?(?:devices|processes|GPUs|ranks)|in process 0\b"
+    # Raised by a library that talks to another process, which is where the reason lies.
+    r"|^(?:aiohttp|grpc|httpcore|httpx|openai|requests|urllib3|zmq)\."
+    r"|Cannot connect to host|All connection attempts failed"
 )
 
 
@@ -51,6 +54,8 @@ def _is_feeders(event: LogEvent) -> bool:
 def root_exception(component: ComponentFacts) -> LogEvent | None:
     """The first traceback that no peer's death explains."""
     found = [e for e in component.events if e.kind == "traceback" and not e.detail.get("chained")]
+    # Of a head alone nothing is known, not even that it was not a victim's.
+    found = [e for e in found if e.detail.get("exception") or e.frames]
     own = [e for e in found if not is_victims(e) and not _is_feeders(e)]
     # One that is cut off tells the place at most: another tells more.
     return min(own, key=lambda e: not e.detail.get("exception"), default=None)

@@ -136,7 +136,7 @@ def explained(s: Situation, chosen: Hypothesis) -> Hypothesis:
     """Ranks that have not come, whose own log or node tells of storage: that holds them."""
     if chosen.cause != "missing_rank" or not chosen.ranks or set(chosen.ranks) & set(s.dead):
         return chosen
-    found = _told_of(s, chosen.ranks)
+    found = told_of(s, chosen.ranks)
     if not found:
         return chosen
     cause: Cause = "dataloader" if "remote data" in found[0].text else "storage"
@@ -152,7 +152,7 @@ def explained(s: Situation, chosen: Hypothesis) -> Hypothesis:
     )
 
 
-def _told_of(s: Situation, ranks: Collection[int]) -> list[LogEvent]:
+def told_of(s: Situation, ranks: Collection[int]) -> list[LogEvent]:
     """Events of storage in these ranks' own logs, or in the kernel's log of one node."""
     known = [s.ranks[r] for r in ranks if r in s.ranks]
     own = [e for c in known for e in c.events]

@@ -97,7 +97,7 @@ def _without_outer(text: str) -> str:
 # Launchers of which srun starts one a node: its tasks are no ranks.
 _EACH_NODE = re.compile(
     r"torchrun |torch\.distributed\.(?:run|launch)\b|torch/distributed/(?:run|launcher)"
-    r"|elastic/agent|--nproc[-_]per[-_]node|accelerate[./]commands[./]launch|accelerate launch "
+    r"|torch[/.]distributed[/.]elastic|--nproc[-_]per[-_]node|accelerate[./]commands[./]launch|accelerate launch "
     r"|\[default\d{1,4}\]:|\bray start |\bray::|RayTaskError|\(raylet"
 )
 

@@ -385,11 +385,13 @@ PATTERNS: list[Row] = [
             "circuits open",
         ),
         re.compile(
-            r"EngineDeadError|EngineCore .{0,60}(?:died|failed)|RPC call to \w{1,60} timed out"
+            r"EngineDeadError|\bengine is dead\b|EngineCore .{0,60}(?:died|failed)"
+            r"|RPC call to \w{1,60} timed out"
             r"|no_available_workers|all circuits open"
             r"|health ?check .{0,40}(?:failed|timed out)"
             r"|(?:inference )?server .{0,60}(?:unhealthy|not healthy|unreachable|did not answer)"
             r"|(?:httpx\.|openai\.)?(?:ConnectError|APIConnectionError|ConnectTimeout)"
+            r"|ClientConnectorError|ServerDisconnectedError"
             r"|Connection refused",
             re.I | re.A,  # else `ı` is an `i`, which the words above do not know
         ),

@@ -28,6 +28,7 @@ _FOLDER_RANK = re.compile(r"^(?:[a-z]{0,12}[-_])?rank[-_ =]?(\d{1,6})$")
 _FOLDER_HOST = re.compile(r"^((?:node|host)[-_]?\d[a-z0-9-]*)$")
 # torchrun --log-dir: RUN_ID/attempt_N/LOCAL_RANK/stderr.log
 ELASTIC = re.compile(r"^(.*?)attempt_(\d{1,6})/(\d{1,4})/(?:stdout|stderr|error)\.(?:log|json)")
+_ROUND = re.compile(r"(?:^|[^a-z])log[^a-z/](?:[^/]*\.)?\d+$", re.I)
 _FEW = 3  # names of which at least two of a series would share a stem
 _DIGITS = re.compile(r"\d+")
 
@@ -160,7 +161,12 @@ def _numbers(found: dict[str, Named]) -> None:
         k for k, row in logs.items() if len(row) > 1 and sorted(row) == [*range(1, len(row) + 1)]
     }
     outputs = [n for name, (_, n) in found.items() if n is not None and name.endswith(".out")]
+    series = Counter(_stem(name) for name, (_, number) in found.items() if number is not None)
     for name, (identity, number) in found.items():
+        # `log.run.1`, without a `log.run.0`: of a round, or rotated.
+        if number and series[_stem(name)] == 1 and _ROUND.search(name):
+            found[name] = identity, None
+            continue
         if number is not None and name.endswith((".log", ".out", ".err")) and _stem(name) in nodes:
             found[name] = identity, None
             continue

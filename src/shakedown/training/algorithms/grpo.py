@@ -10,10 +10,12 @@ from shakedown.config import GrpoConfig
 from shakedown.core.errors import BlockedError, ConfigError
 from shakedown.models.load_progress import beating
 from shakedown.rollout.batch import RolloutBatch
+from shakedown.rollout.heldout import due
 from shakedown.rollout.queue import keep_queue
 from shakedown.rollout.recording import Recorder, read_step
 from shakedown.rollout.store import RolloutStore
 from shakedown.training.algorithms.base import StepResult
+from shakedown.training.algorithms.past_weights import PastWeights
 from shakedown.training.algorithms.policy_loss import (
     AdvantageKind,
     LossLevel,
@@ -25,6 +27,7 @@ from shakedown.training.algorithms.policy_update import PolicyUpdate
 from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.batch import TokenBatch, take_rows
 from shakedown.training.context import Context, StopRequestedError
+from shakedown.training.drift import drift_watch
 
 # Between two lines about a missing batch. Their text is that of prime-rl for a starving trainer.
 WAITING_LINE_SECONDS = 10.0
@@ -52,6 +55,7 @@ class Grpo:
             micro_batch_size=context.job.config.micro_batch_size,
             reference=self._load_reference(),
         )
+        self._past = self._past_weights()
 
     @property
     def max_answer_tokens(self) -> int:
@@ -62,7 +66,7 @@ class Grpo:
         if self._recorder:
             self._recorder.keep_until(done)
         if done:
-            self.synchronise(done)
+            self._publish(done)
 
     def step(self, step: int) -> StepResult:
         began = time.monotonic()
@@ -75,8 +79,12 @@ class Grpo:
             advantage=self._settings.advantage,
             level=self._settings.loss_level,
             drop_flat=self._settings.drop_flat_groups,
+            longest=self._settings.max_tokens,
         )
-        sums, values = self._policy.run(batch, self._context.beat_training)
+        beat, written = self._context.beat_training, None
+        if self._past is not None:
+            written = self._past.score(batch, step - 1, beat)
+        sums, values = self._policy.run(batch, beat, written)
         # Step s updates the weights of version s - 1.
         values |= rollout_metrics(rollouts, batch, trained=step - 1)
         values["wait_seconds"] = fetched - began
@@ -84,6 +92,13 @@ class Grpo:
         return StepResult(sums, values)
 
     def synchronise(self, step: int, /) -> float:
+        # No batch comes after the last step: only the held-out evaluation wants its weights.
+        config = self._context.job.config
+        if step == config.steps and not due(step, config):
+            return 0.0
+        return self._publish(step)
+
+    def _publish(self, step: int) -> float:
         context, began = self._context, time.monotonic()
         if self._replay is not None:
             return 0.0
@@ -151,6 +166,19 @@ class Grpo:
     def _beat_waiting(self) -> None:
         self._context.beat("rollout_wait")
 
+    def _past_weights(self) -> PastWeights | None:
+        """Where a drift is judged and tokens may be of older weights than the trainer's."""
+        settings, context = self._settings, self._context
+        if not (settings.async_level and drift_watch(context.job).limits):
+            return None
+        return PastWeights(
+            context.engine,
+            context.ranks,
+            versions=settings.async_level,
+            micro_batch_size=context.job.config.micro_batch_size,
+            temperature=settings.temperature,
+        )
+
     def _load_reference(self) -> ReferenceModel | None:
         if not self._settings.kl_coef:
             return None
@@ -168,6 +196,7 @@ def token_batch(
     advantage: AdvantageKind = "group_std",
     level: LossLevel = "token",
     drop_flat: bool = False,
+    longest: int = 1,
 ) -> TokenBatch:
     """Rollouts as a batch to train on.
 
@@ -179,6 +208,7 @@ def token_batch(
         pad: the padding's token.
         drop_flat: leave out groups whose rewards are all equal. When all are, the whole batch
             stays, to be measured, and no token has a share.
+        longest: tokens of an answer at most, for the level `constant`.
 
     Raises:
         BlockedError: a reward or a log-probability is NaN or infinite.
@@ -205,7 +235,7 @@ def token_batch(
         if counted.any():
             batch, counted = take_rows(batch, counted.nonzero()[:, 0]), counted[counted]
     place = (batch.mask.flatten().cumsum(0).view_as(batch.mask) - 1) * batch.mask
-    share = token_shares(batch.mask, counted, level=level)
+    share = token_shares(batch.mask, counted, level=level, longest=longest)
     extra = {**batch.extra, "share": share, "place": place}
     return TokenBatch(batch.tokens, batch.lengths, batch.mask, extra)
 

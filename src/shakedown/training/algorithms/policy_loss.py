@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 
 AdvantageKind = Literal["group_std", "group_mean"]
-LossLevel = Literal["token", "sequence"]
+LossLevel = Literal["token", "sequence", "constant"]
 
 # TRL and AReaL divide by std + 1e-4 or so: groups of equal rewards then have advantage 0.
 STD_EPSILON = 1e-4
@@ -64,23 +64,30 @@ def flat_groups(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     return (lowest == highest)[member]
 
 
-def token_shares(mask: torch.Tensor, counted: torch.Tensor, *, level: LossLevel) -> torch.Tensor:
+def token_shares(
+    mask: torch.Tensor, counted: torch.Tensor, *, level: LossLevel, longest: int = 1
+) -> torch.Tensor:
     """The share that each trained token of a sequence has in the batch's loss, float64 [N].
 
     `token`: 1 / tokens, the mean over all tokens (DAPO, arXiv 2503.14476, section 3.3).
     `sequence`: 1 / (sequences x the sequence's own tokens), the mean of the sequences' means
-    (DeepSeekMath, arXiv 2402.03300, eq. 3). Sequences without a trained token are no sequences
+    (DeepSeekMath, arXiv 2402.03300, eq. 3). `constant`: 1 / (sequences x longest), whatever the
+    sequence's own length, which then biases nothing (Dr. GRPO, arXiv 2503.20783, section 3.2 and
+    appendix A, listing 1). Sequences without a trained token are no sequences
     here, as with verl's seq-mean-token-mean. Shares are of the whole batch: added up over any
-    split into ranks and micro batches, they are 1, or 0 when nothing counts.
+    split into ranks and micro batches, they are 1 (`constant`: at most), or 0 when nothing counts.
 
     Args:
         mask: bool [N, T], the trained tokens.
         counted: bool [N], False for sequences that are to have no part in the loss.
+        longest: tokens of an answer at most, for `constant`.
     """
     tokens = mask.sum(1).double() * counted
     present = (tokens > 0).double()
     if level == "token":
         return present / tokens.sum().clamp(min=1)
+    if level == "constant":
+        return present / (present.sum() * longest).clamp(min=1)
     return present / (tokens * present.sum()).clamp(min=1)
 
 
@@ -107,6 +114,22 @@ def clipped_loss(
         (ratio > 1.0 + clip_high) & (advantages > 0)
     )
     return loss, clipped
+
+
+def sequence_means(values: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+    """Each token's value replaced by the mean over its sequence, [M] with gradient.
+
+    Of new - old it is the logarithm of GSPO's ratio s = (pi_new(y) / pi_old(y))^(1 / |y|) (Zheng et
+    al., arXiv 2507.18071, eq. 7), the same for all tokens of a sequence, which its clip then keeps
+    or cuts as a whole (eq. 5).
+
+    Args:
+        values: [M].
+        rows: int64 [M], the sequence of each token, 0 to `count` - 1.
+    """
+    sums = values.new_zeros(count).index_add(0, rows, values)
+    sizes = values.new_zeros(count).index_add(0, rows, torch.ones_like(values))
+    return (sums / sizes.clamp(min=1))[rows]
 
 
 def importance_weights(

@@ -6,8 +6,13 @@ import torch
 
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import ConfigError
-from shakedown.training.algorithms.mismatch import mismatch
-from shakedown.training.algorithms.policy_loss import clipped_loss, importance_weights, reference_kl
+from shakedown.training.algorithms.mismatch import mismatch, on_policy
+from shakedown.training.algorithms.policy_loss import (
+    clipped_loss,
+    importance_weights,
+    reference_kl,
+    sequence_means,
+)
 from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.batch import TokenBatch, rank_share
 from shakedown.training.coordination import Ranks
@@ -34,7 +39,8 @@ def policy_part(
     log-probabilities before the first update, and weight = min(e^(old - engine), tis_cap), or 1
     with tis_cap 0. Not decoupled it is PPO on the engine's log-probabilities: they are the anchor,
     and weight = 1, for the ratio holds it already. As in verl, weights are for the policy's term
-    only, and all terms are averaged in the same way.
+    only, and all terms are averaged in the same way. With `ratio: sequence` new - anchor is its
+    mean over the sequence (GSPO).
 
     Args:
         batch: with `logprobs` [N, T] of the engine, `advantages` [N] and `share` [N] (float64).
@@ -46,9 +52,13 @@ def policy_part(
         ConfigError: entropy_coef is set and the engine's entropy has no gradient.
     """
     engine = batch.at_mask("logprobs")
+    apart = scores.logprobs - (old if settings.decoupled else engine)
+    if settings.ratio == "sequence":
+        rows = batch.mask.nonzero()[:, 0]
+        apart = sequence_means(apart, rows, batch.mask.shape[0])
     each, clipped = clipped_loss(
-        scores.logprobs,
-        old if settings.decoupled else engine,
+        apart,
+        torch.zeros_like(apart),
         batch.at_mask("advantages"),
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
@@ -92,14 +102,19 @@ class PolicyUpdate:
         engine.entropy_gradient = settings.entropy_coef > 0
 
     def run(
-        self, batch: TokenBatch, beat: Callable[[Sequence[TokenBatch]], OnMicroBatch]
+        self,
+        batch: TokenBatch,
+        beat: Callable[[Sequence[TokenBatch]], OnMicroBatch],
+        written: torch.Tensor | None = None,
     ) -> tuple[dict[str, float], dict[str, float]]:
         """(collective) `epochs` updates on the whole batch; none where no token has a share.
 
         Args:
             batch: as `policy_part` has it, `place` [N, T], the number of each trained token, and
-                its `lag` [N] or [N, T], see `mismatch`.
+                its `lag` [N] or [N, T] in versions.
             beat: given this rank's micro batches, what the engine calls for each of them.
+            written: [M] log-probabilities of tokens with a lag by the weights that wrote them,
+                NaN where that is not known; None: of none.
 
         Returns:
             This rank's sums, and values that are the same on all ranks.
@@ -144,7 +159,7 @@ class PolicyUpdate:
                     sums[name] = sums.get(name, 0.0) + value / epochs
                 elif epoch == 0:
                     sums[name] = value
-        return sums, {"lr": rate, "grad_norm": norm, **self._mismatch(batch, parts, old)}
+        return sums, {"lr": rate, "grad_norm": norm, **self._mismatch(batch, parts, old, written)}
 
     def _score_reference(
         self, parts: Sequence[TokenBatch], on_micro_batch: OnMicroBatch
@@ -156,7 +171,11 @@ class PolicyUpdate:
         )
 
     def _mismatch(
-        self, batch: TokenBatch, parts: Sequence[TokenBatch], old: Mapping[int, torch.Tensor]
+        self,
+        batch: TokenBatch,
+        parts: Sequence[TokenBatch],
+        old: Mapping[int, torch.Tensor],
+        written: torch.Tensor | None,
     ) -> dict[str, float]:
         """Over all tokens at once: a percentile or a correlation is no sum over ranks.
 
@@ -169,4 +188,10 @@ class PolicyUpdate:
         merged = self._ranks.largest(trainer)
         # A token that no rank scored must not look like one that the model thinks impossible.
         merged[merged.isinf()] = torch.nan
-        return mismatch(merged, batch.at_mask("logprobs"), batch.at_mask("lag"))
+        engine, fresh = batch.at_mask("logprobs"), batch.at_mask("lag") == 0
+        if written is None:
+            written = torch.full_like(merged, torch.nan)
+        judged = fresh | ~written.isnan()
+        return mismatch(merged, engine) | on_policy(
+            torch.where(fresh, merged, written)[judged], engine[judged]
+        )

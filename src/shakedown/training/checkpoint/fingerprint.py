@@ -16,6 +16,22 @@ from shakedown.training.stage.job import StageJob
 # Of a large file only the beginning and the end are read: a header, and what changed last.
 _SAMPLE = 1 << 20
 
+# May change between attempts, and the log says so: they shape the updates to come, and nothing of
+# what a checkpoint holds (weights, moments, random states, the place in the data, the rollouts that
+# wait). AdamW's betas do: the moments are means with them.
+_TOLD = frozenset(
+    {
+        "steps",
+        *(f"optimizer.{key}" for key in ("lr", "warmup_steps", "weight_decay", "max_grad_norm")),
+        *(f"optimizer.{key}" for key in ("schedule", "decay_steps", "min_lr_ratio")),
+        *(f"grpo.{key}" for key in ("clip_low", "clip_high", "epochs", "advantage", "loss_level")),
+        *(f"grpo.{key}" for key in ("drop_flat_groups", "decoupled", "tis_cap", "kl_coef")),
+        *(f"grpo.{key}" for key in ("entropy_coef", "async_level", "group_size", "max_tokens")),
+        *(f"grpo.{key}" for key in ("ratio", "mask_truncated", "overlong_tokens")),
+        "grpo.partial_rollouts",
+    }
+)
+
 # Keys of grpo that may change between attempts: they do not change what is learned.
 _FREE = frozenset(
     {"batch_timeout", "weight_update_timeout", "agent_timeout", "max_concurrent", "record", "drift"}
@@ -26,7 +42,7 @@ _LATER = frozenset({"engine"})
 
 
 def fingerprint(job: StageJob) -> dict[str, str]:
-    """Digests and values by name. The number of steps, ranks, faults and limits may differ.
+    """Digests and values by name. The number of ranks, faults and limits may differ.
 
     Raises:
         StorageError: the model or the data cannot be read.
@@ -41,6 +57,7 @@ def fingerprint(job: StageJob) -> dict[str, str]:
         "seed": job.seed,
         "algorithm": config.algorithm,
         "batch_size": config.batch_size,
+        "steps": config.steps,
         **{f"optimizer.{k}": v for k, v in config.optimizer.model_dump(mode="json").items()},
     }
     if config.grpo is not None:
@@ -53,7 +70,7 @@ def fingerprint(job: StageJob) -> dict[str, str]:
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
-    """What does not match, one text for each name, for a person to read.
+    """What has to match and does not, one text for each name, for a person to read.
 
     A key that came after their checkpoint was written matches while it has its default; one that
     may change by now is passed over.
@@ -62,8 +79,18 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]
     return [
         f"{name}: {theirs.get(name, 'nothing')} there, {ours.get(name, 'nothing')} here"
         for name in names
-        if not _same(name, ours, theirs)
+        if name not in _TOLD and not _same(name, ours, theirs)
     ]
+
+
+def changes(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    """Settings that may change and have: by name their value there, and here."""
+    known = {**_absent(), **theirs}
+    return {
+        name: (str(known[name]), ours[name])
+        for name in ours
+        if name in _TOLD and name in known and known[name] != ours[name]
+    }
 
 
 def _same(name: str, ours: Mapping[str, str], theirs: Mapping[str, Any]) -> bool:

@@ -2,7 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -16,6 +17,7 @@ from shakedown.models import huggingface
 from shakedown.training.batch import TokenBatch
 from shakedown.training.engines import DIMENSIONS
 from shakedown.training.engines.snapshot import Snapshot, save_now
+from shakedown.training.schedule import rate_share
 
 # For a checkpoint that cannot be read.
 UNREADABLE_HINT = (
@@ -72,6 +74,21 @@ class EngineOptions:
 
 NO_OPTIONS = EngineOptions()
 
+
+@dataclass(frozen=True)
+class Generator:
+    """What answers prompts on this rank.
+
+    Attributes:
+        model: one of transformers in evaluation; None on a rank that has nothing to do.
+        share, shares: its part of the prompts; with several all ranks generate in step.
+    """
+
+    model: Any
+    share: int = 0
+    shares: int = 1
+
+
 # (index of a micro batch that begins on this rank, all of the call's as the engine has them)
 OnMicroBatch = Callable[[int, Sequence[TokenBatch]], None]
 
@@ -90,6 +107,7 @@ class TrainEngine(ABC):
         data_rank, data_world_size: which share of a batch is this rank's; ranks that split one
             model take the same rows.
         updates: optimizer updates done since the input model.
+        total_updates: those of the whole stage, which a schedule's decay ends with.
         entropy_gradient: False until an algorithm sets it; costs float32 [M, vocabulary] a micro
             batch.
     """
@@ -125,7 +143,7 @@ class TrainEngine(ABC):
         self.dtype = dtype
         self.device = torch.device(device)
         self.tokenizer = huggingface.read_tokenizer(source)
-        self.updates = 0
+        self.updates = self.total_updates = 0
         self.entropy_gradient = False
         self._settings, self._sizes, self._options = optimizer, sizes, options
 
@@ -193,9 +211,10 @@ class TrainEngine(ABC):
 
     def step(self) -> float:
         """(collective) Clip, update, clear the gradients; returns the norm before clipping."""
-        # Set anew each time: the schedule is a function of `updates`, and no checkpoint holds it.
+        # Set anew each time: the schedule is a function of `updates`, and a checkpoint has the
+        # settings of the attempt that wrote it.
         for group in self._optimizer.param_groups:
-            group["lr"] = self.learning_rate
+            group["lr"], group["weight_decay"] = self.learning_rate, self._settings.weight_decay
         norm = self._update()
         self.updates += 1
         return norm
@@ -210,13 +229,22 @@ class TrainEngine(ABC):
         with torch.no_grad():
             return self._logprobs(batches, temperature)
 
+    def copy_weights(self) -> list[torch.Tensor]:
+        """This rank's part of the weights in CPU memory, for `set_weights`."""
+        with torch.no_grad():
+            return [held.to("cpu", copy=True) for held in self._held_weights()]
+
+    def set_weights(self, copied: Sequence[torch.Tensor]) -> None:
+        """Put a copy in the weights' place, bit for bit; the optimizer does not hear of it."""
+        with torch.no_grad():
+            for held, values in zip(self._held_weights(), copied, strict=True):
+                held.copy_(values)
+
     @property
     def learning_rate(self) -> float:
-        """Of the next update: linear warm-up over the first `warmup_steps`, then constant."""
-        warmup = self._settings.warmup_steps
-        # + 1: at a rate of 0 the first update would be lost.
-        share = min(1.0, (self.updates + 1) / warmup) if warmup else 1.0
-        return self._settings.lr * share
+        """Of the next update."""
+        settings, total = self._settings, self.total_updates
+        return settings.lr * rate_share(self.updates, settings, total=total)
 
     @abstractmethod
     def snapshot(self) -> Snapshot:
@@ -246,6 +274,22 @@ class TrainEngine(ABC):
     def gather(self) -> dict[str, torch.Tensor]:
         """(collective) The whole model's weights on the CPU of rank 0; empty on other ranks."""
 
+    @contextmanager
+    def generator(self) -> Iterator[Generator]:
+        """(collective) What answers prompts by the weights as they are.
+
+        Here rank 0, by a copy of the whole model in the training dtype.
+        """
+        weights = self.gather()
+        if self.rank:
+            yield Generator(None)
+            return
+        model = huggingface.empty_model(self.model_config)
+        # Tied weights may be listed once: what is not given stays tied.
+        model.load_state_dict(weights, strict=False)
+        del weights
+        yield Generator(model.to(self.device, getattr(torch, self.dtype)).eval())
+
     def export(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
         """(rank 0) Write gathered weights as a Hugging Face folder with tokenizer and config.
 
@@ -255,6 +299,10 @@ class TrainEngine(ABC):
         huggingface.write_folder(
             self._exporter(), weights, source=self.source, folder=folder, dtype=self.dtype
         )
+
+    @abstractmethod
+    def _held_weights(self) -> Sequence[torch.Tensor]:
+        """This rank's part of the trained weights themselves, always in the same order."""
 
     @abstractmethod
     def _check(self) -> None:

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from shakedown.core.errors import ConfigError
+from shakedown.models.huggingface import without_noise
 from shakedown.training.engines import tensor_parallel
 from shakedown.training.engines.base import EngineOptions, LossPart, TrainEngine
 from shakedown.training.engines.dcp_store import DcpStore
@@ -32,6 +33,13 @@ class DTensorEngine(TrainEngine):
 
     def snapshot(self) -> Snapshot:
         return self._store.snapshot()
+
+    def _held_weights(self) -> Sequence[torch.Tensor]:
+        # What a forward pass gathered is used again by the next one, unless it is freed.
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return [local_part(p) for p in self._parameters]
 
     @abstractmethod
     def _spread(self, model: Any) -> Any:
@@ -60,7 +68,7 @@ class DTensorEngine(TrainEngine):
         self._reports = self._leads_tensor_ranks and self._p == self._ps - 1
         # In this order: the options change modules that are not wrapped yet, `_spread` makes new
         # parameters, `fill` gives those on the meta device memory, and AdamW needs the last ones.
-        model = open_model(self.source, self.model_config)
+        model = without_noise(open_model(self.source, self.model_config))
         _set_options(model, self._options)
         self._model = self._spread(model)
         fill(self._model, self._parameters_by_name(), self.source, self.device)
@@ -138,10 +146,12 @@ def local_part(value: torch.Tensor) -> torch.Tensor:
 def decoder_layers(model: Any) -> Sequence[nn.Module]:
     """The layers of a causal language model; `layers` in most families, `h` in GPT-2's.
 
+    Of a model that sees, those of its text part (Gemma 3's lie below `language_model`).
+
     Raises:
         ConfigError: a model that is not made of a list of layers.
     """
-    for child in model.base_model.children():
+    for child in model.get_decoder().children():
         if isinstance(child, nn.ModuleList):
             return list(child)
     raise ConfigError(f"model type {model.config.model_type!r} has no list of decoder layers")

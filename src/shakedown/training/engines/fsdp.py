@@ -5,7 +5,8 @@ Over `t` ranks each layer is cut by tensor parallelism beforehand, over `d` FSDP
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from shakedown.core.errors import ConfigError
 from shakedown.training.batch import TokenBatch
 from shakedown.training.engines import OPTIONS, tensor_parallel
-from shakedown.training.engines.base import LossFunction, OnMicroBatch, Scores
+from shakedown.training.engines.base import Generator, LossFunction, OnMicroBatch, Scores
 from shakedown.training.engines.dcp_store import read_state
 from shakedown.training.engines.dtensor_engine import (
     DTensorEngine,
@@ -61,6 +62,16 @@ class FsdpEngine(DTensorEngine):
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights: dict[str, torch.Tensor] = get_model_state_dict(self._model, options=options)
         return weights
+
+    @contextmanager
+    def generator(self) -> Iterator[Generator]:
+        """All ranks, by the sharded model itself: no rank ever holds the whole."""
+        self._model.eval()
+        # Compiled layers would be compiled again for every length of the cache.
+        with torch.compiler.set_stance("force_eager"):
+            yield Generator(self._model, self.data_rank, self.data_world_size)
+        if isinstance(self._model, FSDPModule):
+            self._model.reshard()  # the root's weights stay gathered after a forward pass
 
     def _check(self) -> None:
         t = self._sizes["t"]

@@ -42,6 +42,9 @@ class MegatronEngine(TrainEngine):
     def gather(self) -> dict[str, torch.Tensor]:
         return self._stage.gather()
 
+    def _held_weights(self) -> Sequence[torch.Tensor]:
+        return list(self._model.parameters())
+
     def _exporter(self) -> Any:
         return self._stage.exporter()
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shakedown.core.errors import UsageError
+from shakedown.core.model_folder import check_sizes, check_tokenizer
 from shakedown.training.demo import MODEL
 
 _TEMPLATES = "additional_chat_templates"  # a folder of them (transformers)
@@ -66,6 +68,11 @@ def _unusable(folder: Path) -> str:
     """Why `shakedown assets` would refuse the folder, as far as names of files tell; else empty."""
     if not any(True for pattern in _WEIGHTS for _ in folder.glob(pattern)):
         return f"{folder} has no weights: no *.safetensors"
+    try:
+        check_tokenizer(folder)
+        check_sizes(folder)
+    except UsageError as error:
+        return str(error)
     try:
         with (folder / "tokenizer_config.json").open("rb") as stream:
             tokenizer = json.loads(stream.read(_LONGEST))

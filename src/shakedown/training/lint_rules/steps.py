@@ -67,11 +67,18 @@ def _share(stage: StageConfig) -> int | None:
 def engine_options(inputs: Inputs) -> Iterator[Finding]:
     """What a stage asks of its engine the engine has."""
     for key, stage in inputs.stages:
-        backend = stage.allocation.partition(":")[0].strip()
+        try:
+            part = parse_allocation(stage.allocation).parts[0]
+        except UsageError:
+            continue
+        backend, remedy = part.backend, "or use an fsdp allocation"
         for name in ("activation_checkpointing", "compile"):
             if getattr(stage, name) and name not in OPTIONS.get(backend, {name}):
                 expected = f"false: the {backend} engine does not have it"
-                yield fault("engine", f"{key}.{name}", True, expected, "or use an fsdp allocation")
+                yield fault("engine", f"{key}.{name}", True, expected, remedy)
+        if stage.compile and backend == "fsdp" and part.size("t") > 1:
+            expected = f"false with t{part.size('t')}: torch.compile fails on layers cut by t"
+            yield fault("engine", f"{key}.compile", True, expected, "or spread over d alone")
 
 
 def sinks(inputs: Inputs) -> Iterator[Finding]:
@@ -85,13 +92,18 @@ def sinks(inputs: Inputs) -> Iterator[Finding]:
 
 
 def evaluation(inputs: Inputs) -> Iterator[Finding]:
-    """There are as many held-out rows as are to be measured."""
+    """There are as many held-out rows as are to be measured, and steps at which they are."""
     rows = inputs.heldout.count
     for key, stage in inputs.stages:
         if rows is not None and stage.eval_samples > rows:
             subject, expected = f"{key}.eval_samples", f"at most the {rows} rows of data.heldout"
             remedy = f"{rows} are measured"
             yield advice("evaluation", subject, stage.eval_samples, expected, remedy)
+        if stage.eval_every and (stage.eval_every > stage.steps or not stage.eval_samples):
+            subject, expected = f"{key}.eval_every", f"at most {key}.steps, {stage.steps}"
+            if not stage.eval_samples:
+                expected = f"0, as {key}.eval_samples is 0"
+            yield advice("evaluation", subject, stage.eval_every, expected, "it measures nothing")
 
 
 def faults(inputs: Inputs) -> Iterator[Finding]:

@@ -1,4 +1,7 @@
-"""Where a stage's rows go: metrics.jsonl always, the sinks that were asked for, the console."""
+"""Where a stage's rows go: metrics.jsonl always, the sinks that were asked for, the console.
+
+And changes.jsonl: the settings that an attempt went on with and that were others before.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -17,18 +20,30 @@ class Record:
 
     def __init__(self, job: StageJob) -> None:
         self._metrics = MetricsLog(job.paths.metrics)
+        self._job, self._changes = job, MetricsLog(job.paths.changes)
         self._table = ProgressTable(job.config.steps)
         self._sinks: dict[str, Sink] = {
             name: open_sink(name, job) for name in dict.fromkeys(job.config.sinks)
         }
 
-    def begin(self, done: int) -> None:
+    def begin(self, done: int, changed: Mapping[str, tuple[str, str]] | None = None) -> None:
         """Go on after step `done`: what was written of later steps is void.
 
+        Args:
+            changed: settings that were others up to there, by name with the value before and now.
+
         Raises:
-            StorageError: metrics.jsonl cannot be read or written.
+            StorageError: metrics.jsonl or changes.jsonl cannot be read or written.
         """
         self._metrics.keep_until(done)
+        # What another attempt changed at this very step was never saved: it is void as well.
+        if self._job.paths.changes.exists():
+            self._changes.keep_until(done - 1)
+        if changed:
+            told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+            print(f"changed after step {done}: {told}", flush=True)
+            attempt = self._job.attempt.root.name
+            self._changes.append({"step": done, "attempt": attempt, "changed": changed})
         self._each(lambda sink: sink.begin(done))
 
     def append(self, row: Mapping[str, float]) -> None:

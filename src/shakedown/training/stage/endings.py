@@ -1,11 +1,12 @@
 """How a stage ends: pure rules over the exits of its components."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shakedown.cluster.supervise import Exit, describe_exit
 from shakedown.core.errors import INTERRUPTED
 from shakedown.core.outcome import State
+from shakedown.inference.explain import first_error, likely_cause, log_end
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,25 @@ def judge_stop(exits: Sequence[Exit], running: Collection[str], reason: str) -> 
 
 def _saved(exits: Sequence[Exit]) -> bool:
     return any(e.component.role == "trainer" and e.returncode == INTERRUPTED for e in exits)
+
+
+def with_server_error(ending: Ending, exits: Sequence[Exit], log: str) -> Ending:
+    """The ending of a stage whose server crashed, with what the server itself says of it.
+
+    The orchestrator may be seen to fail first: it is what the crash leaves without answers.
+
+    Args:
+        log: the end of the server's.
+    """
+    codes = {each.component.role: each.returncode for each in exits}
+    # Below 0: a signal, which is the supervisor's own where the server did not fail first.
+    crashed = ending.component == "inference" or codes.get("inference", 0) > 0
+    if ending.state != "failed" or not crashed:
+        return ending
+    cause = likely_cause(log, codes.get("inference"))
+    parts = [first_error(log), f"likely {cause.text} ({cause.remedy})" if cause else ""]
+    said = "; ".join(part for part in parts if part) or log_end(log, 1)
+    return replace(ending, sentence=f"{ending.sentence}; the inference server: {said}")
 
 
 def first_failure(exits: Sequence[Exit]) -> Exit | None:

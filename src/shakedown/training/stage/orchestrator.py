@@ -8,16 +8,13 @@ codes: 0 the trainer has finished, 75 stopped by a signal, else as every command
 import argparse
 import asyncio
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from shakedown.agents.reward_pool import RewardPool
 from shakedown.config import GrpoConfig
@@ -28,7 +25,7 @@ from shakedown.inference.engines import get_token_engine
 from shakedown.inference.ready import ReadyOptions, wait_ready
 from shakedown.inference.secret import read_secret
 from shakedown.models.huggingface import read_config, read_tokenizer
-from shakedown.monitor.heartbeat import Heartbeat, read_heartbeats
+from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.rollout.agent_sampler import (
     AgentGroupSampler,
     ModelServer,
@@ -43,6 +40,7 @@ from shakedown.rollout.queue import (
     RolloutQueue,
     SavedQueue,
     find_queue,
+    longest_prompt,
 )
 from shakedown.rollout.samplers import GroupSampler
 from shakedown.rollout.staleness import foretell, stage_rule
@@ -51,7 +49,9 @@ from shakedown.rollout.weights import WeightSync, probe_tokens
 from shakedown.training.checkpoint.checkpoints import find
 from shakedown.training.checkpoint.fingerprint import fingerprint
 from shakedown.training.faults import Injector
+from shakedown.training.stage.curve import HeldOutCurve
 from shakedown.training.stage.job import StageJob, read_job
+from shakedown.training.stage.loops import first_to_end, trainers_live
 
 _POLL_SECONDS = 0.05  # the trainer's files: another process, so that nothing can be awaited
 _BEAT_SECONDS = 0.5
@@ -126,8 +126,12 @@ async def orchestrate(job: StageJob) -> None:
         )
         sync = WeightSync(client, probe, dtype=job.dtype, initial=Path(job.model))
         await sync.begin()
+        # An agent writes its own prompts.
+        longest = None
+        if not settings.agent:
+            longest = longest_prompt(prompts, await client.room(), settings.max_tokens)
         orchestrator = Orchestrator(
-            Parts(job, settings, client, sync, heartbeat, prompts, tokenizer, vocabulary)
+            Parts(job, settings, client, sync, heartbeat, prompts, tokenizer, vocabulary, longest)
         )
         await orchestrator.run()
 
@@ -155,6 +159,7 @@ class Parts:
     prompts: Sequence[Prompt]
     tokenizer: Any
     vocabulary: int | None
+    longest: int | None
 
 
 class Orchestrator:
@@ -168,6 +173,7 @@ class Orchestrator:
         self._store = RolloutStore(job.attempt.exchange)
         self._start, saved = _resumed(job, self._settings, self._heartbeat)
         self._version, self._syncing = 0, False
+        self._curve = HeldOutCurve(job, self._settings, parts.client, tokenizer, start=self._start)
         self._faults = Injector(job.config.fault, 0, role="orchestrator")
         self._step, self._said = self._start + len(saved.batches) + 1, 0.0
         self._sync_seconds, self._held = 0.0, time.monotonic()
@@ -187,11 +193,15 @@ class Orchestrator:
                 pool,
                 self._settings,
                 lambda: self._version,
-                newest=self._store.latest_version,
                 vocabulary=parts.vocabulary,
             )
         self._queue = RolloutQueue(
-            self._store, parts.prompts, self._sampler.run_group, seed=job.seed, saved=saved
+            self._store,
+            parts.prompts,
+            self._sampler.run_group,
+            seed=job.seed,
+            saved=saved,
+            longest=parts.longest,
         )
         groups = job.config.batch_size
         rule = stage_rule(job.stage, self._settings, groups)
@@ -214,7 +224,7 @@ class Orchestrator:
         """
         async with self._workers, self._controller:
             await self._resume()
-            await _first_to_end(
+            await first_to_end(
                 self._batches(), self._weights(), self._health(), self._beats(), self._finish()
             )
             # Only now: a loop that still ran could write its own phase after it.
@@ -246,10 +256,12 @@ class Orchestrator:
     def _publish(self, groups: Sequence[Group], waited: float) -> None:
         stats = {
             "batch_seconds": waited,
+            "held_seconds": self._controller.held_seconds,
             "weight_update_seconds": self._sync_seconds,
             "server_version": float(self._version),
             "failed_groups": float(sum(self._controller.failures.values())),
             "groups_ready": float(self._controller.ready),
+            "left_out_prompts": float(self._queue.left_out),
         }
         batch = to_batch(self._step, groups, pad=self._pad, stats=stats)
         self._store.publish_batch(batch)
@@ -263,8 +275,9 @@ class Orchestrator:
             )
 
     async def _weights(self) -> None:
-        """Load every version that the trainer publishes; those passed over are not needed."""
+        """Load the versions that the trainer publishes, and measure those that are due."""
         while True:
+            await self._curve.measure(self._version)  # rollouts go on beside it
             if self._store.latest_version() > self._version:
                 await self._load_newest()
             await asyncio.sleep(_POLL_SECONDS)
@@ -277,13 +290,14 @@ class Orchestrator:
         try:
             await self._sampler.pause(limit)
             self._heartbeat.beat(phase="weight_sync", step=self._step)
-            weights = self._store.latest_weights()
-            if weights is not None:
-                self._faults.at("weights", weights.version)
-                self._sync_seconds = await self._sync.apply(weights, within=limit)
-                self._version = weights.version
-                self._store.mark_loaded(weights.version)
-                self._controller.set_version(weights.version - self._start)  # since this start
+            newest = self._store.latest_version()
+            version = self._curve.next_version(after=self._version, newest=newest)
+            weights = self._store.weights(version)
+            self._faults.at("weights", weights.version)
+            self._sync_seconds = await self._sync.apply(weights, within=limit)
+            self._version = weights.version
+            self._store.mark_loaded(weights.version)
+            self._controller.set_version(weights.version - self._start)  # since this start
         finally:
             self._syncing = False
         self._sampler.resume()  # not after an error: nothing is sampled with unknown weights
@@ -314,15 +328,16 @@ class Orchestrator:
 
     async def _beats(self) -> None:
         """A beat only when a group ended or a reward came: a server that hangs must be noticed."""
-        before = (-1, -1)
+        before = (-1, -1, -1)
         while True:
-            done = (self._controller.accepted, self._workers.progress)
-            if self._controller.running == 0 and not self._syncing:
+            done = (self._controller.accepted, self._workers.progress, self._curve.progress)
+            running = self._controller.running > 0
+            if not running and not self._curve.measuring and not self._syncing:
                 self._heartbeat.beat(phase="rollout_wait", step=self._step)
                 self._say_held()
             elif done != before and not self._syncing:
                 self._heartbeat.beat(
-                    phase="data",
+                    phase="data" if running else "eval",
                     step=self._step,
                     micro_batch=done[0] % self._job.config.batch_size,
                     batch_size=self._settings.group_size,
@@ -350,7 +365,7 @@ class Orchestrator:
         The stage's supervisor takes an orchestrator that ends first for a failure.
         """
         # Files of another process: there is no event to wait for.
-        while not self._store.trainer_finished() or _trainers_live(self._job):  # noqa: ASYNC110
+        while not self._store.trainer_finished() or trainers_live(self._job):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
 
 
@@ -360,29 +375,6 @@ def _resumed(job: StageJob, settings: GrpoConfig, heartbeat: Heartbeat) -> tuple
     step = 0 if found.meta is None else found.meta.step
     groups, level = job.config.batch_size, settings.async_level
     return step, find_queue(found.folder, step, batch_size=groups, async_level=level)
-
-
-def _trainers_live(job: StageJob) -> bool:
-    """Whether a trainer rank has not said that it is done, or is still there on this host."""
-    host = socket.gethostname()[:64]  # cut as in a heartbeat
-    return any(
-        beat.phase != "finished" or (beat.host == host and psutil.pid_exists(beat.pid))
-        for beat in read_heartbeats(job.attempt.heartbeats)
-        if beat.role == "trainer"
-    )
-
-
-async def _first_to_end(*loops: Coroutine[Any, Any, None]) -> None:
-    """Run until one ends; cancel the others; raise its error."""
-    tasks = [asyncio.create_task(loop) for loop in loops]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
 
 
 if __name__ == "__main__":

@@ -7,12 +7,14 @@ from typing import Any, TypeGuard
 
 from shakedown.core.files import is_count
 from shakedown.core.paths import StagePaths
+from shakedown.core.verdict import Finding
 
 
 def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
     """The last step and the figures of `metrics.jsonl` and of the attempts' evaluations.
 
     `sampled_accuracy_start` is the first attempt's, so that a resumed stage tells its whole gain.
+    `staleness_max` is the highest of all steps, the other metrics are the last one's.
     """
     rows = read_rows(paths.metrics)
     last = rows[-1] if rows else {}
@@ -21,6 +23,9 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
         for key, value in last.items()
         if key != "step" and is_finite_number(value)
     }
+    stalest = [row["staleness_max"] for row in rows if is_finite_number(row.get("staleness_max"))]
+    if stalest:
+        metrics["staleness_max"] = float(max(stalest))
     evaluations = []
     for number in paths.attempt_numbers():
         evaluations += read_rows(paths.attempt(number).evals)
@@ -31,6 +36,22 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
                     metrics[f"{key}_{name}"] = float(row[key])
     step = last.get("step")
     return step if is_count(step) else 0, metrics
+
+
+def change_findings(paths: StagePaths) -> list[Finding]:
+    """One finding for each attempt that went on with other settings than the one before."""
+    return [
+        Finding(
+            check="settings_changed",
+            status="pass",
+            scope="config",
+            subject=", ".join(row["changed"]),
+            measured=f"after step {row['step']}, by attempt {row.get('attempt')}: "
+            + ", ".join(f"{key} {' -> '.join(both)}" for key, both in row["changed"].items()),
+            evidence=[str(paths.changes)],
+        )
+        for row in read_rows(paths.changes)
+    ]
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from shakedown.core.private import own_folder, own_tree
 from shakedown.core.verdict import Stopwatch
 from shakedown.debug import asked
 from shakedown.debug.stops import make_folder
+from shakedown.inference.ready import read_end
 from shakedown.monitor.watch import Health, Watch
 from shakedown.rollout.recording import check_recording
 from shakedown.training.drift import with_drift
@@ -29,12 +30,12 @@ from shakedown.training.stage.components import (
 )
 from shakedown.training.stage.devices import StageDevices, stage_devices
 from shakedown.training.stage.echo import LogEcho
-from shakedown.training.stage.endings import Ending
+from shakedown.training.stage.endings import Ending, with_server_error
 from shakedown.training.stage.evidence import collect_evidence
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.key import write_key
 from shakedown.training.stage.port_race import port_was_taken
-from shakedown.training.stage.results import resume_hint, stage_metrics
+from shakedown.training.stage.results import change_findings, resume_hint, stage_metrics
 from shakedown.training.stage.supervision import Monitor, stop_signals
 
 # The port is free when it is chosen; until rank 0 listens on it another process can take it.
@@ -106,6 +107,7 @@ def _run_attempt(plan: StagePlan) -> Outcome:
     if plan.profile is not None and (text := profiling.unmatched(plan.profile, job)):
         print(text, flush=True)
     ending, exits, health = _supervise(job, components, nodes, profiled=plan.profile is not None)
+    ending = with_server_error(ending, exits, read_end(attempt.log("inference")))
     outcome = Outcome(
         stage=job.stage,
         attempt=int(attempt.root.name),
@@ -120,6 +122,7 @@ def _run_attempt(plan: StagePlan) -> Outcome:
     )
     steps, metrics = stage_metrics(paths)
     outcome = with_drift(replace(outcome, steps=steps, metrics=metrics), job)
+    outcome = replace(outcome, findings=[*outcome.findings, *change_findings(paths)])
     if outcome.state == "interrupted":
         outcome = replace(outcome, sentence=f"{outcome.sentence}; {resume_hint(paths)}")
     outcome.write(attempt.outcome)

@@ -1,0 +1,24 @@
+"""What every section of the configuration is made of."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from shakedown.core.home import expand_home
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Coefficient = Annotated[float, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+# A folder's name: file systems end at 255 bytes, and names are put together.
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
+# A path, or the name of something; no shell expands a `~` in YAML.
+Place = Annotated[str, AfterValidator(expand_home)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Section(BaseModel):
+    """Strict base: an unknown key or a wrong type is an error, never ignored."""
+
+    # Infinite numbers have no form in JSON, which every part of a run is told its settings by.
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
