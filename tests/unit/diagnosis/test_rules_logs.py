@@ -117,6 +117,14 @@ CASES = {
          + "srun: error: hg014: task 3: Out Of Memory\n"},
         "out_of_memory", (27,), "exited",
     ),
+    "task of srun in a file of its own": Case(
+        {"slurm-7.out": behind("3: ",
+            "E1112 02:40:19 2213 torch/distributed/elastic/multiprocessing/api.py:874] failed\n"
+            "Root Cause (first observed failure):\n[0]:\n  time      : 2026-11-12_02:40:18\n"
+            "  host      : hg014\n  rank      : 27 (local_rank: 3)\n  exitcode  : -9 (pid: 2301)\n")
+         , "slurm.err": "srun: error: hg014: task 3: Out Of Memory\n"},
+        "out_of_memory", (27,), "exited",
+    ),
     "log of a round": Case({"log.run.1": OOM}, "out_of_memory", state="exited"),
     "files in another order than their processes": Case(
         {"spark-a.txt": process(2201, REDUCE), "spark-b.txt": process(2190, LOADER)}, "dataloader"
