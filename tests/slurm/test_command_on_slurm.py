@@ -53,9 +53,10 @@ def prepare(flow: Workflow, **changes: Any) -> RunPaths:
     return paths
 
 
-def start(flow: Workflow, paths: RunPaths) -> "subprocess.Popen[bytes]":
+def start(flow: Workflow, paths: RunPaths, *more: str) -> "subprocess.Popen[bytes]":
     return flow.start(
         "--submitit-keep-successful-logs",
+        *more,
         *("--snakefile", str(ROOT / "workflow" / "Snakefile")),
         *("--configfile", str(flow.folder / "config.yaml"), "--allowed-rules", "train"),
         *("--", str(paths.stage("lab").outcome)),
@@ -120,6 +121,30 @@ def test_a_stopped_rank_of_the_second_node_is_named_and_the_stage_resumes_alone(
     assert read_json(stage.outcome)["state"] == "completed"
     (log,) = stage.attempt(2).logs.glob("torchrun-1/*/attempt_0/0/stdout.log")
     assert int(log.read_text().split()[-1]) > 10
+
+
+def test_the_signal_of_the_stage_reaches_the_ranks_of_both_nodes_and_the_job_goes_on(
+    workflow: Make,
+) -> None:
+    flow = workflow("")
+    command = f"{STAGE['command']} --save-on SIGUSR1"
+    paths = prepare(flow, launch="torchrun", command=command, signal="SIGUSR1")
+    stage = paths.stage("lab")
+    more = ("--set-resources", "train:checkpoint_seconds=60")
+    snakemake = start(flow, paths, *more)
+
+    wait_for(lambda: max(steps(paths), default=0) >= 3, "the third step")
+    (entry,) = flow.submitted()
+    # What `--signal=B:USR2@N` does before a time limit.
+    flow.slurm("scancel", "--batch", "--signal=USR2", entry["job_id"])
+
+    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
+    first, second = read_json(stage.attempt(1).outcome), read_json(stage.outcome)
+    assert (first["state"], second["state"]) == ("interrupted", "completed")
+    assert "resume from" in first["sentence"]
+    for node in (0, 1):
+        (log,) = stage.attempt(1).logs.glob(f"torchrun-{node}/*/attempt_0/0/stdout.log")
+        assert f"rank {node} was told to stop" in log.read_text()
 
 
 def test_srun_starts_one_task_a_rank(workflow: Make) -> None:
