@@ -11,8 +11,9 @@ from shakedown.monitor.collect.logs import logs_in
 from shakedown.monitor.heartbeat import Beat, Phase, host_name
 from shakedown.training.stage.progress import Progress
 
-# A process that waits takes 1 % of a core for its threads; one that works far more than this.
-_BUSY = 0.2
+# Of a core. A process that waits takes 1 % for its threads; one that works takes more than this,
+# also where it shares its core with a dozen others.
+_BUSY = 0.05
 _WINDOW_SECONDS = 5.0
 _SAY_SECONDS = 10.0
 ROLE = "command"
