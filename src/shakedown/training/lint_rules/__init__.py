@@ -7,7 +7,16 @@ only where the run cannot work; what is merely suspicious is a warning, which st
 from collections.abc import Callable, Iterable, Iterator
 
 from shakedown.core.verdict import Finding
-from shakedown.training.lint_rules import data, lengths, model, paths, server, steps, times
+from shakedown.training.lint_rules import (
+    commands,
+    data,
+    lengths,
+    model,
+    paths,
+    server,
+    steps,
+    times,
+)
 from shakedown.training.lint_rules.inputs import Inputs, read_inputs
 
 __all__ = ["RULES", "Inputs", "apply_rules", "read_inputs"]
@@ -48,6 +57,9 @@ RULES: tuple[Rule, ...] = (
     steps.evaluation,
     steps.faults,
     steps.demo_problems,
+    commands.launched_once,
+    commands.nodes_are_used,
+    commands.steps_are_read,
     paths.results_without_wildcards,
     paths.shared_between_nodes,
 )
