@@ -113,7 +113,9 @@ def _dispatch(arguments: list[str]) -> int:
         )
     module, parser = command_parser(name)
     parsed = parser.parse_args(arguments[1:])
-    _require_extra(name)  # after the parser: `--help` needs no extra
+    # After the parser: neither `--help` nor a plan needs an extra.
+    if not getattr(parsed, "plan", False):
+        _require_extra(name)
     result: int = module.run(parsed)
     return result
 

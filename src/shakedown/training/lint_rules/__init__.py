@@ -7,7 +7,16 @@ only where the run cannot work; what is merely suspicious is a warning, which st
 from collections.abc import Callable, Iterable, Iterator
 
 from shakedown.core.verdict import Finding
-from shakedown.training.lint_rules import data, lengths, model, paths, server, steps, times
+from shakedown.training.lint_rules import (
+    data,
+    lengths,
+    memory,
+    model,
+    paths,
+    server,
+    steps,
+    times,
+)
 from shakedown.training.lint_rules.inputs import Inputs, read_inputs
 
 __all__ = ["RULES", "Inputs", "apply_rules", "read_inputs"]
@@ -26,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     model.trained_weights,
     model.trainer_cuts,
     model.grade_of_experts,
+    memory.fits,
     lengths.server_length,
     lengths.comparison_length,
     lengths.comparison_temperature,
