@@ -103,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, config: Config, assets: Path) -> int:
     """Print what the stage will need and reach; the model's folder needs its config.json alone."""
-    model = decoder_of(with_model(config, args.model, assets).model.source)
+    source = str(args.model) if args.model else with_model(config, None, assets).model.source
+    model = decoder_of(source)
     plan = plan_of(config, args.stage, model, length=args.length)
     print(json.dumps(plan.to_json()) if args.json else render(plan), flush=True)
     return int(ExitCode.FAIL if plan.fits is False else ExitCode.OK)

@@ -180,6 +180,15 @@ def test_a_model_that_is_not_here_blocks(capsys: pytest.CaptureFixture[str]) -> 
     assert "Qwen/Qwen3-8B/config.json" in capsys.readouterr().err
 
 
+def test_a_model_folder_without_config_blocks_too_and_no_other_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["train", "sft", "--config", str(DEMO), "--plan", "--model", str(tmp_path)])
+
+    assert code == 3
+    assert str(tmp_path / "config.json") in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

@@ -176,15 +176,29 @@ def _sharded_step(
     grads = _gradients(part, work)
     before = grads if work.micro_batches > 1 else 0  # of the micro batches before this one
     head = size * part.head
+    # Of the micro batches that are on their way while one ends.
+    others = activations * (part.flying - 1) // part.flying
     if work.d == work.t == work.p == 1 and size == FLOAT32 and work.backend == "fsdp":
         # Not wrapped. With one micro batch gradients come as activations go.
         yield "head", {"gradients": max(before, head), "activations": activations}
         yield "end", {"gradients": grads + head, "activations": layer}
         return
     if _unsharded_parameters(part, work) < ONE_UNIT_PARAMETERS:
-        kept = size * whole if work.micro_batches > 1 else head
-        yield "head", {"gathered": size * whole, "gradients": kept, "activations": activations}
-        yield "end", {"gathered": size * whole, "gradients": (size + FLOAT32) * whole}
+        # FSDP reduces after the last micro batch, Archon after each.
+        kept = 0 if work.micro_batches == 1 else size * whole if work.backend == "fsdp" else before
+        reduced = before if work.backend == "archon" else 0
+        yield (
+            "head",
+            {"gathered": size * whole, "gradients": kept + head, "activations": activations},
+        )
+        yield (
+            "end",
+            {
+                "gathered": size * whole,
+                "gradients": (size + FLOAT32) * whole + reduced,
+                "activations": others,
+            },
+        )
         return
     # A pipeline's stage keeps its layers gathered while micro batches are on their way.
     root = size * part.root + (size * part.layers * unit if work.p > 1 else 0)
@@ -204,6 +218,7 @@ def _sharded_step(
         {
             "gathered": root + FLOAT32 * (unit + part.root),
             "gradients": grads + size * part.root,
+            "activations": others,
         },
     )
 
