@@ -10,8 +10,8 @@ import aiohttp
 from aiohttp import web
 
 PROBES = 1  # calls by which `agent run` finds out whether replies can be recorded
-# What the wire does with the n-th POST, from 1:
-# pass, error, html, cut (half of the reply), reset, hang, die (and nobody listens any more).
+# What the wire does with the n-th POST, from 1: pass, error, busy (429), html, cut (half of the
+# reply), reset, hang, die (and nobody listens any more).
 Wire = Callable[[int], str]
 
 
@@ -81,6 +81,8 @@ class Relay:
             await self._over.wait()
         if what == "error":
             return web.json_response({"error": {"message": "out of luck"}}, status=500)
+        if what == "busy":
+            return web.json_response({"error": {"message": "too many requests"}}, status=429)
         if what == "html":
             return web.Response(text="<html><body>Log in</body></html>", content_type="text/html")
         headers = {"Authorization": request.headers.get("Authorization", "")}

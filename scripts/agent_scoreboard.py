@@ -1,9 +1,9 @@
-"""Run faulty agents and wires before a real vLLM, and score what `shakedown agent run` names.
+"""Run faulty agents and wires before a real vLLM, and score what `shakedown agent` names.
 
-    python scripts/agent_scoreboard.py [--case TEXT] [--out FILE] [--work FOLDER]
+    python scripts/agent_scoreboard.py [--case TEXT...] [--out FILE] [--work FOLDER]
 
 One server for all cases. Writes docs/agent-scoreboard.md. --case: only those whose names contain
-TEXT, and no page.
+one of TEXT, and no page.
 """
 
 import argparse
@@ -12,7 +12,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from agent_troubles import CASES, Case, Outcome, ran
+from agent_cases import CASES, Case
+from agent_troubles import Outcome, ran
 
 from shakedown.core.files import write_text
 from shakedown.inference.engines import LaunchSpec
@@ -25,10 +26,11 @@ _HEAD = """\
 # The scoreboard of agents
 
 Written by `make agent-scoreboard`: agents as users write them, most with one fault each, and a
-wire in trouble, run by `shakedown agent run` against a real vLLM on a CPU with the demo's random
-model, once each. The truth of each was written before its first run. Right: the status is one of
-those expected, all findings that must be there are there, no other cause of failure is, and as many
-episodes came through as must. The wire's trouble is made by a relay before vLLM.
+wire in trouble, run by `shakedown agent run`, the last ones by `shakedown agent checks`, against a
+real vLLM on a CPU with the demo's random model, once each. The truth of each was written before its
+first run. Right: the status is one of those expected, all findings that must be there are there, no
+other cause of failure is, findings say the words in quotation marks, and as many episodes came
+through as must. The wire's trouble is made by a relay before vLLM.
 Seconds are those of the command, with its start.
 """
 
@@ -38,13 +40,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--case", default="", metavar="TEXT", help="only cases named so")
+    parser.add_argument("--case", nargs="+", metavar="TEXT", help="only cases named so")
     parser.add_argument("--out", type=Path, default=PAGE, metavar="FILE", help="the page")
     parser.add_argument("--work", type=Path, metavar="FOLDER", help="keep what was run here")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="agents-") as temporary:
         root = arguments.work or Path(temporary)
-        runs = _runs([case for case in CASES.values() if arguments.case in case.name], root)
+        wanted = arguments.case or [""]
+        cases = [c for c in CASES.values() if any(text in c.name for text in wanted)]
+        runs = _runs(cases, root)
     if not arguments.case:
         write_text(arguments.out, page(runs))
         print(f"written: {arguments.out}")
@@ -83,7 +87,7 @@ def page(runs: Sequence[tuple[Case, Outcome]]) -> str:
     for case, outcome in runs:
         sign = "yes" if outcome.is_right(case) else "no"
         lines.append(
-            f"| {case.name} | {_said(' or '.join(case.status), case.named)} | "
+            f"| {case.name} | {_said(' or '.join(case.status), case.named, case.words)} | "
             f"{_said(outcome.status, outcome.named)} | {sign} | {outcome.seconds:.0f} |"
         )
     for case, outcome in runs:
@@ -92,8 +96,8 @@ def page(runs: Sequence[tuple[Case, Outcome]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _said(status: str, named: Sequence[str]) -> str:
-    return ", ".join([status, *(f"`{each}`" for each in named)])
+def _said(status: str, named: Sequence[str], words: Sequence[str] = ()) -> str:
+    return ", ".join([status, *(f"`{each}`" for each in named), *(f'"{each}"' for each in words)])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Agent classes as users write them, most with one fault each; scripts/agent_troubles.py has what
-`shakedown agent run` must say of each."""
+"""Agent classes as users write them, most with one fault each; scripts/agent_cases.py has what
+`shakedown agent` must say of each."""
 
 import asyncio
 import ctypes

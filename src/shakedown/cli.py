@@ -32,7 +32,7 @@ COMMANDS = {
     "serve": "Start, check, restart or stop a persistent inference server.",
     "agent": "Run an agent class: once, many at once, in groups.",
     "compare": "Compare token log-probabilities of trainer and inference engine.",
-    "train": "Run one training stage under supervision.",
+    "train": "Run one training stage under supervision: ours, or any trainer's launch command.",
     "hang": "Collect and analyse the evidence of a hung job.",
     "debug": "Debuggers for the processes of a run, and profiles of its workers.",
     "accept": "Judge a finished stage: accept its verdict, or fail with one sentence.",
@@ -113,8 +113,9 @@ def _dispatch(arguments: list[str]) -> int:
         )
     module, parser = command_parser(name)
     parsed = parser.parse_args(arguments[1:])
-    # After the parser: neither `--help` nor a plan needs an extra.
-    if not getattr(parsed, "plan", False):
+    # After the parser: `--help` needs no extra. A command may need its own for some arguments only.
+    needs_extra = getattr(module, "needs_extra", None)
+    if needs_extra is None or needs_extra(parsed):
         _require_extra(name)
     result: int = module.run(parsed)
     return result

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.guard import members
+from shakedown.cluster.guard import members, processes
 from shakedown.cluster.supervise import Component, Supervisor
 
 STUBBORN = "trap '' TERM; echo ready; while :; do sleep 1; done"
@@ -76,6 +76,51 @@ def test_grandchildren_end_also_in_a_group_of_their_own(tmp_path: Path) -> None:
         supervisor.stop_all(5)
 
         assert members({pid}) == []
+
+
+# A child that leads a session of its own, as torchrun's workers do.
+ESCAPES = (
+    "import subprocess, sys; "
+    "code = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'; "
+    "subprocess.Popen([sys.executable, '-c', code], start_new_session=True)"
+)
+
+
+def test_a_foreign_component_s_descendants_end_also_in_a_session_of_their_own(
+    tmp_path: Path,
+) -> None:
+    argv = (sys.executable, "-c", f"{ESCAPES}; import time; time.sleep(60)")
+    log = tmp_path / "foreign.log"
+    with Supervisor(grace=1.0) as supervisor:
+        supervisor.start(Component("foreign", "test", argv, log, foreign=True))
+        until(lambda: log.read_text().strip())
+        escaped = int(log.read_text())
+        assert escaped in {process.pid for process in supervisor.members("foreign")}
+
+    assert escaped not in {process.pid for process in processes()}
+
+
+def test_what_escaped_from_a_foreign_component_is_ended_after_a_killed_supervisor(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "foreign.log"
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from shakedown.cluster.supervise import Component, Supervisor\n"
+        "with Supervisor(grace=1.0) as s:\n"
+        "    argv = (sys.executable, '-c', sys.argv[1] + '; import time; time.sleep(60)')\n"
+        "    s.start(Component('foreign', 'test', argv, Path(sys.argv[2]), foreign=True))\n"
+        "    time.sleep(60)\n"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", program, ESCAPES, str(log)])
+    until(lambda: log.exists() and log.read_text().strip())
+    escaped = int(log.read_text())
+
+    supervisor.kill()
+    supervisor.wait()
+
+    until(lambda: escaped not in {process.pid for process in processes()})
 
 
 def test_descendants_of_a_component_that_ended_itself_are_ended(tmp_path: Path) -> None:

@@ -11,12 +11,17 @@ import private_slurm
 import pytest
 from private_slurm import control
 
+from shakedown.cluster.supervise import Supervisor
+from shakedown.config import load_config
 from shakedown.core.paths import AttemptPaths
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.records import NodeState, Stack
 from shakedown.monitor.watch import Health
 from shakedown.training.stage.evidence import collect_evidence
+from shakedown.training.stage.job import StageJob
+from shakedown.training.stage.own import OwnLaunched
 from tests.slurm_fixtures import PATIENCE, environment, private_cluster, wait_for
+from tests.workflow.helpers import ROOT
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -64,6 +69,12 @@ class Job:
         said, _ = process.communicate(timeout=PATIENCE)
         assert process.returncode == 0, said
         return said
+
+    def launched(self) -> OwnLaunched:
+        stage = load_config(ROOT / "config" / "config.yaml").own_stages["sft"]
+        root = str(self.attempt.root)
+        made = StageJob("sft", stage, "m", "float32", "t", "h", "r", 0, 4, root, root)
+        return OwnLaunched(made, [], [], [], {})
 
     @property
     def attempt(self) -> AttemptPaths:
@@ -130,7 +141,8 @@ def test_nodes_that_are_dead_or_frozen_never_stop_the_others(
     control.pause(folder, f"slurmd-{frozen}")
     try:
         of_the_job = job.start_collecting(tmp_path)
-        collect_evidence(job.attempt, {}, Health("stalled", "no rank moves"), job.nodes())
+        stalled = Health("stalled", "no rank moves")
+        collect_evidence(job.launched(), Supervisor(), stalled, job.nodes())
         said, _ = of_the_job.communicate(timeout=PATIENCE)
     finally:
         control.resume(folder, f"slurmd-{frozen}")

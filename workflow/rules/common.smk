@@ -122,15 +122,34 @@ def stage_inputs(wildcards):
             RUN.consistency.accepted,
             RUN.server(SERVER).released,
         ]
+    if uses_server(wildcards.stage):
+        needed.append(RUN.server(SERVER).endpoint)
     position = STAGES.index(wildcards.stage)
     if position:
         needed.append(RUN.stage(STAGES[position - 1]).accepted)
     return needed
 
 
+def uses_server(stage):
+    """Whether a stage is a command that asks for the persistent server."""
+    command = CONFIG.command_stages.get(stage)
+    return bool(command and command.placeholders & {"server_url", "server_key_file"})
+
+
+def stage_assets(wildcards):
+    """The model and the data; a command is given them only where it asks."""
+    command = CONFIG.command_stages.get(wildcards.stage)
+    asked = {"model", "data", "heldout"}
+    if command and not command.placeholders & asked:
+        return []
+    return RUN.assets.file
+
+
 def accepted_files():
     """What the gates write: the run is good when all are there."""
-    checks = [RUN.preflight, RUN.agents, RUN.consistency]
+    # Agents and engine are those of stages of our own; a lab's command has others.
+    own = [RUN.agents, RUN.consistency] if CONFIG.own_stages else []
+    checks = [RUN.preflight, *own]
     return [paths.accepted for paths in checks] + [
         RUN.stage(name).accepted for name in STAGES
     ]

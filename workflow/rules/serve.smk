@@ -25,6 +25,7 @@ rule release_server:
     input:
         RUN.agents.accepted,
         RUN.consistency.accepted,
+        [RUN.stage(name).accepted for name in STAGES if uses_server(name)],
     output:
         touch(RUN.server(SERVER).released),
     log:

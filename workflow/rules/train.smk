@@ -2,7 +2,7 @@
 rule train:
     input:
         stage_inputs,
-        assets=RUN.assets.file,
+        stage_assets,
     output:
         RUN.stage("{stage}").outcome,
     log:
@@ -21,6 +21,7 @@ rule train:
     params:
         section=stage_section,
         run=RUN.root,
+        assets=RUN.assets.file,
         config=RUN.config,
     shell:
         # A stage that hung or failed writes its outcome and evidence: the gate fails, not this job.
@@ -29,7 +30,7 @@ rule train:
         "trap : INT TERM; "
         "{{ trap : INT TERM; "
         "shakedown train {wildcards.stage:q} --config {params.config:q} "
-        "--assets {input.assets:q} --run-dir {params.run:q} || [ -s {output:q} ]; }} 2>&1 "
+        "--assets {params.assets:q} --run-dir {params.run:q} || [ -s {output:q} ]; }} 2>&1 "
         "| {{ trap '' INT TERM; exec tee {log:q}; }}"
 
 

@@ -17,6 +17,10 @@ from shakedown.core.verdict import Blame, Finding, FindingStatus
 _LAG_WARN = 2.5  # seconds: half of the OpenAI client's connect timeout
 _POOL_WARN = 1.0  # seconds that a request waited for the client's own pool: it is too small
 
+_ONE_REWARD = (
+    "read replies and rewards in episodes.jsonl: `run` may catch an error of its own and return "
+    "one number for it"
+)
 CLIENT_LIMITS = (
     "the client's presets are too small for this many episodes (OpenAI's: connect 5 s, "
     "1000 connections, 100 kept alive, 2 retries that hide the first failures): use "
@@ -328,14 +332,17 @@ def _reward_findings(result: RunResult) -> list[Finding]:
     if not full:
         return []
     flat = sum(max(rewards) == min(rewards) for rewards in full)
+    values = {reward for rewards in full for reward in rewards}
+    one = f"; all rewards are {values.pop():g}" if len(values) == 1 else ""
     return [
         Finding(
             check="groups_with_equal_rewards",
             status="warn" if flat == len(full) else "pass",
             scope="role",
             subject="reward",
-            measured=f"{flat} of {len(full)} groups",
+            measured=f"{flat} of {len(full)} groups{one}",
             expected="some groups with differing rewards: equal ones give no gradient in GRPO",
+            remedy=_ONE_REWARD if one else "",
         )
     ]
 

@@ -49,7 +49,7 @@ def checks_verdict(checks: Sequence[CheckResult], watch: Stopwatch) -> Verdict:
     return Verdict(
         stage="agents",
         status=status_of(findings),
-        summary=f"check `{failed.name}` failed: {failed.sentence}"
+        summary=_failed(failed)
         if failed
         else f"{names}: {counted(findings)} over {total} episodes",
         findings=findings,
@@ -58,6 +58,11 @@ def checks_verdict(checks: Sequence[CheckResult], watch: Stopwatch) -> Verdict:
         seconds=watch.seconds,
         versions=_versions(),
     )
+
+
+def _failed(check: CheckResult) -> str:
+    early = check.result is not None and check.result.stop is not None
+    return f"check `{check.name}` {'ended early' if early else 'failed'}: {check.sentence}"
 
 
 @dataclass(frozen=True)

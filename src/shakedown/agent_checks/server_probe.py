@@ -8,6 +8,7 @@ import httpx
 
 from shakedown.agent_checks.judge import ServerProbe
 from shakedown.agents.endpoint import AgentEndpoint
+from shakedown.agents.wire import out_of_descriptors
 from shakedown.core.errors import UsageError
 from shakedown.inference.secret import bearer
 
@@ -31,7 +32,9 @@ async def ask_server(base_url: str, api_key: str = "", *, seconds: float = 10.0)
         body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         said = f"{base_url}: {type(error).__name__} {error}".strip()
-        return ServerProbe(asked=True, error=said, gone=isinstance(error, httpx.ConnectError))
+        # Without a descriptor nothing is known of the server.
+        gone = isinstance(error, httpx.ConnectError) and not out_of_descriptors(error)
+        return ServerProbe(asked=True, error=said, gone=gone)
     except ValueError:
         body = {}
     rows = body.get("data") if isinstance(body, dict) else None

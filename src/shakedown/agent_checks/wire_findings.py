@@ -26,7 +26,7 @@ WIRE_REMEDIES: Mapping[str, tuple[Blame, str]] = {
         "raise the limit in the shell that starts the command: ulimit -n 65536; or lower "
         "--concurrency",
     ),
-    "not_asked": ("environment", "start the server again and run the command again"),
+    "not_asked": ("environment", "run the command again, before a server that stays"),
 }
 
 

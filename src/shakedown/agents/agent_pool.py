@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from shakedown.agents.call_log import CallLog
 from shakedown.agents.contract import Reward
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured, merged
-from shakedown.agents.wire import Outcome, WireCall, judged, last_answer, unknown_ids
+from shakedown.agents.wire import Outcome, Sent, judged, last_answer, unknown_ids
 from shakedown.agents.worker_pool import UNREADABLE, Seat, Worker, WorkerPool, ending
 from shakedown.debug import asked
 
@@ -60,7 +60,8 @@ class AgentResult:
 
     `cause` is empty when it went well, else a key of `causes.CAUSES`; `status` is the HTTP status
     that failed it, else 0; `trace` is the traceback of an exception in the agent. `seconds`: wall
-    time. `log`: its calls, where they are kept. `calls_made`, `calls_failed`: its requests for
+    time. `log`: its calls, where they are kept. `sent`: what its worker saw of them, None where
+    that cannot be told. `calls_made`, `calls_failed`: its requests for
     replies, and those of them that the server did not answer well; `answered`: when it last
     answered one, as Unix time, 0 for never.
     """
@@ -72,37 +73,27 @@ class AgentResult:
     trace: str = ""
     seconds: float = 0.0
     log: CallLog | None = None
+    sent: Sent | None = None
     calls_made: int = 0
     calls_failed: int = 0
     answered: float = 0.0
 
-    def by_wire(
-        self, calls: Sequence[WireCall], *, elsewhere: int = 0, ids_known: bool = True
-    ) -> "AgentResult":
-        """What became of it by what came back of its requests.
-
-        Args:
-            calls: those for replies, in the order in which they began.
-            elsewhere: how many others it sent to other addresses.
-            ids_known: of all replies, so that keys of rewards can be compared with them.
-        """
-        told = Outcome(self.cause, self.detail, self.status)
-        found = judged(told, calls, self.seconds, elsewhere)
-        wrong = unknown_ids(self.reward, calls) if ids_known and not found.cause else ""
+    def by_wire(self, sent: Sent) -> "AgentResult":
+        """What became of it by what came back of its requests."""
+        calls = sent.calls
+        found = judged(Outcome(self.cause, self.detail, self.status), sent, self.seconds)
+        wrong = unknown_ids(self.reward, calls) if not found.cause else ""
         if wrong:
             found = Outcome("bad_return", wrong)
         return dataclasses.replace(
             self,
             **asdict(found),
             reward=None if found.cause else self.reward,
+            sent=None,  # all of it is told now
             calls_made=len(calls),
             calls_failed=sum(call.failed for call in calls),
             answered=last_answer(calls),
         )
-
-
-# What a worker tells of an episode, and what it saw of its requests.
-_Told = tuple[AgentResult, dict[str, Any] | None]
 
 
 class _AgentWorker(Worker):
@@ -110,7 +101,7 @@ class _AgentWorker(Worker):
 
     def __init__(self, *streams: Any) -> None:
         super().__init__(*streams)
-        self._waiting: dict[str, asyncio.Future[_Told]] = {}
+        self._waiting: dict[str, asyncio.Future[AgentResult]] = {}
         self._measuring: asyncio.Future[Measured] | None = None
         self._reading: asyncio.Task[None] | None = None
         self._failure: AgentResult | None = None
@@ -125,21 +116,16 @@ class _AgentWorker(Worker):
         """Hand an episode over and wait for what becomes of it."""
         if self._failure is not None:  # it ended between its start and this call
             return self._failure
-        future: asyncio.Future[_Told] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[AgentResult] = asyncio.get_running_loop().create_future()
         self._waiting[key], began = future, time.monotonic()
         # `data` is JSON already: a row with its images is not parsed and written again here.
         head = json.dumps({"key": key, "base_url": base_url, "api_key": api_key, "group": group})
         try:
             await self.send(f'{head[:-1]}, "data": {data}}}')
-            result, wire = await future
+            result = await future
         finally:
             self._waiting.pop(key, None)
-        result = dataclasses.replace(result, seconds=time.monotonic() - began)
-        if wire is None:
-            return result
-        calls = [WireCall(**call) for call in wire["calls"]]
-        known = all(call.reply for call in calls if call.good)
-        return result.by_wire(calls, elsewhere=wire["elsewhere"], ids_known=known)
+        return dataclasses.replace(result, seconds=time.monotonic() - began)
 
     async def take_measured(self) -> Measured:
         """What was measured since the last call, which has ended; nothing of a lost process."""
@@ -164,6 +150,9 @@ class _AgentWorker(Worker):
                 if reply is None:
                     self._fail("exit", ending(await self.code()))
                     return
+                if "ended" in reply:
+                    self._fail("exit", str(reply["ended"]))
+                    return
                 self._hand_out(reply)
         except TimeoutError:
             self._fail(
@@ -177,8 +166,12 @@ class _AgentWorker(Worker):
         if future is not None and not future.done():
             log = reply.pop("log", None)
             wire = reply.pop("wire", None)
-            result = AgentResult(**reply, log=CallLog.read(log) if log else None)
-            future.set_result((result, wire))
+            result = AgentResult(
+                **reply,
+                log=CallLog.read(log) if log else None,
+                sent=Sent.read(wire) if wire else None,
+            )
+            future.set_result(result)
         elif "measured" in reply and self._measuring is not None and not self._measuring.done():
             self._measuring.set_result(Measured.read(reply["measured"]))
 
@@ -188,7 +181,7 @@ class _AgentWorker(Worker):
         self._failure = AgentResult(cause=cause, detail=detail)
         for future in self._waiting.values():
             if not future.done():
-                future.set_result((self._failure, None))
+                future.set_result(self._failure)
         if self._measuring is not None and not self._measuring.done():
             self._measuring.set_result(Measured())
 
@@ -245,13 +238,16 @@ class AgentPool(WorkerPool[_AgentWorker]):
         """
         endpoint = self._setup.endpoint
         async with self.worker(group) as worker:
-            return await worker.run(
+            result = await worker.run(
                 data,
                 key or str(next(self._numbers)),
                 base_url or endpoint.base_url,
                 key or endpoint.api_key,
                 group.name if group is not None else "",
             )
+        if result.sent is None or self._setup.recorded:
+            return result  # the recording proxy saw more of its calls
+        return result.by_wire(result.sent)
 
     async def take_measured(self) -> Measured:
         """What all workers measured since the last call; one caller at a time."""

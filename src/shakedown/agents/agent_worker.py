@@ -10,9 +10,10 @@ requests:
     {"forget": G}                                -> nothing: the group has ended
     {}                                           -> {"measured": {...}}, the fields of `Measured`
 
-With `log`, what `CallLog.to_json` tells of the episode's calls, and `wire`, what `WireWatch.take`
-tells of their answers, where no proxy sees them.
+With `wire`, what `WireWatch.take` tells of the episode's calls, and `log`, what `CallLog.to_json`
+tells of them where no proxy sees more.
 
+`{"ended": TEXT}` is the last word of a process whose event loop was ended from inside.
 `{"alive": true}` says every second that the event loop turns. All episodes share the loop: clients
 and locks that a module makes once work. An episode's clock is the loop's: while another one blocks
 the loop it stands still, and the one that blocks is ended by a signal.
@@ -40,7 +41,7 @@ from shakedown.agents.measured import Measured
 from shakedown.agents.wire_watch import WireWatch
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
-from shakedown.debug.asked import is_held, stop_at_exception
+from shakedown.debug.asked import is_asked, is_held, stop_at_exception
 
 ALIVE_SECONDS = 1.0  # between signs of life
 LONGEST_LINE = 1 << 26  # bytes: a row of data with its images
@@ -67,7 +68,7 @@ class Host:
         self._setup, self._streams = setup, streams
         self._endpoint = AgentEndpoint(**setup["endpoint"])
         self._http = HttpRecorder()
-        self._monitor = LoopMonitor(limit=float(setup["seconds"]), held=is_held)
+        self._monitor = LoopMonitor(limit=float(setup["seconds"]), held=_may_be_held)
         self._running: dict[str, _Running] = {}
         self._instances: dict[str, Any] = {}
         # All of it before the agent's module is imported, which may make clients.
@@ -76,8 +77,9 @@ class Host:
             tag_requests(self._endpoint.base_url)
         self._log_calls = setup["measure"] and not setup["recorded"]  # the proxy sees more of them
         self._http.install(share_tls=setup["share_tls"], log_calls=self._log_calls)
-        self._wire = WireWatch(self._endpoint.base_url)
-        if self._log_calls:
+        self._wire = WireWatch(self._endpoint.base_url, recorded=setup["recorded"])
+        self._watches = setup["measure"] or setup["recorded"]
+        if self._watches:
             self._wire.install()
         self._client = shared_client()
         self._http.tls_contexts = 0  # that client's is not the agent's
@@ -109,6 +111,7 @@ class Host:
         key = episode["key"]
         if self._log_calls:
             self._http.logs[key] = CallLog("client")
+        if self._watches:
             self._wire.begin(key)
         task = asyncio.create_task(self._run(episode))
         self._running[key] = _Running(task)
@@ -145,9 +148,10 @@ class Host:
         return instance
 
     def _ended(self, key: str, task: "asyncio.Task[Any]") -> None:
-        error = asyncio.CancelledError() if task.cancelled() else task.exception()
         if self._running.pop(key, None) is None:
             return  # its time had run out: that was told
+        cancelled = asyncio.CancelledError("the agent cancelled the episode's task")
+        error = cancelled if task.cancelled() else task.exception()
         if error is None:
             self._streams.say(key=key, reward=task.result(), **self._seen(key))
             return
@@ -225,8 +229,12 @@ class Host:
         self._monitor.blocked_at.clear()
 
 
+def _may_be_held() -> bool:
+    return is_asked() or is_held()
+
+
 def main() -> int:
-    """Serve until standard input ends or the parent is gone."""
+    """Serve until standard input ends or the parent is gone; returns where nothing was served."""
     streams = WorkerStreams()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     setup = streams.read_setup()
@@ -238,12 +246,13 @@ def main() -> int:
         streams.say(fault=str(error))
         return int(error.exit_code)
     streams.say()
-    asyncio.run(_until_the_end(host))
-    return 0
-
-
-async def _until_the_end(host: Host) -> None:
-    await host.serve()
+    try:
+        asyncio.Runner().run(host.serve())
+    except BaseException as error:  # noqa: BLE001 - whatever ended the loop, as sys.exit in a task does
+        # At once: asyncio would first cancel the episodes, which would be told as their own end.
+        streams.say(ended=f"the agent ended the event loop: {type(error).__name__}: {error}")
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # tasks and threads of agents must not hold the process
 
 

@@ -3,7 +3,6 @@
 Clients wrap transport errors, so the whole chain of causes is searched, innermost first.
 """
 
-import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +49,6 @@ _OWN: Mapping[type[BaseException], str] = {
     BadReturnError: "bad_return",
     LoopBlockedError: "blocked_loop",
     AgentExitError: "exit",
-    asyncio.CancelledError: "episode_timeout",
 }
 # Names of the clients' own wrappers: used only where the chain holds nothing more exact.
 _WRAPPERS = {"APITimeoutError": "read_timeout", "APIConnectionError": "connection"}

@@ -34,8 +34,8 @@ class LoopMonitor:
     """Lags of the event loop in seconds, and where it was blocked.
 
     `limit`: seconds after which a block is ended. `blocked_at` maps `file:line in function` of the
-    longest blocks to their seconds. `held`: whether a debugger holds the process: then nothing of
-    an agent blocks it.
+    longest blocks to their seconds. `held`: whether a debugger may hold the process: then nothing
+    of an agent blocks it, and nothing is measured.
     """
 
     limit: float
@@ -65,7 +65,8 @@ class LoopMonitor:
         while True:
             self._last = time.monotonic()
             await asyncio.sleep(TICK)
-            self.lags.append(max(0.0, time.monotonic() - self._last - TICK))
+            if not self.held():
+                self.lags.append(max(0.0, time.monotonic() - self._last - TICK))
 
     def _watch(self, watched: int) -> None:
         blocks_from = 0.0

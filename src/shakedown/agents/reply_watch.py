@@ -19,6 +19,7 @@ _LAST = (
 )
 _ID = re.compile(rb'"id"\s*:\s*"([^"]{1,200})"')
 _TIMEOUTS = {"ReadTimeout": "read_timeout", "WriteTimeout": "read_timeout"}
+_UNCONNECTED = {"ConnectError", "ConnectTimeout", "PoolTimeout", "ClientConnectorError"}
 _CONNECTING = {"ConnectTimeout": "connect_timeout", "PoolTimeout": "pool_timeout"}
 
 
@@ -107,6 +108,12 @@ def fault_of(error: BaseException, *, answered: bool = False) -> str:
     known = next((table[name] for name in names if name in table), "")
     timeout = "read_timeout" if isinstance(error, TimeoutError) else ""
     return known or timeout or ("truncated" if answered else "connection")
+
+
+def never_sent(error: BaseException) -> bool:
+    """Whether a request failed before it had a connection."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return out_of_descriptors(error) or bool(names & _UNCONNECTED)
 
 
 def _said(error: BaseException) -> str:

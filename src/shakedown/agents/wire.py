@@ -7,8 +7,9 @@ the number means anything: the recording proxy sees them, else the worker's HTTP
 import errno
 import resource
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 # Causes of an agent's exception that a failed request explains better.
 _EXPLAINED = frozenset(
@@ -24,7 +25,7 @@ class WireCall:
 
     `status`: of the answer, 0 without one. `fault`: a key of `causes.CAUSES`, empty for a good
     reply. `reply`: the id of a good one. `ended`: Unix time of its end, 0 while it is open;
-    `heard`: when the server began to answer, 0: never.
+    `heard`: when the server began to answer, 0: never. `unsent`: it had no connection.
     """
 
     status: int = 0
@@ -34,6 +35,7 @@ class WireCall:
     began: float = field(default_factory=time.time)
     ended: float = 0.0
     heard: float = 0.0
+    unsent: bool = False
 
     @property
     def good(self) -> bool:
@@ -64,6 +66,27 @@ class WireCall:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """What an episode's worker saw of its requests for replies.
+
+    `calls`: in the order in which they began. `elsewhere`: how many went to other addresses than
+    base_url, by address.
+    """
+
+    calls: Sequence[WireCall] = ()
+    elsewhere: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> Self:
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            TypeError, KeyError: it has other fields.
+        """
+        return cls([WireCall(**call) for call in told["calls"]], told["elsewhere"])
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What became of an episode; the names are those of `AgentResult`."""
 
@@ -72,34 +95,60 @@ class Outcome:
     status: int = 0
 
 
-def judged(told: Outcome, calls: Sequence[WireCall], seconds: float, elsewhere: int = 0) -> Outcome:
+def judged(told: Outcome, sent: Sent, seconds: float) -> Outcome:
     """What became of the episode by what came back of its requests.
 
     Args:
         told: what the agent's return or exception says.
-        calls: its requests for replies, in the order in which they began.
+        sent: its requests.
         seconds: that the episode took.
-        elsewhere: how many others it sent to other addresses.
     """
+    calls = sent.calls
     if told.cause == "episode_timeout":
-        return _hanging(told, calls, seconds)
+        return _late(told, calls, seconds)
     if told.cause:
-        return _raised(told, calls) if told.cause in _EXPLAINED else told
+        return _raised(told, sent) if told.cause in _EXPLAINED else told
     if any(call.good for call in calls):
         return told
     failed = [call for call in calls if call.failed]
     if not failed:
-        return Outcome("no_call", _no_call(calls, elsewhere))
+        return Outcome("no_call", _no_call(sent))
     last = failed[-1]
     what = f"run returned a reward and none of its {len(calls)} calls was answered well"
     return Outcome(last.fault, f"{what}, the last one: {last.detail}", last.status)
 
 
+def with_lost(
+    arrived: Sequence[WireCall], unanswered: Sequence[WireCall], full_at: float
+) -> list[WireCall]:
+    """The calls that came to the recording proxy, and those that never did.
+
+    Args:
+        arrived: as the proxy saw them.
+        unanswered: those of which the worker saw no answer; some of them may have arrived.
+        full_at: Unix time at which the proxy last had no descriptor for a connection; 0: never.
+    """
+    waiting = [call for call in unanswered if not call.unsent]
+    # One that arrived and was not answered is open on both sides; the first come first.
+    not_accepted = waiting[sum(call.unanswered for call in arrived) :]
+    lost = [call for call in unanswered if call.unsent]
+    for call in not_accepted:
+        if call.began <= full_at:
+            found = WireCall(began=call.began)
+            found.end(0, "file_descriptors", "no connection of the agent's was accepted any more")
+            lost.append(found)
+    return sorted([*arrived, *lost], key=lambda call: call.began)
+
+
 def unknown_ids(reward: object, calls: Sequence[WireCall]) -> str:
-    """Why the keys of a dict of rewards are none; empty where each is the id of a good reply."""
-    if not isinstance(reward, dict):
+    """Why the keys of a dict of rewards are none; empty where each is the id of a good reply.
+
+    Nothing is said where a library was used of whose replies nothing but the status is seen.
+    """
+    good = [call for call in calls if call.good]
+    if not isinstance(reward, dict) or not all(call.reply for call in good):
         return ""
-    seen = [call.reply for call in calls if call.good and call.reply]
+    seen = [call.reply for call in good]
     wrong = [key for key in reward if key not in seen]
     if not wrong:
         return ""
@@ -142,8 +191,11 @@ def _links(error: BaseException | None) -> Iterator[BaseException]:
             found += link.exceptions
 
 
-def _raised(told: Outcome, calls: Sequence[WireCall]) -> Outcome:
+def _raised(told: Outcome, sent: Sent) -> Outcome:
     """Where the last request failed, by what it failed."""
+    calls = sent.calls
+    if not calls and sent.elsewhere:
+        return replace(told, detail=f"{told.detail}; its requests went to {_places(sent)}")
     if not calls or not calls[-1].failed:
         return told
     last = calls[-1]
@@ -152,6 +204,17 @@ def _raised(told: Outcome, calls: Sequence[WireCall]) -> Outcome:
     if own or (last.status and last.status == told.status):
         return told
     return Outcome(last.fault, f"{last.detail}; in the agent: {told.detail}", last.status)
+
+
+def _late(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcome:
+    """By its requests where they took more than half of its time; else its own work did."""
+    good = max((place for place, call in enumerate(calls, start=1) if call.good), default=0)
+    failed = [call for call in calls[good:] if call.failed]
+    if failed and failed[-1].ended - failed[0].began > seconds / 2:
+        last = failed[-1]
+        what = f"{told.detail}; {len(failed)} calls were not answered well, the last one"
+        return Outcome(last.fault, f"{what}: {last.detail}", last.status)
+    return _hanging(told, calls, seconds)
 
 
 def _hanging(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcome:
@@ -163,21 +226,24 @@ def _hanging(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcom
     ]
     waited = max(((call.ended or now) - call.began for call in open_now), default=0.0)
     if not waited:
-        return told
+        good = sum(call.good for call in calls)
+        return replace(
+            told, detail=f"{told.detail}; {good} of its {len(calls)} calls were answered"
+        )
     detail = f"{told.detail}; a call had waited {waited:.1f} s for the server's reply"
-    # Less than half of the time: the agent's own work took most of it.
     return Outcome("hanging" if waited > seconds / 2 else told.cause, detail, told.status)
 
 
-def _no_call(calls: Sequence[WireCall], elsewhere: int) -> str:
-    if calls:
-        return f"run returned a reward and left its {len(calls)} calls before their end"
-    if elsewhere:
-        return (
-            f"run returned a reward and no chat call of it was recorded: its {elsewhere} "
-            "requests went to other addresses than base_url"
-        )
-    return "run returned a reward and no chat call of it was recorded: it made none"
+def _no_call(sent: Sent) -> str:
+    if sent.calls:
+        return f"run returned a reward and left its {len(sent.calls)} calls before their end"
+    made = f"its requests went to {_places(sent)}" if sent.elsewhere else "it made none"
+    return f"run returned a reward and no chat call of it was recorded: {made}"
+
+
+def _places(sent: Sent) -> str:
+    counts = ", ".join(f"{place} ({count})" for place, count in sent.elsewhere.items())
+    return f"other addresses than base_url: {counts}"
 
 
 def _listed(names: Sequence[object]) -> str:

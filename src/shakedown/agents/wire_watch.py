@@ -1,4 +1,4 @@
-"""See what comes back of agents' requests in a process that talks to a server itself.
+"""See what comes back of agents' requests in the process that makes them.
 
 Wrapped are the public transports of httpx and httpx2, aiohttp's sessions, and `http.client` (which
 requests, urllib3 and urllib wait in). Of the last two the status alone is seen, not the body.
@@ -9,6 +9,7 @@ import functools
 import http.client
 import importlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
@@ -16,11 +17,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from shakedown.agents.episode_tag import EPISODE_KEY
-from shakedown.agents.reply_watch import ReplyWatch, fault_of
+from shakedown.agents.reply_watch import ReplyWatch, fault_of, never_sent
 from shakedown.agents.wire import WireCall
 
 _PORTS = {"http": 80, "https": 443}
 _MOST = 10_000  # calls of an episode; no agent means to make more
+_MOST_PLACES = 8  # addresses that are told
 Address = tuple[str, int | None]
 
 
@@ -28,7 +30,7 @@ Address = tuple[str, int | None]
 class _Seen:
     strays: int  # before it began
     calls: list[WireCall] = field(default_factory=list)
-    elsewhere: int = 0
+    elsewhere: Counter[str] = field(default_factory=Counter)
 
 
 class WireWatch:
@@ -36,10 +38,13 @@ class WireWatch:
 
     Args:
         base_url: of the server; empty: every POST counts, wherever it goes.
+        recorded: it is the recording proxy's, which sees all that comes to it: told are the calls
+            that had no answer.
     """
 
-    def __init__(self, base_url: str) -> None:
+    def __init__(self, base_url: str, *, recorded: bool = False) -> None:
         self._place = address(base_url) if base_url else None
+        self.recorded = recorded
         self._episodes: dict[str, _Seen] = {}
         self._strays = 0
 
@@ -62,14 +67,15 @@ class WireWatch:
         self._episodes[key] = _Seen(self._strays)
 
     def take(self, key: str) -> dict[str, Any] | None:
-        """Its calls as JSON, {"calls": [...], "elsewhere": N}.
+        """Its calls as JSON, the fields of `Sent`.
 
         None: a request could have been of any episode, such as one of a thread pool of the agent.
         """
         seen = self._episodes.pop(key, None)
         if seen is None or seen.strays != self._strays:
             return None
-        return {"calls": [asdict(call) for call in seen.calls], "elsewhere": seen.elsewhere}
+        calls = [asdict(c) for c in seen.calls if not (self.recorded and c.status)]
+        return {"calls": calls, "elsewhere": dict(seen.elsewhere.most_common(_MOST_PLACES))}
 
     def call(self, method: str, url: str) -> WireCall:
         """A request that begins; noted where it asks a model."""
@@ -80,7 +86,7 @@ class WireWatch:
         if seen is None:
             self._strays += 1
         elif self._place is not None and address(url) != self._place:
-            seen.elsewhere += 1
+            seen.elsewhere[":".join(map(str, address(url)))] += 1
         elif len(seen.calls) < _MOST:
             seen.calls.append(found)
         return found
@@ -98,6 +104,7 @@ def _end(call: WireCall, error: BaseException) -> None:
     if isinstance(error, asyncio.CancelledError):
         call.leave()
     else:
+        call.unsent = never_sent(error)
         call.end(0, fault_of(error), f"{type(error).__name__} {error}")
 
 
@@ -167,7 +174,7 @@ def _wrap_httpx(module: Any, watch: WireWatch) -> None:
         except BaseException as error:
             _end(call, error)
             raise
-        response.stream = watched(response.stream, _reply(call, response))
+        _watch_reply(watch, call, response, watched)
         return response
 
     def handle_request(transport: Any, request: Any) -> Any:
@@ -177,19 +184,23 @@ def _wrap_httpx(module: Any, watch: WireWatch) -> None:
         except BaseException as error:
             _end(call, error)
             raise
-        response.stream = watched_sync(response.stream, _reply(call, response))
+        _watch_reply(watch, call, response, watched_sync)
         return response
 
     asynchronous.handle_async_request, sync.handle_request = handle_async_request, handle_request
 
 
-def _reply(call: WireCall, response: Any) -> ReplyWatch:
-    return ReplyWatch(
+def _watch_reply(watch: WireWatch, call: WireCall, response: Any, watched: type) -> None:
+    if watch.recorded:
+        call.end(response.status_code)  # the proxy knows the rest
+        return
+    reply = ReplyWatch(
         call,
         response.status_code,
         response.headers.get("content-type", ""),
         encoded=bool(response.headers.get("content-encoding")),
     )
+    response.stream = watched(response.stream, reply)
 
 
 def _end_by_head(call: WireCall, status: int, kind: str) -> None:

@@ -1,6 +1,8 @@
 """Turns a Slurm task into a distributed rank: `python -m shakedown.cluster.bootstrap -- ARGV`.
 
 srun starts one of these a rank; it maps Slurm's variables to RANK and its kin, then becomes ARGV.
+With `--node` it is one a node, for a launcher that starts the ranks: it sets no rank, and puts the
+node's number in place of NODE_RANK in ARGV.
 """
 
 import os
@@ -11,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from shakedown.cluster.gpus import visible_gpus
 from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.private import close_to_others
+
+NODE_RANK = "@node_rank@"
 
 
 def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -56,11 +60,16 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         LaunchError: it cannot be executed.
     """
-    command = list(argv[1:] if argv[:1] == ["--"] else argv)
+    for_node = argv[:1] == ["--node"]
+    rest = argv[1:] if for_node else argv
+    command = list(rest[1:] if rest[:1] == ["--"] else rest)
     if not command:
         raise UsageError("no command after `--`")
     close_to_others()  # Slurm gives a step the umask of whoever submitted the job
-    environment = {**os.environ, **rank_environment(os.environ)}
+    ranks = rank_environment(os.environ)
+    environment = {**os.environ, **({} if for_node else ranks)}
+    if for_node:
+        command = [word.replace(NODE_RANK, os.environ["SLURM_NODEID"]) for word in command]
     environment |= visible_gpus(os.environ, os.environ)
     # Not a child: srun's signals reach the rank itself, and the exit code that srun sees is
     # the rank's own.

@@ -1,8 +1,9 @@
 """Find and signal sessions of processes; as a program, end them when their supervisor dies.
 
 supervise.py runs `python -I -S guard.py GRACE`: this file imports nothing of the package.
-Standard input carries `+PID STARTED` and `-PID` lines (sessions to watch, sessions that are gone);
-its end means that the supervisor is gone: SIGTERM, GRACE seconds, SIGKILL to what is left.
+Standard input carries `+PID STARTED [MARK]` and `-PID` lines (sessions to watch, sessions that are
+gone); its end means that the supervisor is gone: SIGTERM, GRACE seconds, SIGKILL to what is left.
+A mark is in the environment of a component whose descendants may lead sessions of their own.
 
 A number alone names no process: the system gives it to another one later. A process is therefore
 known by its number and its start, a session by its leader's.
@@ -17,6 +18,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
+MARK = "SHAKEDOWN_COMPONENT"
+
 
 class Process(NamedTuple):
     """A process at one moment; `started`, in clock ticks since boot, tells it from a later one."""
@@ -26,6 +29,7 @@ class Process(NamedTuple):
     group: int
     session: int
     state: str
+    parent: int = 0
 
     @property
     def ended(self) -> bool:
@@ -42,7 +46,7 @@ def look(pid: int) -> Process | None:
             fields = stream.read().rpartition(")")[2].split()
     except OSError:  # ended between a listing and this look
         return None
-    return Process(pid, int(fields[19]), int(fields[2]), int(fields[3]), fields[0])
+    return Process(pid, int(fields[19]), int(fields[2]), int(fields[3]), fields[0], int(fields[1]))
 
 
 def processes() -> list[Process]:
@@ -69,17 +73,51 @@ def group(number: int, leader: int | None) -> list[Process]:
     return found if now is None or now.started == leader else []
 
 
-def living(leaders: Mapping[int, int]) -> list[Process]:
+def living(leaders: Mapping[int, int], marks: Collection[str] = ()) -> list[Process]:
     """Living members of sessions that are known by their leaders' number and start.
+
+    With `marks` also what bears one of them, in whatever session, and all that descends from these:
+    torchrun's workers lead sessions of their own, and some programs write over their environment.
 
     A session whose number another process has by now has none. One whose leader is gone still
     counts: whoever asks has seen to it that the number was not free in between. It is not while
     the leader is unreaped, nor while the session has a member (alloc_pid in the kernel).
     """
-    found = [process for process in processes() if process.session in leaders]
+    everyone = processes()
+    found = [process for process in everyone if process.session in leaders]
     # After the listing: a number that was taken while it was made is noticed.
     now = {number: look(number) for number in {process.session for process in found}}
-    return [p for p in found if _is_led(now[p.session], leaders[p.session])]
+    found = [p for p in found if _is_led(now[p.session], leaders[p.session])]
+    return found + _strays(everyone, {p.pid for p in found}, marks) if marks else found
+
+
+def _strays(
+    everyone: Collection[Process], found: set[int], marks: Collection[str]
+) -> list[Process]:
+    """Of the others those that bear a mark, and descendants of any."""
+    left = [process for process in everyone if process.pid not in found]
+    strays = [process for process in left if _mark(process.pid) in marks]
+    while strays:
+        more = {p.pid for p in strays} - found
+        found |= more
+        children = [p for p in left if p.parent in found and p.pid not in found]
+        if not children:
+            break
+        strays += children
+    return strays
+
+
+def _mark(pid: int) -> str:
+    """As it was when the program started; empty without one, and of another user's process."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as stream:
+            rows = stream.read().split(b"\0")
+    except OSError:
+        return ""
+    front = f"{MARK}=".encode()
+    return next(
+        (r[len(front) :].decode("utf-8", "replace") for r in rows if r.startswith(front)), ""
+    )
 
 
 def _is_led(leader: Process | None, started: int) -> bool:
@@ -123,30 +161,31 @@ def send_one(pid: int, started: int, signum: int) -> None:
             os.close(handle)
 
 
-def watch() -> dict[int, int]:
-    """Read the supervisor's lines until it is gone; return the sessions that it left."""
-    leaders: dict[int, int] = {}
+def watch() -> tuple[dict[int, int], set[str]]:
+    """Read the supervisor's lines until it is gone; return the sessions and marks that it left."""
+    leaders: dict[int, tuple[int, str]] = {}
     for line in sys.stdin:
-        pid, _, started = line[1:].partition(" ")
+        pid, *more = line[1:].split()
         if line[0] == "+":
-            leaders[int(pid)] = int(started)
+            leaders[int(pid)] = int(more[0]), "".join(more[1:])
         else:
             leaders.pop(int(pid), None)
-    return leaders
+    started = {pid: start for pid, (start, _) in leaders.items()}
+    return started, {mark for _, mark in leaders.values() if mark}
 
 
-def end(leaders: Mapping[int, int], grace: float) -> None:
+def end(leaders: Mapping[int, int], grace: float, marks: Collection[str] = ()) -> None:
     """SIGTERM, `grace` seconds, SIGKILL to what is left of the sessions."""
-    found = living(leaders)
+    found = living(leaders, marks)
     send(found, signal.SIGTERM)
     # A stopped process takes SIGTERM only when it goes on.
     send(found, signal.SIGCONT)
     deadline = time.monotonic() + grace
     # A process that forks while it is killed needs more than one round.
     kills = 100
-    while kills and (found := living(leaders)):
+    while kills and (found := living(leaders, marks)):
         # A session that was seen empty is over: its number may be given to another one.
-        leaders = {p.session: leaders[p.session] for p in found}
+        leaders = {p.session: leaders[p.session] for p in found if p.session in leaders}
         if time.monotonic() >= deadline:
             send(found, signal.SIGKILL)
             kills -= 1
@@ -157,9 +196,9 @@ def main() -> None:
     """Watch, then end what is left."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # Slurm sends them to everyone; work is still to do
-    leaders = watch()
+    leaders, marks = watch()
     if leaders:
-        end(leaders, float(sys.argv[1]))
+        end(leaders, float(sys.argv[1]), marks)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """Which nodes a run has, how to reach them, and which of them are known to be bad."""
 
 import os
+import random
 import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shakedown.core.errors import UsageError
+from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.files import write_text
 
+# Below what Linux gives to connections, and above what most services listen on.
+_QUIET_PORTS = (20000, 32000)
 MAX_NODES = 65536  # `n[1-999999999]` must not fill the memory
 # At most 255 characters, as a host name has. A name that began with `-` would be an option.
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?")
@@ -203,6 +206,23 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     finally:
         for server in held:
             server.close()
+
+
+def quiet_port() -> int:
+    """A TCP port that could be bound on every address here, for a program that starts later.
+
+    The system gives ports of its own range to connections: one of these may be taken meanwhile.
+
+    Raises:
+        LaunchError: none of a thousand was free.
+    """
+    for port in random.sample(range(*_QUIET_PORTS), 1000):
+        try:
+            socket.create_server(("", port)).close()
+        except OSError:
+            continue
+        return port
+    raise LaunchError(f"no free port found between {_QUIET_PORTS[0]} and {_QUIET_PORTS[1]}")
 
 
 def read_bad_nodes(path: Path) -> list[str]:

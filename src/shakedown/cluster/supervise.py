@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
 
-from shakedown.cluster.guard import Process, living, look, send
+from shakedown.cluster.guard import MARK, Process, living, look, send
 from shakedown.core.errors import LaunchError, StorageError
 from shakedown.core.folders import storage_errors
 from shakedown.core.leftovers import private_folder
@@ -38,7 +38,8 @@ class Component:
     """One process to supervise. `env` is laid over the supervisor's own environment.
 
     `stdin`: an open descriptor that it reads; nothing by default. `own_temporary`: TMPDIR is a
-    folder that nobody else can enter and that goes with it.
+    folder that nobody else can enter and that goes with it. `foreign`: its descendants may lead
+    sessions of their own, as torchrun's workers do: they are found by a mark, and end with it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Component:
     rank: int | None = None
     own_temporary: bool = False
     stdin: int = subprocess.DEVNULL
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class _Child:
     process: subprocess.Popen[bytes]
     leader: int  # its start in clock ticks since boot
     started: float
+    mark: str = ""
     ended: bool = False
 
     @property
@@ -148,14 +151,19 @@ class Supervisor:
             raise ValueError("Supervisor.start() outside its `with` block")
         if component.name in self.running():
             raise ValueError(f"component {component.name!r} is already running")
-        environment = {**component.env, **self._temporary(component)}
+        mark = f"{os.getpid()}.{time.time_ns()}.{component.name}" if component.foreign else ""
+        environment = {
+            **component.env,
+            **self._temporary(component),
+            **({MARK: mark} if mark else {}),
+        }
         with _open_log(component.log) as log:
             process = _spawn(component, environment, log)
         leader = look(process.pid)  # there at least as a zombie
         started = leader.started if leader is not None else 0
-        child = _Child(component, process, started, time.monotonic())
+        child = _Child(component, process, started, time.monotonic(), mark)
         self._children[component.name] = self._sessions[process.pid] = child
-        self._tell_guard(f"+{process.pid} {started}")
+        self._tell_guard(f"+{process.pid} {started} {mark}")
         return process.pid
 
     def _temporary(self, component: Component) -> dict[str, str]:
@@ -188,7 +196,15 @@ class Supervisor:
         Raises:
             KeyError: no component of that name was started.
         """
-        send(self._living(self._children[name].process.pid), signum)
+        send(self.members(name), signum)
+
+    def members(self, name: str) -> list[Process]:
+        """The living processes of a component, itself among them.
+
+        Raises:
+            KeyError: no component of that name was started.
+        """
+        return self._living(self._children[name].process.pid)
 
     def stop_all(self, grace: float) -> list[Exit]:
         """End every component and its descendants: SIGTERM, `grace` seconds, SIGKILL.
@@ -221,7 +237,9 @@ class Supervisor:
 
     def _living(self, *sessions: int) -> list[Process]:
         """Living members of those of the sessions that are not forgotten."""
-        return living({s: self._sessions[s].leader for s in sessions if s in self._sessions})
+        known = [self._sessions[s] for s in sessions if s in self._sessions]
+        leaders = {child.process.pid: child.leader for child in known}
+        return living(leaders, {child.mark for child in known if child.mark})
 
     def _gone(self, sessions: Sequence[int], seconds: float) -> bool:
         """Wait until no session has a living member; new ones get no time beyond `seconds`."""

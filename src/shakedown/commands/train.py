@@ -64,6 +64,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_debug(parser)
 
 
+def needs_extra(args: argparse.Namespace) -> bool:
+    """A trainer that is a command brings its own packages, and a plan needs none."""
+    return not args.plan and args.stage not in run_config(args.config).command_stages
+
+
 def run(args: argparse.Namespace) -> int:
     files = layers(*args.config)
     config = run_config(args.config)
@@ -80,16 +85,15 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--json and --length go with --plan")
     require_sound(with_model(config, args.model, assets), files)
     # Here, before a process is started: a rank would tell of it in its log, minutes later.
-    require_sinks(config.stages[args.stage].sinks)
+    own = config.own_stages.get(args.stage)
+    require_sinks(own.sinks if own else ())
     debug_asked(args)
     _tell_width()
-    from shakedown.training.assets import read_assets
-    from shakedown.training.stage.plan import plan_stage
+    from shakedown.training.stage.plan import plan_any
     from shakedown.training.stage.run import run_stage
 
     check_own(paths.root)
-    given = read_assets(assets)
-    plan = plan_stage(config, args.stage, paths, given, model=args.model, replay=args.replay)
+    plan = plan_any(config, args.stage, paths, assets, model=args.model, replay=args.replay)
     outcome = run_stage(plan)
     print(f"stage {args.stage} {outcome.state}: {outcome.sentence}", flush=True)
     for found in outcome.findings:
@@ -103,6 +107,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, config: Config, assets: Path) -> int:
     """Print what the stage will need and reach; the model's folder needs its config.json alone."""
+    if args.stage not in config.own_stages:
+        raise UsageError(
+            f"--plan: stage {args.stage!r} is a command, whose memory is not known here"
+        )
     source = str(args.model) if args.model else with_model(config, None, assets).model.source
     model = decoder_of(source)
     plan = plan_of(config, args.stage, model, length=args.length)

@@ -1,5 +1,6 @@
 """Typed, strict configuration; imports without torch."""
 
+from shakedown.config.command import CommandStage
 from shakedown.config.load import (
     WORKFLOW_CONFIG,
     Written,
@@ -10,6 +11,7 @@ from shakedown.config.load import (
     parse_config,
     write_resolved,
 )
+from shakedown.config.own_stage import FaultConfig, ProfileConfig, StageConfig
 from shakedown.config.policy import DriftConfig, GrpoConfig, OptimizerConfig
 from shakedown.config.schema import (
     AgentsConfig,
@@ -17,18 +19,17 @@ from shakedown.config.schema import (
     Config,
     ConsistencyConfig,
     DataConfig,
-    FaultConfig,
     ModelConfig,
     PreflightConfig,
-    ProfileConfig,
     ServeConfig,
-    StageConfig,
 )
+from shakedown.config.values import SupervisedStage
 
 __all__ = [
     "WORKFLOW_CONFIG",
     "AgentsConfig",
     "ClusterConfig",
+    "CommandStage",
     "Config",
     "ConsistencyConfig",
     "DataConfig",
@@ -41,6 +42,7 @@ __all__ = [
     "ProfileConfig",
     "ServeConfig",
     "StageConfig",
+    "SupervisedStage",
     "Written",
     "dump_config",
     "layers",

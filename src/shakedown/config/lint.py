@@ -5,9 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from shakedown.cluster.allocation import Part, parse_allocation
+from shakedown.config.own_stage import StageConfig
 from shakedown.config.places import lint_places
 from shakedown.config.policy import GrpoConfig
-from shakedown.config.schema import Config, ServeConfig, StageConfig
+from shakedown.config.schema import Config, ServeConfig
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.core.verdict import Finding
 from shakedown.data_sources import FORMATS, parse_source
@@ -26,11 +27,13 @@ def lint(
         engines: the dimensions of an allocation that each training engine has.
     """
     findings = [*_lint_data(config, rewards), *_lint_serve(config)]
-    agent = _lint_agent("agents.target", config.agents.target)
-    # A run without GRPO trains without agents; the agent checks alone would fail.
-    trains = any(stage.algorithm == "grpo" for stage in config.stages.values())
-    findings += agent if trains else [replace(found, status="warn") for found in agent]
-    for name, stage in config.stages.items():
+    if config.own_stages:
+        agent = _lint_agent("agents.target", config.agents.target)
+        # A run without GRPO trains without agents; the agent checks alone would fail.
+        trains = any(stage.algorithm == "grpo" for stage in config.own_stages.values())
+        findings += agent if trains else [replace(found, status="warn") for found in agent]
+    findings += _lint_servers_users(config)
+    for name, stage in config.own_stages.items():
         findings += _lint_stage(f"stages.{name}", stage, config.serve, faults, engines)
     return [*findings, *lint_places(config)]
 
@@ -96,6 +99,19 @@ def _lint_serve(config: Config) -> list[Finding]:
     if config.serve.cut and engine != backend:
         expected = f"an allocation of {engine}"
         return [_fail("allocation", "serve.allocation", config.serve.allocation, expected)]
+    return []
+
+
+def _lint_servers_users(config: Config) -> list[Finding]:
+    """The run's server ends before a stage that has one of its own begins."""
+    own = False
+    for name, stage in config.stages.items():
+        if isinstance(stage, StageConfig):
+            own |= stage.grpo is not None
+        elif own and stage.placeholders & {"server_url", "server_key_file"}:
+            expected = "no {server_url} behind a grpo stage, before which the server ends"
+            remedy = "name this stage before the grpo stages in `order`"
+            return [_fail("serve", f"stages.{name}.command", stage.command, expected, remedy)]
     return []
 
 

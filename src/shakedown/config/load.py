@@ -11,7 +11,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from shakedown.config.schema import Config
+from shakedown.config.command import CommandStage
+from shakedown.config.own_stage import StageConfig
+from shakedown.config.schema import STAGE_KINDS, Config
 from shakedown.config.toml_places import toml_places
 from shakedown.core.errors import ConfigError, did_you_mean
 from shakedown.core.files import write_text
@@ -216,17 +218,20 @@ class Written:
 
 
 def _explain(fault: Any, written: Written) -> str:
-    location = [str(part) for part in fault["loc"]]
+    full = [str(part) for part in fault["loc"]]
+    location = [part for part in full if part not in STAGE_KINDS]
     key = ".".join(location)
     place = written.at(key)
     begin = f"{place}: {key or 'config'}" if place else key or "config"
     if fault["type"] == "extra_forbidden":
-        valid = _valid_keys(location[:-1])
+        valid = _valid_keys(full[:-1])
         return f"{begin}: unknown key{did_you_mean(location[-1], valid)}; valid: {', '.join(valid)}"
     if fault["type"] == "missing":
         return f"{begin}: missing"
     given = fault["input"]
     told = f"{begin}: {fault['msg']}, got {given!r:.120}"
+    if fault["type"] == "literal_error" and location[-1] == "algorithm":
+        return f"{begin}: expected sft, grpo or command, got {given!r:.120}"
     if given is None and location[:1] == ["stages"] and len(location) == len(("stages", "name")):
         return f"{told}; to leave a stage out, name the others in `order`"
     return told + _read_otherwise(given, fault["type"])
@@ -262,6 +267,8 @@ def _valid_keys(location: list[str]) -> list[str]:
 
 def _section(section: Any, part: str) -> Any:
     """The Section class under key `part`; a mapping's value class stands for any key."""
+    if part in STAGE_KINDS:
+        return (StageConfig, CommandStage)[STAGE_KINDS.index(part)]
     if typing.get_origin(section) is dict:
         return typing.get_args(section)[1]
     annotation = section.model_fields[part].annotation

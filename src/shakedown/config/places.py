@@ -2,7 +2,9 @@
 
 from shakedown.cluster.allocation import Part, parse_allocation
 from shakedown.cluster.placement import Placement, PlacementError, place_stage
-from shakedown.config.schema import Config, ServeConfig, StageConfig
+from shakedown.config.command import CommandStage
+from shakedown.config.own_stage import StageConfig
+from shakedown.config.schema import Config, ServeConfig
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
 
@@ -40,12 +42,14 @@ def stage_placement(stage: StageConfig, serve: ServeConfig, gpus_per_node: int) 
     )
 
 
-def ranks_a_node(stage: StageConfig, serve: ServeConfig, gpus_per_node: int) -> int:
+def ranks_a_node(stage: StageConfig | CommandStage, serve: ServeConfig, gpus_per_node: int) -> int:
     """Most trainer ranks on one node.
 
     Raises:
         UsageError: as `stage_placement`.
     """
+    if isinstance(stage, CommandStage):
+        return stage.ranks_per_node
     if not gpus_per_node:
         return max(1, parse_allocation(stage.allocation).parts[0].world // stage.nodes)
     trainer = stage_placement(stage, serve, gpus_per_node).parts[0]
@@ -58,8 +62,24 @@ def lint_places(config: Config) -> list[Finding]:
     if config.cluster.gpus_per_node:
         findings += [*_lint_server(config), *_lint_memory(config)]
     for name, stage in config.stages.items():
-        findings += _lint_stage(config, f"stages.{name}", stage)
+        key = f"stages.{name}"
+        if stage.nodes > config.cluster.nodes:
+            expected = f"at most cluster.nodes: {config.cluster.nodes}"
+            findings.append(_finding("nodes", f"{key}.nodes", stage.nodes, expected))
+        elif isinstance(stage, CommandStage):
+            findings += _lint_command(config, key, stage)
+        else:
+            findings += _lint_stage(config, key, stage)
     return findings
+
+
+def _lint_command(config: Config, key: str, stage: CommandStage) -> list[Finding]:
+    gpus = config.cluster.gpus_per_node
+    if not gpus or stage.ranks_per_node <= gpus:
+        return []
+    expected = f"at most the {gpus} GPUs of a node (cluster.gpus_per_node)"
+    subject, remedy = f"{key}.ranks_per_node", "several ranks share a GPU"
+    return [_finding("gpus", subject, stage.ranks_per_node, expected, remedy=remedy, warn=True)]
 
 
 def _lint_server(config: Config) -> list[Finding]:
@@ -81,9 +101,6 @@ def _lint_server(config: Config) -> list[Finding]:
 
 
 def _lint_stage(config: Config, key: str, stage: StageConfig) -> list[Finding]:
-    if stage.nodes > config.cluster.nodes:
-        expected = f"at most cluster.nodes: {config.cluster.nodes}"
-        return [_finding("nodes", f"{key}.nodes", stage.nodes, expected)]
     try:
         trainer = parse_allocation(stage.allocation).parts[0]
         server = server_part(config.serve)
@@ -129,7 +146,7 @@ def _lint_memory(config: Config) -> list[Finding]:
     """On a GPU that is shared the engine must leave memory to the trainer."""
     serve = config.serve
     option = MEMORY_OPTIONS.get(serve.engine)
-    shared = serve.share_gpus and any(stage.grpo for stage in config.stages.values())
+    shared = serve.share_gpus and any(stage.grpo for stage in config.own_stages.values())
     # Both `--option=0.4` and `--option`, `0.4`.
     given = any(word.split("=")[0] == option for word in serve.extra_args)
     if not shared or given or option is None:

@@ -1,24 +1,26 @@
 """The typed, strict configuration of a run. Every key is explained in config/config.yaml."""
 
-import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, Any, Literal, TypeGuard
 
 from pydantic import (
     BeforeValidator,
+    Discriminator,
     Field,
     JsonValue,
+    Tag,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from shakedown.config.policy import GrpoConfig, Limit, OptimizerConfig, TokenLimits
+from shakedown.config.command import CommandStage, placeholders_in
+from shakedown.config.own_stage import StageConfig
+from shakedown.config.policy import Limit, TokenLimits
 from shakedown.config.values import Name, NonNegative, Place, Positive, Seconds, Section
 from shakedown.core.errors import did_you_mean
 from shakedown.core.paths import RunPaths
-
-Sink = Literal["tensorboard", "wandb"]
 
 
 def _is_texts(value: object) -> TypeGuard[list[str]]:
@@ -157,94 +159,27 @@ class ConsistencyConfig(Section):
     limits: ConsistencyLimits = ConsistencyLimits()
 
 
-class FaultConfig(Section):
-    """A fault to inject. `step` counts optimizer steps from 1."""
-
-    kind: str
-    rank: NonNegative = 1
-    step: Positive = 3
+# Parts of a fault's place that stand for no key: see `stage_kind`.
+STAGE_KINDS = ("<own>", "<command>")
 
 
-class ProfileConfig(Section):
-    """Profile the workers that `workers` names over the steps of `steps`.
-
-    As NeMo RL's NRL_NSYS_WORKER_PATTERNS and NRL_NSYS_PROFILE_STEP_RANGE: shell wildcards with
-    commas between, and `start:stop`, where steps count from 1 and `stop` is not profiled. `all`
-    is the whole run.
-    """
-
-    workers: str
-    steps: str
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """The wildcards, without blanks around them and without empty ones."""
-        return tuple(part.strip() for part in self.workers.split(",") if part.strip())
-
-    @property
-    def bounds(self) -> tuple[int, int | None]:
-        """First step, and the first that is not profiled any more; None: there is none."""
-        if self.steps == "all":
-            return 1, None
-        start, _, stop = self.steps.partition(":")
-        return int(start), int(stop)
-
-    @field_validator("steps")
-    @classmethod
-    def _steps_are_a_range(cls, steps: str) -> str:
-        plain = re.sub(r"\s", "", steps)  # it becomes a part of file names
-        if plain == "all":
-            return plain
-        match = re.fullmatch(r"([0-9]{1,15}):([0-9]{1,15})", plain)
-        if match is None or not 1 <= int(match[1]) < int(match[2]):
-            raise ValueError(
-                f"expected start:stop with 1 <= start < stop (such as 3:5 for steps 3 and 4), "
-                f"or all, got {steps!r:.60}"
-            )
-        return plain
-
-    @model_validator(mode="after")
-    def _names_a_worker(self) -> "ProfileConfig":
-        if not self.patterns:
-            raise ValueError("`workers` names none: expected patterns such as *policy*,*vllm*")
-        return self
+def stage_kind(stage: object) -> str:
+    """Which schema a stage is judged by, also one that is none."""
+    given = stage.get("algorithm") if isinstance(stage, Mapping) else None
+    is_command = given == "command" or isinstance(stage, CommandStage)
+    return STAGE_KINDS[is_command]
 
 
-class StageConfig(Section):
-    """One training stage. `batch_size`: sequences (SFT) or prompts (GRPO) a step, all ranks."""
-
-    algorithm: Literal["sft", "grpo"]
-    allocation: str
-    steps: Positive
-    batch_size: Positive
-    optimizer: OptimizerConfig
-    nodes: Positive = 1
-    micro_batch_size: Positive | None = None
-    activation_checkpointing: bool = False
-    compile: bool = False
-    checkpoint_every: Positive = 50
-    keep_checkpoints: Positive = 2
-    eval_samples: NonNegative = 400
-    eval_every: NonNegative = 0
-    sinks: list[Sink] = []
-    stall_timeout: Seconds = 60.0
-    start_timeout: Seconds = 300.0
-    debug: Literal["off", "info", "detail", "blocking"] = "off"
-    grpo: GrpoConfig | None = None
-    fault: FaultConfig | None = None
-    profile: ProfileConfig | None = None
-
-    @model_validator(mode="after")
-    def _each_sink_once(self) -> "StageConfig":
-        if len(set(self.sinks)) < len(self.sinks):
-            raise ValueError(f"`sinks` names one twice: {', '.join(self.sinks)}")
-        return self
-
-    @model_validator(mode="after")
-    def _grpo_section_matches(self) -> "StageConfig":
-        if (self.algorithm == "grpo") != (self.grpo is not None):
-            raise ValueError("a stage has a `grpo:` section if and only if its algorithm is grpo")
-        return self
+Stage = Annotated[
+    Annotated[StageConfig, Tag(STAGE_KINDS[0])] | Annotated[CommandStage, Tag(STAGE_KINDS[1])],
+    Discriminator(stage_kind),
+]
+# What a run of commands alone may leave out, by the placeholders that would ask for it.
+_UNUSED: Mapping[str, tuple[set[str], Mapping[str, Any]]] = {
+    "model": ({"model", "server_url"}, {"source": "demo"}),
+    "data": ({"data", "heldout"}, {"train": "demo", "heldout": "demo"}),
+    "agents": (set(), {"target": ""}),
+}
 
 
 class Config(Section):
@@ -261,7 +196,7 @@ class Config(Section):
     serve: ServeConfig = ServeConfig()
     agents: AgentsConfig
     consistency: ConsistencyConfig = ConsistencyConfig()
-    stages: dict[Name, StageConfig]
+    stages: dict[Name, Stage]
     order: list[Name] = []  # below `stages`, which its validator looks at
 
     @property
@@ -269,9 +204,37 @@ class Config(Section):
         """Where the run's results lie."""
         return RunPaths(Path(self.results) / self.run)
 
+    @property
+    def own_stages(self) -> dict[str, StageConfig]:
+        """Stages of our own runtime, by name."""
+        return {n: stage for n, stage in self.stages.items() if isinstance(stage, StageConfig)}
+
+    @property
+    def command_stages(self) -> dict[str, CommandStage]:
+        """Stages that are a command, by name."""
+        return {n: stage for n, stage in self.stages.items() if isinstance(stage, CommandStage)}
+
+    def asks_for(self, *placeholders: str) -> bool:
+        """Whether a command of the run has one of these placeholders."""
+        return any(s.placeholders & set(placeholders) for s in self.command_stages.values())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _commands_need_no_model(cls, body: Any) -> Any:
+        stages = body.get("stages") if isinstance(body, Mapping) else None
+        if not isinstance(stages, Mapping) or not stages:
+            return body
+        order = body.get("order")
+        names = order if _is_texts(order) and order else stages
+        if any(stage_kind(stages.get(name)) != STAGE_KINDS[1] for name in names):
+            return body
+        asked = set(placeholders_in(str(stages)))
+        unused = {key: value for key, (by, value) in _UNUSED.items() if not by & asked}
+        return {**unused, **body}
+
     @field_validator("stages")
     @classmethod
-    def _has_a_stage(cls, stages: dict[str, StageConfig]) -> dict[str, StageConfig]:
+    def _has_a_stage(cls, stages: dict[str, Stage]) -> dict[str, Stage]:
         if not stages:
             raise ValueError("`stages` is empty: list at least one training stage")
         return stages

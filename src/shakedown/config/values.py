@@ -1,6 +1,6 @@
 """What every section of the configuration is made of."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -22,3 +22,12 @@ class Section(BaseModel):
 
     # Infinite numbers have no form in JSON, which every part of a run is told its settings by.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class SupervisedStage(Section):
+    """What every stage has: it runs on `nodes`, is watched, and rerun with more to see."""
+
+    nodes: Positive = 1
+    stall_timeout: Seconds = 60.0
+    start_timeout: Seconds = 300.0
+    debug: Literal["off", "info", "detail", "blocking"] = "off"

@@ -35,7 +35,8 @@ class Still:
 
     @property
     def name(self) -> str:
-        return f"{self.role}-rank{self.rank}"
+        """As `Beat.name`; a component that has no ranks, of rank -1, is its role."""
+        return f"{self.role}-rank{self.rank}" if self.rank >= 0 else self.role
 
 
 @dataclass(frozen=True)

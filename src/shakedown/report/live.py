@@ -31,11 +31,15 @@ _CHECKPOINT = re.compile(r"step_(\d{1,15})")
 
 @dataclass(frozen=True)
 class StallLimits:
-    """Of the attempt: seconds of silence that count as a stall, and its trainer ranks."""
+    """Of the attempt: seconds of silence that count as a stall, and its trainer ranks.
+
+    `foreign`: a trainer that is a command, whose checkpoints have names of its own.
+    """
 
     stall: float
     start: float
     ranks: int = 0
+    foreign: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,7 @@ class Live:
     stops: Sequence[Stop] = ()
     warnings: Sequence[str] = field(default_factory=list)
     gone: Sequence[Beat] = ()
+    foreign: bool = False
 
     @property
     def last(self) -> Mapping[str, float]:
@@ -79,7 +84,7 @@ def look(paths: StagePaths, number: int, steps: int | None, now: float) -> Live:
     lost = gone(beats, now)
     age = None if changed is None or not rows else max(0.0, now - changed)
     speed = steps_per_second(rows)
-    stops = read_stops(attempt.debug)
+    stops, limits = read_stops(attempt.debug), read_limits(attempt)
     return Live(
         name=paths.root.name,
         attempt=number,
@@ -91,8 +96,9 @@ def look(paths: StagePaths, number: int, steps: int | None, now: float) -> Live:
         speed=speed,
         left=time_left(rows, steps, speed, age),
         stops=stops,
-        warnings=[] if stops else warnings(beats, read_limits(attempt), now, lost),
+        warnings=[] if stops else warnings(beats, limits, now, lost),
         gone=lost,
+        foreign=limits.foreign,
     )
 
 
@@ -213,6 +219,7 @@ def read_limits(attempt: AttemptPaths) -> StallLimits:
         _number(config.get("stall_timeout")) or stall,
         _number(config.get("start_timeout")) or start,
         ranks if isinstance(ranks, int) and 0 < ranks < 1 << 20 else 0,
+        config.get("algorithm") == "command",
     )
 
 
@@ -289,7 +296,7 @@ def _figures(row: Mapping[str, float]) -> str:
 
 def _saved(live: Live) -> str:
     if live.checkpoint is None:
-        return "no checkpoint yet"
+        return "" if live.foreign else "no checkpoint yet"
     step, age = live.checkpoint
     return f"checkpoint of step {step:,}, {text.duration(age)} ago"
 

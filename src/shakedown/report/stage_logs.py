@@ -1,5 +1,7 @@
 """Which logs each stage of a workflow has: its programs', its rules' and its Slurm job's."""
 
+import json
+import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +16,9 @@ from shakedown.report.logs import natural
 
 _SUFFIX = ".log"
 _REPORT = "report"
+_TORCHRUN = re.compile(
+    r"/torchrun-(\d{1,6})/[^/]+/attempt_(\d{1,6})/(\d{1,6})/(stdout|stderr)\.log$"
+)
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,10 @@ class StageLogs:
         Raises:
             UsageError: a folder cannot be read.
         """
-        return {
+        found = {
             f"{front}{path.stem}": path for front, folder in self.folders for path in _logs(folder)
         }
+        return found | (_torchrun_logs(self.attempt) if self.attempt else {})
 
     def rule_logs(self) -> dict[str, Path]:
         return {path.stem: path for path in self.rules if _is_regular(path)}
@@ -168,6 +174,29 @@ def _slurm_logs(paths: RunPaths, stage: StageLogs) -> dict[str, Path]:
         return {}
     own = [job for job in jobs if job.folder == stage.step and stage.rules]
     return {f"slurm-{job.job_id}": job.log for job in own if _is_regular(job.log)}
+
+
+def _torchrun_logs(attempt: AttemptPaths) -> dict[str, Path]:
+    """`trainer-rank3-stderr`: what torchrun's --log-dir has of each rank, of its last restart.
+
+    The stage has a folder a node, `torchrun-NODE/RUN/attempt_N/LOCAL_RANK/stderr.log`.
+    """
+    found: dict[str, tuple[int, Path]] = {}
+    for path in attempt.logs.glob("torchrun-*/*/attempt_*/*/std*.log"):
+        match = _TORCHRUN.search(path.as_posix())
+        if match is not None and _is_regular(path):
+            node, restart, local = map(int, match.groups()[:3])
+            name = f"trainer-rank{node * _ranks_per_node(attempt) + local}-{match[4]}"
+            found[name] = max(found.get(name, (-1, path)), (restart, path))
+    return {name: path for name, (_, path) in found.items()}
+
+
+def _ranks_per_node(attempt: AttemptPaths) -> int:
+    try:
+        body = json.loads(attempt.job.read_text(encoding="utf-8"))
+        return int(body["config"]["ranks_per_node"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # ranks of a node alone
+        return 0
 
 
 def _changed(stage: StageLogs) -> float:

@@ -65,6 +65,9 @@ def workflow_steps(view: RunView) -> list[WorkflowStep]:
         steps.append(WorkflowStep("serve", "NOT RUN", "", "serve"))
     steps.append(_judged(view, "agents", view.agents))
     steps.append(_judged(view, "consistency", view.consistency))
+    # A run of commands alone has no server, agents or comparison of its own to come.
+    if view.stages and all(stage.algorithm == "command" for stage in view.stages):
+        steps = [step for step in steps if step.title == "preflight" or step.state != "NOT RUN"]
     for stage in view.stages:
         steps += _stage(view, stage)
     return steps

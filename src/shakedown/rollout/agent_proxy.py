@@ -43,6 +43,7 @@ from shakedown.rollout.engine_replies import (
     read_object,
     told,
 )
+from shakedown.rollout.listening import ListeningSocket
 from shakedown.rollout.protocols import PROTOCOLS
 from shakedown.rollout.protocols.base import Protocol, Reply
 from shakedown.rollout.request_gate import RequestGate
@@ -112,6 +113,7 @@ class AgentProxy:
                     read_bufsize=_LARGEST,
                 )
             )
+            self._listening = stack.enter_context(ListeningSocket(self.host))
             app = web.Application(client_max_size=_LARGEST)
             app.router.add_route("*", "/e/{key}/{path:.*}", self._handle)
             app.router.add_route("*", "/{path:.*}", self._handle)
@@ -121,8 +123,7 @@ class AgentProxy:
             )
             await runner.setup()
             stack.push_async_callback(runner.cleanup)
-            site = web.TCPSite(runner, self.host, 0, backlog=_BACKLOG)
-            await site.start()
+            await web.SockSite(runner, self._listening, backlog=_BACKLOG).start()
             self.port = runner.addresses[0][1]
             self._stack = stack.pop_all()
         return self
@@ -133,6 +134,11 @@ class AgentProxy:
     async def aclose(self) -> None:
         """End all connections, and listen no more."""
         await self._stack.aclose()
+
+    @property
+    def full_at(self) -> float:
+        """Unix time at which there was last no descriptor for an agent's connection; 0: never."""
+        return self._listening.full_at
 
     def open(self) -> tuple[str, str]:
         """Begin an episode; returns its key and its own base URL, which ends in `/v1`."""

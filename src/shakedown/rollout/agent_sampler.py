@@ -17,6 +17,7 @@ from typing import Any, Self
 from shakedown.agents.agent_pool import AgentGroup, AgentPool, AgentResult, AgentSetup, all_ended
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.measured import Measured
+from shakedown.agents.wire import Sent, with_lost
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.data_sources import load_rows, read_rows
@@ -290,7 +291,9 @@ class AgentGroupSampler:
             calls, shared = self._proxy.close(key), self._proxy.history.end(key)
             self._running -= 1
         self._ended += 1
-        result = result.by_wire(wire)
+        sent = result.sent or Sent()
+        calls_made = with_lost(wire, sent.calls, self._proxy.full_at)
+        result = result.by_wire(Sent(calls_made, sent.elsewhere))
         if shared and not result.cause:
             result = replace(result, cause="shared_history", detail=shared, reward=None)
         if result.cause:

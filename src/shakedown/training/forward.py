@@ -11,16 +11,22 @@ from shakedown.config import Config, OptimizerConfig
 from shakedown.consistency.compare import Array
 from shakedown.consistency.plan import TrainerScores
 from shakedown.consistency.samples import Scored
-from shakedown.core.errors import BlockedError, look_up
+from shakedown.core.errors import BlockedError, UsageError, look_up
 from shakedown.training.engines import ENGINES, engine_class
 
 _ROWS = 8  # sequences of a micro batch
 
 
 def last_backend(config: Config) -> str:
-    """The training engine of the run's last stage, whose model is served."""
-    names = config.order or list(config.stages)
-    return parse_allocation(config.stages[names[-1]].allocation).parts[0].backend
+    """The training engine of the run's last stage of our own, whose model is served.
+
+    Raises:
+        UsageError: it has none.
+    """
+    own = list(config.own_stages.values())
+    if not own:
+        raise UsageError("the run has no stage of our own: name an engine, such as fsdp")
+    return parse_allocation(own[-1].allocation).parts[0].backend
 
 
 def trainer_scores(backend: str, model: str) -> TrainerScores:

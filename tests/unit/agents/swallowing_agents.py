@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import sys
 from typing import Any
 
 import openai
@@ -19,8 +20,9 @@ class Swallows:
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(data.get("patience")):
                     await getattr(self, data.get("by", "openai"))(text)
+            await asyncio.sleep(data.get("pause", 0.0))
         if data.get("dies"):
-            os._exit(3)
+            await getattr(self, data["dies"])()
         if data.get("foreign"):
             return {"chatcmpl-of-nobody": 1.0}
         if data.get("keyed"):
@@ -73,6 +75,25 @@ class Swallows:
             session.post(f"{self.url}/chat/completions", json=self.body(text)) as reply,
         ):
             await reply.json()
+
+    async def exits(self) -> None:
+        os._exit(3)
+
+    async def stops_the_loop(self) -> None:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(1.0)
+
+    async def exits_in_a_task(self) -> None:
+        await asyncio.create_task(self.leaves_all())
+
+    async def leaves_all(self) -> None:
+        sys.exit(3)
+
+    async def cancels_itself(self) -> None:
+        task = asyncio.current_task()
+        if task is not None:
+            task.cancel()
+        await asyncio.sleep(1.0)
 
     async def threads(self, text: str) -> None:
         """A pool of the agent's own: its threads know of no episode."""

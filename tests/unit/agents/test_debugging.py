@@ -15,6 +15,7 @@ import pytest
 
 from shakedown.agents.episode_lines import read_episodes
 from shakedown.cli import main
+from shakedown.core.verdict import read_verdict
 from shakedown.debug import asked
 from shakedown.debug.protocol import Sender, read_message
 from shakedown.debug.stops import Stop, let_go, read_stops
@@ -105,6 +106,8 @@ def test_an_agent_stands_at_its_breakpoint_and_at_exceptions_and_goes_on(
     # `no_call`: run has returned a reward.
     ends = {line["row"]: line["cause"] for line in lines}
     assert ends == {0: "no_call", 1: "no_call", 2: "exception"}
+    # The time that a person takes is no lag of the agent's loop.
+    assert read_verdict(out / "verdict.json").metrics["loop_lag_max_seconds"] == 0
 
 
 @pytest.mark.slow

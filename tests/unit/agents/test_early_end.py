@@ -14,8 +14,12 @@ import pytest
 from shakedown.agents.episode_lines import read_episodes
 from shakedown.cli import main
 from shakedown.core.verdict import Verdict, read_verdict
+from shakedown.inference.engines import LaunchSpec
+from shakedown.inference.folder import ServerOrder
+from shakedown.inference.server import start
 from tests.unit.agents.wire_server import wire_server
 
+REPOSITORY = Path(__file__).parents[3]
 AGENTS = Path(__file__).parent / "swallowing_agents.py"
 Row = dict[str, Any]
 
@@ -85,17 +89,68 @@ def test_a_signal_writes_the_verdict_with_what_was_done(
 
 
 @pytest.mark.slow
-def test_too_few_descriptors_are_named_with_the_limit_and_the_remedy(tmp_path: Path) -> None:
-    rows: list[Row] = [{"texts": ["hang"], "patience": 15.0}] * 100
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("check", "before"), [("single", 0), ("concurrent", 1), ("controller", 1 + 4 + 3)]
+)
+def test_a_signal_in_a_check_keeps_it_and_those_before(
+    tmp_path: Path, number: signal.Signals, check: str, before: int
+) -> None:
+    done = 0 if check == "single" else 2
     with wire_server() as server:
-        argv = arguments(tmp_path, server.url, rows, "--concurrency", "100")
-        running = started(argv, limit=64)
+        argv = checks_arguments(tmp_path, server.url)
+        server.hangs_after = len(server.asked) + before + done
+        running = started(argv)
+        wait_for(lambda: server.hung)
+
+        running.send_signal(number)
+        code = running.wait(60)
+
+    verdict, _ = found(tmp_path)
+    lines = list(read_episodes(tmp_path / "episodes.jsonl"))
+    of_check = [line["cause"] for line in lines if line["check"] == check]
+    others = [line for line in lines if line["check"] != check and not line["on_purpose"]]
+    assert code == 128 + number
+    assert verdict.status == "BLOCKED"
+    assert of_check.count("") == done
+    assert of_check.count("not_asked") == len(of_check) - done > 0
+    assert [line["cause"] for line in others] == [""] * before
+    told = f"check `{check}` ended early: stopped by {number.name}: {done} of {len(of_check)} "
+    assert verdict.summary.startswith(told)
+    assert verdict.next == ""
+
+
+def checks_arguments(folder: Path, url: str) -> list[str]:
+    """Four episodes at once, two batches of four for the controller."""
+    data, more = folder / "rows.jsonl", folder / "run.yaml"
+    data.write_text('{"texts": ["x"]}\n' * 2, encoding="utf-8")
+    agents = {"target": f"{AGENTS}:Swallows", "prompts": 2, "group_size": 2}
+    stages = {"grpo": {"grpo": {"async_level": 0}}}
+    more.write_text(json.dumps({"agents": agents, "stages": stages}), encoding="utf-8")
+    order = ServerOrder("policy", "external", LaunchSpec(""), url=url.removesuffix("/v1"))
+    start(order, folder / "server", say=lambda _: None)
+    config = ["--config", str(REPOSITORY / "config" / "config.yaml"), str(more)]
+    argv = ["agent", "checks", *config, "--endpoint", str(folder / "server"), "--data", str(data)]
+    return [*argv, "--out", str(folder), "--episode-timeout", "30"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ids", [True, False], ids=["proxy", "direct"])
+@pytest.mark.parametrize("wish", ["x", "hang"])
+def test_too_few_descriptors_are_the_one_cause_with_the_limit_and_the_remedy(
+    tmp_path: Path, wish: str, ids: bool
+) -> None:
+    rows: list[Row] = [{"texts": [wish], "patience": 15.0 if wish == "hang" else None}] * 200
+    with wire_server(ids=ids) as server:
+        argv = arguments(tmp_path, server.url, rows, "--concurrency", "200")
+        running = started([*argv, "--episode-timeout", "8"], limit=64)
         running.wait(120)
 
     verdict, lines = found(tmp_path)
-    causes = {line["cause"] for line in lines}
-    assert "file_descriptors" in causes, causes
-    assert len(lines) == 100
+    failed = {line["cause"]: line["detail"] for line in lines if line["cause"]}
+    # What reached a server that hangs has its own cause.
+    assert failed.keys() - {"hanging"} == {"file_descriptors"}, failed
+    assert len(lines) == 200
     (finding,) = [each for each in verdict.findings if each.check == "failed_file_descriptors"]
     assert "may have 64 files" in str(finding.measured)
     assert "ulimit -n" in finding.remedy
@@ -115,13 +170,25 @@ def test_a_soft_limit_of_descriptors_costs_no_episode(tmp_path: Path) -> None:
     assert "file_descriptors" not in causes
 
 
-def test_an_agent_that_ends_its_process_loses_no_episode_that_had_ended(tmp_path: Path) -> None:
-    rows: list[Row] = [{"texts": ["x"]}, {"texts": ["x"], "dies": True}, {"texts": ["x"]}]
+@pytest.mark.parametrize(
+    ("how", "cause", "words"),
+    [
+        ("exits", "exit", "exit code 3"),
+        ("stops_the_loop", "exit", "ended the event loop: RuntimeError"),
+        ("exits_in_a_task", "exit", "ended the event loop: SystemExit"),
+        ("cancels_itself", "exception", "the agent cancelled the episode's task"),
+    ],
+)
+def test_an_agent_that_ends_its_process_or_task_loses_no_other_episode(
+    tmp_path: Path, how: str, cause: str, words: str
+) -> None:
+    rows: list[Row] = [{"texts": ["x"]}, {"texts": ["x"], "dies": how}, {"texts": ["x"]}]
     with wire_server() as server:
         code = main(arguments(tmp_path, server.url, rows, "--concurrency", "1"))
 
     _, lines = found(tmp_path)
-    assert (code, [line["cause"] for line in lines]) == (1, ["", "exit", ""])
+    assert (code, [line["cause"] for line in lines]) == (1, ["", cause, ""])
+    assert words in lines[1]["detail"]
 
 
 def started(argv: list[str], limit: int = 0, kind: str = "-n") -> "subprocess.Popen[bytes]":

@@ -504,7 +504,8 @@ def test_equal_rewards_in_every_group_are_told() -> None:
     result = RunResult(rewarded(*rewards, group_size=2))
     findings = by_check(judge_run(result, ServerProbe()))
     told = findings["groups_with_equal_rewards"]
-    assert (told.status, told.measured) == ("warn", "2 of 2 groups")
+    assert (told.status, told.measured) == ("warn", "2 of 2 groups; all rewards are 0.5")
+    assert "may catch an error of its own" in told.remedy
 
 
 def test_one_group_with_differing_rewards_is_enough() -> None:

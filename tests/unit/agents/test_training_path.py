@@ -102,7 +102,7 @@ def config(**stage: Any) -> Config:
     found = load_config(REPOSITORY / "config" / "config.yaml")
     stages = {
         name: each.model_copy(update={"grpo": each.grpo and each.grpo.model_copy(update=stage)})
-        for name, each in found.stages.items()
+        for name, each in found.own_stages.items()
     }
     return found.model_copy(update={"stages": stages})
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -155,10 +156,29 @@ def test_requests_that_no_episode_can_be_named_for_leave_the_agent_its_word(
     assert server.asked == ["x"]
 
 
-def test_an_agent_that_asks_another_server_has_made_no_call(server: WireServer) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_an_agent_that_asks_another_server_has_made_no_call_and_its_address_is_told(
+    server: WireServer, path: str
+) -> None:
     with wire_server() as other:
         rows: list[Row] = [{"texts": ["x"], "url": other.url}]
-        (episode,) = run(server.url, rows, "direct", agent="Elsewhere").episodes
+        (episode,) = run(server.url, rows, path, agent="Elsewhere").episodes
 
     assert episode.cause == "no_call"
-    assert "its 1 requests went to other addresses" in episode.detail
+    place = other.url.removeprefix("http://").removesuffix("/v1")
+    assert f"its requests went to other addresses than base_url: {place} (1)" in episode.detail
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_an_agent_that_asks_again_until_its_time_is_over_is_told_by_what_it_was_answered(
+    server: WireServer, path: str
+) -> None:
+    refused, endless = ["status:429"] * 1_000, ["x"] * 100_000
+    rows: list[Row] = [{"texts": refused, "pause": 0.1}, {"texts": endless, "pause": 0.1}]
+
+    for_ever, loop = run(server.url, rows, path).episodes
+
+    assert (for_ever.cause, for_ever.status) == ("api_status", 429), for_ever
+    assert "calls were not answered well, the last one: status 429" in for_ever.detail
+    assert loop.cause == "episode_timeout", loop
+    assert re.search(r"; (\d+) of its \1 calls were answered|; a call had waited", loop.detail)

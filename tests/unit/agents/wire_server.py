@@ -19,13 +19,22 @@ from tests.unit.rollout.chat_engine import chat, chunks, prompt_ids
 
 _TALK = "the quick brown fox jumps over the lazy dog, and then it goes home for supper"
 _HTML = b"<html><body>please log in</body></html>"
+# What tells a client what kind of server it is.
+_LOOKED_AT: dict[str, Any] = {
+    "/v1/models": {"data": [{"id": "policy", "max_model_len": 200}]},
+    "/v1/completions": {"choices": [{"index": 0, "text": "x", "finish_reason": "length"}]},
+}
 
 
 class WireServer:
-    """`asked`: contents of the last messages, in order; `dies_after`: so many chat calls."""
+    """`asked`: contents of the last messages, in order; `dies_after`, `hangs_after`: so many calls.
+
+    `hung`: of these.
+    """
 
     def __init__(self, *, ids: bool = True, dies_after: int = 0) -> None:
-        self.ids, self.dies_after = ids, dies_after
+        self.ids, self.dies_after, self.hung = ids, dies_after, 0
+        self.hangs_after: int | None = None
         self.asked: list[str] = []
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
@@ -69,13 +78,16 @@ class WireServer:
             os.close(descriptor)
 
     def _answer(self, connection: socket.socket, path: str, content: bytes) -> bool:
-        if path.endswith("/models"):
-            return _send(connection, 200, {"data": [{"id": "policy", "max_model_len": 200}]})
+        if not path.endswith("/chat/completions"):
+            found = _LOOKED_AT.get(path)
+            return _send(connection, 200 if found else 404, found or {})
         body = json.loads(content)
         wish, _, detail = str(body["messages"][-1]["content"]).partition(":")
         with self._lock:
             self.asked.append(wish)
             dies = self.dies_after and len(self.asked) > self.dies_after
+            if self.hangs_after is not None and len(self.asked) > self.hangs_after:
+                wish, self.hung = "hang", self.hung + 1
         if dies:
             self.die()
             return False

@@ -170,7 +170,7 @@ def test_each_level_is_the_demos_stage_but_for_level_and_steps() -> None:
 
     demo = yaml.safe_load(grpo.CONFIG.read_text())
 
-    stage = parse_config(grpo.level_config(demo, 2, 7)).stages["grpo"]
+    stage = parse_config(grpo.level_config(demo, 2, 7)).own_stages["grpo"]
 
     assert stage.grpo is not None
     assert (stage.grpo.async_level, stage.steps) == (2, 7)

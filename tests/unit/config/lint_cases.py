@@ -57,7 +57,50 @@ def _grpo(keys: str) -> str:
     return _stage("grpo", f"grpo: {{{keys}}}")
 
 
+_LAB = """\
+order: [lab]
+cluster: {nodes: 2, gpus_per_node: 8}
+stages:
+  lab:
+    algorithm: command
+"""
+
+
 BROKEN = (
+    # Stages that are a command.
+    Case(
+        "a command begins with the launcher that it is given to",
+        _LAB + "    launch: torchrun\n    ranks_per_node: 8\n    command: torchrun train.py\n",
+        "stages.lab.command",
+    ),
+    Case(
+        "python is given to accelerate",
+        _LAB + "    launch: accelerate\n    ranks_per_node: 8\n    command: python train.py\n",
+        "stages.lab.command",
+    ),
+    Case(
+        "srun is given to srun",
+        _LAB + "    launch: srun\n    ranks_per_node: 8\n    command: srun ./train\n",
+        "stages.lab.command",
+    ),
+    Case(
+        "a line on two nodes that knows of one",
+        _LAB + "    launch: none\n    nodes: 2\n    command: ./train.sh\n",
+        "stages.lab.nodes",
+        "warn",
+    ),
+    Case(
+        "one rank a node of eight GPUs",
+        _LAB + "    launch: torchrun\n    nodes: 2\n    command: train.py\n",
+        "stages.lab.ranks_per_node",
+        "warn",
+    ),
+    Case(
+        "steps that nothing reads",
+        _LAB + "    launch: none\n    steps: 10\n    command: ./train.sh\n",
+        "stages.lab.steps",
+        "warn",
+    ),
     # Time-outs that contradict each other.
     Case(
         "an episode may take longer than the trainer waits",

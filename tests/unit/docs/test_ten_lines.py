@@ -112,7 +112,7 @@ def test_the_reward_of_the_recipe_judges_answers(laid: Config) -> None:
 
 @pytest.mark.parametrize("laid", ["my-agent"], indirect=True)
 def test_the_agent_of_the_recipe_keeps_the_contract(laid: Config) -> None:
-    grpo = laid.stages["grpo"].grpo
+    grpo = laid.own_stages["grpo"].grpo
 
     assert grpo is not None
     assert grpo.agent == laid.agents.target

@@ -207,7 +207,7 @@ def test_steps_are_told_in_ranges() -> None:
 def test_other_recorded_rollouts_make_a_checkpoint_foreign(
     assets: Path, recorded: Path, tmp_path: Path
 ) -> None:
-    config = load_config(ROOT / "config" / "config.yaml").stages["grpo"]
+    config = load_config(ROOT / "config" / "config.yaml").own_stages["grpo"]
     model, rows = str(assets / "model"), str(assets / "train.jsonl")
     job = StageJob("s", config, model, "float32", rows, rows, "r", 0, 1, "", "")
     other = tmp_path / "other"

@@ -23,6 +23,7 @@ from shakedown.report.live import lines, look
 from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending
 from shakedown.training.stage.job import StageJob
+from shakedown.training.stage.own import OwnLaunched
 from shakedown.training.stage.plan import without_timeouts
 from shakedown.training.stage.supervision import Monitor, StopSignals
 from tests.command import shakedown
@@ -54,6 +55,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def job(attempt: AttemptPaths) -> StageJob:
+    stage = load_config(ROOT / "config" / "config.yaml").own_stages["sft"]
+    root = str(attempt.root)
+    return StageJob("sft", stage, "m", "float32", "t", "h", "r", 0, 2, root, root)
+
+
 def component(name: str, code: str, folder: Path) -> Component:
     argv = (sys.executable, "-c", code)
     return Component(name=name, role="trainer", argv=argv, log=folder / f"{name}.log")
@@ -82,7 +89,7 @@ def test_a_failure_and_a_stall_are_judged_only_when_nobody_stands_any_more(
     with Supervisor(grace=1.0) as supervisor:
         monitor = Monitor(
             supervisor=supervisor,
-            attempt=attempt,
+            launched=OwnLaunched(job(attempt), [], [], [], {}),
             watch=Watch(stall_timeout=0.2, start_timeout=0.2, expected=[("trainer", 1)]),
             echo=LogEcho({}),
             stop=StopSignals(),
@@ -122,7 +129,7 @@ def test_time_in_a_debugger_is_no_stall_and_teaches_no_step_time(tmp_path: Path)
 
 
 def test_a_job_to_be_debugged_waits_for_a_week_and_learns_the_same() -> None:
-    stage = load_config(ROOT / "config" / "config.yaml").stages["grpo"]
+    stage = load_config(ROOT / "config" / "config.yaml").own_stages["grpo"]
     job = StageJob("grpo", stage, "m", "float32", "t", "h", "r", 0, 2, "/s")
 
     patient = without_timeouts(job)

@@ -189,6 +189,15 @@ def test_a_model_folder_without_config_blocks_too_and_no_other_is_taken(
     assert str(tmp_path / "config.json") in capsys.readouterr().err
 
 
+def test_a_stage_that_is_a_command_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    example = DEMO.parent / "examples" / "areal.yaml"
+
+    code = main(["train", "areal", "--config", str(example), "--plan", "--model", str(QWEN3_8B)])
+
+    assert code == 2
+    assert "is a command" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [

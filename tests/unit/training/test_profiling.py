@@ -20,7 +20,7 @@ LAUNCHED = (sys.executable, "-P", "-m", "shakedown.profiling.launch", "--")
 
 @pytest.fixture
 def job(tmp_path: Path) -> StageJob:
-    config = load_config(Path(__file__).parents[3] / "config" / "config.yaml").stages["grpo"]
+    config = load_config(Path(__file__).parents[3] / "config" / "config.yaml").own_stages["grpo"]
     return StageJob(
         stage="grpo",
         config=config,

@@ -7,6 +7,7 @@ from shakedown.monitor.collect.targets import (
     from_job,
     from_pattern,
     from_pids,
+    from_processes,
     missing_ranks,
 )
 
@@ -19,5 +20,6 @@ __all__ = [
     "from_job",
     "from_pattern",
     "from_pids",
+    "from_processes",
     "missing_ranks",
 ]

@@ -84,7 +84,7 @@ def read_state(pid: int) -> ProcState:
 def _activity(pid: int) -> Activity:
     tree = [pid, *_descendants(pid)]
     timed = sum(_wchan(f"/proc/{each}") in TIMERS for each in tree)
-    return Activity(time.time(), sum(map(_cpu, tree)), sum(map(_io, tree)), _output(pid), timed)
+    return Activity(time.time(), sum(map(cpu, tree)), sum(map(_io, tree)), _output(pid), timed)
 
 
 # Kernel functions of a sleep that ends by itself.
@@ -102,7 +102,7 @@ def _descendants(pid: int) -> list[int]:
     return found
 
 
-def _cpu(pid: int) -> float:
+def cpu(pid: int) -> float:
     # utime and stime, fields 14 and 15 of proc(5), counted from the one after the command
     fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0

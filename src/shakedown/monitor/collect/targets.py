@@ -86,11 +86,24 @@ def from_job(job_id: str) -> list[Target]:
     found = {}
     for process in _processes():
         environment = _environment(process.pid) if process.python else {}
-        # Several nodes of Slurm may share a host, and then see each other's processes.
-        node = environment.get("SLURMD_NODENAME", node_name())
-        if environment.get("SLURM_JOB_ID") == job_id and node == node_name():
+        if environment.get("SLURM_JOB_ID") == job_id and _is_of_this_node(process.pid):
             found[process.pid] = process
     return _named(_outermost(found), f"{node_name()}-")
+
+
+def from_processes(pids: Collection[int]) -> list[Target]:
+    """Ranks among the processes of a program, or else all of its Python processes.
+
+    Shells and launchers are left out where there are ranks, and so are workers of a rank.
+    """
+    found = {p.pid: p for p in _processes() if p.pid in pids and _is_of_this_node(p.pid)}
+    targets = _named(_outermost(found))
+    return [target for target in targets if target.rank is not None] or targets
+
+
+def _is_of_this_node(pid: int) -> bool:
+    """Several nodes of Slurm may share a host, and then see each other's processes."""
+    return _environment(pid).get("SLURMD_NODENAME", node_name()) == node_name()
 
 
 def from_attempt(attempt: Path) -> list[Target]:
@@ -185,7 +198,10 @@ def _list() -> list[_Process]:
 def _outermost(found: Mapping[int, _Process]) -> list[int]:
     """Python's where there is any, and without the workers of a process that is found."""
     chosen = {pid: p for pid, p in found.items() if p.python} or dict(found)
-    ranks = {pid: _rank_text(_environment(pid)) for pid in chosen}
+    environments = {pid: _environment(pid) for pid in chosen}
+    # As in `_ranked`: torchrun's own process is a task of Slurm, and no rank.
+    launched = any("RANK" in environment for environment in environments.values())
+    ranks = {p: e.get("RANK", "") if launched else _rank_text(e) for p, e in environments.items()}
     workers = {
         process.pid
         for process in chosen.values()

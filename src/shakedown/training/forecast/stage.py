@@ -104,7 +104,7 @@ def plan_of(config: Config, name: str, model: Decoder, *, length: int | None = N
     Raises:
         UsageError: an allocation is not valid, or its engine has not these dimensions.
     """
-    stage = config.stages[name]
+    stage = config.own_stages[name]
     card = card_of(config.cluster.gpu_model)
     work = _work(config, stage, length or config.serve.max_model_len)
     flops = peak_flops(config.cluster.gpu_model, config.model.dtype) if card else None

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from shakedown.core.verdict import Finding
 from shakedown.training.lint_rules import (
+    commands,
     data,
     lengths,
     memory,
@@ -56,6 +57,9 @@ RULES: tuple[Rule, ...] = (
     steps.evaluation,
     steps.faults,
     steps.demo_problems,
+    commands.launched_once,
+    commands.nodes_are_used,
+    commands.steps_are_read,
     paths.results_without_wildcards,
     paths.shared_between_nodes,
 )

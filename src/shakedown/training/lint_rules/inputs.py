@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
-from shakedown.config import Config, StageConfig
+from shakedown.config import CommandStage, Config, StageConfig
 from shakedown.core.errors import BlockedError, ShakedownError
 from shakedown.core.verdict import Finding
 from shakedown.data_sources import Row, parse_source, placed_rows, row_of
@@ -58,8 +58,13 @@ class Inputs:
 
     @property
     def stages(self) -> Iterator[tuple[str, StageConfig]]:
-        """Each stage with its key."""
-        return ((f"stages.{name}", stage) for name, stage in self.config.stages.items())
+        """Each stage of our own with its key."""
+        return ((f"stages.{name}", stage) for name, stage in self.config.own_stages.items())
+
+    @property
+    def commands(self) -> Iterator[tuple[str, CommandStage]]:
+        """Each stage that is a command with its key."""
+        return ((f"stages.{name}", stage) for name, stage in self.config.command_stages.items())
 
     @property
     def demo_model(self) -> bool:

@@ -31,7 +31,7 @@ def judge_exits(exits: Sequence[Exit], running: Collection[str]) -> Ending | Non
     failure = first_failure(exits)
     if failure is not None:
         return Ending("failed", f"{failure}", failure.component.name)
-    early = [e for e in exits if e.component.role in ("inference", "orchestrator")]
+    early = [e for e in exits if e.component.role in ("inference", "orchestrator", "ray")]
     trainers_run = any(name.startswith("trainer") for name in running)
     orchestrator_runs = any(name.startswith("orchestrator") for name in running)
     # Also with code 0: both have to outlive the trainer, which needs their rollouts to the end.
@@ -46,15 +46,21 @@ def judge_exits(exits: Sequence[Exit], running: Collection[str]) -> Ending | Non
     return None
 
 
-def judge_stop(exits: Sequence[Exit], running: Collection[str], reason: str) -> Ending | None:
+def judge_stop(
+    exits: Sequence[Exit], running: Collection[str], reason: str, *, done: bool = True
+) -> Ending | None:
     """`judge_exits` once the stage is told to stop: only the trainers are waited for.
 
     A trainer that failed ends the wait: its peers cannot save without it.
+
+    Args:
+        done: trainers that end with code 0 had nothing more to do; else they stopped as they were
+            told to.
     """
     trainers = [e for e in exits if e.component.role == "trainer"]
     if first_failure(trainers) is None and any(name.startswith("trainer") for name in running):
         return None
-    if trainers and all(e.returncode == 0 for e in trainers):
+    if done and trainers and all(e.returncode == 0 for e in trainers):
         return _COMPLETED
     return interrupted(exits, running, reason)
 
@@ -97,7 +103,7 @@ def interrupted(exits: Sequence[Exit], running: Collection[str], reason: str) ->
     lost = [
         f"{e.component.name} {describe_exit(e.returncode)}"
         for e in exits
-        if e.component.role == "trainer" and e.returncode != INTERRUPTED
+        if e.component.role == "trainer" and e.returncode not in (0, INTERRUPTED)
     ]
     lost += [f"{name} did not end" for name in running if name.startswith("trainer")]
     how = "state saved" if _saved(exits) and not lost else "state of the last checkpoint kept"

@@ -5,19 +5,21 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from shakedown.cluster.nodes import node_name
+from shakedown.cluster.supervise import Supervisor
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import Target, collect_local, from_attempt
 from shakedown.monitor.collect.steps import Step, collect_nodes
 from shakedown.monitor.collect.writer import COLLECTED, NAMES, READ, Writer
 from shakedown.monitor.watch import Health
+from shakedown.training.stage.launched import Launched
 
 _STEP_SECONDS = 60.0  # one step on other nodes; their ranks have our hook and answer at once
 _GAP_SECONDS = 2.0  # the watch has looked twice itself, 5 s apart
 
 
 def collect_evidence(
-    attempt: AttemptPaths, running: Mapping[str, int], health: Health, nodes: Sequence[str]
+    launched: Launched, supervisor: Supervisor, health: Health, nodes: Sequence[str]
 ) -> None:
     """Sample all components twice and write everything to the attempt's `evidence/`.
 
@@ -25,11 +27,12 @@ def collect_evidence(
     Never raises for what cannot be read: what was missed stands in `collected-<host>.json`, and
     of nodes that were not reached in `collected-job.json`.
     """
+    attempt = launched.job.attempt
     print(f"stalled: {health.sentence}; collecting evidence in {attempt.evidence}", flush=True)
-    others = _OtherNodes(attempt, [node for node in nodes if node != node_name()])
+    others = _OtherNodes(launched, [node for node in nodes if node != node_name()])
     others.start()
     report = collect_local(
-        _targets(attempt, running), attempt.evidence, logs=attempt.logs, gap=_GAP_SECONDS
+        launched.targets(supervisor), attempt.evidence, logs=attempt.logs, gap=_GAP_SECONDS
     )
     missed = report.missed + [f"{t.name}: {m}" for t in report.targets for m in t.missed]
     missed += others.finish()
@@ -39,9 +42,9 @@ def collect_evidence(
 class _OtherNodes:
     """The stage's other nodes, collected while this one is."""
 
-    def __init__(self, attempt: AttemptPaths, nodes: Sequence[str]) -> None:
-        root, out = attempt.root.absolute(), attempt.evidence.absolute()
-        arguments = ["--attempt", str(root), "--gap", str(_GAP_SECONDS)]
+    def __init__(self, launched: Launched, nodes: Sequence[str]) -> None:
+        out = launched.job.attempt.evidence.absolute()
+        arguments = [*launched.collected_by, "--gap", str(_GAP_SECONDS)]
         self._nodes = nodes
         self._step = Step(os.environ.get("SLURM_JOB_ID", ""), out, arguments, _STEP_SECONDS)
         self._missed: list[str] = []
@@ -74,7 +77,7 @@ class _OtherNodes:
         self._missed += [*lost, *writer.summary()]
 
 
-def _targets(attempt: AttemptPaths, running: Mapping[str, int]) -> list[Target]:
+def beating_targets(attempt: AttemptPaths, running: Mapping[str, int]) -> list[Target]:
     """Components with a heartbeat, and those that run without one (the inference server)."""
     try:
         targets = from_attempt(attempt.root)

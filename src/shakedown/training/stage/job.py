@@ -1,18 +1,40 @@
 """What one attempt of a training stage is told: written by the supervisor, read by its parts."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from shakedown.agents.reward_pool import RewardLimits
-from shakedown.config import StageConfig
+from shakedown.config import StageConfig, SupervisedStage
 from shakedown.core.files import read_json_as, write_json
 from shakedown.core.paths import AttemptPaths, StagePaths
 
 
+class SupervisedJob:
+    """What a stage of any kind tells: `world_size` counts ranks; the attempt once it has begun."""
+
+    stage: str
+    config: SupervisedStage
+    world_size: int
+    stage_root: str
+    attempt_root: str
+
+    @property
+    def paths(self) -> StagePaths:
+        return StagePaths(Path(self.stage_root))
+
+    @property
+    def attempt(self) -> AttemptPaths:
+        return AttemptPaths(Path(self.attempt_root))
+
+    def write(self, path: Path) -> None:
+        """Write the job atomically as JSON."""
+        write_json(path, {**vars(self), "config": self.config.model_dump(mode="json")})
+
+
 @dataclass(frozen=True)
-class StageJob:
-    """One stage, and the attempt at it once that has begun (`attempt_root`).
+class StageJob(SupervisedJob):
+    """One stage of our own, and the attempt at it once that has begun (`attempt_root`).
 
     `model` is the input checkpoint (a Hugging Face folder); `train` and `heldout` are JSON-lines
     files or hub names; `world_size` counts trainer ranks; `endpoint` is the base URL of the
@@ -48,20 +70,8 @@ class StageJob:
         return self.config.algorithm == "grpo" and not self.replay
 
     @property
-    def paths(self) -> StagePaths:
-        return StagePaths(Path(self.stage_root))
-
-    @property
-    def attempt(self) -> AttemptPaths:
-        return AttemptPaths(Path(self.attempt_root))
-
-    @property
     def reward_limits(self) -> RewardLimits:
         return RewardLimits(self.reward_timeout, self.reward_memory_gb)
-
-    def write(self, path: Path) -> None:
-        """Write the job atomically as JSON."""
-        write_json(path, {**asdict(self), "config": self.config.model_dump(mode="json")})
 
 
 def read_job(path: Path) -> StageJob:

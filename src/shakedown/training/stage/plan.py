@@ -5,17 +5,84 @@ from dataclasses import replace
 from pathlib import Path
 
 from shakedown.config import Config
+from shakedown.config.command import fill, placeholders_in
 from shakedown.config.lint import trainer_world
 from shakedown.core.errors import ConfigError, UsageError
 from shakedown.core.outcome import read_outcome
-from shakedown.core.paths import RunPaths
+from shakedown.core.paths import RunPaths, StagePaths
 from shakedown.core.private import own_tree
 from shakedown.debug import asked
+from shakedown.inference.folder import read_endpoint
 from shakedown.profiling.request import requested
-from shakedown.training.assets import Assets
+from shakedown.training.assets import Assets, read_assets
 from shakedown.training.drift import drift_limits
+from shakedown.training.stage.command import CommandJob, CommandPlan
 from shakedown.training.stage.job import StageJob
-from shakedown.training.stage.run import StagePlan
+from shakedown.training.stage.launched import Plan
+from shakedown.training.stage.own import StagePlan
+from shakedown.training.stage.progress import expand
+
+SERVER = "policy"  # the run's persistent server, as the workflow calls it
+
+
+def plan_any(
+    config: Config,
+    stage: str,
+    paths: RunPaths,
+    assets: Path,
+    *,
+    model: Path | None = None,
+    replay: Path | None = None,
+) -> Plan:
+    """The plan of a stage of any kind; `assets`: the file, which is read where it is needed.
+
+    Raises:
+        UsageError, ConfigError, UntrustedError: as `plan_stage` and `plan_command`.
+    """
+    if stage in config.own_stages:
+        given = read_assets(assets)
+        return plan_stage(config, stage, paths, given, model=model, replay=replay)
+    if replay:
+        raise UsageError(f"--replay: stage {stage} is a command: only grpo has rollouts")
+    return plan_command(config, stage, paths, assets, model=model)
+
+
+def plan_command(
+    config: Config, stage: str, paths: RunPaths, assets: Path, *, model: Path | None = None
+) -> CommandPlan:
+    """The plan of a stage that is a command.
+
+    Raises:
+        UsageError: the assets or the server's endpoint that it asks for cannot be read.
+        ConfigError: the stage before this one has not completed, or left no model.
+        UntrustedError: others can change that model or the endpoint.
+    """
+    settings = config.command_stages[stage]
+    known = {
+        "nodes": str(settings.nodes),
+        "ranks_per_node": str(settings.ranks_per_node),
+        "ranks": str(settings.world_size),
+        "run": str(paths.root.absolute()),
+        "stage": str(paths.stage(stage).root.absolute()),
+    }
+    asked = settings.placeholders
+    if asked & {"model", "data", "heldout"}:
+        given = read_assets(assets)
+        known |= {"data": given.train, "heldout": given.heldout}
+        if "model" in asked:
+            own = _own_model(model) if model else None
+            known["model"] = own or _input_model(config, stage, paths, given.model)
+    if asked & {"server_url", "server_key_file"}:
+        endpoint = read_endpoint(paths.server(SERVER).endpoint)
+        known |= {"server_url": endpoint.base_url, "server_key_file": endpoint.secret}
+    job = CommandJob(
+        stage=stage,
+        config=settings,
+        stage_root=str(paths.stage(stage).root.absolute()),
+        world_size=settings.world_size,
+        values=known,
+    )
+    return CommandPlan(job, config.cluster.srun_args)
 
 
 def plan_stage(
@@ -27,7 +94,7 @@ def plan_stage(
     model: Path | None = None,
     replay: Path | None = None,
 ) -> StagePlan:
-    """The plan of one stage.
+    """The plan of one stage of our own.
 
     Args:
         model: the input model; None takes that of the stage before, else the run's.
@@ -38,7 +105,7 @@ def plan_stage(
         ConfigError: the stage before this one has not completed.
         UntrustedError: others can change the model of that stage.
     """
-    settings = config.stages[stage]
+    settings = config.own_stages[stage]
     job = StageJob(
         stage=stage,
         config=settings,
@@ -89,14 +156,30 @@ def _input_model(config: Config, stage: str, paths: RunPaths, first: str) -> str
     if position == 0:
         return first
     before = paths.stage(names[position - 1])
-    own_tree(before.export)
+    exported = _model_left_by(config, before)
+    own_tree(exported)
     # Under the workflow the gate has accepted it; by hand its own outcome has to do.
     done = before.accepted.exists() or (
         before.outcome.exists() and read_outcome(before.outcome).state == "completed"
     )
-    if not done or not (before.export / "config.json").is_file():
+    if not done or not (exported / "config.json").is_file():
         raise ConfigError(
             f"stage {stage!r} starts from the model of {before.root.name!r}, which is not there",
-            hint=f"shakedown train {before.root.name} --config CONFIG",
+            hint=f"shakedown train {before.root.name} --config CONFIG; a command leaves a Hugging "
+            f"Face folder in {{stage}}/model or names it in `outputs`"
+            if before.root.name in config.command_stages
+            else f"shakedown train {before.root.name} --config CONFIG",
         )
-    return str(before.export)
+    return str(exported)
+
+
+def _model_left_by(config: Config, before: StagePaths) -> Path:
+    """A stage's result; a command's is what it wrote there, or the first output that is a model."""
+    settings = config.command_stages.get(before.root.name)
+    if settings is None or (before.export / "config.json").is_file():
+        return before.export
+    values = {"run": str(before.root.parent.parent), "stage": str(before.root)}
+    known = [each for each in settings.outputs if set(placeholders_in(each)) <= values.keys()]
+    found = (path for each in known for path in expand(fill(each, values)))
+    models = [path for path in found if (path / "config.json").is_file()]
+    return models[-1].absolute() if models else before.export

@@ -12,11 +12,11 @@ from types import FrameType
 from shakedown.cluster.supervise import Exit, Supervisor
 from shakedown.core.paths import AttemptPaths
 from shakedown.debug.stops import describe, read_stops
-from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.monitor.watch import Health, Watch
 from shakedown.training.stage import stopping
 from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending, interrupted, judge_exits, judge_stop
+from shakedown.training.stage.launched import Launched
 
 _POLL_SECONDS = 0.2
 _WATCH_SECONDS = 1.0
@@ -65,18 +65,16 @@ def stop_signals() -> Iterator[StopSignals]:
 class Monitor:
     """`on_stall` collects evidence while the stalled processes still live.
 
-    `signals_ranks`: whether ranks here are told to stop by a signal too, or by the file alone.
     While a debugger holds a process of the stage nothing stalls, and a component that failed is not
     yet judged: its siblings, and who debugs them, would be ended with it.
     """
 
     supervisor: Supervisor
-    attempt: AttemptPaths
+    launched: Launched
     watch: Watch
     echo: LogEcho
     stop: StopSignals
     on_stall: Callable[[Health], None]
-    signals_ranks: bool = True
     exits: list[Exit] = field(default_factory=list)
     health: Health | None = None
     held: tuple[str, ...] = ()  # processes that stand for a debugger
@@ -122,7 +120,8 @@ class Monitor:
         self.exits += self.supervisor.poll()
         running = self.supervisor.running()
         if self._asked:
-            return judge_stop(self.exits, running, self.stop.reason)
+            done = self.launched.reached_end
+            return judge_stop(self.exits, running, self.stop.reason, done=done)
         return judge_exits(self.exits, running)
 
     def _look_for_debuggers(self) -> None:
@@ -138,21 +137,22 @@ class Monitor:
         if self.held:
             self.watch.hold(now)
             return None
-        self.health = self.watch.observe(read_heartbeats(self.attempt.heartbeats), now)
+        self.health = self.watch.observe(self.launched.beats(self.supervisor), now)
         if self.health.state != "stalled":
             return None
         self.on_stall(self.health)
         return Ending("hung", self.health.sentence, self.health.still[0].name)
 
+    @property
+    def attempt(self) -> AttemptPaths:
+        return self.launched.job.attempt
+
     def _ask_to_stop(self) -> None:
-        """By the file that all nodes see, and by a signal to the ranks that are children here."""
+        """By the file that all nodes see, and by a signal to the ranks of this node."""
         self._asked = True
         self.echo.say(f"{self.stop.reason}: saving the state")
         try:
             stopping.ask(self.attempt.stop, self.stop.reason)
         except OSError as error:  # a full disk; the signal is still worth sending
             self.echo.say(f"cannot write {self.attempt.stop}: {error.strerror}")
-        # Not to `trainer-srun`, which would end its tasks at once: its ranks have the file.
-        for name in self.supervisor.running():
-            if self.signals_ranks and name.startswith("trainer-rank"):
-                self.supervisor.signal(name, signal.SIGTERM)
+        self.launched.ask_ranks(self.supervisor)

@@ -1,0 +1,199 @@
+"""A stage that is a launch command: its plan, and an attempt at it."""
+
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shakedown.cluster.guard import Process
+from shakedown.cluster.nodes import node_address, node_name, quiet_port
+from shakedown.cluster.supervise import Supervisor
+from shakedown.config import CommandStage
+from shakedown.config.command import fill, words_of
+from shakedown.core import at_start
+from shakedown.core.outcome import Outcome
+from shakedown.core.paths import AttemptPaths
+from shakedown.monitor import foreign_hook
+from shakedown.monitor.collect import Target, from_processes
+from shakedown.monitor.heartbeat import Beat, read_heartbeats
+from shakedown.training.stage.components import trainer_environment
+from shakedown.training.stage.job import SupervisedJob
+from shakedown.training.stage.launched import Launched
+from shakedown.training.stage.launchers import LAUNCH, Launch, launch_components
+from shakedown.training.stage.progress import Progress, expand, source_of
+from shakedown.training.stage.rank_signal import signal_other_nodes, signal_ranks
+from shakedown.training.stage.signs import Signs
+
+ROLE = "trainer"
+HEARTBEATS = "SHAKEDOWN_HEARTBEATS"  # where a trainer that wants to may beat: monitor/heartbeat.py
+
+
+@dataclass(frozen=True)
+class CommandJob(SupervisedJob):
+    """A command stage, and the attempt at it once that has begun (`attempt_root`).
+
+    `values`: of the placeholders that do not depend on the attempt. `command`: the words that were
+    started.
+    """
+
+    stage: str
+    config: CommandStage
+    stage_root: str
+    world_size: int
+    values: Mapping[str, str] = field(default_factory=dict)
+    attempt_root: str = ""
+    command: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class CommandLaunched(Launched):
+    """The command's progress is read; its ranks beat only where they want to."""
+
+    job: CommandJob
+    signs: Signs = field(kw_only=True)
+
+    def beats(self, supervisor: Supervisor) -> list[Beat]:
+        found = self.signs.look(_members(supervisor))
+        # Its own word is better than what is seen from outside.
+        return read_heartbeats(self.job.attempt.heartbeats) or [found]
+
+    def ask_ranks(self, supervisor: Supervisor) -> None:
+        """By `signal`, on every node."""
+        number = signal.Signals[self.job.config.signal]
+        signal_ranks({process.pid for process in _members(supervisor)}, number)
+        others = [node for node in self.nodes if node != node_name()]
+        if others and self.job.config.launch != "none":
+            signal_other_nodes(others, number)
+
+    def targets(self, supervisor: Supervisor) -> list[Target]:
+        return from_processes({process.pid for process in _members(supervisor)})
+
+    @property
+    def collected_by(self) -> Sequence[str]:
+        return ("--job", os.environ.get("SLURM_JOB_ID", ""), "--this-node")
+
+    @property
+    def reached_end(self) -> bool:
+        """A trainer that saved and stopped ends with code 0, too: its steps tell."""
+        self.signs.read()
+        steps = self.job.config.steps
+        return steps is not None and self.signs.step >= steps
+
+    def finish(self, outcome: Outcome) -> Outcome:
+        """Completed only with every one of `outputs`."""
+        self.signs.read()
+        outcome = replace(outcome, steps=max(outcome.steps, self.signs.step))
+        if outcome.state != "completed":
+            return outcome
+        lost = [p for p in outputs_of(self.job) if not any(path.exists() for path in expand(p))]
+        if lost:
+            sentence = f"the command ended with exit code 0, but left no {', '.join(lost)}"
+            return replace(outcome, state="failed", sentence=sentence, failed_component=LAUNCH)
+        told = f"{outcome.steps} steps done" if self.signs.step else "the command ended by itself"
+        return replace(outcome, sentence=told)
+
+
+@dataclass(frozen=True)
+class CommandPlan:
+    """A command stage's job, still without an attempt. `srun_args`: more options of srun."""
+
+    job: CommandJob
+    srun_args: Sequence[str] = ()
+
+    def check(self, nodes: Sequence[str]) -> None:
+        """Nothing is left to be refused: nodes and words are judged where they are looked up."""
+
+    def launch(self, attempt: AttemptPaths, nodes: Sequence[str]) -> CommandLaunched:
+        config, values = self.job.config, self._values(nodes)
+        checkpoint = newest_checkpoint(self.job)
+        values |= {"resume": str(checkpoint) if checkpoint else ""}
+        words = words_of(config.command, values)
+        if checkpoint and config.resume:
+            words += words_of(config.resume.arguments, values)
+        job = replace(self.job, attempt_root=str(attempt.root.absolute()), command=words)
+        if checkpoint:
+            print(f"stage {job.stage}: resuming from {checkpoint}", flush=True)
+        job.write(attempt.job)
+        launch = Launch(
+            words=words,
+            nodes=nodes,
+            ranks_per_node=config.ranks_per_node,
+            head=values["head"],
+            port=int(values["port"]),
+            python=config.python or sys.executable,
+            attempt=attempt,
+            env=_environment(config, attempt),
+            srun_args=self.srun_args,
+            start_timeout=config.start_timeout,
+        )
+        progress = None
+        if config.progress:
+            place = fill(config.progress.file, values)
+            source = source_of(config.progress, place, attempt.logs)
+            progress = Progress(source, self.job.paths.metrics)
+        components = launch_components(config.launch, launch)
+        return CommandLaunched(
+            job=job,
+            components=components,
+            nodes=nodes,
+            expected=(),
+            echoed={c.name: c.log for c in components if c.role == ROLE and c.rank in (None, 0)},
+            signs=Signs(attempt.logs, progress, config.steps),
+        )
+
+    def resume_hint(self) -> str:
+        checkpoint = newest_checkpoint(self.job)
+        again = "run the same command again to"
+        if checkpoint:
+            return f"{again} resume from {checkpoint}"
+        if self.job.config.resume:
+            return f"{again} start it anew: {self._glob} names no checkpoint"
+        return f"{again} start it again: it has no `resume`"
+
+    @property
+    def _glob(self) -> str:
+        resume = self.job.config.resume
+        return fill(resume.glob, self.job.values) if resume else ""
+
+    def _values(self, nodes: Sequence[str]) -> dict[str, str]:
+        head = node_address(nodes[0]) if len(nodes) > 1 else "127.0.0.1"
+        return {
+            **self.job.values,
+            "hosts": ",".join(nodes),
+            "head": head,
+            "port": str(quiet_port()),
+        }
+
+
+def newest_checkpoint(job: CommandJob) -> Path | None:
+    """The whole checkpoint of the highest number in its path."""
+    resume = job.config.resume
+    if resume is None:
+        return None
+    paths = [path for path in expand(fill(resume.glob, job.values)) if path.exists()]
+    whole = [path for path in paths if not resume.complete or (path / resume.complete).exists()]
+    return whole[-1] if whole else None
+
+
+def outputs_of(job: CommandJob) -> list[str]:
+    """The paths of `outputs`, which may be globs."""
+    return [fill(each, job.values) for each in job.config.outputs]
+
+
+def _members(supervisor: Supervisor) -> list[Process]:
+    return [process for name in supervisor.running() for process in supervisor.members(name)]
+
+
+def _environment(config: CommandStage, attempt: AttemptPaths) -> dict[str, str]:
+    found = {**trainer_environment(config.debug), HEARTBEATS: str(attempt.heartbeats.absolute())}
+    # Nothing runs in the trainer's processes unless a rerun asks to see more of them.
+    if config.debug != "off" and config.signal != "SIGUSR1":
+        found |= at_start.environment(Path(foreign_hook.__file__), os.environ)
+        found[foreign_hook.EVIDENCE] = str(attempt.evidence.absolute())
+    # The programs beside the trainer's Python come first, as in its activated environment.
+    if config.python:
+        folder = str(Path(config.python).absolute().parent)
+        found["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
+    return found

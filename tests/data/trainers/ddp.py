@@ -1,0 +1,55 @@
+"""A plain DDP script of a lab: it knows nothing of shakedown. Run it with torchrun, on CPU."""
+
+import argparse
+import signal
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--resume", default="")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--save-on", help="a signal on which every rank saves and stops")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    told: list[int] = []
+    if args.save_on:
+        signal.signal(signal.Signals[args.save_on], lambda number, _frame: told.append(number))
+    first = 1
+    if args.resume:
+        saved = torch.load(args.resume)
+        model.module.load_state_dict(saved["model"])
+        first = saved["step"] + 1
+        print(f"rank {rank} resumed at {first}", flush=True)
+    for step in range(first, args.steps + 1):
+        time.sleep(0.2)
+        loss = model(torch.ones(2, 4)).pow(2).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        stopping = torch.tensor(len(told))
+        dist.all_reduce(stopping)
+        everybody = bool(stopping == dist.get_world_size())
+        if rank == 0:
+            print(f"step {step} loss={loss.item():.4f}", flush=True)
+        if rank == 0 and (everybody or step % 5 == 0):
+            args.out.mkdir(exist_ok=True, parents=True)
+            torch.save({"model": model.module.state_dict(), "step": step}, args.out / "part.pt")
+            (args.out / "part.pt").rename(args.out / f"step_{step}.pt")
+        if everybody:
+            print(f"rank {rank} was told to stop", flush=True)
+            break
+    dist.destroy_process_group()
+
+
+main()

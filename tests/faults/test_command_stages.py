@@ -1,0 +1,358 @@
+"""A stage that is a launch command: a lab's own script on two ranks, healthy and hung from outside.
+
+The script (tests/data/trainers/ddp.py) knows nothing of shakedown.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shakedown.cluster.guard import look
+from shakedown.core.paths import RunPaths, StagePaths
+from tests.ray_python import RAY_PYTHON, needs_ray
+from tests.workflow.helpers import ROOT, processes_that_mention, read_json
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = ROOT / "tests" / "data" / "trainers" / "ddp.py"
+STEPS = 30
+STAGE: dict[str, Any] = {
+    "algorithm": "command",
+    "launch": "torchrun",
+    "command": f"{SCRIPT} --resume {{resume}} --out {{stage}}/checkpoints --steps {STEPS}",
+    "ranks_per_node": 2,
+    "steps": STEPS,
+    "progress": {"pattern": r"step (?P<step>\d+)"},
+    "resume": {"glob": "{stage}/checkpoints/step_*.pt"},
+    "outputs": ["{stage}/checkpoints"],
+    "stall_timeout": 8.0,
+    "start_timeout": 120.0,
+}
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start `shakedown train lab`."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(**changes: Any) -> "subprocess.Popen[str]":
+        body = {"run": "r", "results": str(tmp_path), "stages": {"lab": {**STAGE, **changes}}}
+        config = tmp_path / "config.yaml"
+        config.write_text(yaml.safe_dump(body), encoding="utf-8")
+        command = [sys.executable, "-m", "shakedown.cli", "train", "lab", "--config", str(config)]
+        started.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        )
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.terminate()
+        process.wait(60)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> StagePaths:
+    return RunPaths(tmp_path / "r").stage("lab")
+
+
+def finish(process: "subprocess.Popen[str]") -> str:
+    output, _ = process.communicate(timeout=240)
+    print(output[-5000:])
+    return output
+
+
+def rows(stage: StagePaths) -> list[dict[str, Any]]:
+    if not stage.metrics.exists():
+        return []
+    return [json.loads(line) for line in stage.metrics.read_text().splitlines(keepends=True)]
+
+
+def wait_for_step(stage: StagePaths, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while not any(row["step"] >= step for row in rows(stage)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def pid_of_rank(rank: int, tmp_path: Path) -> int:
+    for line in processes_that_mention(str(tmp_path / "r")):
+        pid = line.partition(" ")[0]
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in environment:
+            return int(pid)
+    raise AssertionError(f"rank {rank} does not run")
+
+
+def diagnose(stage: StagePaths) -> dict[str, Any]:
+    command = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose"]
+    subprocess.run([*command, "--stage", str(stage.root)], check=False, timeout=120)
+    return read_json(stage.diagnosis)
+
+
+def test_torchrun_of_two_ranks_completes_with_logs_and_curves(
+    start: Start, stage: StagePaths, tmp_path: Path
+) -> None:
+    process = start()
+    finish(process)
+
+    outcome = read_json(stage.outcome)
+    assert (process.returncode, outcome["state"], outcome["steps"]) == (0, "completed", STEPS)
+    assert outcome["rank_nodes"] == [outcome["rank_nodes"][0]] * 2
+    assert [row["step"] for row in rows(stage)] == list(range(1, STEPS + 1))
+    assert all(0 <= row["loss"] < 100 for row in rows(stage))
+    assert read_json(stage.verdict)["status"] == "PASS"
+    command = [sys.executable, "-m", "shakedown.cli", "logs", str(tmp_path / "r")]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert f"trainer-rank0-stdout | step {STEPS} loss=" in shown
+    assert not processes_that_mention(str(tmp_path / "r"))
+
+
+def test_a_stopped_rank_is_named_and_the_stage_resumes_alone(
+    start: Start, stage: StagePaths, tmp_path: Path
+) -> None:
+    process = start()
+    wait_for_step(stage, 7)
+    os.kill(pid_of_rank(1, tmp_path), signal.SIGSTOP)
+    finish(process)
+
+    outcome, found = read_json(stage.outcome), diagnose(stage)
+    assert (process.returncode, outcome["state"]) == (1, "hung")
+    assert outcome["sentence"].startswith("command has stood still for ")
+    assert found["diagnosis"]["culprits"]["ranks"] == [1]
+    assert found["diagnosis"]["victims"]["ranks"] == [0]
+    # torchrun's workers lead sessions of their own, and a stopped one takes no SIGTERM.
+    assert not processes_that_mention(str(tmp_path / "r"))
+
+    output = finish(start())
+
+    assert "resuming from" in output
+    assert read_json(stage.outcome)["state"] == "completed"
+    (log,) = stage.latest.glob("logs/torchrun-0/*/attempt_0/1/stdout.log")
+    begin = int(log.read_text().split()[-1])
+    assert begin % 5 == 1
+    assert begin > 5
+    assert rows(stage)[-1]["step"] == STEPS
+
+
+def test_a_rerun_at_debug_info_has_stacks_and_flight_recorders_of_the_ranks_themselves(
+    start: Start, stage: StagePaths, tmp_path: Path
+) -> None:
+    process = start(debug="info")
+    wait_for_step(stage, 4)
+    os.kill(pid_of_rank(1, tmp_path), signal.SIGSTOP)
+    finish(process)
+
+    found = diagnose(stage)
+    assert found["diagnosis"]["culprits"]["ranks"] == [1]
+    evidence = stage.latest / "evidence"
+    assert "all_reduce" in evidence.joinpath("fr-trainer-rank0.json").read_text()
+    stacks = evidence.joinpath("round1", "faulthandler-trainer-rank0.txt").read_text()
+    assert "ddp.py" in stacks
+    # torchrun itself is no rank.
+    assert len(list(evidence.glob("faulthandler-*.txt"))) == 2
+
+
+def test_a_killed_rank_is_the_one_reported(start: Start, stage: StagePaths, tmp_path: Path) -> None:
+    process = start()
+    wait_for_step(stage, 3)
+    os.kill(pid_of_rank(1, tmp_path), signal.SIGKILL)
+    finish(process)
+
+    outcome, found = read_json(stage.outcome), diagnose(stage)
+    assert (process.returncode, outcome["state"]) == (1, "failed")
+    assert (outcome["failed_component"], outcome["exit_codes"]) == (
+        "trainer-launch",
+        {"trainer-launch": 1},
+    )
+    assert found["diagnosis"]["culprits"]["ranks"] == [1]
+    assert "signal 9" in found["summary"]
+    assert not processes_that_mention(str(tmp_path / "r"))
+
+
+def test_a_killed_supervisor_leaves_no_rank_behind(
+    start: Start, stage: StagePaths, tmp_path: Path
+) -> None:
+    process = start()
+    wait_for_step(stage, 2)
+    process.kill()
+    finish(process)
+
+    deadline = time.monotonic() + 60
+    while processes_that_mention(str(tmp_path / "r")):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert not stage.outcome.exists()
+
+
+def test_a_stage_that_is_told_to_stop_is_interrupted_and_says_where_it_goes_on(
+    start: Start, stage: StagePaths, tmp_path: Path
+) -> None:
+    process = start()
+    wait_for_step(stage, 6)
+    process.terminate()
+    output = finish(process)
+
+    assert process.returncode == 3
+    assert "stopped by SIGTERM" in output
+    newest = max(int(path.stem.removeprefix("step_")) for path in stage.checkpoints.glob("step_*"))
+    assert f"resume from {stage.checkpoints}/step_{newest}.pt" in output
+    assert not stage.outcome.exists()
+    assert not processes_that_mention(str(tmp_path / "r"))
+
+
+def test_the_signal_of_the_stage_reaches_the_ranks_which_save_and_stop(
+    start: Start, stage: StagePaths
+) -> None:
+    process = start(command=f"{STAGE['command']} --save-on SIGUSR1", signal="SIGUSR1")
+    wait_for_step(stage, 7)
+    process.send_signal(signal.SIGUSR2)
+    output = finish(process)
+
+    assert process.returncode == 3
+    saved = max(int(path.stem.removeprefix("step_")) for path in stage.checkpoints.glob("step_*"))
+    assert saved % 5 or saved > 5
+    assert "stopped by SIGUSR2, state of the last checkpoint kept" in output
+    assert f"resume from {stage.checkpoints}/step_{saved}.pt" in output
+    for rank in (0, 1):
+        (log,) = stage.latest.glob(f"logs/torchrun-0/*/attempt_0/{rank}/stdout.log")
+        assert f"rank {rank} was told to stop" in log.read_text()
+
+
+@pytest.mark.parametrize("launch", ["srun", "accelerate"])
+def test_other_launchers_on_one_machine_complete(
+    start: Start, stage: StagePaths, tmp_path: Path, launch: str
+) -> None:
+    front = {"srun": f"{sys.executable} -u", "accelerate": "--multi_gpu"}[launch]
+    process = start(launch=launch, command=f"{front} {STAGE['command']}")
+    finish(process)
+
+    outcome = read_json(stage.outcome)
+    assert (process.returncode, outcome["state"], outcome["steps"]) == (0, "completed", STEPS)
+    command = [sys.executable, "-m", "shakedown.cli", "logs", str(tmp_path / "r")]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert re.search(rf"^trainer-rank0\S* +\| .*step {STEPS} loss=", shown, re.MULTILINE)
+
+
+def lives(pid: int) -> bool:
+    process = look(pid)
+    return process is not None and not process.ended
+
+
+RAY: dict[str, Any] = {
+    "launch": "ray",
+    "python": RAY_PYTHON,
+    "command": f"python {SCRIPT.with_name('actors.py')} {STEPS}",
+    "ranks_per_node": 1,
+    "resume": None,
+    "outputs": [],
+}
+
+
+@needs_ray
+def test_a_ray_driver_runs_on_its_own_cluster_which_ends_with_it(
+    start: Start, stage: StagePaths
+) -> None:
+    process = start(**RAY)
+    finish(process)
+
+    outcome = read_json(stage.outcome)
+    assert (process.returncode, outcome["state"], outcome["steps"]) == (0, "completed", STEPS)
+    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
+    assert "ray: 1 of 1 node(s) have joined" in log
+    pids = {int(word) for word in log.split("nodes=1 ")[-1].split()}
+    assert len(pids) == 2
+    assert not any(map(lives, pids))
+
+
+@needs_ray
+def test_a_stopped_actor_stalls_the_stage_and_is_read_and_ended(
+    start: Start, stage: StagePaths
+) -> None:
+    process = start(**RAY)
+    wait_for_step(stage, 3)
+    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
+    stopped = int(log.splitlines()[-1].split()[-1])
+    os.kill(stopped, signal.SIGSTOP)
+    finish(process)
+
+    outcome = read_json(stage.outcome)
+    assert (process.returncode, outcome["state"]) == (1, "hung")
+    (table,) = stage.latest.glob("evidence/collected-*.json")
+    states = {t["pid"]: [s["state"] for s in t["states"]] for t in read_json(table)["targets"]}
+    assert states[stopped] == ["T", "T"]
+    assert not lives(stopped)
+
+
+# Neither beats nor steps: it works for a while, then waits for ever.
+SILENT = (
+    "import sys, time; from pathlib import Path\n"
+    "while time.process_time() < 12: pass\n"
+    "Path(sys.argv[1], 'worked').touch(); time.sleep(600)\n"
+)
+
+
+def test_without_progress_what_a_command_computes_and_prints_tells_that_it_moves(
+    start: Start, stage: StagePaths, tmp_path: Path
+) -> None:
+    script = tmp_path / "silent.py"
+    script.write_text(SILENT)
+    command = f"{sys.executable} {script} {{stage}}"
+    process = start(
+        launch="none", command=command, ranks_per_node=1, progress=None, resume=None, outputs=[]
+    )
+    output = finish(process)
+
+    outcome = read_json(stage.outcome)
+    assert (process.returncode, outcome["state"]) == (1, "hung")
+    assert (stage.root / "worked").exists(), "it was still at work"
+    assert "command has stood still" in output
+    assert not processes_that_mention(str(tmp_path / "r"))
+
+
+@pytest.mark.parametrize("table", ["progress.jsonl", "progress.csv"])
+def test_steps_of_a_table_and_a_missing_output(
+    start: Start, stage: StagePaths, tmp_path: Path, table: str
+) -> None:
+    script = tmp_path / "writes.py"
+    script.write_text(
+        "import sys, json, time\n"
+        "with open(sys.argv[1], 'w') as out:\n"
+        "    if sys.argv[1].endswith('csv'): print('epoch,global_step,loss', file=out)\n"
+        "    for step in range(1, 6):\n"
+        "        row = {'epoch': 0.5, 'global_step': step * 10, 'loss': 1 / step}\n"
+        "        csv = ','.join(map(str, row.values()))\n"
+        "        print(csv if sys.argv[1].endswith('csv') else json.dumps(row), file=out)\n"
+        "        out.flush(); time.sleep(0.3)\n"
+    )
+    process = start(
+        launch="none",
+        command=f"{sys.executable} {script} {{stage}}/{table}",
+        ranks_per_node=1,
+        progress={"file": f"{{stage}}/{table}", "column": "global_step"},
+        resume=None,
+        outputs=["{stage}/model"],
+    )
+    finish(process)
+
+    outcome = read_json(stage.outcome)
+    assert [row["step"] for row in rows(stage)] == [10, 20, 30, 40, 50]
+    assert rows(stage)[-1]["loss"] == 0.2
+    assert (process.returncode, outcome["state"], outcome["steps"]) == (1, "failed", 50)
+    assert f"left no {stage.root}/model" in outcome["sentence"]
