@@ -77,6 +77,7 @@ def test_the_executor_does_not_import_shakedown() -> None:
     [
         ["--help"],
         ["lint", "config/config.yaml"],
+        ["train", "sft", "--config", "config/config.yaml", "--plan"],
         ["hang", "analyze", "tests/data/hang_dumps/b_cond"],
     ],
     ids=" ".join,

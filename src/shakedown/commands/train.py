@@ -1,26 +1,32 @@
 """`shakedown train STAGE`: run one training stage under supervision.
 
 Writes the attempt's outcome and a copy for the stage. Exit code 1 says that the stage hung or
-failed (its evidence is collected), 3 that it was interrupted and can go on.
+failed (its evidence is collected), 3 that it was interrupted and can go on. With --plan nothing
+runs: memory and speed are predicted from the config and the model's config.json; exit code 1 says
+that it does not fit the GPU, 3 that the model's sizes are not known here.
 """
 
 import argparse
+import json
 import os
 import shutil
 import sys
 from pathlib import Path
 
-from shakedown.commands.arguments import add_config, add_debug, debug_asked, run_config
+from shakedown.commands.arguments import add_config, add_debug, debug_asked, run_config, whole
 from shakedown.config import Config, layers
-from shakedown.core.errors import UsageError, did_you_mean
+from shakedown.core.errors import ExitCode, UsageError, did_you_mean
 from shakedown.core.paths import AttemptPaths, RunPaths
 from shakedown.core.private import check_own
+from shakedown.training.forecast.show import render
+from shakedown.training.forecast.stage import plan_of
 from shakedown.training.lint import require_sound
+from shakedown.training.lint_rules.model_sizes import decoder_of
 from shakedown.training.metrics.sinks import require_sinks
 
 EXAMPLES = (
     "shakedown train sft --config config/config.yaml",
-    "shakedown train grpo --config config/config.yaml my.yaml --model ./my-model",
+    "shakedown train grpo --config my.yaml --model ./my-model --plan",
 )
 
 
@@ -45,12 +51,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="input model (default: that of the stage before, else the run's)",
     )
+    parser.add_argument(
+        "--plan", action="store_true", help="predict memory and speed; nothing is run"
+    )
+    parser.add_argument(
+        "--length",
+        type=whole(1),
+        metavar="TOKENS",
+        help="with --plan: the longest row (default: serve.max_model_len)",
+    )
+    parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
     add_debug(parser)
 
 
 def needs_extra(args: argparse.Namespace) -> bool:
-    """A trainer that is a command brings its own packages."""
-    return args.stage not in run_config(args.config).command_stages
+    """A trainer that is a command brings its own packages, and a plan needs none."""
+    return not args.plan and args.stage not in run_config(args.config).command_stages
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,6 +79,10 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{where} has no stage {args.stage!r}{guess}; it has: {known}")
     paths = RunPaths(args.run_dir) if args.run_dir else config.paths
     assets = args.assets or paths.assets.file
+    if args.plan:
+        return _plan(args, config, assets)
+    if args.json or args.length:
+        raise UsageError("--json and --length go with --plan")
     require_sound(with_model(config, args.model, assets), files)
     # Here, before a process is started: a rank would tell of it in its log, minutes later.
     own = config.own_stages.get(args.stage)
@@ -83,6 +103,19 @@ def run(args: argparse.Namespace) -> int:
         print(f"  next: {outcome.next}", flush=True)
     print(f"  logs: {AttemptPaths(paths.stage(args.stage).latest).logs}", flush=True)
     return int(outcome.exit_code)
+
+
+def _plan(args: argparse.Namespace, config: Config, assets: Path) -> int:
+    """Print what the stage will need and reach; the model's folder needs its config.json alone."""
+    if args.stage not in config.own_stages:
+        raise UsageError(
+            f"--plan: stage {args.stage!r} is a command, whose memory is not known here"
+        )
+    source = str(args.model) if args.model else with_model(config, None, assets).model.source
+    model = decoder_of(source)
+    plan = plan_of(config, args.stage, model, length=args.length)
+    print(json.dumps(plan.to_json()) if args.json else render(plan), flush=True)
+    return int(ExitCode.FAIL if plan.fits is False else ExitCode.OK)
 
 
 def with_model(config: Config, model: Path | None, assets: Path) -> Config:

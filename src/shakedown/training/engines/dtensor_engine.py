@@ -15,15 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from shakedown.core.errors import ConfigError
 from shakedown.models.huggingface import without_noise
+from shakedown.training import engines
 from shakedown.training.engines import tensor_parallel
 from shakedown.training.engines.base import EngineOptions, LossPart, TrainEngine
 from shakedown.training.engines.dcp_store import DcpStore
 from shakedown.training.engines.sharded_load import fill, open_model
 from shakedown.training.engines.snapshot import Snapshot
 
-# Below this many parameters one unit is gathered at once: one collective instead of one a layer.
-# That is 100 MB in bfloat16, which a rank then holds whole.
-ONE_UNIT_PARAMETERS = 50_000_000
+ONE_UNIT_PARAMETERS = engines.ONE_UNIT_PARAMETERS
 
 
 class DTensorEngine(TrainEngine):

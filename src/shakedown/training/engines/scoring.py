@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from shakedown.training.batch import TokenBatch
+from shakedown.training.engines import BLOCK_BYTES
 from shakedown.training.engines.base import Scores
 
-# What a block's float32 logits may take.
-BLOCK_BYTES = 2**29
 # Where a block is worked on in float32, it is so by this share of its rows at a time.
 _PIECES = 32
 

@@ -6,12 +6,18 @@ from itertools import islice
 from pathlib import Path
 
 from shakedown.config import CommandStage, Config, StageConfig
-from shakedown.core.errors import ShakedownError
+from shakedown.core.errors import BlockedError, ShakedownError
 from shakedown.core.verdict import Finding
 from shakedown.data_sources import Conversation, conversation_of, parse_source, placed_rows, row_of
 from shakedown.training.assets import DEMO, needs_heldout_answers, needs_train_answers
 from shakedown.training.demo import addition_rows
-from shakedown.training.lint_rules.model_sizes import ModelSizes, demo_sizes, read_sizes
+from shakedown.training.forecast.decoder import Decoder
+from shakedown.training.lint_rules.model_sizes import (
+    ModelSizes,
+    decoder_of,
+    demo_sizes,
+    read_sizes,
+)
 
 _MOST_ROWS = 500  # that are read; all that a rule says of rows it says of these
 _MOST_LINE = 1 << 20  # characters: a longer line is not read by lint
@@ -39,6 +45,7 @@ class Inputs:
 
     Attributes:
         sizes: of a model that is here; None for one of the hub.
+        decoder: of a model that can be planned with; else None.
         memory_folders: mount points of file systems in this machine's memory.
     """
 
@@ -47,6 +54,7 @@ class Inputs:
     train: Rows = field(default=Rows())
     heldout: Rows = field(default=Rows())
     memory_folders: tuple[Path, ...] = ()
+    decoder: Decoder | None = None
 
     @property
     def stages(self) -> Iterator[tuple[str, StageConfig]]:
@@ -73,7 +81,15 @@ def read_inputs(config: Config) -> Inputs:
         _rows(config, heldout=False),
         _rows(config, heldout=True),
         _memory_folders(),
+        _decoder(source),
     )
+
+
+def _decoder(source: str) -> Decoder | None:
+    try:
+        return decoder_of(source)
+    except BlockedError:
+        return None
 
 
 def _rows(config: Config, *, heldout: bool) -> Rows:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shakedown.core.errors import UsageError
+from shakedown.core.errors import BlockedError, UsageError
 from shakedown.core.model_folder import check_sizes, check_tokenizer
-from shakedown.training.demo import MODEL
+from shakedown.training.assets import DEMO
+from shakedown.training.demo import CHARACTERS, MODEL, SPECIALS
+from shakedown.training.forecast.decoder import Decoder, read_decoder
 
 _TEMPLATES = "additional_chat_templates"  # a folder of them (transformers)
 _LONGEST = 1 << 22  # bytes of a config.json; real ones have a few thousand
@@ -17,6 +19,13 @@ _WEIGHTS = ("*.safetensors", "*.bin")  # as models/huggingface.py asks for
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Their `max_position_embeddings` is what the scaled positions reach (vLLM, config/model.py).
 _SCALED_ALREADY = ("default", "su", "longrope", "llama3", "deepseek_llama_scaling")
+# Of the model that `shakedown assets` writes.
+_DEMO_BODY = {
+    "model_type": "qwen3",
+    **MODEL,
+    "vocab_size": len(SPECIALS) + len(CHARACTERS),
+    "tie_word_embeddings": True,
+}
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class ModelSizes:
 
 def demo_sizes() -> ModelSizes:
     """Those of the model that `shakedown assets` writes."""
-    return _sizes({"model_type": "qwen3", **MODEL})
+    return _sizes(_DEMO_BODY)
 
 
 def read_sizes(folder: Path) -> ModelSizes | None:
@@ -51,17 +60,45 @@ def read_sizes(folder: Path) -> ModelSizes | None:
     path = folder / "config.json"
     if not path.is_file():
         return None
+    body = _body(path)
+    if isinstance(body, str):
+        return ModelSizes(fault=body)
+    why = _unusable(folder)
+    return ModelSizes(fault=why) if why else _sizes(body)
+
+
+def decoder_of(source: str) -> Decoder:
+    """The decoder of `model.source`, by config.json alone: no weights need to be there.
+
+    Raises:
+        BlockedError: no config.json here, or one that cannot be planned with.
+    """
+    if source == DEMO:
+        return read_decoder(_DEMO_BODY, DEMO)
+    path = Path(source) / "config.json"
+    if not path.is_file():
+        raise BlockedError(
+            f"model {source}: no {path} on this machine, which sizes are planned by",
+            hint="name a folder that holds the model's config.json: --model DIR",
+        )
+    body = _body(path)
+    if isinstance(body, str):
+        raise BlockedError(body, hint="take config.json from the model's folder")
+    return read_decoder(body, str(path))
+
+
+def _body(path: Path) -> Mapping[str, Any] | str:
+    """What a config.json holds, or why it cannot be used."""
     try:
         with path.open("rb") as stream:
             body = json.loads(stream.read(_LONGEST))
     except OSError as error:
-        return ModelSizes(fault=f"cannot read {path}: {error.strerror}")
+        return f"cannot read {path}: {error.strerror}"
     except (ValueError, RecursionError):
-        return ModelSizes(fault=f"{path} is not JSON")
+        return f"{path} is not JSON"
     if not isinstance(body, dict):
-        return ModelSizes(fault=f"{path}: expected an object, got {type(body).__name__}")
-    why = _unusable(folder)
-    return ModelSizes(fault=why) if why else _sizes(body)
+        return f"{path}: expected an object, got {type(body).__name__}"
+    return body
 
 
 def _unusable(folder: Path) -> str:

@@ -9,6 +9,7 @@ model whose MLP is 4 h wide and whose heads fill h. What is computed again (acti
 checkpointing, scoring) does not count.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,16 +71,20 @@ def shape_of(config: Any) -> Shape | None:
     return Shape(layers * (attention + mlp) + head, layers, heads, size)
 
 
-def peak_flops(gpu: str, dtype: str) -> float | None:
-    """Dense FLOP/s of a GPU by the name that torch gives; None for one that is not known.
+def known_gpu(gpu: str) -> str | None:
+    """The table's name of a GPU, by the one that torch or Slurm gives; None: it is not known.
 
     A slice of a GPU (`... MIG 1g.10gb`) is not known: its share is in no data sheet.
     """
-    words = gpu.replace("-", " ").split()
-    if "MIG" in words:
-        return None
-    known = [name for name in _PEAKS if _within(name.split(), words)]
-    return _PEAKS[max(known, key=len)].get(dtype) if known else None
+    words = re.sub("[-_]", " ", gpu.upper()).split()
+    known = [name for name in _PEAKS if _within(name.upper().split(), words)]
+    return max(known, key=len) if known and "MIG" not in words else None
+
+
+def peak_flops(gpu: str, dtype: str) -> float | None:
+    """Dense FLOP/s of a GPU by any name of `known_gpu`; None for one that is not known."""
+    name = known_gpu(gpu)
+    return _PEAKS[name].get(dtype) if name else None
 
 
 def utilisation(

@@ -1,0 +1,48 @@
+"""Memory of GPUs by model: one row each, from their makers' data sheets."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shakedown.training.metrics.flops import known_gpu
+
+GB = 10**9
+# Name of metrics/flops.py -> (GB of memory, GB/s of its bandwidth), the same sheets as there. Of
+# A100s with 40 and 80 GB the smaller stands here, unless the name says 80GB.
+_CARDS: Mapping[str, tuple[int, int]] = {
+    "A10": (24, 600),
+    "A40": (48, 696),
+    "A100": (40, 1555),
+    "L4": (24, 300),
+    "L40S": (48, 864),
+    "H100": (80, 3350),
+    "H100 PCIe": (80, 2000),
+    "H100 NVL": (94, 3900),
+    "H200": (141, 4800),
+    "H200 NVL": (141, 4800),
+    "B200": (180, 8000),
+    "GB200": (186, 8000),
+    "MI300X": (192, 5300),
+}
+
+
+@dataclass(frozen=True)
+class Card:
+    """`memory`: bytes. Drivers show some 6 % more than the sheet's GB (81,559 MiB of an H100's 80
+    GB), which is left for what is not planned: CUDA's contexts, NCCL's buffers, the allocator.
+    `bandwidth`: bytes a second.
+    """
+
+    name: str
+    memory: int
+    bandwidth: int
+
+
+def card_of(gpu: str) -> Card | None:
+    """By a name as Slurm's gres or the driver has it, such as h100; None for one not known."""
+    name = known_gpu(gpu)
+    if name is None:
+        return None
+    memory, bandwidth = _CARDS[name]
+    said = re.search(r"(\d+)GB", gpu.upper())
+    return Card(name, (int(said[1]) if said else memory) * GB, bandwidth * GB)

@@ -1,0 +1,214 @@
+"""The plan of a stage of a config: memory of trainer and server, and the trainer's speed."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shakedown.cluster.allocation import parse_allocation
+from shakedown.config import Config, StageConfig
+from shakedown.config.places import MEMORY_OPTIONS, server_part
+from shakedown.core.errors import UsageError
+from shakedown.training.engines import DIMENSIONS
+from shakedown.training.forecast.cards import Card, card_of
+from shakedown.training.forecast.decoder import Decoder
+from shakedown.training.forecast.server import DEFAULT_SHARE, ServerPlan, Serving, plan_server
+from shakedown.training.forecast.trainer import (
+    Kinds,
+    Work,
+    copied,
+    highest,
+    states,
+    total,
+)
+from shakedown.training.metrics.flops import peak_flops
+
+# MFU of dense training in bfloat16 on H100s: 38 to 43 % (Llama 3, arXiv 2407.21783, table 4).
+EXPECTED_MFU = 0.40
+_SIZES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes are of the rank that needs most.
+
+    Attributes:
+        moments: by moment of a step and kind.
+        states: of weights, gradients and optimizer, which no batch makes smaller.
+        host: CPU memory beside, by kind.
+        server: None where the stage has none of its own.
+        shared: trainer and server have a GPU together.
+        limit: memory of the GPU; None: it is not known.
+        mfu, tokens_per_second: expected, of all ranks; None without figures of the GPU.
+    """
+
+    stage: str
+    work: Work
+    moments: Mapping[str, Kinds]
+    states: int
+    host: Kinds
+    server: ServerPlan | None
+    shared: bool
+    gpu: str
+    limit: int | None
+    mfu: float | None = None
+    tokens_per_second: float | None = None
+
+    @property
+    def moment(self) -> str:
+        """The one at which most is needed."""
+        return max(self.moments, key=lambda name: total(self.moments[name]))
+
+    @property
+    def trainer(self) -> Kinds:
+        """At that moment."""
+        return self.moments[self.moment]
+
+    @property
+    def beside(self) -> int:
+        """Bytes of the server on a trainer's GPU: its share whole, as it takes it at once."""
+        if self.server is None or not self.shared:
+            return 0
+        return self.server.weights + max(0, self.server.cache)
+
+    @property
+    def needed(self) -> int:
+        """Bytes on the fullest GPU."""
+        return total(self.trainer) + self.beside
+
+    @property
+    def least(self) -> int:
+        """As `needed`, whatever the batch."""
+        return self.states + self.beside
+
+    @property
+    def fits(self) -> bool | None:
+        """None: the GPU's memory is not known."""
+        if self.limit is None:
+            return None
+        served = self.server is None or self.server.tokens > 0
+        return served and self.needed <= self.limit
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it, in bytes."""
+        told = {"moment": self.moment, "needed": self.needed, "fits": self.fits}
+        return {**asdict(self), **told}
+
+
+def plan_of(config: Config, name: str, model: Decoder, *, length: int | None = None) -> Plan:
+    """The plan of a stage.
+
+    Args:
+        length: of the longest row in tokens; None: serve.max_model_len, which no row of a GRPO
+            stage is above.
+
+    Raises:
+        UsageError: an allocation is not valid, or its engine has not these dimensions.
+    """
+    stage = config.own_stages[name]
+    card = card_of(config.cluster.gpu_model)
+    work = _work(config, stage, length or config.serve.max_model_len)
+    flops = peak_flops(config.cluster.gpu_model, config.model.dtype) if card else None
+    mfu, speed = _speed(stage, model, work, flops) if flops else (None, None)
+    server = _server(config, stage, model, card, flops)
+    shared = config.serve.share_gpus and config.cluster.gpus_per_node > 0
+    return Plan(
+        stage=name,
+        work=work,
+        moments=highest(model, work),
+        states=states(model, work),
+        host=_host(stage, model, work),
+        server=server,
+        shared=shared and server is not None,
+        gpu=card.name if card else config.cluster.gpu_model,
+        limit=card.memory if card else None,
+        mfu=mfu,
+        tokens_per_second=speed,
+    )
+
+
+def _work(config: Config, stage: StageConfig, length: int) -> Work:
+    part = parse_allocation(stage.allocation).parts[0]
+    known = DIMENSIONS.get(part.backend, frozenset())
+    if part.experts or any(size > 1 and name not in known for name, size in part.dims.items()):
+        raise UsageError(f"allocation {stage.allocation!r}: expected one of a training engine here")
+    grpo = stage.grpo
+    rows = stage.batch_size * (grpo.group_size if grpo else 1)
+    share = -(-rows // part.size("d"))
+    micro = min(stage.micro_batch_size or share, share)
+    return Work(
+        backend=part.backend,
+        d=part.size("d"),
+        t=part.size("t"),
+        p=part.size("p"),
+        size=_SIZES[config.model.dtype],
+        rows=micro,
+        length=length,
+        # Of an own agent's conversation any token may be the model's.
+        trained=min(length, grpo.max_tokens) if grpo and not grpo.agent else length,
+        micro_batches=-(-share // micro),
+        checkpointing=stage.activation_checkpointing,
+        evaluates=grpo is None and stage.eval_samples > 0,
+        reference=grpo is not None and grpo.kl_coef > 0,
+        gpu=config.cluster.gpus_per_node > 0,
+    )
+
+
+def _host(stage: StageConfig, model: Decoder, work: Work) -> dict[str, int]:
+    """A checkpoint's copy, and the past weights that the drift check scores by."""
+    weights, optimizer = copied(model, work)
+    found = {"checkpoint copy": weights + optimizer}
+    if stage.grpo and stage.grpo.async_level and stage.grpo.drift.action != "off":
+        found["past weights"] = (stage.grpo.async_level + 1) * weights
+    return found
+
+
+def _speed(stage: StageConfig, model: Decoder, work: Work, flops: float) -> tuple[float, float]:
+    """Expected MFU, and trained rows' tokens a second over all ranks.
+
+    Forward passes that MFU does not count take their share: checkpointing one more a pass
+    backward (Korthikanti et al., arXiv 2205.05198, section 4), GRPO's scores one for the policy
+    before the update and one for a reference. A pipeline of p stages idles (p - 1) of m + p - 1
+    micro batches (Narayanan et al., arXiv 2104.04473, section 2.2).
+    """
+    epochs = stage.grpo.epochs if stage.grpo else 1
+    useful = 3 * epochs  # in forward passes: backward takes two
+    scores = (stage.grpo.decoupled + (stage.grpo.kl_coef > 0)) if stage.grpo else 0
+    done = useful + epochs * work.checkpointing + scores
+    busy = work.micro_batches / (work.micro_batches + work.p - 1)
+    mfu = EXPECTED_MFU * (busy * useful / done)
+    operations = model.shape.flops_per_token(work.length) * epochs
+    return mfu, mfu * flops * work.d * work.t * work.p / operations
+
+
+def _server(
+    config: Config, stage: StageConfig, model: Decoder, card: Card | None, flops: float | None
+) -> ServerPlan | None:
+    serve = config.serve
+    if stage.grpo is None or serve.engine == "external":
+        return None
+    part = server_part(serve)
+    serving = Serving(
+        d=part.size("d"),
+        t=part.size("t"),
+        p=part.size("p"),
+        size=_SIZES[config.model.dtype],
+        share=memory_share(serve.engine, serve.extra_args),
+        length=serve.max_model_len,
+        cache_bytes=int(serve.kv_cache_gb * 2**30),
+        sequences=stage.grpo.max_concurrent,
+    )
+    return plan_server(model, serving, card, flops)
+
+
+def memory_share(engine: str, words: list[str]) -> float:
+    """Of a GPU's memory, as the engine is told; lint judges a value that is none."""
+    option, told = MEMORY_OPTIONS.get(engine, ""), ""
+    for place, word in enumerate(words):
+        name, mark, value = word.partition("=")
+        if option and name.replace("_", "-") == option:
+            told = value if mark else "".join(words[place + 1 : place + 2])
+    try:
+        share = float(told)
+    except ValueError:
+        return DEFAULT_SHARE
+    return share if 0 < share <= 1 else DEFAULT_SHARE

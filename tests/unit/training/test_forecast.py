@@ -1,0 +1,299 @@
+"""What `train --plan` predicts, against the real thing where it can be had without a GPU."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from shakedown.cli import main
+from shakedown.config import load_config
+from shakedown.core.errors import BlockedError
+from shakedown.training.forecast.cards import card_of
+from shakedown.training.forecast.decoder import read_decoder
+from shakedown.training.forecast.stage import memory_share, plan_of
+from shakedown.training.forecast.trainer import Work, highest, states, total
+from shakedown.training.lint import findings_of
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "config" / "config.yaml"
+QWEN3_8B = ROOT / "tests" / "data" / "models" / "qwen3-8b"
+H100 = ["qwen3-2x8-h100", "qwen3-2x8-h100-megatron"]
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 640,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 300,
+}
+
+
+def _body(kind: str, layers: int, *, tied: bool = False) -> dict[str, Any]:
+    sizes = {**SIZES, "num_hidden_layers": layers, "tie_word_embeddings": tied}
+    return {"model_type": kind, **sizes}
+
+
+def _model(body: dict[str, Any]) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**body), attn_implementation="sdpa"
+    )
+
+
+def _qwen3_8b() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((QWEN3_8B / "config.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_those_of_the_real_model(kind: str, tied: bool) -> None:
+    body = _body(kind, 3, tied=tied)
+
+    found = read_decoder(body, "here").parameters
+
+    assert found == sum(each.numel() for each in _model(body).parameters())
+
+
+def _kept_by(body: dict[str, Any], dtype: torch.dtype, tokens: int) -> int:
+    """Bytes of what autograd really keeps in a forward pass, beside the weights."""
+    model = _model(body).to(dtype)
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def note(value: torch.Tensor) -> torch.Tensor:
+        storage = value.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda value: value):
+        hidden = model.model(torch.arange(tokens)[None] % 300, use_cache=False).last_hidden_state
+    assert hidden.requires_grad
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_a_layer_keeps_what_autograd_keeps_of_it(kind: str, dtype: torch.dtype) -> None:
+    tokens = 64
+    one, three = (_kept_by(_body(kind, layers), dtype, tokens) for layers in (1, 3))
+
+    predicted = tokens * read_decoder(_body(kind, 1), "here").kept(dtype.itemsize, t=1)
+
+    assert predicted == pytest.approx((three - one) / 2, rel=0.03)
+
+
+def test_a_rank_of_fsdp_has_a_share_of_the_states_and_of_megatron_its_documented_bytes() -> None:
+    model = read_decoder(_qwen3_8b(), "here")
+    sizes: dict[str, Any] = {"size": 2, "rows": 1, "length": 8, "trained": 8, "micro_batches": 2}
+
+    fsdp = states(model, Work("fsdp", 16, 1, 1, **sizes))
+    megatron = states(model, Work("megatron", 2, 1, 1, **sizes))
+
+    assert fsdp == pytest.approx(16 * model.parameters / 16, rel=1e-6)
+    # Megatron Core's table for bfloat16 weights and float32 gradients: 6 + 12/d.
+    assert megatron == pytest.approx((6 + 12 / 2) * model.parameters, rel=1e-6)
+
+
+def test_checkpointing_keeps_less_and_a_longer_row_needs_more() -> None:
+    model = read_decoder(_qwen3_8b(), "here")
+
+    def needed(length: int, checkpointing: bool) -> int:
+        work = Work("fsdp", 16, 1, 1, 2, 2, length, length, 4, checkpointing)
+        return max(map(total, highest(model, work).values()))
+
+    assert needed(2048, True) < needed(2048, False) < needed(4096, False)
+
+
+def test_a_pipelines_first_stage_holds_a_micro_batch_for_each_stage_behind_it() -> None:
+    model = read_decoder(_qwen3_8b(), "here")
+
+    def activations(p: int) -> int:
+        work = Work("archon", 1, 1, p, 2, 1, 1024, 1024, 8)
+        return max(kinds.get("activations", 0) for kinds in highest(model, work).values())
+
+    # A p-th of the layers, for p micro batches.
+    assert activations(4) == pytest.approx(activations(1), rel=0.01)
+
+
+@pytest.mark.parametrize("example", H100)
+@pytest.mark.parametrize("stage", ["sft", "grpo"])
+def test_the_h100_examples_fit_their_gpus(
+    example: str, stage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(DEMO), str(DEMO.parent / "examples" / f"{example}.yaml")]
+    options = ["--model", str(QWEN3_8B), "--plan", "--json"]
+
+    code = main(["train", stage, "--config", *files, *options])
+
+    told = json.loads(capsys.readouterr().out)
+    assert (code, told["fits"], told["limit"]) == (0, True, 80 * 10**9)
+    assert told["needed"] < told["limit"]
+    assert 0 < told["mfu"] <= 0.4
+    # 6 N operations a token at least, on 16 GPUs of 989 TFLOP/s.
+    assert 0 < told["tokens_per_second"] < told["mfu"] * 16 * 989.4e12 / (6 * 7.5e9)
+
+
+def _overlay(folder: Path, text: str) -> list[str]:
+    path = folder / "mine.yaml"
+    path.write_text(text, encoding="utf-8")
+    return [str(DEMO), str(DEMO.parent / "examples" / "qwen3-2x8-h100.yaml"), str(path)]
+
+
+def test_what_does_not_fit_ends_with_1_and_says_the_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = _overlay(tmp_path, "stages: {sft: {activation_checkpointing: false}}")
+    options = ["--model", str(QWEN3_8B), "--plan", "--length", "4096"]
+
+    code = main(["train", "sft", "--config", *files, *options])
+
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert code == 1
+    assert last.startswith("FAIL ")
+    assert last.endswith("of 80 GB (H100)")
+
+
+def test_an_unknown_gpu_gives_memory_alone_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = _overlay(tmp_path, "cluster: {gpu_model: v9000}")
+
+    code = main(["train", "sft", "--config", *files, "--model", str(QWEN3_8B), "--plan"])
+
+    out = capsys.readouterr().out
+    assert code == 0
+    assert "no speed, memory alone: 'v9000' is not known" in out
+    assert "WARN" in out.splitlines()[-1]
+
+
+def test_a_model_that_is_not_here_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(DEMO), str(DEMO.parent / "examples" / "qwen3-2x8-h100.yaml")]
+
+    code = main(["train", "sft", "--config", *files, "--plan"])
+
+    assert code == 3
+    assert "Qwen/Qwen3-8B/config.json" in capsys.readouterr().err
+
+
+def test_a_model_folder_without_config_blocks_too_and_no_other_is_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["train", "sft", "--config", str(DEMO), "--plan", "--model", str(tmp_path)])
+
+    assert code == 3
+    assert str(tmp_path / "config.json") in capsys.readouterr().err
+
+
+def test_a_stage_that_is_a_command_cannot_be_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    example = DEMO.parent / "examples" / "areal.yaml"
+
+    code = main(["train", "areal", "--config", str(example), "--plan", "--model", str(QWEN3_8B)])
+
+    assert code == 2
+    assert "is a command" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"model_type": "mixtral"}, "'mixtral' cannot be planned"),
+        ({"model_type": 7}, "7 cannot be planned"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
+        ({"quantization_config": {}}, "unquantised"),
+    ],
+)
+def test_a_config_that_cannot_be_planned_with_says_why(changed: dict[str, Any], words: str) -> None:
+    with pytest.raises(BlockedError, match=words):
+        read_decoder({**_qwen3_8b(), **changed}, "here")
+
+
+def test_options_of_a_plan_without_one_are_a_usage_error() -> None:
+    assert main(["train", "sft", "--config", str(DEMO), "--json"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "gigabytes"),
+    [
+        ("h100", "H100", 80),
+        ("nvidia_h100_80gb_hbm3", "H100", 80),
+        ("NVIDIA H100 PCIe", "H100 PCIe", 80),
+        ("h200", "H200", 141),
+        ("a100", "A100", 40),
+        ("NVIDIA A100-SXM4-80GB", "A100", 80),
+    ],
+)
+def test_a_gpu_is_known_by_slurms_and_the_drivers_names(
+    name: str, known: str, gigabytes: int
+) -> None:
+    card = card_of(name)
+
+    assert card is not None
+    assert (card.name, card.memory) == (known, gigabytes * 10**9)
+
+
+def test_a_slice_of_a_gpu_is_not_known() -> None:
+    assert card_of("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "share"),
+    [
+        (["--gpu-memory-utilization=0.4"], 0.4),
+        (["--gpu_memory_utilization", "0.5"], 0.5),
+        (["--max-num-seqs", "8"], 0.9),
+        ([], 0.9),
+        (["--gpu-memory-utilization=much"], 0.9),
+    ],
+)
+def test_a_servers_share_is_read_from_its_options(words: list[str], share: float) -> None:
+    assert memory_share("vllm", words) == share
+
+
+def test_past_weights_are_counted_where_the_drift_check_keeps_them(tmp_path: Path) -> None:
+    model = read_decoder(_qwen3_8b(), "here")
+    on = load_config(*map(Path, _overlay(tmp_path, "stages: {grpo: {grpo: {async_level: 2}}}")))
+    off = load_config(
+        *map(Path, _overlay(tmp_path, "stages: {grpo: {grpo: {drift: {action: 'off'}}}}"))
+    )
+
+    kept = plan_of(on, "grpo", model).host["past weights"]
+
+    assert kept == pytest.approx(3 * 4 * model.parameters / 16, rel=1e-6)
+    assert "past weights" not in plan_of(off, "grpo", model).host
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "subject"),
+    [
+        ("{stages: {sft: {allocation: 'fsdp:d1'}}}", "fail", "stages.sft.allocation"),
+        (
+            "{stages: {sft: {micro_batch_size: 8, activation_checkpointing: false}}}",
+            "warn",
+            "stages.sft.micro_batch_size",
+        ),
+        (
+            "{serve: {extra_args: ['--gpu-memory-utilization=0.1']}}",
+            "fail",
+            "serve.allocation",
+        ),
+    ],
+)
+def test_lint_finds_what_does_not_fit_with_numbers(
+    tmp_path: Path, changes: str, status: str, subject: str
+) -> None:
+    files = _overlay(tmp_path, changes)
+    config = load_config(*map(Path, files))
+    config = config.model_copy(
+        update={"model": config.model.model_copy(update={"source": str(QWEN3_8B)})}
+    )
+
+    found = [each for each in findings_of(config) if each.check == "memory"]
+
+    assert [(each.status, each.subject) for each in found] == [(status, subject)]
+    assert "GB" in f"{found[0].measured} {found[0].remedy}"
