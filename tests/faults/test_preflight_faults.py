@@ -147,6 +147,8 @@ def test_a_killed_command_leaves_no_probe_behind(tmp_path: Path) -> None:
     assert running.stdout is not None
     running.stdout.readline()
     wait_for(lambda: probes(tmp_path))
+    # A process is seen in /proc a moment before its supervisor has told the guard of it.
+    time.sleep(0.5)
 
     running.kill()
     running.wait()
