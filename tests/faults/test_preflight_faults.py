@@ -146,9 +146,8 @@ def test_a_killed_command_leaves_no_probe_behind(tmp_path: Path) -> None:
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert running.stdout is not None
     running.stdout.readline()
-    wait_for(lambda: probes(tmp_path))
-    # A process is seen in /proc a moment before its supervisor has told the guard of it.
-    time.sleep(0.5)
+    # The probe, and the check that it runs in a session of its own.
+    wait_for(lambda: len(probes(tmp_path)) > 1)
 
     running.kill()
     running.wait()

@@ -166,7 +166,8 @@ class Launcher:
         begun = len(self.logs)
         if not self.slurm and tasks == 1:
             log = self.folder / f"{begun}-{nodes[0]}.log"
-            return [Component(nodes[0], "preflight", tuple(argv), log, env)]
+            # A check runs in a session of its own, by which its time-out ends all that it started.
+            return [Component(nodes[0], "preflight", tuple(argv), log, env, foreign=True)]
         if not self.slurm:
             # the rank numbers of local ranks; nobody asks for the port
             local = rank_components(
