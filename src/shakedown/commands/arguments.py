@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shakedown.core.home import expand_home
 from shakedown.core.private import let_group_read
@@ -37,7 +37,10 @@ class CommandParser(argparse.ArgumentParser):
     """A command or one of its actions: what it does, its options, two examples, the exit codes.
 
     Parsers of actions are of this class too: `add_subparsers` takes the class of its parser.
+    With the option `nagios` a usage error exits with 3, UNKNOWN of that program's plugins.
     """
+
+    nagios = ""
 
     def __init__(
         self, *, description: str = "", examples: Sequence[str] = (), **options: Any
@@ -51,6 +54,17 @@ class CommandParser(argparse.ArgumentParser):
             **options,
         )
         self.register("type", Path, lambda text: Path(place(text)))
+        self._given: Sequence[str] = ()
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        self._given = args or ()
+        return super().parse_known_args(args, namespace)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        asked = self.nagios and self.nagios in self._given
+        super().exit(3 if status and asked else status, message)
 
 
 def key_values(text: str) -> dict[str, Any]:
