@@ -126,10 +126,12 @@ class Judge:
         if not self._world:
             self._moved.since = self._lived.since = self._printed.since = now
             return Judgement("waiting", sentence="no process of it is there yet")
-        gone = len(self._world)
+        words = f"none of its {len(self._world)} processes is there any more"
+        first = sorted(key for kind, key in self._doubtful if kind == "gone")
+        words += f", {_names(first)} went first" if first else ""
         self._world, self._absent, self._doubtful = {}, set(), set()
         self._accepted, self._baseline = set(), True
-        return Judgement("ended", sentence=f"none of its {gone} processes is there any more")
+        return Judgement("ended", sentence=words)
 
     def _follow(
         self, processes: Mapping[Key, Process], seen: Mapping[str, Look], now: float

@@ -3,7 +3,7 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -131,14 +131,25 @@ class Watcher:
 
     def _processes_ended(self, judgement: Judgement) -> ExitCode:
         held = self._alarmed is not None
-        how = "; it stood still" if held else "; how they ended only Slurm would tell"
-        self._say(f"{self._subject.label}: ended: {judgement.sentence}{how}")
+        how = "it stood still" if held else "how they ended, Slurm alone would tell"
+        self._say(f"{self._subject.label}: ended: {judgement.sentence}; {how}")
         return ExitCode.FAIL if held else ExitCode.OK
 
     def _over(self, phase: Phase) -> ExitCode:
-        word = "ended" if phase.good else "ALARM ended"
-        self._say(f"{self._subject.label}: {word}: {phase.says}")
-        return ExitCode.OK if phase.good else ExitCode.FAIL
+        """Of a job that ended badly its logs may tell why."""
+        if phase.good:
+            self._say(f"{self._subject.label}: ended: {phase.says}")
+            return ExitCode.OK
+        judgement = Judgement("ended", sentence=phase.says)
+        try:
+            found = investigate(self._subject, judgement, {}, self._options.out)
+        except ShakedownError as error:
+            why = masked(str(error.args[0]))
+            found = Found("exited", "unknown", why, [], [], self._options.out)
+        found = replace(found, sentence=f"{phase.says}: {found.sentence}")
+        self._say(f"{self._subject.label}: ALARM ended: {line(found)}")
+        self._act(replace(self._actions, scancel=False), found)
+        return ExitCode.FAIL
 
     def _lost(self, samplers: Samplers) -> str:
         hosts, words = samplers.lost[0]
@@ -172,7 +183,10 @@ class Watcher:
             return
         self._alarmed = self._judge.moves
         self._say(f"{self._subject.label}: ALARM {found.state}: {line(found)}")
-        for words in self._actions.act(alarm_of(self._subject, found)):
+        self._act(self._actions, found)
+
+    def _act(self, actions: Actions, found: Found) -> None:
+        for words in actions.act(alarm_of(self._subject, found)):
             self._say(f"{self._subject.label}: {words}")
 
     def _put_off(self) -> None:
