@@ -142,7 +142,9 @@ class Judge:
             for key, process in processes.items()
             for sign in self._signs(key, process, seen[key[0]])
         ]
-        self._baseline = False
+        first, self._baseline = self._baseline, False
+        if first and not signs:
+            return  # nothing to compare with
         printed, moved = "printed" in signs, bool({"printed", "moved"} & set(signs))
         self._prints += printed
         self.moves += moved
