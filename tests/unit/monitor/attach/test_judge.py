@@ -30,6 +30,10 @@ def step(judge: Judge, ranks: list[Rank], act: Act, now: float) -> Judgement:
     return judge.observe(looks_at(ranks, now), now)
 
 
+def does_nothing(_ranks: list[Rank], _now: float) -> None:
+    """As ranks that wait for each other."""
+
+
 def prints(ranks: list[Rank], now: float) -> None:
     ranks[0].output += 10
 
@@ -62,7 +66,7 @@ def test_a_job_that_prints_or_reads_moves(act: Act) -> None:
 @pytest.mark.parametrize(
     ("act", "kind", "first"),
     [
-        (lambda ranks, now: None, "still", 60.0),
+        (does_nothing, "still", 60.0),
         (wakes_up_now_and_then, "still", 60.0),
         (computes_alone, "busy", 300.0),
     ],
@@ -77,7 +81,7 @@ def test_who_shows_no_sign_of_life_is_suspect_once_patience_is_over(
 
 
 def test_waiting_without_cpu_is_certain_only_after_the_time_of_a_stall() -> None:
-    found = follow(lambda ranks, now: None, until=300)
+    found = follow(does_nothing, until=300)
     assert [j.waited for j in found if j.state == "suspect"] == [False] * 8 + [True]
 
 

@@ -1,0 +1,203 @@
+"""`shakedown watch`: what it refuses, Nagios' form, and processes of this machine to their end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shakedown.cli import main
+from shakedown.monitor.attach.once import Answer
+from tests.slurm_fixtures import wait_for
+
+RANKS = """
+import os, sys, threading, time
+def step():
+    while True:
+        print("step", flush=True)
+        time.sleep(0.1)
+def waits_for_the_others():
+    threading.Event().wait()
+print("ready", file=sys.stderr, flush=True)
+step() if sys.argv[1] == "steps" else waits_for_the_others()
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ([], "--job or --match"),
+        (["--job", "1", "--match", "x"], "--job or --match"),
+        (["--job", "1;2"], "expected a Slurm job id"),
+        (["--job", "1", "--hosts", "n1"], "--hosts goes with --match"),
+        (["--match", "("], "no regular expression"),
+        (["--match", "x", "--then", "scancel"], "needs a job"),
+        (["--match", "x", "--hosts", "-x"], "--hosts"),
+        (["--job", "1", "--command", "mail {jib}"], "did you mean 'job'"),
+        (["--job", "1", "--command", "mail 'x"], "cannot be cut"),
+        (["--job", "1", "--command", "sh -c 'mail {sentence}'"], "read by the shell again"),
+        (["--job", "1", "--command", ""], "it is empty"),
+        (["--job", "1", "--webhook", "http://h/"], "expected https"),
+        (["--job", "1", "--webhook-secret", "s"], "needs --webhook"),
+        (["--job", "1", "--interval", "0"], "expected a number from 1"),
+    ],
+)
+def test_what_it_cannot_use_is_refused_and_is_unknown_to_nagios(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _code(["watch", *options]) == 2
+    assert says in capsys.readouterr().err
+    assert _code(["watch", "--once", *options]) == 3
+    shown = capsys.readouterr()
+    assert says in shown.out + shown.err
+
+
+def _code(arguments: list[str]) -> int:
+    try:
+        return main(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+def test_the_line_for_nagios_has_one_bar_and_no_line_break() -> None:
+    answer = Answer("CRITICAL", "rank 1 | \n\x1b[31mends", {"processes": 8, "seconds": 10.25})
+    assert str(answer) == "WATCH CRITICAL - rank 1 ?[31mends | 'processes'=8 'seconds'=10.25"
+    assert answer.code == 2
+
+
+def test_without_slurm_a_job_could_not_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["watch", "--job", "1"]) == 3
+    assert "scontrol is not on PATH" in capsys.readouterr().err
+    assert main(["watch", "--job", "1", "--once"]) == 3
+    assert "WATCH UNKNOWN - job 1: scontrol is not on PATH" in capsys.readouterr().out
+
+
+class Ranks:
+    """Processes with RANK, in a folder of their own whose name tells them apart."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.running = folder, list[subprocess.Popen[str]]()
+        (folder / "rank.py").write_text(RANKS)
+
+    def start(self, *acts: str) -> None:
+        world = {"WORLD_SIZE": str(len(acts)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+        for rank, act in enumerate(acts):
+            with (self.folder / f"rank{rank}.log").open("w") as log:
+                process = subprocess.Popen(
+                    [sys.executable, str(self.folder / "rank.py"), act],
+                    env={**os.environ, **world, "RANK": str(rank)},
+                    stdout=log,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            self.running.append(process)
+            assert process.stderr is not None
+            assert process.stderr.readline() == "ready\n"
+
+    def watch(self, *options: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-m", "shakedown.cli", "watch", "--match", f"{self.folder}/rank"]
+        command += ["--interval", "1", "--out", str(self.folder / "out"), *options]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    for process in made.running:
+        process.kill()
+        process.communicate()
+
+
+def until(watch: "subprocess.Popen[str]", words: str) -> list[str]:
+    """Its lines until one has these words."""
+    assert watch.stdout is not None
+    lines = []
+    for line in watch.stdout:
+        lines.append(line.rstrip())
+        if words in line:
+            return lines
+    raise AssertionError(f"{words!r} is not in {lines}")
+
+
+@pytest.mark.slow
+def test_a_stopped_rank_is_an_alarm_once_and_its_going_on_is_said(ranks: Ranks) -> None:
+    log = ranks.folder / "watch.log"
+    ranks.start("steps", "steps")
+    with ranks.watch("--log", str(log), "--command", "echo {state} {ranks}") as watch:
+        assert "2 ranks (0, 1 on" in until(watch, "ranks")[0]
+        ranks.running[1].send_signal(signal.SIGSTOP)
+        lines = until(watch, "ALARM")
+        assert "suspect: trainer-rank1 on" in lines[-2]
+        assert "rank 1 is stopped" in lines[-1]
+        folder = Path(re.findall(r"evidence: (\S+)", lines[-1])[0])
+        assert (folder / "diagnosis.html").is_file()
+        assert "ended with 0: hung 1" in until(watch, "command")[-1]
+        ranks.running[1].send_signal(signal.SIGCONT)
+        assert len(until(watch, "moves again")) == 1
+        for process in ranks.running:
+            process.kill()
+            process.wait()
+        said = until(watch, "ended: none of its 2 processes is there any more")
+        assert watch.wait() == 0
+    assert log.read_text().splitlines()[-1] == said[-1]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_ranks_that_all_wait_are_suspect_and_one_that_is_killed_is_named(ranks: Ranks) -> None:
+    ranks.start("waits", "waits")
+    with ranks.watch("--patience", "2", "--stall", "4") as watch:
+        assert "no process printed, read, wrote or computed" in until(watch, "suspect")[-1]
+        until(watch, "evidence")
+        ranks.running[1].kill()
+        ranks.running[1].wait()
+        assert "trainer-rank1" in until(watch, "is gone, and the others are there")[-1]
+        assert "rank 1" in until(watch, "evidence")[-1]
+        ranks.running[0].kill()
+        ranks.running[0].wait()
+        until(watch, "ended")
+
+
+@pytest.mark.slow
+def test_once_tells_nagios_what_moves_what_hangs_and_what_is_not_there(ranks: Ranks) -> None:
+    assert _once(ranks)[0] == 3
+    ranks.start("steps", "steps")
+    code, line = _once(ranks)
+    assert (code, line.partition(" - ")[0]) == (0, "WATCH OK")
+    assert "'processes'=2 'ranks'=2 'nodes'=1" in line
+    ranks.running[1].send_signal(signal.SIGSTOP)
+    code, line = _once(ranks)
+    assert (code, line.partition(" - ")[0]) == (2, "WATCH CRITICAL")
+    assert "rank 1 is stopped" in line
+
+
+def _once(ranks: Ranks) -> tuple[int, str]:
+    with ranks.watch("--once") as watch:
+        said, _ = watch.communicate()
+    assert said.count("\n") == 1
+    return watch.returncode, said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_watch_that_is_killed_leaves_no_sampler(ranks: Ranks) -> None:
+    ranks.start("steps")
+    with ranks.watch() as watch:
+        until(watch, "1 rank")
+        (sampler,) = _children(watch.pid)
+        watch.kill()
+        watch.wait()
+    wait_for(lambda: not Path(f"/proc/{sampler}").exists(), "the sampler's end")
+
+
+def _children(pid: int) -> list[int]:
+    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(word) for word in text.split()]
