@@ -105,7 +105,11 @@ def _look(subject: Subject, options: Options, gap: float, samplers: Samplers) ->
     if judgement.state == "moving":
         return Answer("OK", judgement.sentence, numbers)
     # Nobody has watched it for long: a process that computes may be in a long step.
-    return _word(subject, options, replace(judgement, waited=False), numbers)
+    answer = _word(subject, options, replace(judgement, waited=False), numbers)
+    lacks = [lack for look in looks.values() if look for lack in look.lacks]
+    if answer.word != "WARNING" or not lacks:
+        return answer
+    return replace(answer, sentence=f"{answer.sentence}; {lacks[0]}")
 
 
 def _numbers(looks: Mapping[str, Look | None]) -> dict[str, float]:

@@ -51,6 +51,7 @@ class Watcher:
         self._told: dict[str, str] = {}
         self._alarmed: int | None = None  # the judge's moves at the alarm that still holds
         self._not_before, self._pause = 0.0, _FIRST_PAUSE
+        self._filled = time.monotonic()
 
     def run(self) -> ExitCode:
         """Until the job ends: OK where it ended well, FAIL where it did not.
@@ -58,20 +59,19 @@ class Watcher:
         Raises:
             BlockedError: there is nothing that could be looked at.
         """
+        phase = self._subject.phase()
+        if phase.state == "unknown":
+            hint = "squeue --me; processes without a job: --match PATTERN"
+            raise BlockedError(f"{self._subject.label}: {phase.says}", hint=hint)
         while True:
-            phase = self._subject.phase()
             if phase.state == "over":
                 return self._over(phase)
-            if phase.state == "unknown":
-                hint = "squeue --me; processes without a job: --match PATTERN"
-                raise BlockedError(f"{self._subject.label}: {phase.says}", hint=hint)
-            if (why := self._subject.missing()) and phase.state == "runs" and not self._there:
-                self._tell("rights", f"nothing may be seen of it: {why}")
-            if phase.state == "waits":
-                self._tell("phase", f"is {phase.says}: nothing to look at yet")
+            if phase.state != "runs":  # a controller that is silent for once ends no watch
+                self._tell("phase", f"is {phase.says}: nothing to look at")
                 time.sleep(self._options.interval)
             elif (code := self._follow()) is not None:
                 return code
+            phase = self._subject.phase()
 
     def _follow(self) -> ExitCode | None:
         """While it runs; None where Slurm says that it does not, or not any more."""
@@ -91,6 +91,7 @@ class Watcher:
                 judgement = self._judge.observe(looks, time.monotonic())
                 if judgement.state == "ended" and not self._subject.job_id:
                     return self._processes_ended(judgement)
+                self._is_empty(judgement)
                 if judgement.state == "suspect" and self._is_due(judgement):
                     if self._asked().state != "runs":
                         return None
@@ -100,6 +101,14 @@ class Watcher:
         finally:
             samplers.close()
 
+    def _is_empty(self, judgement: Judgement) -> None:
+        """A job that goes on without its processes holds its nodes for nothing."""
+        if judgement.state not in ("ended", "waiting"):
+            self._filled = time.monotonic()
+        elif time.monotonic() - self._filled > self._options.limits.stall:
+            seconds = self._options.limits.stall
+            self._tell("empty", f"WARNING it has had no Python process for {seconds:.0f} s")
+
     def _wait(self, looks: Mapping[str, Look | None]) -> float:
         """Seconds to the next look: sooner to confirm, later where looks are dear."""
         dearest = max((look.cost for look in looks.values() if look), default=0.0)
@@ -107,7 +116,7 @@ class Watcher:
         return min(CONFIRM_SECONDS, usual) if self._judge.doubts else usual
 
     def _asked(self) -> Phase:
-        """What Slurm says; a controller that is silent for once ends no watch."""
+        """What Slurm says; one that does not answer has said nothing new."""
         phase = self._subject.phase()
         return Phase("runs") if phase.state == "unknown" else phase
 
@@ -125,6 +134,8 @@ class Watcher:
                 self._tell(f"lack {look.host} {lack}", f"{look.host}: {lack}")
             if look.error:
                 self._tell(f"error {look.host}", f"{look.host}: {look.error}")
+        if seen and not self._there and (why := self._subject.missing()):
+            self._tell("rights", f"nothing of it may be seen: {why}")
         self._gone = {k: p for k, p in self._gone.items() if k not in self._there}
         if seen:
             self._tell("ranks", who(self._there))
@@ -221,6 +232,8 @@ def who(processes: Mapping[Key, Process]) -> str:
     for (host, _), process in processes.items():
         if process.rank is not None:
             ranks[host].append(process.rank)
+    if not processes:
+        return "no process of it is there"
     count = sum(map(len, ranks.values()))
     others = len(processes) - count
     places = ", ".join(f"{ranges(rows)} on {host}" for host, rows in sorted(ranks.items()))
