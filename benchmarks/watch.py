@@ -11,7 +11,6 @@ range of all pairs. The sampler looks at all processes of the machine, as on a n
 
 import argparse
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -137,7 +136,7 @@ def watching(folder: Path, interval: float) -> Iterator[list[int]]:
             raise RuntimeError("the watch does not see the ranks")
         yield [process.pid, *proc.children(process.pid)]
     finally:
-        process.send_signal(signal.SIGINT)
+        process.terminate()
         process.communicate()
 
 

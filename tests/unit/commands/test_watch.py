@@ -13,6 +13,7 @@ import pytest
 from shakedown.cli import main
 from shakedown.monitor.attach.once import Answer
 from tests.slurm_fixtures import wait_for
+from tests.watches import Watch
 
 RANKS = """
 import os, sys, threading, time
@@ -101,10 +102,9 @@ class Ranks:
             assert process.stderr is not None
             assert process.stderr.readline() == "ready\n"
 
-    def watch(self, *options: str) -> "subprocess.Popen[str]":
-        command = [sys.executable, "-m", "shakedown.cli", "watch", "--match", f"{self.folder}/rank"]
-        command += ["--interval", "1", "--out", str(self.folder / "out"), *options]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    def watch(self, *options: str) -> Watch:
+        own = ["--match", f"{self.folder}/rank", "--interval", "1"]
+        return Watch(*own, "--out", str(self.folder / "out"), *options)
 
 
 @pytest.fixture
@@ -116,37 +116,26 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
         process.communicate()
 
 
-def until(watch: "subprocess.Popen[str]", words: str) -> list[str]:
-    """Its lines until one has these words."""
-    assert watch.stdout is not None
-    lines = []
-    for line in watch.stdout:
-        lines.append(line.rstrip())
-        if words in line:
-            return lines
-    raise AssertionError(f"{words!r} is not in {lines}")
-
-
 @pytest.mark.slow
 def test_a_stopped_rank_is_an_alarm_once_and_its_going_on_is_said(ranks: Ranks) -> None:
     log = ranks.folder / "watch.log"
     ranks.start("steps", "steps")
     with ranks.watch("--log", str(log), "--command", "echo {state} {ranks}") as watch:
-        assert "2 ranks (0, 1 on" in until(watch, "ranks")[0]
+        assert "2 ranks (0, 1 on" in watch.until("ranks")[0]
         ranks.running[1].send_signal(signal.SIGSTOP)
-        lines = until(watch, "ALARM")
+        lines = watch.until("ALARM")
         assert "suspect: trainer-rank1 on" in lines[-2]
         assert "rank 1 is stopped" in lines[-1]
         folder = Path(re.findall(r"evidence: (\S+)", lines[-1])[0])
         assert (folder / "diagnosis.html").is_file()
-        assert "ended with 0: hung 1" in until(watch, "command")[-1]
+        assert "ended with 0: hung 1" in watch.until("command")[-1]
         ranks.running[1].send_signal(signal.SIGCONT)
-        assert len(until(watch, "moves again")) == 1
+        assert len(watch.until("moves again")) == 1
         for process in ranks.running:
             process.kill()
             process.wait()
-        said = until(watch, "ended: none of its 2 processes is there any more")
-        assert watch.wait() == 0
+        said = watch.until("ended: none of its 2 processes is there any more")
+        assert watch.code() == 0
     assert log.read_text().splitlines()[-1] == said[-1]
 
 
@@ -155,15 +144,15 @@ def test_a_stopped_rank_is_an_alarm_once_and_its_going_on_is_said(ranks: Ranks) 
 def test_ranks_that_all_wait_are_suspect_and_one_that_is_killed_is_named(ranks: Ranks) -> None:
     ranks.start("waits", "waits")
     with ranks.watch("--patience", "2", "--stall", "4") as watch:
-        assert "no process printed, read, wrote or computed" in until(watch, "suspect")[-1]
-        until(watch, "evidence")
+        assert "no process printed, read, wrote or computed" in watch.until("suspect")[-1]
+        watch.until("evidence")
         ranks.running[1].kill()
         ranks.running[1].wait()
-        assert "trainer-rank1" in until(watch, "is gone, and the others are there")[-1]
-        assert "rank 1" in until(watch, "evidence")[-1]
+        assert "trainer-rank1" in watch.until("is gone, and the others are there")[-1]
+        assert "rank 1" in watch.until("evidence")[-1]
         ranks.running[0].kill()
         ranks.running[0].wait()
-        until(watch, "ended")
+        watch.until("ended")
 
 
 @pytest.mark.slow
@@ -181,9 +170,8 @@ def test_once_tells_nagios_what_moves_what_hangs_and_what_is_not_there(ranks: Ra
 
 def _once(ranks: Ranks) -> tuple[int, str]:
     with ranks.watch("--once") as watch:
-        said, _ = watch.communicate()
-    assert said.count("\n") == 1
-    return watch.returncode, said
+        (line,) = watch.until("WATCH")
+        return watch.code(), line
 
 
 @pytest.mark.exhaustive
@@ -191,10 +179,8 @@ def _once(ranks: Ranks) -> tuple[int, str]:
 def test_a_watch_that_is_killed_leaves_no_sampler(ranks: Ranks) -> None:
     ranks.start("steps")
     with ranks.watch() as watch:
-        until(watch, "1 rank")
-        (sampler,) = _children(watch.pid)
-        watch.kill()
-        watch.wait()
+        watch.until("1 rank")
+        (sampler,) = _children(watch.process.pid)
     wait_for(lambda: not Path(f"/proc/{sampler}").exists(), "the sampler's end")
 
 

@@ -83,9 +83,9 @@ class Watcher:
                 looks = samplers.ask(seconds)
                 seconds = ANSWER_SECONDS if any(looks.values()) else START_SECONDS
                 if samplers.lost:
-                    self._tell("lost", self._lost(samplers))
                     if self._asked().state in ("over", "waits"):
                         return None
+                    self._tell("lost", self._lost(samplers))
                     samplers.revive(time.monotonic())
                 self._introduce(looks)
                 judgement = self._judge.observe(looks, time.monotonic())
