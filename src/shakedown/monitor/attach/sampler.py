@@ -123,29 +123,46 @@ def _process(target: Target) -> Process:
 
 
 def _lacks(targets: Sequence[Target]) -> list[str]:
-    """What reading stacks would lack here, by what is seen, and what would give it."""
+    return lacking(
+        pyspy=find_pyspy() is not None,
+        traces=inside.may_trace(),
+        contained=inside.contained(),
+        scope=_scope(),
+        hidden=[target.name for target in targets if not proc.visible(target.pid)],
+    )
+
+
+def lacking(
+    *, pyspy: bool, traces: bool, contained: bool, scope: str, hidden: Sequence[str]
+) -> list[str]:
+    """What reading stacks would lack here, and what would give it.
+
+    Args:
+        traces: whether this process has SYS_PTRACE.
+        scope: kernel.yama.ptrace_scope, empty where the kernel has no Yama. 1: a process is traced
+            by its parents alone, 2: with SYS_PTRACE alone, 3: by nobody (ptrace(2)).
+        hidden: processes of this user whose memory may not be read.
+    """
     found = []
-    if find_pyspy() is None:
+    if not pyspy:
         found.append("py-spy is not installed beside this Python: pip install py-spy")
-    traces = inside.may_trace()
-    scope = _scope()
-    if not traces and inside.contained():
-        found.append(
-            "this container lacks SYS_PTRACE, without which no stack is read from outside: docker "
-            "run --cap-add=SYS_PTRACE, or securityContext.capabilities.add in Kubernetes"
-        )
+    if scope == "3":
+        found.append("kernel.yama.ptrace_scope is 3: no stack is read until the next boot")
     elif not traces and scope in ("1", "2"):
         found.append(
-            f"kernel.yama.ptrace_scope is {scope}: no stack is read from outside without "
-            "SYS_PTRACE: sysctl kernel.yama.ptrace_scope=0, or start the trainer with our hook"
+            f"kernel.yama.ptrace_scope is {scope}, and this user lacks SYS_PTRACE: no stack is "
+            "read from outside; sysctl kernel.yama.ptrace_scope=0, or run the watch as root"
         )
-    elif scope == "3":
-        found.append("kernel.yama.ptrace_scope is 3: nobody reads stacks until the next boot")
-    hidden = [target.name for target in targets if not proc.visible(target.pid)]
+    elif not traces and contained:
+        found.append(
+            "this container lacks SYS_PTRACE: stacks of other users' and of more capable processes "
+            "are not read; docker run --cap-add=SYS_PTRACE, in Kubernetes "
+            "securityContext.capabilities.add"
+        )
     if hidden:
         found.append(
-            f"{', '.join(hidden[:4])}: memory and links may not be read (more capabilities than "
-            "ours, or set not to be dumped): run the watch as root"
+            f"{', '.join(hidden[:4])}: memory may not be read (more capabilities than ours, or set "
+            "not to be dumped); run the watch as root"
         )
     return found
 
