@@ -1,6 +1,6 @@
 """What watching costs a trainer: the trainer alone against the same one watched, in one run.
 
-    python benchmarks/watch.py [--pairs 5] [--window 60] [--interval 30]
+    python benchmarks/watch.py [--pairs 3] [--window 60] [--interval 30]
 
 Two ranks train by torch's DistributedDataParallel over gloo, with fixed work a step, and print each
 step. `shakedown watch --match` is attached in every second window. Rows of a markdown table: the
@@ -59,7 +59,7 @@ class Window:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--window", type=float, default=60.0)
     parser.add_argument("--interval", type=float, default=30.0)
     args = parser.parse_args()
