@@ -57,7 +57,7 @@ def add_arguments(parser: CommandParser) -> None:
     how.add_argument(
         "--patience",
         type=above_zero,
-        default=60.0,
+        default=120.0,
         metavar="S",
         help="seconds without printing, reading, writing or CPU time after which stacks are read",
     )

@@ -134,7 +134,7 @@ def test_a_stopped_rank_is_an_alarm_once_and_its_going_on_is_said(ranks: Ranks) 
         for process in ranks.running:
             process.kill()
             process.wait()
-        said = watch.until("ended: none of its 2 processes is there any more")
+        said = watch.until("ended: none of its 2 ranks is there any more")
         assert watch.code() == 0
     assert log.read_text().splitlines()[-1] == said[-1]
 

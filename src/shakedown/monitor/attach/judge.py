@@ -26,7 +26,7 @@ _LISTED = 4
 class Limits:
     """Seconds: without any sign of life; with nothing but CPU time. Longer ones are learned."""
 
-    patience: float = 60.0
+    patience: float = 120.0
     stall: float = 300.0
 
 
@@ -68,12 +68,16 @@ class _Pause:
 
 
 class Judge:
-    """Follows the processes of one job, its ranks alone where it has any."""
+    """Follows the processes of one job.
+
+    A sign of life is anybody's: a trainer waits for minutes while an engine generates. Of who stops
+    or is gone only ranks count, where there are any.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._world: dict[Key, Process] = {}
-        self._absent: set[Key] = set()
+        self._ranked = False
         self._at: dict[str, float] = {}  # host -> its clock at its last look
         self._answered: dict[str, float] = {}  # host -> when
         self._doubtful: set[tuple[Kind, Key]] = set()  # seen once: a second look confirms
@@ -95,9 +99,11 @@ class Judge:
             for pause in (self._moved, self._lived, self._printed):
                 pause.since = now
         seen = {host: look for host, look in looks.items() if look and not look.error}
-        processes = _ranks_or_all(seen.values())
-        if not processes and len(seen) == len(looks):
-            return self._none(now)
+        processes = _alive(seen.values())
+        ranks = _with_rank(processes)
+        self._ranked |= bool(ranks)
+        if len(seen) == len(looks) and not (ranks if self._ranked else processes):
+            return self._none(len(processes), now)
         self._follow(processes, seen, now)
         doubtful = self._doubts(processes, seen)
         confirmed, self._doubtful = doubtful & self._doubtful, doubtful
@@ -121,16 +127,23 @@ class Judge:
         self._baseline = True
         self._answered = dict.fromkeys(self._answered, now)
 
-    def _none(self, now: float) -> Judgement:
-        """No process is there: not yet, or no more."""
+    def _none(self, others: int, now: float) -> Judgement:
+        """No process is there, not yet or no more; or `others` that are no ranks, as a launcher."""
+        for pause in (self._moved, self._lived, self._printed):
+            pause.since, pause.paused = now, False
         if not self._world:
-            self._moved.since = self._lived.since = self._printed.since = now
             return Judgement("waiting", sentence="no process of it is there yet")
-        words = f"none of its {len(self._world)} processes is there any more"
+        had = _with_rank(self._world) or self._world
+        words = (
+            f"none of its {len(had)} {'ranks' if self._ranked else 'processes'} is there any more"
+        )
         first = sorted(key for kind, key in self._doubtful if kind == "gone")
         words += f", {_names(first)} went first" if first else ""
-        self._world, self._absent, self._doubtful = {}, set(), set()
-        self._accepted, self._baseline = set(), True
+        self._baseline = True
+        if others:  # torchrun starts them again, or comes to its end
+            return Judgement("waiting", sentence=words)
+        self._world, self._ranked = {}, False
+        self._doubtful, self._accepted = set(), set()
         return Judgement("ended", sentence=words)
 
     def _follow(
@@ -174,14 +187,16 @@ class Judge:
     ) -> set[tuple[Kind, Key]]:
         """What one look alone shows, and a second one has to confirm."""
         found: set[tuple[Kind, Key]] = set()
-        for key, process in processes.items():
+        counting = _with_rank(processes) if self._ranked else processes
+        for key, process in counting.items():
             before = self._world.get(key)
             if process.state in ("T", "t"):
                 found.add(("stopped", key))
             if process.state == "D" and before is not None and _stood(before, process):
                 found.add(("held", key))
         there = {name for _, name in processes}
-        gone = {key for key in self._world if key[0] in seen and key not in processes}
+        known = _with_rank(self._world) if self._ranked else self._world
+        gone = {key for key in known if key[0] in seen and key not in processes}
         gone |= {(host, f"trainer-rank{r}") for host, look in seen.items() for r in look.absent}
         found |= {("gone", key) for key in gone if key[1] not in there}
         self._accepted &= found | {row for row in self._accepted if row[1][0] not in seen}
@@ -191,8 +206,7 @@ class Judge:
         self, processes: Mapping[Key, Process], seen: Mapping[str, Look], now: float
     ) -> None:
         """A process that is gone is kept until that was looked into."""
-        ranks = any(process.rank is not None for process in processes.values())
-        kept = {k: p for k, p in self._world.items() if not ranks or p.rank is not None}
+        kept = _with_rank(self._world) if self._ranked else self._world
         self._world = {**kept, **processes}
         self._at |= {host: look.at for host, look in seen.items()}
         self._answered |= dict.fromkeys(seen, now)
@@ -253,10 +267,12 @@ class Judge:
         return Judgement("suspect", kind, sentence, tuple(names), quiet, waited)
 
 
-def _ranks_or_all(looks: Iterable[Look]) -> dict[Key, Process]:
-    """Launchers and helpers of a job that has ranks poll for ever: they tell nothing."""
-    rows = {(look.host, p.name): p for look in looks for p in look.processes if p.state not in "XZ"}
-    return {key: p for key, p in rows.items() if p.rank is not None} or rows
+def _alive(looks: Iterable[Look]) -> dict[Key, Process]:
+    return {(k.host, p.name): p for k in looks for p in k.processes if p.state not in "XZ"}
+
+
+def _with_rank(processes: Mapping[Key, Process]) -> dict[Key, Process]:
+    return {key: process for key, process in processes.items() if process.rank is not None}
 
 
 def _stood(before: Process, process: Process) -> bool:

@@ -225,19 +225,37 @@ def test_a_node_without_an_answer_is_suspect_and_its_ranks_are_not_gone() -> Non
     assert found[-1].sentence == "no look at n2 for 90 s"
 
 
-def test_launchers_count_only_where_there_are_no_ranks() -> None:
-    judge, launcher = Judge(LIMITS), Rank(None)
-    ranks = [launcher, Rank(0)]
-    for now in _times(60, 30):
-        launcher.io += 100
-        found = judge.observe(looks_at(ranks, now), now)
-    assert found.kind == "still"
+def test_an_engine_that_works_is_a_sign_of_life_while_all_ranks_wait() -> None:
+    judge, engine = Judge(LIMITS), Rank(None)
+    ranks = [*two(), engine]
+    found = []
+    for now in _times(600, 30):
+        engine.cpu, engine.output = now, engine.output + 10 * (now < 300)
+        found.append(judge.observe(looks_at(ranks, now), now).state)
+    assert found == ["moving"] * 19 + ["suspect"] * 2
 
-    alone = Judge(LIMITS)
-    for now in _times(60, 30):
-        launcher.io += 100
-        found = alone.observe(looks_at([launcher], now), now)
-    assert found.state == "moving"
+
+def test_a_launcher_that_stops_or_goes_is_nobodys_loss() -> None:
+    judge, launcher = Judge(LIMITS), Rank(None)
+    ranks = [*two(), launcher]
+    step(judge, ranks, prints, 0.0)
+    launcher.state = "T"
+    found = [step(judge, ranks, prints, now).state for now in (30.0, 35.0)]
+    launcher.here = False
+    found += [step(judge, ranks, prints, now).state for now in (60.0, 65.0)]
+    assert found == ["moving"] * 4
+
+
+def test_ranks_that_their_launcher_starts_again_have_not_ended() -> None:
+    judge, launcher = Judge(LIMITS), Rank(None)
+    ranks = [*two(), launcher]
+    step(judge, ranks, prints, 0.0)
+    ranks[0].here = ranks[1].here = False
+    found = step(judge, ranks, prints, 30.0)
+    assert (found.state, found.sentence) == ("waiting", "none of its 2 ranks is there any more")
+    ranks[0].here = ranks[1].here = True
+    ranks[0].pid, ranks[1].pid = 300, 301
+    assert step(judge, ranks, prints, 60.0).state == "moving"
 
 
 def test_a_restarted_rank_has_moved() -> None:
