@@ -115,6 +115,11 @@ class Judge:
         """Whether the last look saw what another one, soon, has to confirm."""
         return bool(self._doubtful - self._accepted)
 
+    @property
+    def impaired(self) -> bool:
+        """Whether a process is still stopped or held, though others may move."""
+        return any(kind in ("stopped", "held") for kind, _ in self._accepted)
+
     def accept(self, judgement: Judgement, now: float) -> None:
         """The suspicion was looked into: it is not raised again for the same processes.
 

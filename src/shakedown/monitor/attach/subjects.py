@@ -121,7 +121,7 @@ class SlurmJob:
 
     def missing(self) -> str:
         own = _user(os.getuid())
-        if self.owner not in ("", own, "root") or (self.owner == "root" and own != "root"):
+        if self.owner not in ("", own):
             return f"it is a job of {self.owner}, and this is {own}: run the watch as {self.owner}"
         return ""
 

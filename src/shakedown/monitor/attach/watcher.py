@@ -205,7 +205,7 @@ class Watcher:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def _recovered(self, judgement: Judgement) -> None:
-        if judgement.state != "moving":
+        if judgement.state != "moving" or self._judge.impaired:
             return
         if self._alarmed is not None and self._judge.moves > self._alarmed:
             self._alarmed = None

@@ -138,8 +138,10 @@ def test_what_was_looked_into_is_not_raised_again_until_it_happens_again() -> No
     judge.accept(step(judge, ranks, prints, 5.0), 10.0)
     assert step(judge, ranks, prints, 30.0).state == "moving"
     assert not judge.doubts
+    assert judge.impaired
     ranks[1].state = "S"
     step(judge, ranks, prints, 60.0)
+    assert not judge.impaired
     ranks[1].state = "T"
     step(judge, ranks, prints, 90.0)
     assert step(judge, ranks, prints, 95.0).kind == "stopped"

@@ -13,7 +13,8 @@ from shakedown.cluster.nodes import free_port, node_name
 from shakedown.core.errors import LaunchError
 from shakedown.monitor.attach.sampler import lacking
 from shakedown.monitor.attach.samplers import Samplers, Start
-from shakedown.monitor.attach.subjects import Processes
+from shakedown.monitor.attach.subjects import Processes, SlurmJob
+from tests.security.other_user import as_nobody
 from tests.ssh_hosts import SSHD, private_hosts
 
 RANK = 'import time; print("ready", flush=True); time.sleep(600)'
@@ -138,6 +139,15 @@ def test_hosts_are_looked_at_by_ssh_under_the_names_that_were_given(
     assert [process.pid for process in looks["alias1"].processes] == [rank]
     assert [hosts for hosts, _ in lost] == [["gone"]]
     assert "Connection refused" in lost[0][1]
+
+
+def test_another_users_processes_and_jobs_are_said_to_be_theirs(rank: int, tmp_path: Path) -> None:
+    assert Processes(str(tmp_path)).missing() == ""
+    said = as_nobody(
+        lambda: [Processes(str(tmp_path)).missing(), SlurmJob("7", owner="x").missing()]
+    )
+    assert said[0] == "processes of root match: run the watch as that user"
+    assert said[1].startswith("it is a job of x, and this is ")
 
 
 @pytest.mark.parametrize(
