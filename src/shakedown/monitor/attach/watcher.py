@@ -67,10 +67,15 @@ class Watcher:
             if phase.state == "over":
                 return self._over(phase)
             if phase.state != "runs":  # a controller that is silent for once ends no watch
-                self._tell("phase", f"is {phase.says}: nothing to look at")
+                self._gone, self._there, self._alarmed = {}, {}, None
+                self._told.pop("ranks", None)
+                word = "is" if phase.state == "waits" else "Slurm tells nothing of it:"
+                self._tell("phase", f"{word} {phase.says}; nothing to look at")
                 time.sleep(self._options.interval)
-            elif (code := self._follow()) is not None:
-                return code
+            else:
+                self._told.pop("phase", None)
+                if (code := self._follow()) is not None:
+                    return code
             phase = self._subject.phase()
 
     def _follow(self) -> ExitCode | None:
@@ -87,6 +92,8 @@ class Watcher:
                         return None
                     self._tell("lost", self._lost(samplers))
                     samplers.revive(time.monotonic())
+                elif not any(looks.values()) and (words := samplers.said()):
+                    self._tell("lost", f"no look yet: {words[0]}")
                 self._introduce(looks)
                 judgement = self._judge.observe(looks, time.monotonic())
                 if judgement.state == "ended" and not self._subject.job_id:
@@ -128,7 +135,7 @@ class Watcher:
         for look in seen:
             now = {(look.host, p.name): p for p in look.processes}
             before = {key: p for key, p in self._there.items() if key[0] == look.host}
-            self._gone |= {key: p for key, p in before.items() if key not in now}
+            self._gone |= {k: p for k, p in before.items() if k not in now and p.rank is not None}
             self._there = {k: p for k, p in self._there.items() if k[0] != look.host} | now
             for lack in look.lacks:
                 self._tell(f"lack {look.host} {lack}", f"{look.host}: {lack}")
@@ -136,7 +143,8 @@ class Watcher:
                 self._tell(f"error {look.host}", f"{look.host}: {look.error}")
         if seen and not self._there and (why := self._subject.missing()):
             self._tell("rights", f"nothing of it may be seen: {why}")
-        self._gone = {k: p for k, p in self._gone.items() if k not in self._there}
+        here = {name for _, name in self._there}  # a rank may come back on another node
+        self._gone = {key: p for key, p in self._gone.items() if key[1] not in here}
         if seen:
             self._tell("ranks", who(self._there))
 
