@@ -56,6 +56,10 @@ class Window:
     def step_ms(self) -> float:
         return 1000 * self.seconds / self.steps
 
+    @property
+    def step_cpu_ms(self) -> float:
+        return 1000 * self.ranks / self.steps
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -149,19 +153,18 @@ def report(windows: dict[str, list[Window]], interval: float) -> None:
     print("| --- | --- | --- | --- | --- |")
     for side, rows in windows.items():
         step = statistics.median(row.step_ms for row in rows)
-        cpu = statistics.median(1000 * row.ranks / row.steps for row in rows)
+        cpu = statistics.median(row.step_cpu_ms for row in rows)
         watch = statistics.median(100 * row.watch / row.seconds for row in rows)
         label = side if side == "alone" else f"{side}, a look in {interval:g} s"
         print(f"| {label} | {len(rows)} | {step:.2f} | {cpu:.2f} | {watch:.3f} |")
-    pairs = zip(windows["alone"], windows["watched"], strict=True)
-    both = [(a, w) for a, w in pairs]
-    walls = [100 * (w.step_ms / a.step_ms - 1) for a, w in both]
+    both = list(zip(windows["alone"], windows["watched"], strict=True))
     shares = [100 * row.watch / row.ranks for row in windows["watched"]]
-    print(
-        f"\nstep time watched against alone: {statistics.median(walls):+.2f} % "
-        f"({min(walls):+.2f} to {max(walls):+.2f}); CPU of watch and sampler against the ranks': "
-        f"{statistics.median(shares):.3f} %"
-    )
+    walls = [100 * (watched.step_ms / alone.step_ms - 1) for alone, watched in both]
+    cpus = [100 * (watched.step_cpu_ms / alone.step_cpu_ms - 1) for alone, watched in both]
+    print(f"\nCPU of watch and sampler: {statistics.median(shares):.3f} % of the ranks'")
+    for name, found in (("time of a step", walls), ("CPU of a step", cpus)):
+        median, least, most = statistics.median(found), min(found), max(found)
+        print(f"{name}, watched against alone: {median:+.2f} % ({least:+.2f} to {most:+.2f})")
 
 
 if __name__ == "__main__":
