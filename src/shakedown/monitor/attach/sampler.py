@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,10 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--idle", type=float, default=_MOST_IDLE)
     args = parser.parse_args(arguments)
     os.nice(_NICE)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # of `sbatch --signal`, for the job's own steps
+        signal.signal(number, signal.SIG_IGN)
     find = partial(from_job, args.job) if args.job else partial(from_pattern, args.match)
     spent = time.process_time()
-    for number in _asked(sys.stdin.fileno(), args.idle):
-        look = take_look(find, number, spent)
+    for asked in _asked(sys.stdin.fileno(), args.idle):
+        look = take_look(find, asked, spent)
         spent = time.process_time()
         sys.stdout.write(json.dumps({"schema": SCHEMA, **asdict(look)}) + "\n")
         sys.stdout.flush()
