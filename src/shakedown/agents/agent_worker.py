@@ -212,6 +212,7 @@ class Host:
         measured = Measured(
             http_calls=self._http.calls,
             lags=self._monitor.lags,
+            cpu_wait=self._monitor.cpu_wait,
             # A copy in one step: the monitor's thread writes to it.
             blocked_at=dict(self._monitor.blocked_at),
             tls_contexts=self._http.tls_contexts,
@@ -226,6 +227,7 @@ class Host:
         self._http.calls.clear()
         self._http.tls_contexts = 0
         self._monitor.lags.clear()
+        self._monitor.cpu_wait = 0.0
         self._monitor.blocked_at.clear()
 
 
