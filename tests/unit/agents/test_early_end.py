@@ -73,7 +73,7 @@ def test_a_signal_writes_the_verdict_with_what_was_done(
     with wire_server() as server:
         argv = arguments(tmp_path, server.url, rows, "--concurrency", "4")
         running = started(argv)
-        wait_for((tmp_path / "episodes.jsonl").exists)
+        wait_for(lambda: ended(tmp_path) == 4)
         wait_for(lambda: server.asked.count("hang") == 4)
 
         running.send_signal(number)
@@ -102,6 +102,8 @@ def test_a_signal_in_a_check_keeps_it_and_those_before(
         server.hangs_after = len(server.asked) + before + done
         running = started(argv)
         wait_for(lambda: server.hung)
+        # An answer that the server has sent is not an episode that has ended.
+        wait_for(lambda: ended(tmp_path, check) == done)
 
         running.send_signal(number)
         code = running.wait(60)
@@ -195,6 +197,13 @@ def started(argv: list[str], limit: int = 0, kind: str = "-n") -> "subprocess.Po
     command = [sys.executable, "-m", "shakedown.cli", *argv]
     limited = ["sh", "-c", f'ulimit {kind} {limit}; exec "$@"', "sh"] if limit else []
     return subprocess.Popen([*limited, *command], env=os.environ | {"OPENAI_API_KEY": "k"})
+
+
+def ended(folder: Path, check: str = "run") -> int:
+    """Good episodes of a check that are written."""
+    path = folder / "episodes.jsonl"
+    lines = read_episodes(path) if path.exists() else ()
+    return sum(line["check"] == check and not line["cause"] for line in lines)
 
 
 def wait_for(condition: Any) -> None:
