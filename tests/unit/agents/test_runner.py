@@ -197,7 +197,7 @@ def test_a_client_timeout_is_told_from_a_connection_fault(server: ChatServer) ->
 
 def test_faults_of_the_agent_itself_end_its_episode_alone_and_name_the_line() -> None:
     acts = ["raise", "exit", "sleep", "stubborn", "return"]
-    result = run("Faulty", [{"act": act} for act in acts], seconds=1.0)
+    result = run("Faulty", [{"act": act} for act in acts], seconds=3.0)
     assert causes(result) == ["exception", "exit", "episode_timeout", "episode_timeout", "no_call"]
     assert "KeyError: 'lost'" in result.episodes[0].detail
     assert 'raise KeyError("lost")' in result.episodes[0].detail
@@ -212,7 +212,7 @@ def test_a_process_that_ends_costs_the_episodes_it_had_and_is_replaced() -> None
 
 def test_code_that_blocks_the_loop_for_ever_is_interrupted_and_named() -> None:
     acts = ["return", "block", "return", "spin", "return"]
-    result = run("Faulty", [{"act": act} for act in acts], seconds=0.5)
+    result = run("Faulty", [{"act": act} for act in acts], seconds=2.0)
     assert causes(result) == ["no_call", "blocked_loop", "no_call", "blocked_loop", "no_call"]
     assert any(str(AGENTS) in place for place in result.measured.blocked_at)
     lag = by_check(judge_run(result, ServerProbe()))["event_loop_lag"]
