@@ -241,12 +241,12 @@ def _transport_remedy(cause: str, result: RunResult, server: ServerProbe) -> tup
     if cause == "connection" and not answered:
         return "code", f"{healthy}, so the agent asks another address than base_url"
     lag = max(seen.lags, default=0.0)
+    if seen.cpu_wait > max(lag, _LAG_WARN):
+        return "environment", f"{healthy}; {_starved(seen)}; {CLIENT_LIMITS}"
     if lag > _LAG_WARN:
         where = max(seen.blocked_at, key=lambda place: seen.blocked_at[place], default="")
         at = f" at {where}" if where else ""
         return "code", f"{healthy}; the event loop stood still for {lag:.1f} s{at}; {CLIENT_LIMITS}"
-    if seen.cpu_wait > _LAG_WARN:
-        return "environment", f"{healthy}; {_starved(seen)}; {CLIENT_LIMITS}"
     return "code", f"{healthy}; {CLIENT_LIMITS}"
 
 

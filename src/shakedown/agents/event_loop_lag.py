@@ -35,13 +35,12 @@ class LoopBlockedError(BaseException):
 
 
 class CpuWait:
-    """Tells how long the thread that makes it has waited for a CPU, to any thread that asks."""
+    """Tells how long a thread has waited for a CPU; a process is its main thread here."""
 
-    def __init__(self) -> None:
+    def __init__(self, thread: int) -> None:
         # Kept open: an agent may use up all descriptors.
         try:
-            path = f"/proc/self/task/{threading.get_native_id()}/schedstat"
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = os.open(f"/proc/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
             self._file = -1
 
@@ -52,15 +51,22 @@ class CpuWait:
         except (OSError, LookupError, ValueError):
             return 0.0
 
+    def close(self) -> None:
+        """From here on it tells 0."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
 
 @dataclass
 class LoopMonitor:
     """Lags of the event loop in seconds, and where it was blocked.
 
     `lags` are without the time for which the loop waited for a CPU; `cpu_wait` is the longest of
-    those, in seconds. `limit`: seconds after which a block is ended. `blocked_at` maps
-    `file:line in function` of the longest blocks to their seconds. `held`: whether a debugger may
-    hold the process: then nothing of an agent blocks it, and nothing is measured.
+    those, in seconds. `limit`: seconds, without such waits, after which a block is ended.
+    `blocked_at` maps `file:line in function` of the longest blocks to their seconds. `held`:
+    whether a debugger may hold the process: then nothing of an agent blocks it, and nothing is
+    measured.
     """
 
     limit: float
@@ -74,7 +80,7 @@ class LoopMonitor:
 
         In the main thread: no other one can take signals.
         """
-        self._cpu = CpuWait()
+        self._cpu = CpuWait(threading.get_native_id())
         self._last = time.monotonic(), self._cpu.seconds()
         self._ticker = asyncio.create_task(self._tick())
         signal.signal(signal.SIGALRM, self._on_signal)
@@ -116,7 +122,7 @@ class LoopMonitor:
                 continue
             where = place_of(sys._current_frames().get(watched))
             self.blocked_at[where] = max(late - wait, self.blocked_at.get(where, 0.0))
-            if late > next_signal:
+            if late - wait > next_signal:
                 next_signal += 1.0  # again: an agent may catch the first one in a bare `except`
                 signal.pthread_kill(watched, signal.SIGALRM)
 

@@ -9,7 +9,7 @@ import pytest
 
 # A monitor watches its process for as long as that lives. All on one core, beside a busy loop.
 MEASURED = """
-import asyncio, json, os, subprocess, sys, time
+import asyncio, json, os, subprocess, sys, threading, time
 from shakedown.agents.event_loop_lag import TICK, CpuWait, LoopMonitor
 
 async def measure(how):
@@ -18,7 +18,7 @@ async def measure(how):
     await asyncio.sleep(3 * TICK)
     monitor.lags.clear()
     monitor.cpu_wait = 0.0
-    cpu, wall = CpuWait(), time.monotonic()
+    cpu, wall = CpuWait(threading.get_native_id()), time.monotonic()
     waited = cpu.seconds()
     while how == "spins" and cpu.seconds() - waited < 1.0:
         pass

@@ -530,7 +530,7 @@ def test_a_loop_without_a_cpu_is_told_and_warns_of_nothing() -> None:
 
 def test_connect_timeouts_of_a_loop_without_a_cpu_are_the_machines() -> None:
     late = Episode(0, 0, 0, cause="connect_timeout", detail="ConnectTimeout")
-    starved = RunResult([late], Measured(lags=[0.5], cpu_wait=9.0))
+    starved = RunResult([late], Measured(lags=[3.0], cpu_wait=9.0))
     server = ServerProbe(asked=True, reachable=True)
     finding = by_check(judge_run(starved, server))["failed_connect_timeout"]
     assert finding.blame == "environment"
