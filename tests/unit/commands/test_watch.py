@@ -14,6 +14,7 @@ from shakedown.cli import main
 from shakedown.monitor.attach.once import Answer
 from tests.slurm_fixtures import wait_for
 from tests.watches import Watch
+from tests.workflow.helpers import ROOT
 
 RANKS = """
 import os, sys, threading, time
@@ -153,6 +154,30 @@ def test_ranks_that_all_wait_are_suspect_and_one_that_is_killed_is_named(ranks: 
         ranks.running[0].kill()
         ranks.running[0].wait()
         watch.until("ended")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_rank_of_torchrun_in_an_endless_loop_is_named(tmp_path: Path) -> None:
+    trainer = ROOT / "tests" / "data" / "trainers" / "ddp.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(trainer), "--steps", "1000000", "--out", str(tmp_path / "saved")]
+    log = tmp_path / "train.log"
+    with log.open("w") as stream:
+        job = subprocess.Popen(
+            [*command, "--loop-on", str(tmp_path / "loop")], stdout=stream, stderr=stream
+        )
+    try:
+        wait_for(lambda: "step 3 " in log.read_text(), "the first steps")
+        own = ["--match", f"-u .*{tmp_path}/saved", "--interval", "2", "--stall", "10"]
+        with Watch(*own, "--out", str(tmp_path / "watch")) as watch:
+            assert "2 ranks (0, 1 on" in watch.until("ranks")[0]
+            (tmp_path / "loop").touch()
+            assert "processes compute, but none printed" in watch.until("suspect")[-1]
+            assert "rank 1 is busy in host code (endless_loop" in watch.until("ALARM hung")[-1]
+    finally:
+        job.terminate()
+        job.wait()
 
 
 @pytest.mark.slow
