@@ -44,6 +44,7 @@ class ServerPlan:
     component: Component
     base_url: str
     served_name: str
+    replicas: int
 
 
 def trainer_components(
@@ -114,7 +115,8 @@ def server_plan(
         env={**command.env, **(gpus or {}), **profiling.environment(order)},
         own_temporary=True,
     )
-    return ServerPlan(component, f"http://127.0.0.1:{port}", spec.served_name)
+    url, replicas = f"http://127.0.0.1:{port}", spec.size(serve.engine, "d")
+    return ServerPlan(component, url, spec.served_name, replicas)
 
 
 def orchestrator_component(job: StageJob, job_file: Path) -> Component:
