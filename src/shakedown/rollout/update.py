@@ -70,9 +70,7 @@ async def _update(endpoint: Endpoint, folder: Path, within: float) -> float:
     return max(each for each in found if isinstance(each, float))
 
 
-def _together(
-    faults: Mapping[str, BaseException], done: Sequence[str], former: str
-) -> ServerError:
+def _together(faults: Mapping[str, BaseException], done: Sequence[str], former: str) -> ServerError:
     """One error for those of several servers that have not taken the weights."""
     judged = any(isinstance(each, WeightUpdateError) for each in faults.values())
     told = "; ".join(f"{url}: {each.args[0]}" for url, each in faults.items())

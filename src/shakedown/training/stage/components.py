@@ -1,5 +1,6 @@
 """The processes of a stage: trainer ranks, and for GRPO the inference server and orchestrator."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,6 +70,7 @@ def trainer_components(
         log_dir=job.attempt.logs,
         env={
             **trainer_environment(job.config.debug),
+            **_growing_segments(),
             **(gpus or {}),
             **profiling.environment(order),
         },
@@ -82,6 +84,18 @@ def trainer_components(
 def trainer_environment(debug: str) -> Mapping[str, str]:
     """Flight Recorder and debug variables, which torch reads when it is loaded."""
     return {**hook.ENVIRONMENT, **DEBUG_ENVIRONMENT[debug]}
+
+
+def _growing_segments() -> Mapping[str, str]:
+    """torch's allocator on GPUs, unless the user has set it up.
+
+    Micro batches differ in length: segments of fixed sizes leave gaps between them, ones that grow
+    do not (torch's notes on CUDA, `expandable_segments`). For these ranks alone: vLLM's sleep mode
+    and tensors that are handed to other processes do not work with them.
+    """
+    if any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def server_plan(
