@@ -1,4 +1,4 @@
-"""Real vLLM with two data-parallel replicas, and two servers: each has to prove its weights."""
+"""Real vLLM of two replicas, two servers, and of experts: each has to prove its weights."""
 
 import os
 import re
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from transformers import Qwen3MoeConfig
 
 from shakedown.core.errors import ServerError
 from shakedown.inference.engines import LaunchSpec
@@ -18,6 +19,7 @@ from shakedown.inference.server import start, stop
 from shakedown.rollout.update import update_server
 from shakedown.rollout.weights import WeightUpdateError
 from shakedown.training.demo import write_model
+from tests.tiny_models import SMALL, write_tiny
 
 pytestmark = [
     pytest.mark.vllm,
@@ -54,6 +56,19 @@ def _start(model: Path, folder: Path, **changed: object) -> Endpoint:
     spec = LaunchSpec(str(model), host="127.0.0.1", kv_cache_gb=0.1, max_model_len=128)
     spec = replace(spec, **changed)  # type: ignore[arg-type]
     return start(ServerOrder("policy", "vllm", spec, lease=900.0, ready_timeout=1200.0), folder)
+
+
+def test_a_mixture_of_experts_has_the_new_weights(tmp_path: Path) -> None:
+    """vLLM 0.32 leaves the experts' weights unpacked after a reload on a CPU."""
+    sizes = {**SMALL, "hidden_size": 64, "head_dim": 32, "max_position_embeddings": 128}
+    config = Qwen3MoeConfig(**sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+    models = [write_tiny(tmp_path / f"seed{seed}", config, seed=seed) for seed in (0, 1)]
+    try:
+        _start(models[0], tmp_path / "server")
+        update_server(tmp_path / "server", str(models[1]), within=120.0)
+        update_server(tmp_path / "server", str(models[0]), within=120.0)
+    finally:
+        stop(tmp_path / "server")
 
 
 def _marked(model: Path, to: Path, mark: str) -> Path:
