@@ -5,6 +5,9 @@ EXTRA ?=
 # Four streams on two cores: the tests on Slurm mostly wait. Groups of tests: conftest.py.
 PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadscope --no-loadscope-reorder
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
+# A shell that forbids compiled files would have each of some thousand short processes compile the
+# package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install system demo test test-all check lint format bench snakemake-tests scoreboard preflight-scoreboard agent-scoreboard consistency-scoreboard slurm-demo lock licences clean

@@ -151,6 +151,7 @@ def test_a_stopped_rank_is_named_and_the_stage_resumes_alone(
     assert rows(stage)[-1]["step"] == STEPS
 
 
+@pytest.mark.exhaustive
 def test_a_rerun_at_debug_info_has_stacks_and_flight_recorders_of_the_ranks_themselves(
     start: Start, stage: StagePaths, tmp_path: Path
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_killed_rank_is_the_one_reported(start: Start, stage: StagePaths, tmp_
     assert not processes_that_mention(str(tmp_path / "r"))
 
 
+@pytest.mark.exhaustive
 def test_a_killed_supervisor_leaves_no_rank_behind(
     start: Start, stage: StagePaths, tmp_path: Path
 ) -> None:
@@ -201,6 +203,7 @@ def test_a_killed_supervisor_leaves_no_rank_behind(
     assert not stage.outcome.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_stage_that_is_told_to_stop_is_interrupted_and_says_where_it_goes_on(
     start: Start, stage: StagePaths, tmp_path: Path
 ) -> None:
@@ -235,6 +238,7 @@ def test_the_signal_of_the_stage_reaches_the_ranks_which_save_and_stop(
         assert f"rank {rank} was told to stop" in log.read_text()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("launch", ["srun", "accelerate"])
 def test_other_launchers_on_one_machine_complete(
     start: Start, stage: StagePaths, tmp_path: Path, launch: str
@@ -308,6 +312,7 @@ SILENT = (
 )
 
 
+@pytest.mark.exhaustive
 def test_without_progress_what_a_command_computes_and_prints_tells_that_it_moves(
     start: Start, stage: StagePaths, tmp_path: Path
 ) -> None:

@@ -190,6 +190,7 @@ def test_an_engine_that_drops_its_updates_stops_the_stage_at_the_first_step_of_n
     assert (told["cause"], told["culprits"]["ranks"]) == ("server_unhealthy", [])
 
 
+@pytest.mark.exhaustive
 def test_an_engine_that_drops_its_updates_is_flagged_and_the_stage_goes_on(stage: Stage) -> None:
     job, codes = _run(stage, _deaf)
 
@@ -201,6 +202,7 @@ def test_an_engine_that_drops_its_updates_is_flagged_and_the_stage_goes_on(stage
     assert "first above at step 2, in 2 of 3 judged steps" in verdict.findings[1].measured
 
 
+@pytest.mark.exhaustive
 def test_an_engine_whose_weights_are_a_little_off_stops_the_stage_after_its_patience(
     stage: Stage,
 ) -> None:
@@ -211,6 +213,7 @@ def test_an_engine_whose_weights_are_a_little_off_stops_the_stage_after_its_pati
     assert "above the limits since step 1" in stage.log(0)
 
 
+@pytest.mark.exhaustive
 def test_tokens_that_are_known_to_be_of_older_weights_are_no_drift(stage: Stage) -> None:
     job, codes = _run(stage, _stale, action="stop")
 
@@ -222,6 +225,7 @@ def test_tokens_that_are_known_to_be_of_older_weights_are_no_drift(stage: Stage)
     assert _judged(stage, job, "completed").status == "PASS"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("allocation", ["fsdp:d2", "megatron:d2"])
 @pytest.mark.parametrize("async_level", [1, 2])
 def test_an_engine_of_older_weights_is_judged_by_those_in_every_step(
@@ -238,6 +242,7 @@ def test_an_engine_of_older_weights_is_judged_by_those_in_every_step(
     assert _judged(stage, job, "completed").findings[1].measured == "5 judged steps, 720 tokens"
 
 
+@pytest.mark.exhaustive
 def test_an_engine_of_older_weights_that_drops_an_update_stops_the_stage(stage: Stage) -> None:
     _, codes = _run(stage, _deaf, 1, steps=5, action="stop")
 
@@ -250,6 +255,7 @@ def test_an_engine_of_older_weights_that_drops_an_update_stops_the_stage(stage: 
     )
 
 
+@pytest.mark.exhaustive
 def test_tokens_of_one_answer_are_each_judged_by_the_weights_that_wrote_them(stage: Stage) -> None:
     _, codes = _run(stage, _mixed, 1, action="stop")
     assert codes == [0, 0], stage.log(0)

@@ -24,6 +24,11 @@ from tests.stage_ranks import GRPO, SFT, Stage, rollout_batch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
+
+def exhaustive(allocation: str) -> Any:
+    return pytest.param(allocation, marks=pytest.mark.exhaustive)
+
+
 INTERRUPTED = 75
 FRESH = ("env",)  # each rank an interpreter of its own, as a stage starts them
 
@@ -106,7 +111,9 @@ def reward(completion, answer):
 """
 
 
-@pytest.mark.parametrize("allocation", ["fsdp:d2", "fsdp:t2", "megatron:t2", "archon:d2"])
+@pytest.mark.parametrize(
+    "allocation", ["fsdp:d2", *map(exhaustive, ["fsdp:t2", "megatron:t2", "archon:d2"])]
+)
 def test_the_held_out_curve_has_all_its_points_after_a_kill_and_is_the_same_on_every_engine(
     assets: Path, tmp_path: Path, allocation: str
 ) -> None:
@@ -187,7 +194,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     _assert_drawn(stage)
 
 
-@pytest.mark.parametrize("allocation", ["fsdp:d2", "megatron:t2", "archon:d2"])
+@pytest.mark.parametrize("allocation", ["fsdp:d2", *map(exhaustive, ["megatron:t2", "archon:d2"])])
 def test_a_killed_run_goes_on_with_another_learning_rate_exactly_as_far_as_that_reaches(
     uninterrupted: Stage, stage: Stage, assets: Path, allocation: str
 ) -> None:

@@ -78,6 +78,7 @@ def pid_of_rank(rank: int, folder: Path) -> int:
     raise AssertionError(f"rank {rank} does not run")
 
 
+@pytest.mark.exhaustive
 def test_torchrun_over_two_nodes_completes_and_one_log_a_rank_is_shown(workflow: Make) -> None:
     flow = workflow("")
     paths = prepare(flow, launch="torchrun")
@@ -123,6 +124,7 @@ def test_a_stopped_rank_of_the_second_node_is_named_and_the_stage_resumes_alone(
     assert int(log.read_text().split()[-1]) > 10
 
 
+@pytest.mark.exhaustive
 def test_the_signal_of_the_stage_reaches_the_ranks_of_both_nodes_and_the_job_goes_on(
     workflow: Make,
 ) -> None:

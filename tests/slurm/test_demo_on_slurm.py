@@ -47,7 +47,7 @@ def demo(
             check=False,
             cwd=ROOT,
             env={**slurm_env, **census.environment},
-            timeout=840,
+            timeout=1400,
         )
     print(result.stdout[-20000:])
     return RunPaths(folder / "demo"), result

@@ -108,7 +108,7 @@ def test_a_training_stage_over_two_nodes_saves_is_requeued_and_resumes(workflow:
     (entry,) = flow.submitted()
     warn(flow, entry["job_id"])
 
-    assert snakemake.wait(120) == 0, flow.read("snakemake.out")
+    assert snakemake.wait(300) == 0, flow.read("snakemake.out")
     first = read_json(stage.attempt(1).outcome)
     second = read_json(stage.outcome)
     assert (first["state"], second["state"], second["attempt"]) == ("interrupted", "completed", 2)

@@ -4,6 +4,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from operator import attrgetter
 from pathlib import PurePath
 from typing import Any
@@ -248,9 +249,21 @@ def _place_by_process(facts: Facts, loose: list[Stack]) -> None:
         component.stacks += stacks
     files = [(host, stacks[0].place.path) for (host, _), stacks in ordered]
     hosted = [row for row in files if row[0]]
-    facts.guessed = len(set(hosted)) < len(hosted) or _ordered_otherwise([p for _, p in files])
+    facts.guessed = (
+        len(set(hosted)) < len(hosted)
+        or _ordered_otherwise([p for _, p in files])
+        or _with_gaps([key for key, _ in ordered])
+    )
     facts.conflicts.append(_guessed([key for key, _ in ordered]))
     _place_children(facts, loose)
+
+
+def _with_gaps(processes: Sequence[tuple[str, int]]) -> bool:
+    """A launcher starts its ranks one right after the other: between ids that are apart another
+    rank may be, of which no stack was given.
+    """
+    pids = [(host, pid) for host, pid in processes if pid < 2**32]
+    return any(host == other and above > pid + 1 for (host, pid), (other, above) in pairwise(pids))
 
 
 def _ordered_otherwise(paths: Sequence[str]) -> bool:

@@ -116,15 +116,17 @@ def test_barrier_inside_the_loop_is_no_cleanup(tmp_path: Path) -> None:
     inside = stack(1, f"all_reduce ({C10D})", "loss (model.py:3)", "step (train.py:8)", *LOOP)
     chosen = diagnose(write(tmp_path, dump__txt=barrier + inside)).chosen
     assert chosen.pattern == "B"
-    assert chosen.cause == "collective_mismatch"
+    assert chosen.cause == "unknown"
     assert not chosen.ranks
 
 
 def test_pattern_b_from_stacks_alone_blames_nobody_and_says_what_is_needed(tmp_path: Path) -> None:
     other = (f"all_reduce ({C10D})", "evaluate (train.py:90)", *LOOP)
     text = "".join([stack(r, *(other if r == 3 else ALL_REDUCE)) for r in range(4)])
-    chosen = diagnose(write(tmp_path, dump__txt=text)).chosen
-    assert (chosen.cause, chosen.pattern) == ("conditional_collective", "B")
+    diagnosis = diagnose(write(tmp_path, dump__txt=text))
+    chosen = diagnosis.chosen
+    assert (chosen.cause, chosen.pattern) == ("unknown", "B")
+    assert diagnosis.candidates[0].cause == "conditional_collective"
     assert not chosen.ranks
     assert any("Flight Recorder" in text for text in chosen.needed)
 
@@ -132,14 +134,16 @@ def test_pattern_b_from_stacks_alone_blames_nobody_and_says_what_is_needed(tmp_p
 def test_two_against_two_in_different_calls_are_no_branch_of_one(tmp_path: Path) -> None:
     other = (f"all_reduce ({C10D})", "evaluate (train.py:90)", *LOOP)
     text = "".join([stack(r, *(other if r > 1 else ALL_REDUCE)) for r in range(4)])
-    chosen = diagnose(write(tmp_path, dump__txt=text)).chosen
-    assert (chosen.cause, chosen.ranks) == ("collective_mismatch", [])
+    diagnosis = diagnose(write(tmp_path, dump__txt=text))
+    assert (diagnosis.chosen.cause, diagnosis.chosen.ranks) == ("unknown", [])
+    assert diagnosis.candidates[0].cause == "collective_mismatch"
 
 
 def test_pattern_c_when_all_ranks_are_in_one_place(tmp_path: Path) -> None:
     text = "".join(stack(r, *ALL_REDUCE) for r in range(4))
     diagnosis = diagnose(write(tmp_path, dump__txt=text))
-    assert (diagnosis.chosen.cause, diagnosis.chosen.pattern) == ("network", "C")
+    assert (diagnosis.chosen.cause, diagnosis.chosen.pattern) == ("unknown", "C")
+    assert [row.cause for row in diagnosis.candidates] == ["network"]
     assert [row.ranks for row in diagnosis.classes] == [(0, 1, 2, 3)]
     assert diagnosis.classes[0].waiting_in == "all_reduce"
     assert diagnosis.classes[0].path[0].startswith("<module>")

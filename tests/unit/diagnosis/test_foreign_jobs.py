@@ -93,7 +93,7 @@ def test_one_call_from_two_places_of_a_library_is_a_mismatch(tmp_path: Path) -> 
     norm = call("all_reduce", "get_grad_norm_fp32 (megatron/core/optimizer/clip_grads.py:9)")
     tensor = call("all_reduce", "_reduce (megatron/core/tensor_parallel/mappings.py:30)")
     stacks = [(*top, *MEGATRON) for top in (tensor, tensor, norm, norm)]
-    case = Case(ranks(stacks), "collective_mismatch", pattern="B")
+    case = Case(ranks(stacks), "unknown", pattern="B")
     assert disagreement(diagnosed(tmp_path, case), case) == ""
 
 
@@ -115,7 +115,7 @@ def test_actors_are_judged_by_their_working_thread(tmp_path: Path, odd: Stack, c
 
 
 def test_actors_in_one_collective_are_not_two_threads(tmp_path: Path) -> None:
-    case = Case(actors([REDUCE] * 4), "network", pattern="C")
+    case = Case(actors([REDUCE] * 4), "unknown", pattern="C")
     assert disagreement(diagnosed(tmp_path, case), case) == ""
 
 
@@ -159,7 +159,7 @@ def test_rank_outside_of_a_weight_update_explains_it_better(tmp_path: Path) -> N
 
 
 def test_weights_of_a_new_model_are_no_weight_update(tmp_path: Path) -> None:
-    case = Case(ranks([STARTED] * 4), "network", pattern="C")
+    case = Case(ranks([STARTED] * 4), "unknown", pattern="C")
     assert disagreement(diagnosed(tmp_path, case), case) == ""
 
 
@@ -207,7 +207,7 @@ def test_two_views_of_one_moment_are_no_progress(tmp_path: Path) -> None:
     native = (*SYNC, *REDUCE)
     files = ranks([REDUCE] * 2)
     files |= {f"rank_{r}.native.txt": process(100 + r, native) for r in range(2)}
-    case = Case(files, "network", pattern="C")
+    case = Case(files, "unknown", pattern="C")
     assert disagreement(diagnosed(tmp_path, case), case) == ""
 
 

@@ -152,7 +152,7 @@ CASES: dict[str, Case] = {
     ),
     "node that refuses": Case(
         {**ranks([REDUCE] * 2), "err": "ssh: connect to host n2 port 22: Connection refused\n"},
-        "network", pattern="C",
+        "unknown", pattern="C",
     ),
     "ras without a complaint": Case(
         {"ras.txt": "Group     Comms     Nodes     Ranks\n 0  1  2  2 RUNNING OK\n"},

@@ -90,20 +90,20 @@ def test_injected_ranks_are_exact_when_any_innocent_ranks_dump_is_lost(case: str
 NATIVE = ("cudaStreamSynchronize (libcudart.so.12)", "_local_scalar_dense_cuda (libtorch.so)")
 
 
-def test_rank_that_synchronises_with_its_gpu_beside_a_collective_is_host_sync(
+def test_rank_that_synchronises_with_its_gpu_beside_a_collective_is_told_and_nobody_named(
     tmp_path: Path,
 ) -> None:
     text = "".join(stack(r, *REDUCE) for r in (0, 1, 3))
     text += stack(2, *NATIVE, "log_loss (train.py:31)", *LOOP)
     chosen = diagnose(folder(tmp_path, dump__txt=text)).chosen
-    assert (chosen.cause, list(chosen.ranks)) == ("host_sync_divergence", [2])
+    assert (chosen.cause, list(chosen.ranks)) == ("unknown", [])
     assert "log_loss (train.py:31)" in chosen.sentence
 
 
 def test_synchronisation_inside_a_collective_is_no_divergence(tmp_path: Path) -> None:
     barrier = ("cudaStreamSynchronize (libcudart.so.12)", f"barrier ({C10D})", *LOOP)
     text = "".join(stack(r, *(barrier if r == 1 else barrier[1:])) for r in range(3))
-    assert diagnose(folder(tmp_path, dump__txt=text)).chosen.cause == "network"
+    assert diagnose(folder(tmp_path, dump__txt=text)).chosen.cause == "unknown"
 
 
 def test_most_ranks_in_a_synchronisation_are_not_blamed(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_rank_that_died_explains_ranks_that_wait_for_its_checkpoint(tmp_path: Pa
 
 def test_checkpoint_that_is_written_beside_a_step_explains_no_hang(tmp_path: Path) -> None:
     text = "".join(threads(r, MainThread=REDUCE, checkpoint=WRITES) for r in range(2))
-    assert diagnose(folder(tmp_path, dump__txt=text)).chosen.cause == "network"
+    assert diagnose(folder(tmp_path, dump__txt=text)).chosen.cause == "unknown"
 
 
 # All ranks ended

@@ -255,11 +255,11 @@ CASES = {
     ),
     "directory listing of living actors": Case(
         {**ranks([REDUCE] * 2), "ray.txt": "    state: ALIVE\n    name: abcWorkerDict_0:1\n"},
-        "network", pattern="C",
+        "unknown", pattern="C",
     ),
     "warning of a transport that is no error": Case(
         {**ranks([REDUCE] * 2), "job.log": "n1:4:4 [0] NCCL WARN NET/OFI Only EFA is supported\n"},
-        "network", pattern="C",
+        "unknown", pattern="C",
     ),
     "finished with train_runtime": Case(
         {"job.log": OOM + "{'train_runtime': 17.4, 'epoch': 1.0}\n"},

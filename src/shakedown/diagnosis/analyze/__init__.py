@@ -142,7 +142,7 @@ def analyze(facts: Facts) -> Diagnosis:
     rule, chosen = spoken[0] if spoken else (Rule(one_place.unknown), one_place.unknown(situation))
     waits = [*chosen.waits, situation.graph]
     if rule.of_a_moment:
-        chosen = liveness.tempered(situation, chosen)
+        chosen = _unless_open(liveness.tempered(situation, chosen))
     chosen = storage.explained(situation, chosen)
     chosen = gpu_use.weighed(situation, chosen)
     chosen = _or_another_reason(situation, chosen)
@@ -199,6 +199,11 @@ def _unless_guessed(facts: Facts, chosen: Hypothesis) -> Hypothesis:
         return chosen
     told = f"{chosen.sentence}; ranks are counted by process id: which one it is nothing tells"
     return replace(chosen, ranks=(), sentence=told)
+
+
+def _unless_open(chosen: Hypothesis) -> Hypothesis:
+    """What was seen is said, and the guides' pattern; what fits best stands in `candidates`."""
+    return replace(chosen, cause="unknown", confidence=0.0) if chosen.cause_open else chosen
 
 
 def _contradicts(other: Hypothesis, chosen: Hypothesis) -> bool:

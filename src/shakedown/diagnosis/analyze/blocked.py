@@ -101,6 +101,8 @@ def _elsewhere(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis
         cause = "init_deadlock" if _initialises(s) else _own_code(first)
     others = s.positions[waiters[0]]
     counted = bool(set(named) & s.calls.roots)
+    if first.kind == "host_sync" and not counted:
+        return _wait_for_gpus(s, named, waiters)
     return conclude(
         s,
         cause,
@@ -113,6 +115,21 @@ def _elsewhere(s: Situation, named: list[int], waiters: list[int]) -> Hypothesis
         needed=["Flight Recorder dumps: the collective that the GPUs wait in"]
         if others.kind == "host_sync"
         else [],
+    )
+
+
+def _wait_for_gpus(s: Situation, ranks: list[int], waiters: list[int]) -> Hypothesis:
+    """What a GPU waits in is on no stack: the others' call, or one that they left out."""
+    return conclude(
+        s,
+        "unknown",
+        f"{name_ranks(ranks)} {verb(ranks, 'waits for its GPU', 'wait for their GPUs')} "
+        f"({s.positions[ranks[0]].where}), while {name_ranks(waiters)} "
+        f"{verb(waiters, 'waits', 'wait')} in {s.waits_in(waiters)}: one side calls what the other "
+        "does not",
+        sure="open",
+        evidence=[*s.seen_at(ranks), *s.seen_at(waiters, 2)],
+        needed=["Flight Recorder dumps: the collective that the GPUs wait in"],
     )
 
 

@@ -17,6 +17,7 @@ from shakedown.monitor.heartbeat import Beat
 def past_the_loop(s: Situation) -> Hypothesis | None:
     """Pattern A: ranks left the training loop and wait in cleanup, others are still in it."""
     left, stay = left_the_loop(s)
+    stay = [r for r in stay if not all(_is_beyond(s, r, other) for other in left)]
     if not left or not stay:
         return None
     first = s.positions[left[0]]
@@ -42,6 +43,17 @@ def past_the_loop(s: Situation) -> Hypothesis | None:
         waits=[Block(stay, left, f"entered {s.positions[stay[0]].op}")],
         needed=[] if raised else ["the exception: log it before the cleanup waits for others"],
     )
+
+
+def _is_beyond(s: Situation, rank: int, other: int) -> bool:
+    """Further down in the very function: `other` has not come there, whatever it is called."""
+    mine, theirs = user_frames(s.positions[rank].path), user_frames(s.positions[other].path)
+    pairs = list(zip(mine, theirs, strict=False))
+    shared = next((i for i, (a, b) in enumerate(pairs) if frame_key(a) != frame_key(b)), None)
+    if shared is None or shared != len(mine) - 1:
+        return False
+    here, there = pairs[shared]
+    return frame_key(here)[:2] == frame_key(there)[:2] and here.line > there.line > 0
 
 
 def _schedule_left(s: Situation, left: list[int], stay: list[int]) -> Hypothesis:

@@ -152,14 +152,27 @@ def extra_call(s: Situation) -> Hypothesis | None:
     if not departing or 2 * len(departing) > len(involved):
         return None
     keeping = sorted(set(involved).difference(departing))
+    # A call of every step, made before another group's: the order is what differs.
+    apart = {pending[r].group for r in departing}.isdisjoint(
+        pending[r].group for r in keeping if r in pending
+    )
+    usual = apart and all(_made_before(s, r, pending[r]) for r in departing)
     return conclude(
         s,
-        "conditional_collective",
+        "cross_group_cycle" if usual else "conditional_collective",
         f"{name_ranks(departing)} called {describe(pending[departing[0]])}, which departs from "
         f"the calls of earlier steps; {name_ranks(keeping)} {verb(keeping, 'does', 'do')} not join",
         ranks=departing,
         sure="seen",
         evidence=s.recorded_at(departing),
+    )
+
+
+def _made_before(s: Situation, rank: int, call: Operation) -> bool:
+    record = s.ranks[rank].record
+    return any(
+        (op.group, op.name, op.sizes) == (call.group, call.name, call.sizes) and op.done
+        for op in (record.operations if record else ())
     )
 
 
@@ -208,7 +221,7 @@ def timed_out_apart(s: Situation) -> Hypothesis | None:
     )  # fmt: skip
 
 
-_OF_SIZES = re.compile(r"\bsizes?\b|\bshapes?\b", re.I)
+_OF_SIZES = re.compile(r"\bsizes?\b|\bshapes?\b|\bhas \d+ params\b", re.I)
 
 
 def told_mismatch(s: Situation) -> Hypothesis | None:

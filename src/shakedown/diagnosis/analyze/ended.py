@@ -75,6 +75,9 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     why, places = _death(s.ranks[culprits[0]], raised.get(culprits[0]))
     shared = cause == "init_deadlock" or (cause == "storage" and len(culprits) > 1)
     shared = shared or (cause == "server_unhealthy" and not s.facts.of_engine)
+    # Of an error that is one of a branch where others wait, and of the code where none does.
+    told = told_cause(raised[first]) if first in raised else None
+    shared = shared or (cause == "user_code" and told == "conditional_collective")
     # An engine of one process: its rank tells nothing that the server does not.
     alone = s.facts.of_engine and len(s.expected_ranks) == 1
     return conclude(
@@ -105,6 +108,8 @@ def _is_drivers(event: LogEvent) -> bool:
 
 def _why_ended(s: Situation, rank: int, raised: LogEvent | None) -> Cause:
     told = own_cause(s.ranks[rank]) or (cause_of(raised) if raised else None)
+    if told == "conditional_collective" and not _others_wait(s, rank):
+        return "user_code"
     if told == "dataloader" and _of_memory(s):
         return "out_of_memory"  # its workers are what the kernel killed
     if told is not None or s.facts.of_engine:
@@ -115,6 +120,13 @@ def _why_ended(s: Situation, rank: int, raised: LogEvent | None) -> Cause:
     if raised is None and s.ranks[rank].exit_code == -signal.SIGKILL and _of_memory(s):
         return "out_of_memory"
     return "missing_rank"  # it went without a word
+
+
+def _others_wait(s: Situation, rank: int) -> bool:
+    """Seen, or told by their watchdogs. Else all ranks may have done as this one did."""
+    others = {r: c for r, c in s.ranks.items() if r != rank}
+    told = any(e.kind == "timeout" for c in others.values() for e in c.events)
+    return told or not set(s.waiting).isdisjoint(others)
 
 
 def _uncaught(s: Situation) -> dict[int, LogEvent]:

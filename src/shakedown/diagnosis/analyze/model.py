@@ -49,7 +49,8 @@ class Hypothesis:
     """One rule's reading of the facts, see causes.py.
 
     `waits`: what it adds to the wait-for graph. `second_look_after`: seconds after which a second
-    look tells slow from hung, else 0.
+    look tells slow from hung, else 0. `cause_open`: other causes look the same, and `cause` is only
+    what fits best; of reports that nobody here had seen it was right for half.
     """
 
     cause: Cause
@@ -67,6 +68,7 @@ class Hypothesis:
     remedy: str = ""
     blame: Blame = "code"
     second_look_after: int = 0
+    cause_open: bool = False
 
     @property
     def culprits(self) -> tuple[tuple[int, ...], tuple[str, ...], tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shakedown.diagnosis.analyze.blocked import loader_worker
 from shakedown.diagnosis.analyze.causes import conclude
@@ -132,7 +133,7 @@ def different_paths(s: Situation) -> Hypothesis | None:
     told = "; ".join(f"{name_ranks(r)} in {s.positions[r[0]].where}" for r in groups[:4])
     cause: Cause = "conditional_collective" if _one_aside(s, groups) else "collective_mismatch"
     pipeline = _in_pipeline([s.positions[r] for r in inside])
-    return conclude(
+    found = conclude(
         s,
         "pipeline_order" if pipeline else cause,
         f"ranks wait in different calls: {told}",
@@ -143,6 +144,7 @@ def different_paths(s: Situation) -> Hypothesis | None:
             "the usual order",
         ],
     )
+    return replace(found, cause_open=not pipeline)
 
 
 def _one_aside(s: Situation, groups: Sequence[Sequence[int]]) -> bool:
@@ -178,20 +180,23 @@ def one_place(s: Situation) -> Hypothesis | None:
     world = any(set(g.members) >= set(ranks) for g in s.facts.groups)
     names = [e for c in s.ranks.values() for e in c.events if e.kind == "nccl_error"]
     cause: Cause = "nccl_internal" if native else "network"
-    return conclude(
+    # Dumps count calls and show that none is behind. Stacks cannot, and without the world size
+    # a rank may be missing altogether.
+    counted = any(s.ranks[r].record for r in ranks)
+    looks = {stack.sample for r in ranks for stack in s.ranks[r].stacks}
+    found = conclude(
         s,
         cause,
         f"all {len(ranks)} ranks wait in {_common_call(s, ranks[0])} and none is behind: "
         + ("inside NCCL's enqueue" if native else "the network or the library, not a branch"),
-        # Dumps count calls and show that none is behind. Stacks cannot, and without the world size
-        # a rank may be missing altogether.
-        sure="likely" if any(s.ranks[r].record for r in ranks) else "open",
+        sure="likely" if counted else "open",
         evidence=[*[e.place for e in names[:3]], *s.seen_at(ranks)],
         needed=[
             *([] if world else ["the world size: a rank of which no file tells may be missing"]),
             "NCCL_DEBUG=INFO logs, link error counters, and a second sample after a minute",
         ],
     )
+    return replace(found, cause_open=not (native or counted or len(looks) > 1))
 
 
 def _one_call(s: Situation, ranks: Sequence[int]) -> bool:

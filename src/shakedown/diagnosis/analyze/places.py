@@ -14,6 +14,7 @@ from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.records import LogEvent, SourceRef
 
 WAITING = frozenset({"collective", "p2p"})
+_LOOK = re.compile(r"ssh: |pdsh@")  # a person's look from outside, which nothing ends by
 # What a log can hold of a job that still runs, or waits; all else is of an end, or raises.
 _GOES_ON = frozenset(
     {
@@ -133,6 +134,7 @@ class Placed:
         if self.stuck or (self.seen_alive and self.facts.outcome is None and not self.gave_up):
             return "hung"
         events = [e for e in self.facts.all_events() if e.kind not in _GOES_ON]
+        events = [e for e in events if not _LOOK.match(e.text)]
         if self._goes_on_after(events):
             return "hung"
         if any(_PORT in e.text for e in events):

@@ -114,6 +114,7 @@ _ROWS: tuple[tuple[Kind, re.Pattern[str], re.Pattern[str]], ...] = (
         re.compile(r"wait|communicate|send|recv"),
     ),
     ("host_sync", re.compile(r"torch/cuda/(?:__init__|streams)\.py$"), re.compile("synchron|wait")),
+    ("host_sync", re.compile(r"torch/_tensor\.py$"), re.compile(r"^(?:item|cpu|tolist|numpy)$")),
 )
 _LOADER = re.compile(r"torch/utils/data/|(?:^|/)datasets/")
 # Libraries that do nothing but move files: to a bucket, or from one mount to another. A data set

@@ -26,6 +26,8 @@ _VICTIM = re.compile(
     r"|other ranks that didn't finish|CheckpointException"
     # An error that compares ranks accuses neither.
     r"|\brank ?\d{1,6}\b.{0,120}\brank ?\d|DDP expects same model across all ranks"
+    # What other ranks sent could not be read: fairseq's words for ranks in different calls.
+    r"|from other workers"
     r"|across (?:all )?(?:devices|processes|GPUs|ranks)|in process 0\b"
     # Raised by a library that talks to another process, which is where the reason lies.
     r"|^(?:aiohttp|grpc|httpcore|httpx|openai|requests|urllib3|zmq)\."
@@ -51,12 +53,23 @@ def _is_feeders(event: LogEvent) -> bool:
     return any(f.function == "_feed" and f.file.endswith("queues.py") for f in event.frames)
 
 
+_OBJECTS = re.compile(
+    r"^(?:all_?gather|broadcast|gather|scatter)_(?:list|object)|^_tensor_to_object$"
+)
+
+
+def _reads_others(event: LogEvent) -> bool:
+    """What other ranks sent is no object: somebody is in another call, who is not told."""
+    pickled = "Unpickling" in event.text or "EOFError" in event.text
+    return pickled and any(_OBJECTS.match(f.function) for f in event.frames)
+
+
 def root_exception(component: ComponentFacts) -> LogEvent | None:
     """The first traceback that no peer's death explains."""
     found = [e for e in component.events if e.kind == "traceback" and not e.detail.get("chained")]
     # Of a head alone nothing is known, not even that it was not a victim's.
     found = [e for e in found if e.detail.get("exception") or e.frames]
-    own = [e for e in found if not is_victims(e) and not _is_feeders(e)]
+    own = [e for e in found if not (is_victims(e) or _is_feeders(e) or _reads_others(e))]
     # One that is cut off tells the place at most: another tells more.
     return min(own, key=lambda e: not e.detail.get("exception"), default=None)
 
@@ -69,7 +82,10 @@ OWN: dict[str, Cause] = {"oom": "out_of_memory", "gpu_error": "gpu_error"}
 _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
     (re.compile(r"Expected to have finished reduction in the prior"), "conditional_collective"),
     (
-        re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory"),
+        re.compile(
+            r"^(?!.*more than 1EB).*(?:OutOfMemoryError|out of memory|MemoryError"
+            r"|can't allocate memory)"
+        ),
         "out_of_memory",
     ),
     # Our own stage stopped itself: trainer and engine disagree, and which is wrong is not told.

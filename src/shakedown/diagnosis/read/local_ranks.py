@@ -75,8 +75,10 @@ def _shifted(record: Record, shift: int) -> Record:
     if not shift or not isinstance(record, Stack | LogEvent | LogEnd | FlightRecord):
         return record
     local = _folder(record)
-    if local is None or record.who.rank != local:
-        return record  # it says its own rank
+    # It says its own rank; or the folder does: the ranks below this node's are those of whole
+    # nodes, none of which has more than they are.
+    if local is None or record.who.rank != local or local >= shift:
+        return record
     return replace(record, who=replace(record.who, rank=local + shift))
 
 

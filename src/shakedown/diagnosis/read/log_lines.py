@@ -170,10 +170,13 @@ PATTERNS: list[Row] = [
             "oomkilled",
         ),
         re.compile(
-            r"CUDA out of memory|OutOfMemoryError|[Oo]ut of memory: Killed process (?P<pid>\d{1,8})"
+            # A size of 1 EB is no want of memory: what was to be held is damaged.
+            r"(?!.*more than 1EB memory)"
+            r"(?:CUDA out of memory|OutOfMemoryError"
+            r"|[Oo]ut of memory: Killed process (?P<pid>\d{1,8})"
             r"|oom-kill:.{0,300}pid=(?P<pid_b>\d{1,8})|oom[-_]kill event|OOM Killed"
             r"|\b(?P<container>OOMKilled)\b|Cuda failure .{0,12}out of memory"
-            r"|DefaultCPUAllocator: can't allocate memory"
+            r"|DefaultCPUAllocator: can't allocate memory)"
         ),
     ),
     # torch's and NCCL's words, and the driver's in the kernel log
@@ -256,12 +259,13 @@ PATTERNS: list[Row] = [
             r"(?:exit )?(?:code|signal) (?P<code>-?\d{1,4})\b"
         ),
     ),
-    # a batch script's shell: `train.sh: line 12: 4711 Killed  python train.py`
+    # a batch script's shell: `train.sh: line 12: 4711 Killed  RANK=3 python train.py`
     (
         "exit",
         ("killed", "segmentation fault", "bus error"),
         re.compile(
             r"line \d{1,6}: +(?P<pid>\d{1,8}) (?P<how>Killed|Segmentation fault|Bus error)\b"
+            r"(?: +(?:\w+=\S* +){0,20}?RANK=(?P<task>\d{1,6})\b)?"
         ),
     ),
     # Ray's actors of verl: `name: YGp0dwWorkerDict_0:6`, of the first node the sixth
@@ -356,7 +360,10 @@ PATTERNS: list[Row] = [
     (
         "starving",
         ("waiting for",),
-        re.compile(r"[Ww]aiting for (?:(?:the )?(?:training|next|rollout) batch|rollouts?\b)"),
+        re.compile(
+            r"[Ww]aiting for (?:(?:the )?(?:training|next|rollout) batch(?! from \w*iter_)"
+            r"|rollouts?\b)"
+        ),
     ),
     (
         "waiting_weights",

@@ -305,6 +305,7 @@ class _Tracebacks:
         self._who = Identity()
         self._chained = False
         self._prefix = ""  # what a logger writes before every line
+        self._raised = ""
         self.inside = False
 
     @property
@@ -335,7 +336,15 @@ class _Tracebacks:
             return None
         if line.startswith((" ", "\t")) or not line.strip():
             return None
-        name, _, message = line.partition(":")
+        return self._told(line)
+
+    def _told(self, line: str) -> LogEvent | None:
+        """The error's line; torch.compile's has the one that it was raised for in the next line."""
+        if line.rstrip().endswith(" raised:") and not self._raised:
+            self._raised = line.rstrip()
+            return None
+        name, _, message = f"{self._raised} {line}".lstrip().partition(":")
+        self._raised = ""
         return self._event(name.strip(), message.strip())
 
     def finish(self) -> LogEvent | None:

@@ -29,6 +29,7 @@ _FOLDER_HOST = re.compile(r"^((?:node|host)[-_]?\d[a-z0-9-]*)$")
 # torchrun --log-dir: RUN_ID/attempt_N/LOCAL_RANK/stderr.log
 ELASTIC = re.compile(r"^(.*?)attempt_(\d{1,6})/(\d{1,4})/(?:stdout|stderr|error)\.(?:log|json)")
 _ROUND = re.compile(r"(?:^|[^a-z])log[^a-z/](?:[^/]*\.)?\d+$", re.I)
+_LOGS = (".log", ".out", ".err", ".txt")
 _FEW = 3  # names of which at least two of a series would share a stem
 _DIGITS = re.compile(r"\d+")
 
@@ -154,7 +155,7 @@ def _numbers(found: dict[str, Named]) -> None:
     numbers = {number for _, number in found.values() if number is not None}
     logs: dict[str, list[int]] = defaultdict(list)
     for name, (_, number) in found.items():
-        if number is not None and name.endswith((".log", ".out", ".err")):
+        if number is not None and name.endswith(_LOGS):
             logs[_stem(name)].append(number)
     # Ranks count from 0: `worker-1.log` and `worker-2.log` are of nodes, or parts.
     nodes = {
@@ -167,7 +168,7 @@ def _numbers(found: dict[str, Named]) -> None:
         if number and series[_stem(name)] == 1 and _ROUND.search(name):
             found[name] = identity, None
             continue
-        if number is not None and name.endswith((".log", ".out", ".err")) and _stem(name) in nodes:
+        if number is not None and name.endswith(_LOGS) and _stem(name) in nodes:
             found[name] = identity, None
             continue
         # What Slurm wrote of rounds 18 and 19: tasks would begin at 0.

@@ -121,10 +121,9 @@ _LOGGED_BY = re.compile(
 )
 
 
-# `gpu-011_dmesg.txt`, `dmesg-gpu-011.txt`: what a file is, beside whose.
-_KIND = re.compile(
-    r"^(?:dmesg|kern(?:el)?|messages|syslog|journal)[-_]?|[-_](?:dmesg|kern(?:el)?)$"
-)
+# `gpu-011_dmesg.txt`, `ps_gpu-011.txt`: what a file is, beside whose.
+_WORDS = r"(?:dmesg|kern(?:el)?|messages|syslog|journal(?:ctl)?|ps|top|(?:nvidia[-_]?)?smi|logs?)"
+_KIND = re.compile(rf"^{_WORDS}(?:[-_]|$)|[-_]{_WORDS}$")
 
 
 def node_of(source: EvidenceFile) -> str | None:

@@ -25,6 +25,7 @@ _RANK_LINE = re.compile(
     r"|\[process information not found\])"
 )
 _SUMMARY = re.compile(r"^ *Comms +Nodes +Ranks|^ *Group +Comms +Nodes +Ranks|^Communicators\.\.\.")
+_QUERY = re.compile(r"^NCCL version ")
 _COUNTS = re.compile(r"^\s*Communicator ranks have different ")
 _COUNT = re.compile(
     r"^\s*(\d{1,7}) ranks? ha(?:ve|s) (?:launched up to operation (\d{1,18})|not launched)"
@@ -38,9 +39,11 @@ def parse_text(source: EvidenceFile) -> list[Record]:
     """Missing ranks and outliers. `launched`: an outlier's operations, `most`: the others'.
 
     RAS gives ranks of the communicator; they are the job's own only in one that holds all of it.
+    Of several queries whose counts grow nobody lags: each took its ranks one after the other.
     """
     if not _SIGNS.search(source.text):
         return []
+    grows = _grows(source.lines)
     records: list[Record] = []
     summary = ((n, line) for n, line in enumerate(source.lines, start=1) if _SUMMARY.match(line))
     for number, line in summary:
@@ -49,11 +52,23 @@ def parse_text(source: EvidenceFile) -> list[Record]:
         records.append(LogEnd(who, len(source.lines), clean(line), place))
         break
     reader = _Reader(source, _whole_groups(source.lines))
-    for number, line in enumerate(source.lines, start=1):
+    for number, line in enumerate(() if grows else source.lines, start=1):
         if len(records) > MAX_RECORDS:
             break
         records += reader.feed(number, line)
     return records
+
+
+def _grows(lines: Sequence[str]) -> bool:
+    """Whether the highest count of the last query is above that of the first."""
+    highest: list[int] = []
+    for line in lines:
+        if _QUERY.match(line):
+            highest.append(-1)
+        elif highest and (match := _COUNT.match(line)):
+            highest[-1] = max(highest[-1], int(match[2] or 0))
+    told = [count for count in highest if count >= 0]
+    return len(told) > 1 and told[-1] > told[0]
 
 
 class _Reader:

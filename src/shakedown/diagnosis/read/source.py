@@ -40,7 +40,11 @@ _ROLE = re.compile(rf"(?:^|[^a-z])({'|'.join(_ROLES)})(?:[^a-z]|$)")
 # not cut to its first ones. Names are lower case here.
 _RANK = re.compile(r"(?:^|[^a-z])rank[-_ =]?(\d{1,6})(?!\d)")
 _PID = re.compile(r"(?:^|[^a-z])pid[-_ =]?(\d{1,8})(?!\d)")
-_HOST = re.compile(r"(?:^|[^a-z])(?:host|node)[-_=]([a-z0-9][a-z0-9-]*)")
+# `host-dmesg.txt` says what it holds, not of which host.
+_HOST = re.compile(
+    r"(?:^|[^a-z])(?:host|node)[-_=](?!(?:dmesg|kernel|kern|syslog|messages|journal|logs?)(?![a-z0-9]))"
+    r"([a-z0-9][a-z0-9-]*)"
+)
 _ROUND = re.compile(r"(?:^|[^a-z])(?:round|sample)[-_]?(\d{1,3})(?!\d)")
 # `_dump_9`, `stacks_r10.log`, `trace_2.json`: at most one letter sticks to the number.
 _TRAILING = re.compile(r"(?:^|[^0-9a-z]|[a-z](?=\d))(\d{1,8})(?:\.[a-z]+)*$")
