@@ -233,7 +233,7 @@ def _one_unit_reduced(work: Work, whole: int, kept: int) -> dict[str, int]:
     moments = [
         {"gathered": work.size * whole, "gradients": kept + fresh},
         {"gathered": 0, "gradients": kept + fresh + buffer},
-        {"gathered": 0, "gradients": buffer + share, "gloo": 0 if work.gpu else buffer},
+        {"gathered": 0, "gradients": buffer + share, **({} if work.gpu else {"gloo": buffer})},
     ]
     return max(moments, key=total)
 
