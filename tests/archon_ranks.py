@@ -18,6 +18,7 @@ import torch.distributed as dist
 from shakedown.training.batch import TokenBatch, rank_share
 from shakedown.training.engines import dtensor_engine, engine_class
 from shakedown.training.engines.base import LossPart, Scores
+from shakedown.training.engines.dtensor_engine import local_part
 from tests.forked import fork_ranks
 from tests.fsdp_ranks import count_collectives
 from tests.megatron_ranks import batch, build, continued, two_steps
@@ -80,9 +81,20 @@ def _count(_engine: Any, folder: Path, job: dict[str, Any]) -> dict[str, int]:
     return count_collectives(folder / job["model"], job["allocation"], micro_batches=3)
 
 
+def _copy(engine: Any, _folder: Path, _job: dict[str, Any]) -> dict[str, Any]:
+    """What answers held-out rows: its weights, and the largest share of them on a rank."""
+    with engine.generator() as found:
+        own = sum(local_part(value).numel() for value in found.model.parameters())
+        weights = {name: value.full_tensor() for name, value in found.model.named_parameters()}
+    shares: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shares, own / sum(value.numel() for value in weights.values()))
+    return {"weights": weights, "share": max(shares), "gathered": engine.gather()}
+
+
 JOBS: dict[str, Callable[[Any, Path, dict[str, Any]], Any]] = {
     "steps": _steps,
     "continue": _continue,
+    "copy": _copy,
     "count": _count,
     "policy": _policy,
 }

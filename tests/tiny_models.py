@@ -26,10 +26,10 @@ SMALL: dict[str, Any] = {
 }
 
 
-def write_tiny(folder: Path, config: Any) -> Path:
+def write_tiny(folder: Path, config: Any, *, seed: int = 0) -> Path:
     """A model of `config` with the demo's tokenizer."""
     write_model(folder, seed=0)
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config)
     for value in model.parameters():
         if value.dim() == 1:

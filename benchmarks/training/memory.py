@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.cluster.allocation import parse_allocation
+from shakedown.training.forecast.decoder import FLOAT32, read_decoder
+from shakedown.training.forecast.trainer import Work, highest, total
 
 RANK = Path(__file__).with_name("memory_rank.py")
 # Resident bytes: after loading over those of the empty process; between two micro batches, and at
 # most in forward and backward, over those between steps; between steps over those after loading.
 KINDS = ("weights", "between micro batches", "peak of the step", "optimizer")
 VOCABULARY = 4096
+# Of a step; a row computes all of its tokens but the last.
+ROWS, LENGTH, MICRO_BATCHES = 2, 17, 3
 
 
 @dataclass(frozen=True)
@@ -80,7 +84,14 @@ def measure(
         parameters = _write(folder / "model", size.config())
         for allocation in allocations:
             for name, source in sources.items():
-                kinds = _run(folder, source, allocation, rows=2, length=17, micro_batches=3)
+                kinds = _run(
+                    folder,
+                    source,
+                    allocation,
+                    rows=ROWS,
+                    length=LENGTH,
+                    micro_batches=MICRO_BATCHES,
+                )
                 found.append(Memory(name, allocation, size.name, parameters, 0, kinds))
                 print(found[-1], file=sys.stderr, flush=True)
     parameters = _write(folder / "model", LOGITS.config(LOGITS_VOCABULARY))
@@ -90,6 +101,42 @@ def measure(
         kinds = _run(folder, source, "fsdp:d1", rows=rows, length=length, micro_batches=1)
         found.append(Memory(name, "fsdp:d1", LOGITS.name, parameters, words, kinds))
     return found
+
+
+def predicted(
+    size: Size,
+    allocation: str,
+    *,
+    rows: int = ROWS,
+    length: int = LENGTH - 1,
+    micro_batches: int = MICRO_BATCHES,
+    vocabulary: int = VOCABULARY,
+) -> dict[str, int]:
+    """What the plan of a stage says of a CPU rank, by the kinds of the measurement, and `total`.
+
+    The process holds all of a moment at once, and gradients and what is gathered cannot be told
+    apart from the rest of the peak.
+
+    Args:
+        length: tokens that a row computes.
+    """
+    part = parse_allocation(allocation).parts[0]
+    model = read_decoder({"model_type": "qwen3", **size.config(vocabulary)}, size.name)
+    work = Work(
+        part.backend,
+        d=part.size("d"),
+        t=part.size("t"),
+        p=part.size("p"),
+        size=FLOAT32,
+        rows=rows,
+        length=length,
+        trained=length,
+        micro_batches=micro_batches,
+        gpu=False,
+    )
+    top = max(highest(model, work).values(), key=total)
+    kept = {kind: top[kind] for kind in ("weights", "optimizer")}
+    return {**kept, "peak of the step": total(top) - sum(kept.values()), "total": total(top)}
 
 
 def table(found: Sequence[Memory]) -> str:
@@ -105,12 +152,27 @@ def table(found: Sequence[Memory]) -> str:
             by_size = {one.size: f"{one.kinds[kind] / 2**20:.0f}" for one in here}
             cells = [by_size.get(size.name, "") for size in SIZES]
             rows.append([allocation, source, kind, *cells, slope])
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines = ["| " + " | ".join(row) + " |" for row in rows] + ["", *_against_the_plan(sized)]
     for one in found:
         if one.size == LOGITS.name:
             times = one.kinds["peak of the step"] / (4 * one.tokens_vocabulary)
             lines.append(f"{one.source}: logits, {times:.2f} times float32 [tokens, vocabulary]")
     return "\n".join(lines)
+
+
+def _against_the_plan(found: Sequence[Memory]) -> list[str]:
+    lines = [
+        "| allocation | size | predicted MiB | measured | predicted less by |",
+        "| --- " * 5 + "|",
+    ]
+    sizes = {size.name: size for size in SIZES}
+    for one in found:
+        plan = predicted(sizes[one.size], one.allocation)["total"]
+        held = sum(one.kinds[kind] for kind in KINDS if kind != "between micro batches")
+        share = f"{1 - plan / held:.1%}"
+        cells = [one.allocation, one.size, f"{plan / 2**20:.0f}", f"{held / 2**20:.0f}", share]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def _slope(x: Sequence[int], y: Sequence[int]) -> float:
@@ -173,14 +235,15 @@ def _run(
 
 def _environment(source: Path, rank: int, ranks: int, port: int) -> dict[str, str]:
     """One thread and one arena, and every tensor of some size mapped on its own: what is freed then
-    leaves the resident memory at once.
+    leaves the resident memory at once. From 1 MiB on was too much: with tensor parallelism many
+    activations are smaller, and the heap kept 130 MiB of what they had freed.
     """
     return {
         **os.environ,
         "PYTHONPATH": os.fspath(source),
         "OMP_NUM_THREADS": "1",
         "MALLOC_ARENA_MAX": "1",
-        "MALLOC_MMAP_THRESHOLD_": "1048576",
+        "MALLOC_MMAP_THRESHOLD_": "32768",
         "GLOO_SOCKET_IFNAME": "lo",
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),

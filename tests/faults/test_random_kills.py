@@ -27,7 +27,7 @@ from tests.measured import without_measured
 from tests.stage_ranks import GRPO, SFT, Stage, rollout_batch
 from tests.workflow.helpers import ROOT, processes_that_mention
 
-# Two hundred in all; each of them says its seed.
+# Some three hundred in all; each of them says its seed.
 pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
 STEPS = 12
@@ -95,6 +95,100 @@ def test_a_rank_killed_at_any_moment_ends_with_the_rows_and_weights_of_one_that_
         assert _weights(stage) == weights
         if done < kills:
             stage = make()
+
+
+class _Pair:
+    """Stages of one algorithm on two ranks; `longest`: seconds within which one is killed."""
+
+    def __init__(
+        self, algorithm: str, allocation: str, make: Callable[[], Stage], draw: random.Random
+    ) -> None:
+        self._config = {"sft": SFT, "grpo": GRPO}[algorithm]
+        self._allocation, self.make, self._draw, self.longest = allocation, make, draw, 0.0
+
+    def start(self, stage: Stage, lr: float) -> None:
+        optimizer = {**self._config["optimizer"], "lr": lr}
+        changes = {**ONE, "allocation": self._allocation, "optimizer": optimizer}
+        job = stage.start(self._config, **changes)
+        for step in range(1, STEPS + 1) if job.config.grpo else ():
+            RolloutStore(job.attempt.exchange).publish_batch(rollout_batch(step))
+
+    def kill(self, stage: Stage) -> None:
+        """One rank, and the other one soon after, as their supervisor does."""
+        stage.kill(self._draw.randrange(2))
+        time.sleep(self._draw.uniform(0, 0.5))
+        stage.kill_rest()
+
+    def to_the_end(self, stage: Stage, lr: float, *, kills: int = 0) -> int:
+        """How many of the kills were in time."""
+        done = 0
+        while True:
+            begun = time.monotonic()
+            self.start(stage, lr)
+            if done < kills:
+                time.sleep(self._draw.uniform(0, self.longest))
+                self.kill(stage)
+            codes = stage.end()
+            if codes == [0, 0]:
+                self.longest = self.longest if kills else time.monotonic() - begun
+                return done
+            assert -signal.SIGKILL in codes, stage.log(0) + stage.log(1)
+            done += 1
+
+    def copy(self, stage: Stage) -> Stage:
+        other = self.make()
+        shutil.copytree(stage.paths.root, other.paths.root, symlinks=True)
+        return other
+
+
+@pytest.fixture(
+    params=["fsdp:d2", "fsdp:t2", "megatron:d2", "megatron:t2", "archon:d2", "archon:t2"]
+)
+def allocation(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["sft", "grpo"])
+def pair(
+    request: pytest.FixtureRequest,
+    allocation: str,
+    make: Callable[[], Stage],
+    draw: random.Random,
+) -> _Pair:
+    return _Pair(request.param, allocation, make, draw)
+
+
+def _assert_same(found: Stage, expected: Stage) -> None:
+    assert without_measured(found.rows()) == without_measured(expected.rows())
+    assert _weights(found) == _weights(expected)
+
+
+def test_one_of_two_ranks_killed_at_any_moment_costs_nothing_on_any_engine(pair: _Pair) -> None:
+    for _ in range(2):  # the first waits until the process that ranks are forked from is there
+        untouched = pair.make()
+        pair.to_the_end(untouched, 0.002)
+    done = 0
+    while done < 3:
+        stage = pair.make()
+        done += pair.to_the_end(stage, 0.002, kills=3)
+        _assert_same(stage, untouched)
+
+
+def test_a_learning_rate_changed_after_a_kill_counts_from_there_on_after_another_too(
+    pair: _Pair,
+) -> None:
+    begun = pair.make()
+    pair.start(begun, 0.002)
+    begun.wait_until(lambda: begun.paths.metrics.exists() and len(begun.rows()) > 1)
+    pair.kill(begun)
+    straight = pair.copy(begun)
+    pair.to_the_end(straight, 0.0005)
+    assert straight.rows()[-1]["lr"] == 0.0005
+    done = 0
+    while not done:
+        broken = pair.copy(begun)
+        done = pair.to_the_end(broken, 0.0005, kills=1)
+        _assert_same(broken, straight)
 
 
 def _weights(stage: Stage) -> dict[str, Any]:

@@ -38,6 +38,26 @@ def visible_gpus(wanted: Mapping[str, str], environ: Mapping[str, str]) -> dict[
     if max(numbers) >= len(names):
         raise UsageError(
             f"GPUs {wanted[GPUS]} are wanted, but CUDA_VISIBLE_DEVICES={shown} shows {len(names)}",
-            hint="make cluster.gpus_per_node what the job has: scontrol show job $SLURM_JOB_ID",
+            hint="make cluster.gpus_per_node what the job has (scontrol show job $SLURM_JOB_ID), "
+            "and leave --gpus-per-task and --gpu-bind, by which a rank sees one, out of srun_args",
         )
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[number] for number in numbers)}
+
+
+def device_number(environ: Mapping[str, str], visible: int) -> int:
+    """The number of this rank's GPU among the `visible` ones.
+
+    Raises:
+        UsageError: the node's ranks are more than its GPUs.
+    """
+    local = int(environ["LOCAL_RANK"])
+    # By --gpus-per-task or --gpu-bind Slurm shows each of its tasks its own GPU alone, as number 0.
+    if visible == 1 and environ.get("SLURM_LOCALID") == environ["LOCAL_RANK"]:
+        return 0
+    if local >= visible:
+        raise UsageError(
+            f"rank {local} of this node has no GPU: {visible} are visible "
+            f"(CUDA_VISIBLE_DEVICES={environ.get('CUDA_VISIBLE_DEVICES', '')})",
+            hint="make cluster.gpus_per_node and the allocation what the node has",
+        )
+    return local

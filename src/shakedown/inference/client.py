@@ -5,6 +5,7 @@ for each and had to be spread over 64 of them, 0.94 (measured with 128 at once).
 """
 
 import asyncio
+import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ import aiohttp
 import httpx
 
 from shakedown.core.errors import ServerError
+from shakedown.inference import metrics
 from shakedown.inference.engines import Completion, GenerationRequest, Request, TokenEngine
 from shakedown.inference.secret import bearer
 
@@ -36,7 +38,11 @@ class Client:
         base_url: without `/v1`.
         api_key: what the server asks for; empty: nothing.
         timeout: seconds for one request in all, retries included.
+
+    `replica`: the data-parallel replica that generates and scores; None: the server chooses.
     """
+
+    replica: int | None = None
 
     def __init__(
         self,
@@ -63,6 +69,12 @@ class Client:
             await self._session.close()
         self._session = None
 
+    def of_replica(self, replica: int) -> Self:
+        """The same server by the same connections, answered by one of its replicas."""
+        own = copy.copy(self)
+        own.replica = replica
+        return own
+
     async def generate(
         self,
         prompt: Sequence[int],
@@ -77,7 +89,7 @@ class Client:
             ServerError: no connection, no answer in time, an error status, a malformed reply.
         """
         wanted = GenerationRequest(prompt, max_tokens, temperature, samples)
-        reply = await self.send(self.engine.generate(self.model, wanted))
+        reply = await self._send_to_replica(self.engine.generate(self.model, wanted))
         # Checked here, as the lists are joined by position later on: a missing logprob would move
         # all that follow it to wrong tokens.
         found = self.engine.parse_generation(reply)
@@ -98,7 +110,7 @@ class Client:
         if not prompt:
             raise ValueError("the prompt is empty: a first token has no logprob")
         tokens = [*prompt, *completion]
-        reply = await self.send(self.engine.score(self.model, tokens))
+        reply = await self._send_to_replica(self.engine.score(self.model, tokens))
         # parse_score leaves the first token out: the logprob of tokens[i] is at i - 1.
         return self.engine.parse_score(reply, tokens)[len(prompt) - 1 :]
 
@@ -113,6 +125,23 @@ class Client:
             fault = self.engine.update_fault(request, reply)
             if fault:
                 raise ServerError(f"weights of {folder} were not loaded: {fault}")
+
+    async def _send_to_replica(self, request: Request) -> Any:
+        if self.replica is None:
+            return await self.send(request)
+        try:
+            return await self.send(self.engine.to_replica(request, self.replica))
+        except ServerError as error:
+            told = f"replica {self.replica}: {error.args[0]}"
+            raise ServerError(told, hint=error.hint) from error
+
+    async def replicas(self) -> int:
+        """Data-parallel replicas that the server's metrics tell of; at least 1."""
+        try:
+            text = await self.send(Request(metrics.PATH, method="GET"))
+        except ServerError:  # an external server without the route; a dead one fails at the probe
+            return 1
+        return max(1, metrics.count_replicas(self.engine, str(text or "")))
 
     async def room(self) -> int | None:
         """Tokens of prompt and answer that the server takes; None where it does not tell.
@@ -183,6 +212,7 @@ class Client:
             request.method,
             f"{self.base_url}{request.path}",
             json=dict(request.body) if request.method == "POST" else None,
+            headers=request.headers,
             # The secret goes to no other place.
             allow_redirects=False,
             timeout=aiohttp.ClientTimeout(limit, sock_connect=min(limit, CONNECT_SECONDS)),

@@ -58,6 +58,16 @@ class Metrics:
         return bool(self.running or self.waiting) or moved
 
 
+def count_replicas(engine: InferenceEngine, text: str) -> int:
+    """Data-parallel replicas that the engine's text tells of; 0: it tells none apart."""
+    if not engine.replica_label:
+        return 0
+    start = engine.metrics["running"] + "{"
+    label = re.compile(rf'[{{,]{engine.replica_label}="(\d+)"')
+    lines = (line for line in text.splitlines() if line.startswith(start) and len(line) <= _LONGEST)
+    return len({number for line in lines for number in label.findall(line)})
+
+
 class RequestWatch:
     """Whether the server was sent requests since it was asked last, by its own counters."""
 

@@ -3,7 +3,9 @@
 vLLM's `reload_weights` is not enough on a CPU: there a layer computes with a packed copy of its
 weight. Output embeddings that share the input embeddings' weight (tied models) are not loaded
 themselves, so their packed copy stays the old one; the server answers 200 and mixes two versions
-(seen with 0.32.0). Imported by the engine alone; imports nothing of it.
+(seen with 0.32.0). Nor are the experts of a mixture packed again: their kernel then reads plain
+weights as packed ones (0.32.0, `_setup_kernel` of its unquantized_fused_moe_method.py packs the
+first time alone). Imported by the engine alone; imports nothing of it.
 """
 
 import traceback
@@ -35,14 +37,27 @@ class WorkerExtension:
 
 
 def repack(model: Any) -> int:
-    """Renew the packed copies of layers that keep their weight beside them; returns how many.
+    """Renew the packed copies of layers that keep their weight beside them, and pack experts, whose
+    weights the reload has left plain; returns how many.
 
     Layers that gave their weight up for the packed copy are renewed by the reload itself.
     """
     stale = [layer for layer in model.modules() if _keeps_both(layer)]
     for layer in stale:
         layer.quant_method.process_weights_after_loading(layer)
-    return len(stale)
+    experts = [(layer, _packing_experts(layer)) for layer in model.modules()]
+    mixtures = [(layer, found) for layer, found in experts if found is not None]
+    for layer, found in mixtures:
+        found.process_weights_after_loading(layer)
+    return len(stale) + len(mixtures)
+
+
+def _packing_experts(layer: Any) -> Any:
+    """What computes a layer's experts on a CPU, where it packs their weights; None for others."""
+    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+    found = getattr(kernel, "fused_experts", None)
+    packs = any(kind.__name__ == "CPUUnquantizedExperts" for kind in type(found).__mro__)
+    return found if packs and hasattr(layer, "w13_weight") else None
 
 
 def _keeps_both(layer: Any) -> bool:

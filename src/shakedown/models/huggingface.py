@@ -128,9 +128,9 @@ def without_noise(model: Any) -> Any:
     return model
 
 
-def empty_model(config: Any) -> Any:
+def empty_model(config: Any, dtype: torch.dtype = torch.float32) -> Any:
     """A model of that shape whose weights are to be filled in."""
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def outline(config: Any) -> Any:

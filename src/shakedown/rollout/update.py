@@ -2,18 +2,20 @@
 
 import asyncio
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shakedown.core.errors import UsageError
+from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.files import write_json
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
 from shakedown.inference.folder import Endpoint, read_endpoint, with_model
+from shakedown.inference.relay import split_urls
 from shakedown.inference.stopping import locked
 from shakedown.rollout.store import Weights
-from shakedown.rollout.weights import WeightSync, probe_tokens
+from shakedown.rollout.weights import WeightSync, WeightUpdateError, probe_tokens
 
 _PROBED = 97  # token ids that the probe cycles through, where the vocabulary has so many
 
@@ -23,13 +25,15 @@ def update_server(path: Path, model: str, *, within: float) -> float:
 
     The endpoint then names the new model, so that consumers compare with that one.
 
+    Of several servers each loads them and is verified by itself.
+
     Args:
         path: `endpoint.json` or its folder.
         within: seconds for each request of the update.
 
     Raises:
         UsageError: the server takes no weights; the folder holds none.
-        WeightUpdateError: it does not answer with the new weights.
+        WeightUpdateError: it, or one of several, does not answer with the new weights.
         ServerError: it refused or did not answer.
     """
     endpoint = read_endpoint(path)
@@ -52,15 +56,46 @@ def update_server(path: Path, model: str, *, within: float) -> float:
 
 
 async def _update(endpoint: Endpoint, folder: Path, within: float) -> float:
+    urls = split_urls(endpoint.base_url)
+    # All to their end: the others are not to be left in the middle of it.
+    found = await asyncio.gather(
+        *(_update_one(endpoint, url, folder, within) for url in urls), return_exceptions=True
+    )
+    ended = dict(zip(urls, found, strict=True))
+    faults = {url: each for url, each in ended.items() if isinstance(each, BaseException)}
+    if len(urls) > 1 and all(isinstance(each, ServerError) for each in faults.values()) and faults:
+        raise _together(faults, [url for url in urls if url not in faults], endpoint.model)
+    for each in faults.values():
+        raise each
+    return max(each for each in found if isinstance(each, float))
+
+
+def _together(faults: Mapping[str, BaseException], done: Sequence[str], former: str) -> ServerError:
+    """One error for those of several servers that have not taken the weights."""
+    judged = any(isinstance(each, WeightUpdateError) for each in faults.values())
+    told = "; ".join(f"{url}: {each.args[0]}" for url, each in faults.items())
+    kind = WeightUpdateError if judged else ServerError
+    return kind(
+        f"{len(faults)} of {len(faults) + len(done)} servers do not have the new weights: {told}"
+        + (f"; {' and '.join(done)} answered with them" if done else ""),
+        # One that has them already would not move by them.
+        hint=f"see to them, then bring all to one version: shakedown serve update-weights ENDPOINT "
+        f"{former}",
+    )
+
+
+async def _update_one(endpoint: Endpoint, url: str, folder: Path, within: float) -> float:
     engine = get_token_engine(endpoint.engine)
-    # Of somebody else's server the precision is not known.
-    dtype = "bfloat16" if endpoint.external else endpoint.order.spec.dtype
-    async with Client(
-        engine, endpoint.base_url, endpoint.served_name, api_key=endpoint.api_key()
-    ) as client:
+    # Of somebody else's server neither is known; what its metrics tell is asked of all.
+    spec = endpoint.order.spec
+    dtype = "bfloat16" if endpoint.external else spec.dtype
+    replicas = 1 if endpoint.external else spec.size(engine.name, "d")
+    key = endpoint.api_key()
+    async with Client(engine, url, endpoint.served_name, api_key=key, timeout=within) as client:
         tokens = range(1, min(_PROBED, _vocabulary(folder)))
         probe = probe_tokens([list(tokens)], longest=await client.longest())
-        sync = WeightSync(client, probe, dtype=dtype, initial=Path(endpoint.model))
+        initial = Path(endpoint.model)
+        sync = WeightSync(client, probe, dtype=dtype, initial=initial, replicas=replicas)
         await sync.begin()
         return await sync.apply(Weights(1, folder, ""), within=within)
 

@@ -8,7 +8,7 @@ probe tokens do not show.
 import asyncio
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ PROBE_TOKENS = 320  # more than two blocks of vLLM's cache on a CPU, which are 1
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
 _COMPARED_TOKENS = 64
 _NOISE_MARGIN = 2.0  # the noise is the difference of one pair: another pair may be further apart
+_SOON_SECONDS = 10.0
 EXPECTED = "probe.json"
 
 
@@ -75,71 +76,141 @@ def _largest(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return max((abs(a - b) for a, b in zip(ours, theirs, strict=True)), default=0.0)
 
 
+def _answers(names: Sequence[str]) -> str:
+    return f"{' and '.join(names)} answer{'s' if len(names) == 1 else ''}"
+
+
+class _Replica:
+    """A data-parallel replica: it has weights and a prefix cache of its own."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self.client, self.name = client, name
+        self.scores: list[float] = []  # of the probe, before the update that is being made
+        self.noise = 0.0  # largest difference in nats between two answers of the same weights
+
+    async def begin(self, probe: Sequence[int]) -> None:
+        # Puts the probe into the prefix cache: `apply` then sees whether an update empties it.
+        await self.cached(probe)
+        first, self.scores = [await self.score(probe) for _ in range(2)]
+        self.noise = _largest(first, self.scores)
+
+    async def score(self, tokens: Sequence[int]) -> list[float]:
+        return await self.client.score(tokens[:1], tokens[1:])
+
+    async def cached(self, probe: Sequence[int]) -> int:
+        """Probe tokens taken from the prefix cache; 0 also where the engine does not tell."""
+        found = await self.client.generate(probe, max_tokens=1, temperature=0.0)
+        return found[0].cached_tokens or 0
+
+    async def answers(self, probe: Sequence[int]) -> bool:
+        """Whether it does so soon."""
+        try:
+            async with asyncio.timeout(_SOON_SECONDS):
+                await self.cached(probe)
+        except (ServerError, TimeoutError):
+            return False
+        return True
+
+
 class WeightSync:
     """Applies versions one after the other. No generation may be in flight meanwhile.
 
-    `initial` is the model folder that the server was started with.
+    `initial` is the model folder that the server was started with; `replicas`: how many
+    data-parallel ones it has at least, beside what its metrics tell. Each is probed: an engine
+    loads into all, and vLLM tells of the first alone.
     """
 
     def __init__(
-        self, client: Client, probe: Sequence[int], *, dtype: str, initial: Path | None = None
+        self,
+        client: Client,
+        probe: Sequence[int],
+        *,
+        dtype: str,
+        initial: Path | None = None,
+        replicas: int = 1,
     ) -> None:
         self._client, self._probe = client, list(probe)
+        self._least, self._replicas = replicas, [_Replica(client, client.base_url)]
         self._tolerance = TOLERANCE.get(dtype, TOLERANCE["bfloat16"])
-        self._scores: list[float] = []
-        self._noise = 0.0  # largest difference in nats between two answers of the same weights
         self._digest = ""
         self._compared = False
         self._initial = initial
 
     async def begin(self) -> None:
-        """Note how the server answers before the first update, and how much that wavers."""
-        # Puts the probe into the prefix cache: `apply` then sees whether an update empties it.
-        await self._cached()
-        first, self._scores = [await self._score(self._probe) for _ in range(2)]
-        self._noise = _largest(first, self._scores)
+        """Note how each replica answers before the first update, and how much that wavers."""
+        count = max(self._least, await self._client.replicas())
+        if count > 1:
+            self._replicas = [
+                _Replica(self._client.of_replica(n), f"replica {n} of {self._client.base_url}")
+                for n in range(count)
+            ]
+        for each in self._replicas:
+            await each.begin(self._probe)
 
     async def apply(self, weights: Weights, *, within: float) -> float:
         """Load and verify; returns the seconds it took.
 
         Raises:
-            WeightUpdateError: the server answers as before, from its old cache, or otherwise
+            WeightUpdateError: a replica answers as before, from its old cache, or otherwise
                 than the trainer's own probe says.
             ServerError: it refused or did not answer within `within` seconds.
         """
         began = time.monotonic()
         for last in (False, True):
-            await self._client.update_weights(str(weights.folder.absolute()), within=within)
-            cached = await self._cached()  # fills the cache again, for the next update
-            if cached:
-                raise WeightUpdateError(
-                    f"version {weights.version}: {cached} prompt tokens still came from the "
-                    f"prefix cache of the old weights ({self._client.base_url})"
-                )
-            scores = await self._score(self._probe)
-            moved = _largest(scores, self._scores)
-            if moved > _NOISE_MARGIN * self._noise or await self._unchanged(weights):
+            await self._load(weights, within)
+            found = await asyncio.gather(*(self._scores(each, weights) for each in self._replicas))
+            told = zip(self._replicas, found, strict=True)
+            moved = {each: _largest(scores, each.scores) for each, scores in told}
+            unmoved = [each for each in moved if moved[each] <= _NOISE_MARGIN * each.noise]
+            if not unmoved or await self._unchanged(weights):
                 break
-            if last and moved:
-                self._say_untold(weights, moved)
-            elif last:
-                raise WeightUpdateError(
-                    f"version {weights.version} was loaded from {weights.folder}, but "
-                    f"{self._client.base_url} answers exactly as with the weights before it",
-                    hint="does the server see that folder? read the inference log",
-                )
+            if last:
+                self._judge_unmoved(unmoved, moved, weights)
         await self._compare(weights)
-        self._scores, self._digest = scores, weights.digest
+        for each, scores in zip(self._replicas, found, strict=True):
+            each.scores = scores
+        self._digest = weights.digest
         return time.monotonic() - began
 
-    def _say_untold(self, weights: Weights, moved: float) -> None:
-        """A small update may move the probe less than the server's answers waver by themselves."""
-        print(
-            f"version {weights.version}: the server's answers to the probe moved by {moved:.2g} "
-            f"nats at most, and two with the same weights were {self._noise:.2g} apart: that it "
-            "has the new weights cannot be told; look at k3",
-            flush=True,
-        )
+    async def _load(self, weights: Weights, within: float) -> None:
+        try:
+            await self._client.update_weights(str(weights.folder.absolute()), within=within)
+        except ServerError as error:
+            # The server waits for all replicas and does not say for which.
+            silent = [each.name for each in self._replicas if not await each.answers(self._probe)]
+            if len(self._replicas) == 1 or not silent:
+                raise
+            told = f"{error.args[0]}; no answer from {' and '.join(silent)}"
+            raise ServerError(told, hint=error.hint) from error
+
+    async def _scores(self, replica: _Replica, weights: Weights) -> list[float]:
+        """Logprobs of the probe, of which nothing may come from the old weights' cache."""
+        cached = await replica.cached(self._probe)  # fills it again, for the next update
+        if cached:
+            raise WeightUpdateError(
+                f"version {weights.version}: {cached} prompt tokens still came from the "
+                f"prefix cache of the old weights ({replica.name})"
+            )
+        return await replica.score(self._probe)
+
+    def _judge_unmoved(
+        self, unmoved: Sequence[_Replica], moved: Mapping[_Replica, float], weights: Weights
+    ) -> None:
+        old = [each.name for each in unmoved if not moved[each]]
+        if old:
+            raise WeightUpdateError(
+                f"version {weights.version} was loaded from {weights.folder}, but "
+                f"{_answers(old)} exactly as with the weights before it",
+                hint="does the server see that folder? read the inference log",
+            )
+        for each in unmoved:
+            # A small update may move the probe less than the answers waver by themselves.
+            print(
+                f"version {weights.version}: the answers of {each.name} to the probe moved by "
+                f"{moved[each]:.2g} nats at most, and two with the same weights were "
+                f"{each.noise:.2g} apart: that it has the new weights cannot be told; look at k3",
+                flush=True,
+            )
 
     async def _unchanged(self, weights: Weights) -> bool:
         """Whether the new weights are the old ones: without any reward nothing is learned."""
@@ -155,13 +226,15 @@ class WeightSync:
             expected = await self._computed(weights)
         if expected is None:
             return
-        apart = difference(await self._score(expected.tokens), expected.logprobs)
-        if apart > self._tolerance:
-            raise WeightUpdateError(
-                f"version {weights.version}: the server's logprobs of the trainer's probe differ "
-                f"by {apart:.3g} nats on average, at most {self._tolerance:g} was expected",
-                hint="compare dtype and model of trainer and server: shakedown compare",
-            )
+        for each in self._replicas:
+            apart = difference(await each.score(expected.tokens), expected.logprobs)
+            if apart > self._tolerance:
+                raise WeightUpdateError(
+                    f"version {weights.version}: the logprobs that {each.name} gives of the "
+                    f"trainer's probe differ by {apart:.3g} nats on average, at most "
+                    f"{self._tolerance:g} was expected",
+                    hint="compare dtype and model of trainer and server: shakedown compare",
+                )
 
     async def _computed(self, weights: Weights) -> Expected | None:
         """By transformers, for the first version: the way of loading is right or wrong for all.
@@ -174,11 +247,3 @@ class WeightSync:
         tokens = self._probe[:_COMPARED_TOKENS]
         found = await asyncio.to_thread(reference_logprobs, weights.folder, tokens)
         return None if found is None else Expected(tokens, found)
-
-    async def _score(self, tokens: Sequence[int]) -> list[float]:
-        return await self._client.score(tokens[:1], tokens[1:])
-
-    async def _cached(self) -> int:
-        """Probe tokens taken from the prefix cache; 0 also where the engine does not tell."""
-        found = await self._client.generate(self._probe, max_tokens=1, temperature=0.0)
-        return found[0].cached_tokens or 0

@@ -2,14 +2,18 @@
 
 A decision that can take long (a rollout batch, an evaluation) must not be waited for inside a
 collective: it could not beat, and a hang diagnosis could not tell waiting from hanging. So rank 0
-writes its decision into the process group's store and the others poll it.
+writes its decision into the process group's store, which tells the others once it is there: none
+asks again and again, so that a thousand ranks that wait cost rank 0 nothing.
 
 torch's store asks nobody who they are: any process that reaches its port can write into it. So what
 the ranks tell each other there is signed.
 """
 
+import functools
 import hashlib
 import hmac
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,7 +23,8 @@ import torch.distributed as dist
 
 from shakedown.core.errors import BlockedError, ShakedownError
 
-_POLL_SECONDS = 0.02
+_POLL_SECONDS = 0.02  # of rank 0's own store
+_BEAT_SECONDS = 0.5
 # With the reason behind it, what rank 0 writes in place of a decision that it could not make.
 _FAILED = "failed:"
 _FAILURES = "_failures"  # a name in the ranks' sum: how many of them failed
@@ -125,7 +130,7 @@ class Ranks:
         Args:
             key: names the decision, for people; the same on all ranks.
             decide: called on rank 0 alone.
-            waiting: called many times a second on the other ranks.
+            waiting: called twice a second on the other ranks.
 
         Raises:
             PeerFailedError: rank 0 failed; there the error itself is raised.
@@ -143,14 +148,42 @@ class Ranks:
             raise BlockedError(f"rank 0 is gone, which decides ({key})") from error
 
     def _follow(self, key: str, waiting: Callable[[], None]) -> str:
-        while not self._store.check([key]):
-            waiting()
-            time.sleep(_POLL_SECONDS)
+        arrival = self._arrival(key)
+        while True:
+            try:
+                fault = arrival.get(timeout=_BEAT_SECONDS)
+                break
+            except queue.Empty:
+                waiting()
+        if fault is not None:
+            raise fault
         decision = self._read(key)
         if decision.startswith(_FAILED):
             self._store.add(f"{key}-heard", 1)
             raise PeerFailedError(f"rank 0 failed: {decision.removeprefix(_FAILED)}")
         return decision
+
+    def _arrival(self, key: str) -> "queue.SimpleQueue[Exception | None]":
+        """Gets None once the key is there, or why it cannot come."""
+        told: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def wait() -> None:
+            while True:
+                try:
+                    self._silent.wait([key])
+                except dist.DistStoreError:  # the store's own limit, of half an hour at least
+                    continue
+                except Exception as error:  # noqa: BLE001 - raised in the thread that waits for it
+                    return told.put(error)
+                return told.put(None)
+
+        threading.Thread(target=wait, name="rank 0's decision", daemon=True).start()
+        return told
+
+    @functools.cached_property
+    def _silent(self) -> dist.Store:
+        """A connection of its own: a wait holds the one that it is made by."""
+        return self._store.clone()
 
     def _decide(self, key: str, decide: Callable[[], str]) -> str:
         try:

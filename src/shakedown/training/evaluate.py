@@ -1,7 +1,7 @@
 """Held-out accuracy by real generation: sampled at temperature 1, and greedy.
 
-Where the stage has no inference server its own ranks answer: all of an engine that can generate
-with its sharded model, each a share of the rows, or else rank 0 with a copy of the whole.
+Where the stage has no inference server its own ranks answer, each a share of the rows: with the
+sharded model of an engine that can generate with it, or else with a sharded copy.
 """
 
 import asyncio
@@ -47,17 +47,16 @@ class Evaluator:
         """
         count, found = len(self._held_out.prompts), list[tuple[int, str]]()
         with self._engine.generator() as generator:
-            if generator.model is not None:
-                # Equally many on each rank, as they generate in step: the last rows come twice.
-                size = generator.shares
-                mine = range(generator.share, -(-count // size) * size, size)
-                rows = [number % count for number in mine]
-                for place, heat in enumerate((SAMPLED, GREEDY)):
-                    # The training's random state stays as it is, and every evaluation draws alike.
-                    with torch.random.fork_rng():
-                        torch.manual_seed(seed + generator.share)
-                        texts = self._texts(generator, rows, heat, progress)
-                    found += zip([place * count + row for row in rows], texts, strict=True)
+            # Equally many on each rank, as they generate in step: the last rows come twice.
+            size = generator.shares
+            mine = range(generator.share, -(-count // size) * size, size)
+            rows = [number % count for number in mine]
+            for place, heat in enumerate((SAMPLED, GREEDY)):
+                # The training's random state stays as it is, and every evaluation draws alike.
+                with torch.random.fork_rng():
+                    torch.manual_seed(seed + generator.share)
+                    texts = self._texts(generator, rows, heat, progress)
+                found += zip([place * count + row for row in rows], texts, strict=True)
         texts_of = dict(pair for part in self._to_rank_0(found) for pair in part)
         return [texts_of[number] for number in sorted(texts_of)]
 

@@ -15,6 +15,7 @@ from shakedown.inference.lease import LeaseWatch
 from shakedown.inference.metrics import (
     Metrics,
     RequestWatch,
+    count_replicas,
     metrics_table,
     read_metrics,
     watch_metrics,
@@ -43,6 +44,25 @@ sglang:num_requests_total{model_name="m"} 7
 sglang:prompt_tokens_total{model_name="m"} 70
 sglang:generation_tokens_total{model_name="m"} 700
 """
+
+
+@pytest.mark.parametrize(
+    ("engine", "text", "count"),
+    [
+        ("vllm", VLLM, 2),
+        (
+            "sglang",
+            'sglang:num_running_reqs{dp_rank="0"} 1\nsglang:num_running_reqs{dp_rank="3"} 1',
+            2,
+        ),
+        ("sglang", 'sglang:num_running_reqs{model_name="m"} 1', 0),
+        ("transformers", "shakedown:requests_running 1", 0),
+    ],
+)
+def test_replicas_are_counted_by_what_their_engine_calls_them(
+    engine: str, text: str, count: int
+) -> None:
+    assert count_replicas(get_engine(engine), text) == count
 
 
 def test_replicas_are_added_and_the_fullest_cache_counts() -> None:

@@ -36,9 +36,9 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def attached(engine: Engine, root: Path, *, able: bool = True) -> Path:
-    """The endpoint of a stand-in; `able`: it has the route that loads weights."""
-    url = f"http://127.0.0.1:{engine.server_port}"
+def attached(*engines: Engine, root: Path, able: bool = True) -> Path:
+    """The endpoint of stand-ins; `able`: they have the route that loads weights."""
+    url = ",".join(f"http://127.0.0.1:{engine.server_port}" for engine in engines)
     endpoint = start(ServerOrder("p", "external", LaunchSpec("org/old"), url=url), root)
     capabilities = {**endpoint.capabilities, "weight_update": able}
     write_json(ServerPaths(root).endpoint, replace(endpoint, capabilities=capabilities).to_json())
@@ -63,7 +63,7 @@ def test_server_that_answers_with_the_new_weights_is_named_with_them(
 ) -> None:
     with running() as engine:
         obeys(engine, monkeypatch)
-        update_server(attached(engine, tmp_path / "s"), str(model), within=10)
+        update_server(attached(engine, root=tmp_path / "s"), str(model), within=10)
         sent = [body for path, body in engine.seen if path == "/update_weights_from_disk"]
 
     assert [body["model_path"] for body in sent] == [str(model)]
@@ -77,7 +77,7 @@ def test_server_that_answers_otherwise_is_told_and_keeps_its_name(
 ) -> None:
     with running() as engine:
         obeys(engine, monkeypatch, moved)
-        root = attached(engine, tmp_path / "s")
+        root = attached(engine, root=tmp_path / "s")
         with pytest.raises(WeightUpdateError):
             update_server(root, str(model), within=10)
 
@@ -88,7 +88,7 @@ def test_server_without_the_route_is_refused_before_anything_is_sent(
     tmp_path: Path, model: Path
 ) -> None:
     with running() as engine:
-        root = attached(engine, tmp_path / "s", able=False)
+        root = attached(engine, root=tmp_path / "s", able=False)
         sent = len(engine.seen)
         with pytest.raises(UsageError, match="no route that loads weights"):
             update_server(root, str(model), within=10)
@@ -98,7 +98,7 @@ def test_server_without_the_route_is_refused_before_anything_is_sent(
 def test_folder_without_weights_is_refused(tmp_path: Path, model: Path) -> None:
     (model / "model.safetensors").unlink()
     with running() as engine:
-        root = attached(engine, tmp_path / "s")
+        root = attached(engine, root=tmp_path / "s")
         with pytest.raises(UsageError, match=r"holds no \*\.safetensors"):
             update_server(root, str(model), within=10)
 
@@ -106,11 +106,49 @@ def test_folder_without_weights_is_refused(tmp_path: Path, model: Path) -> None:
 def test_server_that_refuses_the_weights_is_no_verdict_on_them(tmp_path: Path, model: Path) -> None:
     broken = model.rename(tmp_path / "broken")  # which the stand-in refuses
     with running() as engine:
-        root = attached(engine, tmp_path / "s")
+        root = attached(engine, root=tmp_path / "s")
         with pytest.raises(ServerError) as caught:
             update_server(root, str(broken), within=10)
 
     assert not isinstance(caught.value, WeightUpdateError)
+
+
+def test_all_of_several_servers_are_updated(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with running() as one, running() as two:
+        obeys(one, monkeypatch)
+        root = attached(one, two, root=tmp_path / "s")
+        update_server(root, str(model), within=10)
+        loads = [
+            [path for path, _ in each.seen].count("/update_weights_from_disk")
+            for each in (one, two)
+        ]
+
+    assert loads == [1, 1]
+    assert read_endpoint(root).model == str(model)
+
+
+@pytest.mark.parametrize("mode", ["plain", "gone"])
+def test_one_of_several_servers_without_the_weights_is_named(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    with running() as one, running() as two:
+        obeys(one, monkeypatch)
+        root = attached(one, two, root=tmp_path / "s")
+        two.mode = mode
+        if mode == "gone":
+            two.shutdown()
+            two.server_close()
+        with pytest.raises(ServerError) as caught:
+            update_server(root, str(model), within=10)
+
+    url = "http://127.0.0.1:{}".format
+    assert str(caught.value).startswith(
+        f"1 of 2 servers do not have the new weights: {url(two.server_port)}: "
+    )
+    assert f"; {url(one.server_port)} answered with them" in str(caught.value)
+    assert read_endpoint(root).model == "org/old"
 
 
 @pytest.mark.slow
@@ -118,7 +156,7 @@ def test_command_says_by_its_exit_code_whether_the_weights_are_there(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running() as engine:
-        root = attached(engine, tmp_path / "s")
+        root = attached(engine, root=tmp_path / "s")
         ignored = shakedown("serve", "update-weights", root, model)
         obeys(engine, monkeypatch)
         engine.seen.clear()

@@ -76,3 +76,60 @@ def test_a_server_whose_answers_move_further_than_they_waver_has_the_weights(
     _update(tmp_path, lambda number: _wavering(number) + number // 2 * 0.03, monkeypatch)
 
     assert capsys.readouterr().out == ""
+
+
+def _replicated(
+    folder: Path, moved: Callable[[dict[str, Any]], float], monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Any]]:
+    """One update of an engine of two replicas; returns the requests that loaded weights.
+
+    `moved`: nats by which the answer to a request differs once weights were sent.
+    """
+    expected = {"tokens": PROBE, "logprobs": [0.5 - token for token in PROBE[1:]]}
+    (folder / "probe.json").write_text(json.dumps(expected))
+    with running() as engine:
+
+        def loads() -> list[dict[str, Any]]:
+            return [body for path, body in engine.seen if path == "/update_weights_from_disk"]
+
+        def reply(body: dict[str, Any]) -> Any:
+            made = sglang_reply(body)
+            for row in made["meta_info"].get("input_token_logprobs", [])[1:]:
+                row[0] += moved(body) if loads() else 0.0
+            return made
+
+        async def work() -> None:
+            url = f"http://127.0.0.1:{engine.server_port}"
+            async with Client(get_token_engine("sglang"), url, "policy", timeout=10) as client:
+                sync = WeightSync(client, PROBE, dtype="float32", replicas=2)
+                await sync.begin()
+                await sync.apply(Weights(1, folder, "new"), within=10)
+
+        monkeypatch.setattr(fake_engine, "sglang_reply", reply)
+        asyncio.run(work())
+        return loads()
+
+
+def test_replicas_that_all_answer_with_the_new_weights_have_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert len(_replicated(tmp_path, lambda _: 0.5, monkeypatch)) == 1
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_replica_with_the_old_weights_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replica: int
+) -> None:
+    with pytest.raises(WeightUpdateError, match=f"but replica {replica} of .* answers exactly as"):
+        _replicated(
+            tmp_path,
+            lambda body: 0.0 if body["data_parallel_rank"] == replica else 0.5,
+            monkeypatch,
+        )
+
+
+def test_a_replica_with_other_weights_than_the_trainers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(WeightUpdateError, match=r"replica 1 of .* differ by 1\.5 nats"):
+        _replicated(tmp_path, lambda body: 0.5 + 1.5 * body["data_parallel_rank"], monkeypatch)

@@ -55,6 +55,12 @@ POLICIES: list[dict[str, Any]] = [
     {"name": "policy megatron t2", "allocation": "megatron:t2"},
     {"name": "policy megatron p2", "allocation": "megatron:p2"},
 ]
+# What answers held-out rows, of Megatron too.
+COPIES: list[dict[str, Any]] = [
+    {"name": "copy of archon p2", "allocation": "archon:p2", "by_layer": True},
+    {"name": "copy of megatron t2", "allocation": "megatron:t2"},
+    {"name": "copy of megatron p2", "allocation": "megatron:p2"},
+]
 HEAD = "lm_head.weight"
 COUNTED: list[dict[str, Any]] = [
     {"name": "collectives d2p2", "allocation": "archon:d2p2", "by_layer": True}
@@ -110,6 +116,7 @@ def _plan() -> list[list[Any]]:
     ]
     one = _do("steps", references, 1) + _do("policy", policies, 1)
     two = _do("steps", LAYOUTS, 2) + _do("policy", policies, 2) + _do("continue", loads, 2)
+    two += _do("copy", COPIES, 2)
     four = _do("steps", LAYOUTS, 4) + _do("count", COUNTED, 4)
     return [[1, one], [4, four], [2, two]]
 
@@ -210,6 +217,18 @@ def test_ranks_that_split_one_model_take_the_same_rows_and_tell_of_each_micro_ba
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name", [job["name"] for job in COPIES])
+def test_held_out_rows_are_answered_by_the_weights_with_half_of_them_on_each_rank(
+    ranks: dict[str, Any], name: str
+) -> None:
+    found = ranks[name]
+
+    weights, gathered = found["weights"], found["gathered"]
+    assert found["share"] == pytest.approx(0.5, abs=0.02)
+    assert weights.keys() <= gathered.keys()
+    assert all(torch.equal(weights[each], gathered[each]) for each in weights)
+
+
 @pytest.mark.parametrize("name", [job["name"] for job in POLICIES])
 def test_a_clipped_ratio_and_an_entropy_with_gradient_give_the_update_of_fsdp(
     ranks: dict[str, Any], name: str

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shakedown.cluster.bootstrap import main as bootstrap
-from shakedown.cluster.gpus import GPUS, visible_gpus, wanted_gpus
+from shakedown.cluster.gpus import GPUS, device_number, visible_gpus, wanted_gpus
 from shakedown.cluster.nodes import node_name
 from shakedown.cluster.placement import PlacementError
 from shakedown.cluster.ranks import rank_components
@@ -167,3 +167,52 @@ def test_a_rank_under_srun_takes_its_gpus_from_those_of_its_step(
     bootstrap(["--", "x"])
 
     assert (seen["LOCAL_RANK"], seen["CUDA_VISIBLE_DEVICES"]) == ("1", "2,3")
+
+
+@pytest.mark.parametrize(
+    ("local", "slurm", "visible", "number"),
+    [("3", "3", 8, 3), ("3", None, 8, 3), ("3", "3", 1, 0), ("0", None, 1, 0), ("1", "1", 2, 1)],
+)
+def test_a_rank_takes_its_own_gpu_also_where_slurm_shows_it_that_one_alone(
+    local: str, slurm: str | None, visible: int, number: int
+) -> None:
+    environ = {"LOCAL_RANK": local} | ({"SLURM_LOCALID": slurm} if slurm else {})
+
+    assert device_number(environ, visible) == number
+
+
+@pytest.mark.parametrize(("slurm", "visible"), [(None, 1), ("0", 1), ("3", 2)])
+def test_a_rank_without_a_gpu_says_so(slurm: str | None, visible: int) -> None:
+    """A batch step has SLURM_LOCALID 0, and its ranks share what it shows."""
+    environ = {"LOCAL_RANK": "3"} | ({"SLURM_LOCALID": slurm} if slurm else {})
+
+    with pytest.raises(UsageError, match=f"rank 3 of this node has no GPU: {visible} are visible"):
+        device_number(environ, visible)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_ranks_have_growing_segments_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def told() -> str | None:
+        job = StageJob(
+            stage="sft",
+            config=_stage("fsdp:d1", grpo=False),
+            model="m",
+            dtype="float32",
+            train="t",
+            heldout="h",
+            reward="exact_match",
+            seed=0,
+            world_size=1,
+            stage_root=str(tmp_path),
+            attempt_root=str(tmp_path / "001"),
+        )
+        (rank,) = trainer_components(job, tmp_path / "job.json", [node_name()])
+        return rank.env.get("PYTORCH_ALLOC_CONF")
+
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    assert told() == "expandable_segments:True"
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    assert told() is None

@@ -19,6 +19,8 @@ from shakedown.training.lint import findings_of
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "config" / "config.yaml"
+# The keys that a plan reads of huggingface.co/Qwen/Qwen3-8B's config.json (transformers 4.51.0),
+# compared with copies of it on the hub ("Copy config.json from Qwen/Qwen3-8B").
 QWEN3_8B = ROOT / "tests" / "data" / "models" / "qwen3-8b"
 H100 = ["qwen3-2x8-h100", "qwen3-2x8-h100-megatron"]
 SIZES = {

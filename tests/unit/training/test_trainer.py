@@ -1,6 +1,9 @@
 """The trainer's pure parts, and decisions of rank 0 that other ranks follow."""
 
+import contextlib
 import math
+import socket
+import socketserver
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -134,6 +137,52 @@ def test_other_ranks_follow_the_decision_and_wait_with_beats() -> None:
 
     assert results == ["go", "go"]
     assert waits
+
+
+class _Counted(socketserver.ThreadingTCPServer):
+    """Hands on what clients send to a store, and counts it."""
+
+    daemon_threads = True
+
+    def __init__(self, store: int) -> None:
+        super().__init__(("127.0.0.1", 0), _Handed)
+        self.store, self.sent = store, 0
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}).start()
+
+
+class _Handed(socketserver.BaseRequestHandler):
+    server: _Counted
+
+    def handle(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.server.store)) as store:
+            threading.Thread(target=self._back, args=(store,), daemon=True).start()
+            while data := self.request.recv(1 << 16):
+                self.server.sent += len(data)
+                store.sendall(data)
+
+    def _back(self, store: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := store.recv(1 << 16):
+                self.request.sendall(data)
+
+
+def test_a_rank_that_waits_asks_the_store_once_however_long_it_waits() -> None:
+    """A thousand that asked fifty times a second were what rank 0 was busy with."""
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True)
+    sent, counted = list[int](), _Counted(store.port)
+    follower = dist.TCPStore("127.0.0.1", counted.server_address[1], None)
+
+    def waiting() -> None:
+        sent.append(counted.sent)
+        if len(sent) == 4:
+            _Rank(0, store).broadcast_from_rank0("what", lambda: "go", waiting=waiting)
+
+    found = _Rank(1, follower).broadcast_from_rank0("what", lambda: "", waiting=waiting)
+    counted.shutdown()
+    counted.server_close()
+
+    assert found == "go"
+    assert len(set(sent)) == 1
 
 
 def test_other_ranks_hear_that_rank_0_gave_up() -> None:

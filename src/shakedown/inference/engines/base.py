@@ -120,6 +120,7 @@ class Request:
     path: str
     body: Mapping[str, Any] = field(default_factory=dict)
     method: Literal["GET", "POST"] = "POST"
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,8 @@ class Completion:
 class InferenceEngine(ABC):
     """An adapter: no I/O. Replies that are not of the documented form raise ServerError.
 
-    `metrics`: field of inference/metrics.py's Metrics -> the engine's own name in `/metrics`.
+    `metrics`: field of inference/metrics.py's Metrics -> the engine's own name in `/metrics`;
+    `replica_label`: the label there that tells data-parallel replicas apart.
     """
 
     name: str
@@ -159,6 +161,7 @@ class InferenceEngine(ABC):
     capabilities: Capabilities
     note: str = ""
     metrics: Mapping[str, str] = MappingProxyType({})
+    replica_label: str = ""
 
     @abstractmethod
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
@@ -191,6 +194,10 @@ class TokenEngine(InferenceEngine):
     @abstractmethod
     def parse_score(self, reply: Any, tokens: Sequence[int]) -> list[float]:
         """Logprobs of `tokens[1:]` from a reply to `score`."""
+
+    @abstractmethod
+    def to_replica(self, request: Request, replica: int) -> Request:
+        """The request, to be answered by this data-parallel replica, counted from 0."""
 
     @abstractmethod
     def update_weights(self, folder: str) -> list[Request]:

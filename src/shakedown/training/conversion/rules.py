@@ -99,9 +99,9 @@ def to_hugging_face(
 
 
 def with_tied(weights: Weights, shape: ModelShape) -> dict[str, torch.Tensor]:
-    """Add the name that tied output embeddings have in transformers."""
-    tied = {"lm_head.weight": weights["model.embed_tokens.weight"]} if shape.tied else {}
-    return {**weights, **tied}
+    """Add the name that tied output embeddings have in transformers, where they are given."""
+    embedding = weights.get("model.embed_tokens.weight") if shape.tied else None
+    return {**weights, **({} if embedding is None else {"lm_head.weight": embedding})}
 
 
 def _take(weights: Weights, name: str, size: tuple[int, ...]) -> torch.Tensor:

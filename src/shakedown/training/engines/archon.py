@@ -1,6 +1,7 @@
 """Torch's own parallelism: pipeline stages over p, FSDP2 over d inside of each, tensors over t."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from shakedown.training.engines.archon_model import (
     state_to_write,
 )
 from shakedown.training.engines.base import (
+    Generator,
     LossFunction,
     OnMicroBatch,
     Scores,
@@ -39,6 +41,7 @@ from shakedown.training.engines.dtensor_engine import (
     squared_norm,
 )
 from shakedown.training.engines.scoring import Head, score
+from shakedown.training.engines.sharded_copy import sharded_copy
 
 
 class ArchonEngine(DTensorEngine):
@@ -52,9 +55,9 @@ class ArchonEngine(DTensorEngine):
         load_state(self._model, self._optimizer, folder, updates=updates)
         self.updates = updates
 
-    def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    def stream(self, dtype: torch.dtype) -> Iterator[Mapping[str, torch.Tensor]]:
         """Stages after the first send their weights to rank 0, one tensor after the other."""
-        own, weights = self._model.named(), {}
+        own = self._model.named()
         layers = self.model_config.num_hidden_layers
         for name, shape in self._shapes.items():
             stage = stage_of(name, layers=layers, ps=self._ps)
@@ -62,19 +65,22 @@ class ArchonEngine(DTensorEngine):
             if stage == self._p:
                 found = own[name].detach().to(dtype).full_tensor()
             found = self._to_first(found, shape, stage, dtype)
-            if self.rank == 0:
-                weights[name] = found.to("cpu", copy=True)
-        if self.rank == 0 and self.model_config.tie_word_embeddings:
+            if self.rank:
+                yield {}
+                continue
             # transformers lists a tied head too; `named_parameters` has it once.
-            weights[HEAD] = weights[EMBEDDING]
-        return weights
+            tied = name == EMBEDDING and self.model_config.tie_word_embeddings
+            yield dict.fromkeys([name, HEAD] if tied else [name], found.to("cpu", copy=True))
+
+    def generator(self) -> AbstractContextManager[Generator]:
+        return sharded_copy(self)
 
     def _check(self) -> None:
         check_model(self.model_config, t=self._sizes["t"], p=self._sizes["p"])
 
     def _spread(self, model: Any) -> Stage:
         self._shapes = {name: value.shape for name, value in model.named_parameters()}
-        stage = Stage(model, p=self._p, ps=self._ps)
+        stage = Stage(model, p=self._p, ps=self._ps, tensor_ranks=self._tensor_ranks)
         self._shard(stage, lambda: list(stage.model.layers))
         return stage
 

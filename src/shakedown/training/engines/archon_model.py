@@ -64,10 +64,10 @@ class Stage(nn.Module):  # type: ignore[misc]
     begin: Callable[[int], TokenBatch]
     finish: Callable[[torch.Tensor, Head, int], torch.Tensor]
 
-    def __init__(self, whole: Any, *, p: int, ps: int) -> None:
+    def __init__(self, whole: Any, *, p: int, ps: int, tensor_ranks: Any = None) -> None:
         """Takes the model apart: of `whole` only this stage is left."""
         super().__init__()
-        self.config = whole.config
+        self.config, self._tensor_ranks = whole.config, tensor_ranks
         self.is_first, self.is_last = p == 0, p == ps - 1
         decoder = whole.model
         count = len(decoder.layers) // ps
@@ -91,7 +91,7 @@ class Stage(nn.Module):  # type: ignore[misc]
             return hidden
         rows = batch.tokens.shape[0]  # fewer than N, where the schedule's shape is filled up
         kept = hidden[:rows, kept_columns(batch) - 1]
-        return self.finish(kept, OutputHead(self.lm_head).gathered(), number)
+        return self.finish(kept, OutputHead(self.lm_head).gathered(self._tensor_ranks), number)
 
     def named(self) -> dict[str, nn.Parameter]:
         """Parameters by their name in the whole model; a tied head on its own as the embedding."""

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -83,13 +83,13 @@ class Generator:
     """What answers prompts on this rank.
 
     Attributes:
-        model: one of transformers in evaluation; None on a rank that has nothing to do.
+        model: one of transformers in evaluation.
         share, shares: its part of the prompts; with several all ranks generate in step.
     """
 
     model: Any
-    share: int = 0
-    shares: int = 1
+    share: int
+    shares: int
 
 
 # (index of a micro batch that begins on this rank, all of the call's as the engine has them)
@@ -270,30 +270,26 @@ class TrainEngine(ABC):
             StorageError: the folder cannot be read or is not complete.
         """
 
-    @abstractmethod
     def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """(collective) The whole model's weights on the CPU of rank 0; empty on other ranks.
+
+        Args:
+            dtype: as of `stream`.
+        """
+        return {name: value for part in self.stream(dtype) for name, value in part.items()}
+
+    @abstractmethod
+    def stream(self, dtype: torch.dtype) -> Iterator[Mapping[str, torch.Tensor]]:
+        """(collective) The weights of `gather`, a few at a time; as many parts on each rank.
 
         Args:
             dtype: that they are rounded to before they travel. Weights that megatron-bridge gives
                 are in the training dtype.
         """
 
-    @contextmanager
-    def generator(self) -> Iterator[Generator]:
-        """(collective) What answers prompts by the weights as they are.
-
-        Here rank 0, by a copy of the whole model in the training dtype.
-        """
-        weights = self.gather()
-        if self.rank:
-            yield Generator(None)
-            return
-        model = huggingface.empty_model(self.model_config)
-        # Tied weights may be listed once: what is not given stays tied.
-        model.load_state_dict(weights, strict=False)
-        del weights
-        yield Generator(model.to(self.device, getattr(torch, self.dtype)).eval())
+    @abstractmethod
+    def generator(self) -> AbstractContextManager[Generator]:
+        """(collective) What answers prompts by the weights as they are: each rank a share."""
 
     def export(self, folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
         """(rank 0) Write gathered weights as a Hugging Face folder with tokenizer and config.

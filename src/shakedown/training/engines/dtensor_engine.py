@@ -64,6 +64,7 @@ class DTensorEngine(TrainEngine):
         self.data_rank, self.data_world_size = mesh.get_local_rank("d"), sizes["d"]
         self._p, self._ps = mesh.get_local_rank("p"), sizes["p"]
         self._leads_tensor_ranks = mesh.get_local_rank("t") == 0
+        self._tensor_ranks = mesh.get_group("t") if sizes["t"] > 1 else None
         self._reports = self._leads_tensor_ranks and self._p == self._ps - 1
         # In this order: the options change modules that are not wrapped yet, `_spread` makes new
         # parameters, `fill` gives those on the meta device memory, and AdamW needs the last ones.

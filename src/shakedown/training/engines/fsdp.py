@@ -53,15 +53,12 @@ class FsdpEngine(DTensorEngine):
         )
         self.updates = updates
 
-    def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        weights = {}
+    def stream(self, dtype: torch.dtype) -> Iterator[Mapping[str, torch.Tensor]]:
         for name, value in self._model.state_dict().items():
             # Non-floating buffers stay what they are.
             found = value.to(dtype) if value.is_floating_point() else value
             whole = found.full_tensor() if isinstance(found, DTensor) else found
-            if self.rank == 0:
-                weights[name] = whole.to("cpu", copy=True)
-        return weights
+            yield {name: whole.to("cpu", copy=True)} if self.rank == 0 else {}
 
     @contextmanager
     def generator(self) -> Iterator[Generator]:
@@ -143,7 +140,8 @@ class FsdpEngine(DTensorEngine):
             return score_tokens(logits[mask], chosen, Head(None), temperature=temperature)
         base = self._model.base_model(input_ids=tokens, use_cache=False)
         hidden = base.last_hidden_state[:, columns][mask]
-        return score_tokens(hidden, chosen, self._head.gathered(), temperature=temperature)
+        head = self._head.gathered(self._tensor_ranks)
+        return score_tokens(hidden, chosen, head, temperature=temperature)
 
     def _expect(self, *, last: bool) -> None:
         """Whether the next backward pass is the last of this step: the root is gathered until then.

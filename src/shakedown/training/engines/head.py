@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from shakedown.training.engines.scoring import Head
@@ -23,10 +24,20 @@ class OutputHead:
     linear: nn.Linear
     after: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def gathered(self) -> Head:
-        """With the weights as they are gathered at this moment."""
-        bias = self.linear.bias
-        return Head(_plain(self.linear.weight), None if bias is None else _plain(bias), self.after)
+    def gathered(self, tensor_ranks: Any = None) -> Head:
+        """With the weights as they are gathered at this moment.
+
+        Args:
+            tensor_ranks: the group of those that hold the same whole head: each makes the logits
+                of its part of the words.
+        """
+        weight, bias = self.linear.weight, self.linear.bias
+        if tensor_ranks is None:
+            return Head(_plain(weight), None if bias is None else _plain(bias), self.after)
+        size = -(-len(weight) // dist.get_world_size(tensor_ranks))
+        first = size * dist.get_rank(tensor_ranks)
+        weight, bias = (None if v is None else _rows(v, first, size) for v in (weight, bias))
+        return Head(weight, bias, self.after, first, tensor_ranks)
 
 
 def find_head(model: Any) -> OutputHead | None:
@@ -106,3 +117,9 @@ class _Said(nn.Module):  # type: ignore[misc]
 def _plain(value: torch.Tensor) -> torch.Tensor:
     """Whole on every tensor rank, as a tensor that carries its gradient back."""
     return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _rows(value: DTensor, first: int, size: int) -> torch.Tensor:
+    """Some rows; the gradients of all tensor ranks' rows add up to that of the whole."""
+    whole = value.to_local(grad_placements=[Partial()])
+    return whole[first : first + size]

@@ -4,7 +4,8 @@ On GPUs the optimizer's state is spread over the data ranks (Megatron's distribu
 CPUs, over gloo, every data rank holds all of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from shakedown.training.batch import TokenBatch
 from shakedown.training.conversion.bridge import needs_bridge
 from shakedown.training.engines import OPTIONS, megatron_cpu
 from shakedown.training.engines.base import (
+    Generator,
     LossFunction,
     OnMicroBatch,
     TrainEngine,
@@ -23,6 +25,7 @@ from shakedown.training.engines.base import (
 from shakedown.training.engines.megatron_bridged import BridgedStage
 from shakedown.training.engines.megatron_model import Forward, join_groups, unwrapped
 from shakedown.training.engines.megatron_stage import MegatronStage, RuleStage
+from shakedown.training.engines.sharded_copy import sharded_copy
 from shakedown.training.engines.snapshot import Snapshot
 
 
@@ -39,8 +42,11 @@ class MegatronEngine(TrainEngine):
         self._stage.load(folder, updates=updates)
         self.updates = updates
 
-    def gather(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        return self._stage.gather(dtype)
+    def stream(self, dtype: torch.dtype) -> Iterator[Mapping[str, torch.Tensor]]:
+        return self._stage.stream(dtype)
+
+    def generator(self) -> AbstractContextManager[Generator]:
+        return sharded_copy(self)
 
     def _held_weights(self) -> Sequence[torch.Tensor]:
         return list(self._model.parameters())

@@ -5,7 +5,7 @@ Before training its logprobs are compared with transformers': a configuration fi
 read differently (their versions need not fit) would train another model without any error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -100,10 +100,11 @@ class BridgedStage(MegatronStage):
             {"format": self.FORMAT, "updates": updates, **layout},
         )
 
-    def gather(self, _dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """In the training dtype: the bridge takes the weights from the model."""
+    def stream(self, _dtype: torch.dtype) -> Iterator[Mapping[str, torch.Tensor]]:
+        """All at once, and in the training dtype: the bridge takes the weights from the model."""
         with megatron_cpu.calls(self.device):
-            return whole_weights(self._bridge, self._module, keep=dist.get_rank() == 0)
+            whole = whole_weights(self._bridge, self._module, keep=dist.get_rank() == 0)
+        yield whole
 
     def exporter(self) -> Any:
         return _AsGathered()

@@ -117,8 +117,8 @@ class MegatronStage(ABC):
         self._set_updates(updates)
 
     @abstractmethod
-    def gather(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """(collective) As `TrainEngine.gather`."""
+    def stream(self, dtype: torch.dtype) -> Iterator[Mapping[str, torch.Tensor]]:
+        """(collective) As `TrainEngine.stream`."""
 
     def exporter(self) -> Any:
         """What writes gathered weights into a folder, as a model of transformers does."""
@@ -250,16 +250,17 @@ class RuleStage(MegatronStage):
                 parts[f"{part}.safetensors"] = tensors
         return StageSnapshot(parts, {"format": self.FORMAT, "updates": updates})
 
-    def gather(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        """Stages after the first send their weights to rank 0, one after the other."""
-        weights: dict[str, torch.Tensor] = {}
+    def stream(self, dtype: torch.dtype) -> Iterator[Mapping[str, torch.Tensor]]:
+        """Stages after the first send their weights to rank 0, one rule's after the other."""
         for stage in range(self.place.ps):
-            found: dict[str, torch.Tensor] = {}
             if self.place.p == stage:
                 for rule, _, whole in self._whole([WEIGHT], dtype):
-                    found |= dict(zip(rule.theirs, whole, strict=False))  # empty but on the leader
-            weights |= self._to_first(found, stage)
-        return with_tied(weights, self._shape) if dist.get_rank() == 0 else {}
+                    found = dict(zip(rule.theirs, whole, strict=False))  # empty but on the leader
+                    yield with_tied(self._to_first(found, stage), self._shape)
+            else:
+                for rule in stage_rules(self._shape, stage, self.place.ps):
+                    if not rule.copy:
+                        yield with_tied(self._to_first({}, stage), self._shape)
 
     def _make(self) -> Any:
         return build_model(self._shape, self.place, dtype=self.dtype, device=self.device)

@@ -38,7 +38,7 @@ def open_model(folder: Path, config: Any) -> Any:
     huggingface.check_folder(folder)
     if dist.get_world_size() == 1 or getattr(config, "model_type", None) not in FAMILIES:
         return huggingface.read_model(folder)
-    with _parameters_on_meta():
+    with parameters_on_meta():
         model = huggingface.empty_model(config)
     model.tie_weights()  # on the meta device each name got a parameter of its own
     wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
@@ -58,7 +58,7 @@ def fill(module: nn.Module, named: Mapping[str, Any], folder: Path, device: torc
     """
     if not any(value.is_meta for value in named.values()):
         return
-    made = _give_memory(module, device)
+    made = give_memory(module, device)
     # Detached: they are written in place, which autograd refuses for a parameter.
     state = {name: made[value].detach() for name, value in named.items()}
     try:
@@ -68,7 +68,7 @@ def fill(module: nn.Module, named: Mapping[str, Any], folder: Path, device: torc
         raise UsageError(f"cannot read the weights of {folder}: {first_reason(error)}") from error
 
 
-def _give_memory(module: nn.Module, device: torch.device) -> dict[Any, nn.Parameter]:
+def give_memory(module: nn.Module, device: torch.device) -> dict[Any, nn.Parameter]:
     """As `Module.to_empty`, which leaves tied weights apart and buffers without their values."""
     made: dict[Any, nn.Parameter] = {}
     for part in module.modules():
@@ -103,7 +103,7 @@ def holds(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 @contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Parameters go there as soon as a module has them; buffers are computed and stay."""
     register = nn.Module.register_parameter
 

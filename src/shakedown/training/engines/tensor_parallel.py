@@ -2,8 +2,9 @@
 
 Megatron's scheme (arXiv:1909.08053): queries, keys, values, gate and up are cut by their output
 columns, the projections back by their input rows, so that attention and MLP need one all-reduce
-each, forward and backward. Embedding, norms and output head are whole on every rank; so are the
-logits. Every parameter becomes a DTensor over the mesh, for FSDP to spread it over the data ranks.
+each, forward and backward. Embedding, norms and output head are whole on every rank; each makes the
+logits of its part of the words (`OutputHead.gathered`). Every parameter becomes a DTensor over the
+mesh, for FSDP to spread it over the data ranks.
 """
 
 from typing import Any

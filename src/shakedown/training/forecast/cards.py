@@ -8,7 +8,12 @@ from shakedown.training.metrics.flops import known_gpu
 
 GB = 10**9
 # Name of metrics/flops.py -> (GB of memory, GB/s of its bandwidth), the same sheets as there. Of
-# A100s with 40 and 80 GB the smaller stands here, unless the name says 80GB.
+# A100s with 40 and 80 GB the smaller stands here, unless the name says 80GB. Looked up on
+# 2026-11-26: A100 in nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf as quoted on
+# glennklockwood.com/garden/processors (40 GB and 1,555 GB/s, 312 TFLOP/s dense in bfloat16), H100
+# (80 GB, 3.35 TB/s, 989.4) and HGX B200 (8 TB/s, 2,250) and GB200 (2,500) there too; B200 with 180
+# GB as NVIDIA's DGX B200 page has it (1,440 GB and 64 TB/s for eight); H200's 141 GB and GB200's
+# 186 GB in MLCommons' descriptions of submitted systems. The others were not looked up again.
 _CARDS: Mapping[str, tuple[int, int]] = {
     "A10": (24, 600),
     "A40": (48, 696),

@@ -1,5 +1,6 @@
 """The processes of a stage: trainer ranks, and for GRPO the inference server and orchestrator."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ class ServerPlan:
     component: Component
     base_url: str
     served_name: str
+    replicas: int
 
 
 def trainer_components(
@@ -68,6 +70,7 @@ def trainer_components(
         log_dir=job.attempt.logs,
         env={
             **trainer_environment(job.config.debug),
+            **_growing_segments(),
             **(gpus or {}),
             **profiling.environment(order),
         },
@@ -81,6 +84,18 @@ def trainer_components(
 def trainer_environment(debug: str) -> Mapping[str, str]:
     """Flight Recorder and debug variables, which torch reads when it is loaded."""
     return {**hook.ENVIRONMENT, **DEBUG_ENVIRONMENT[debug]}
+
+
+def _growing_segments() -> Mapping[str, str]:
+    """torch's allocator on GPUs, unless the user has set it up.
+
+    Micro batches differ in length: segments of fixed sizes leave gaps between them, ones that grow
+    do not (torch's notes on CUDA, `expandable_segments`). For these ranks alone: vLLM's sleep mode
+    and tensors that are handed to other processes do not work with them.
+    """
+    if any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 def server_plan(
@@ -114,7 +129,8 @@ def server_plan(
         env={**command.env, **(gpus or {}), **profiling.environment(order)},
         own_temporary=True,
     )
-    return ServerPlan(component, f"http://127.0.0.1:{port}", spec.served_name)
+    url, replicas = f"http://127.0.0.1:{port}", spec.size(serve.engine, "d")
+    return ServerPlan(component, url, spec.served_name, replicas)
 
 
 def orchestrator_component(job: StageJob, job_file: Path) -> Component:

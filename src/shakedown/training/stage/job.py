@@ -39,10 +39,10 @@ class StageJob(SupervisedJob):
 
     `model` is the input checkpoint (a Hugging Face folder); `train` and `heldout` are JSON-lines
     files or hub names; `world_size` counts trainer ranks; `endpoint` is the base URL of the
-    stage's own inference server without `/v1` (GRPO only),
-    `served_model` its model name and `engine` its kind. `reward_timeout` (s) and
-    `reward_memory_gb` (GiB) bound one call of the reward function. `replay`: a folder of recorded
-    rollouts to train on instead of generating; empty: none. `drift_limits`: by metric, see
+    stage's own inference server without `/v1` (GRPO only), `served_model` its model name, `engine`
+    its kind and `replicas` its data-parallel ones. `reward_timeout` (s) and `reward_memory_gb`
+    (GiB) bound one call of the reward function. `replay`: a folder of recorded rollouts to train
+    on instead of generating; empty: none. `drift_limits`: by metric, see
     `training.drift`. `chat_template_kwargs`: for the chat template, beside the messages.
     """
 
@@ -60,6 +60,7 @@ class StageJob(SupervisedJob):
     endpoint: str = ""
     served_model: str = "policy"
     engine: str = "vllm"
+    replicas: int = 1
     reward_timeout: float = RewardLimits.seconds
     reward_memory_gb: float = RewardLimits.memory_gb
     replay: str = ""

@@ -124,7 +124,9 @@ async def orchestrate(job: StageJob) -> None:
         probe = probe_tokens(
             [p.tokens for p in prompts[:_PROBE_PROMPTS]], longest=await client.longest()
         )
-        sync = WeightSync(client, probe, dtype=job.dtype, initial=Path(job.model))
+        sync = WeightSync(
+            client, probe, dtype=job.dtype, initial=Path(job.model), replicas=job.replicas
+        )
         await sync.begin()
         # An agent writes its own prompts.
         longest = None

@@ -129,6 +129,7 @@ class StagePlan:
                 endpoint=server.base_url,
                 served_model=server.served_name,
                 engine=self.serve.engine,
+                replicas=server.replicas,
             )
             components += [server.component, orchestrator_component(job, job_file)]
         job.write(job_file)

@@ -19,6 +19,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
+from shakedown.cluster.gpus import device_number
 from shakedown.cluster.store import open_store
 from shakedown.core.errors import INTERRUPTED, ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.debug import asked
@@ -151,7 +152,7 @@ def _stop_on_signals(stop: StopFlag) -> None:
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", device_number(os.environ, torch.cuda.device_count()))
     torch.cuda.set_device(device)
     return device
 
