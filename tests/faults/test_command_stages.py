@@ -3,23 +3,28 @@
 The script (tests/data/trainers/ddp.py) knows nothing of shakedown.
 """
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from shakedown.cluster.guard import look
-from shakedown.core.paths import RunPaths, StagePaths
-from tests.ray_python import RAY_PYTHON, needs_ray
+from shakedown.core.paths import StagePaths
+from tests.faults.command_stage import (
+    Start,
+    diagnose,
+    finish,
+    lives,
+    pid_of_rank,
+    rows,
+    wait_for_step,
+)
+from tests.trainer_pythons import RAY_PYTHON, needs_ray
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = pytest.mark.slow
@@ -38,72 +43,12 @@ STAGE: dict[str, Any] = {
     "stall_timeout": 8.0,
     "start_timeout": 120.0,
 }
-Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start `shakedown train lab`."""
-    started: list[subprocess.Popen[str]] = []
-
-    def run(**changes: Any) -> "subprocess.Popen[str]":
-        body = {"run": "r", "results": str(tmp_path), "stages": {"lab": {**STAGE, **changes}}}
-        config = tmp_path / "config.yaml"
-        config.write_text(yaml.safe_dump(body), encoding="utf-8")
-        command = [sys.executable, "-m", "shakedown.cli", "train", "lab", "--config", str(config)]
-        started.append(
-            subprocess.Popen(
-                command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-            )
-        )
-        return started[-1]
-
-    yield run
-    for process in started:
-        process.terminate()
-        process.wait(60)
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> StagePaths:
-    return RunPaths(tmp_path / "r").stage("lab")
-
-
-def finish(process: "subprocess.Popen[str]") -> str:
-    output, _ = process.communicate(timeout=240)
-    print(output[-5000:])
-    return output
-
-
-def rows(stage: StagePaths) -> list[dict[str, Any]]:
-    if not stage.metrics.exists():
-        return []
-    return [json.loads(line) for line in stage.metrics.read_text().splitlines(keepends=True)]
-
-
-def wait_for_step(stage: StagePaths, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while not any(row["step"] >= step for row in rows(stage)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-def pid_of_rank(rank: int, tmp_path: Path) -> int:
-    for line in processes_that_mention(str(tmp_path / "r")):
-        pid = line.partition(" ")[0]
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if f"RANK={rank}".encode() in environment:
-            return int(pid)
-    raise AssertionError(f"rank {rank} does not run")
-
-
-def diagnose(stage: StagePaths) -> dict[str, Any]:
-    command = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose"]
-    subprocess.run([*command, "--stage", str(stage.root)], check=False, timeout=120)
-    return read_json(stage.diagnosis)
+def start(start: Start) -> Start:
+    """Start the stage with some keys changed."""
+    return lambda **changes: start(**{**STAGE, **changes})
 
 
 def test_torchrun_of_two_ranks_completes_with_logs_and_curves(
@@ -252,11 +197,6 @@ def test_other_launchers_on_one_machine_complete(
     command = [sys.executable, "-m", "shakedown.cli", "logs", str(tmp_path / "r")]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert re.search(rf"^trainer-rank0\S* +\| .*step {STEPS} loss=", shown, re.MULTILINE)
-
-
-def lives(pid: int) -> bool:
-    process = look(pid)
-    return process is not None and not process.ended
 
 
 RAY: dict[str, Any] = {

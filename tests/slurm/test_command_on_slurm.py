@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from shakedown.core.paths import RunPaths
-from tests.ray_python import RAY_PYTHON, needs_ray
 from tests.slurm_fixtures import Workflow, wait_for, workflows
+from tests.trainer_pythons import RAY_PYTHON, needs_ray
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

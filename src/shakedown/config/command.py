@@ -88,14 +88,17 @@ Command = Annotated[Template, AfterValidator(is_a_command)]
 
 
 class ProgressConfig(Section):
-    """Where the step is read: of a line of a log (`pattern`), or of a table's newest row (`file`).
+    """Where the step is read: a log's line (`pattern`), a table (`file`), or TensorBoard's events.
 
     `pattern` has a group `step`; other named groups, and numbers after a name, are curves.
+    `tensorboard`: a folder of event files, or a glob; with `tag` its steps alone count.
     """
 
     pattern: str = ""
     file: Template = ""
     column: str = "step"
+    tensorboard: Template = ""
+    tag: str = ""
 
     @field_validator("pattern")
     @classmethod
@@ -110,9 +113,18 @@ class ProgressConfig(Section):
 
     @model_validator(mode="after")
     def _one_of_both(self) -> "ProgressConfig":
-        if bool(self.pattern) == bool(self.file):
-            raise ValueError("expected either `pattern` or `file`, or `progress: none`")
+        if [bool(self.pattern), bool(self.file), bool(self.tensorboard)].count(True) != 1:
+            raise ValueError(
+                "expected one of `pattern`, `file` and `tensorboard`, or `progress: none`"
+            )
+        if self.tag and not self.tensorboard:
+            raise ValueError("`tag` needs `tensorboard`, whose events have tags")
         return self
+
+    @property
+    def place(self) -> str:
+        """The template of the path that is read; empty where it is the stage's logs."""
+        return self.file or self.tensorboard
 
 
 class ResumeConfig(Section):
@@ -156,7 +168,7 @@ class CommandStage(SupervisedStage):
         yield self.command
         yield from self.outputs
         if self.progress:
-            yield self.progress.file
+            yield self.progress.place
         if self.resume:
             yield from (self.resume.glob, self.resume.arguments)
 

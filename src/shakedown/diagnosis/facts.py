@@ -1,5 +1,6 @@
 """The table that every rule reads: evidence by component, and collectives by group and rank."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shakedown.diagnosis.groups import GroupFacts
@@ -96,6 +97,7 @@ class Facts:
 
     ranks: dict[int, ComponentFacts] = field(default_factory=dict)
     roles: dict[str, ComponentFacts] = field(default_factory=dict)
+    actors: Mapping[int, str] = field(default_factory=dict)  # of Ray, which ranks are: what to say
     groups: list[GroupFacts] = field(default_factory=list)
     nodes: list[NodeState] = field(default_factory=list)
     outcome: JobExit | None = None

@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any
 
 from shakedown.core.ranges import natural
+from shakedown.diagnosis.actors import place_actors
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts, Facts
 from shakedown.diagnosis.groups import build_groups
 from shakedown.diagnosis.owners import Owners, find_owners, ranks_of_engine
@@ -48,6 +49,7 @@ def build_facts(records: Sequence[Record]) -> Facts:
     """Put every record where it belongs. Pure; the order of `records` does not matter."""
     facts = Facts()
     records, facts.left_out = of_newest_run(records)
+    records, facts.actors = place_actors(records)
     records, facts.of_engine = ranks_of_engine(records)
     owners = find_owners(records)
     names = [record for record in records if isinstance(record, TargetName)]

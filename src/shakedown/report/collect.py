@@ -82,6 +82,9 @@ def _stages(reader: Reader, paths: RunPaths, config: Mapping[str, Any]) -> list[
 def _stage(reader: Reader, paths: StagePaths, plan: object) -> StageView:
     attempts = reader.attempts(paths)
     newest = attempts[-1] if attempts else None
+    if plan is None and newest is not None:
+        # `shakedown train` alone writes no config of the run: the attempt has its stage's.
+        plan = (reader.mapping(paths.attempt(newest.number).job) or {}).get("config")
     rows = series.tabulate(reader.rows(paths.metrics))
     return StageView(
         name=paths.root.name,

@@ -21,7 +21,7 @@ from shakedown.report.reader import MAX_WHOLE, finite
 
 RECENT = 20  # rows that the speed is the mean of
 _TAIL_BYTES = 256 << 10  # of metrics.jsonl: `RECENT` rows of a dozen KB, however long the file is
-_STALE_ROWS = 10.0  # usual steps without a row after which no time left is told
+_STALE_ROWS = 10.0  # usual rows without a new one after which no time left is told
 _LATEST = 1e11  # Unix seconds: a time beyond is damage
 _LONGEST = 1e9  # seconds of a step, or left: beyond is damage
 _SKEW = 5.0  # seconds that clocks of nodes may differ
@@ -33,13 +33,15 @@ _CHECKPOINT = re.compile(r"step_(\d{1,15})")
 class StallLimits:
     """Of the attempt: seconds of silence that count as a stall, and its trainer ranks.
 
-    `foreign`: a trainer that is a command, whose checkpoints have names of its own.
+    `foreign`: a trainer that is a command, whose checkpoints have names of its own. `ray`: address,
+    first node and dashboard's port of its Ray cluster; empty without one.
     """
 
     stall: float
     start: float
     ranks: int = 0
     foreign: bool = False
+    ray: tuple[str, str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class Live:
     warnings: Sequence[str] = field(default_factory=list)
     gone: Sequence[Beat] = ()
     foreign: bool = False
+    ray: tuple[str, str, int] | None = None
 
     @property
     def last(self) -> Mapping[str, float]:
@@ -99,6 +102,7 @@ def look(paths: StagePaths, number: int, steps: int | None, now: float) -> Live:
         warnings=[] if stops else warnings(beats, limits, now, lost),
         gone=lost,
         foreign=limits.foreign,
+        ray=limits.ray,
     )
 
 
@@ -135,13 +139,18 @@ def time_left(
     speed: float | None,
     row_age: float | None,
 ) -> float | None:
-    """Seconds to the last step at the present speed; None when no row came for ten steps."""
+    """Seconds to the last step at the present speed; None when ten rows are overdue.
+
+    A trainer may log one step of fifty: between two rows time passes, and steps are made.
+    """
     if not rows or not steps or not speed or row_age is None:
         return None
-    if row_age * speed > _STALE_ROWS:
+    between = (rows[-1]["step"] - rows[0]["step"]) / max(len(rows) - 1, 1)
+    if row_age * speed > _STALE_ROWS * max(between, 1.0):
         return None
     left = max(0.0, steps - rows[-1]["step"]) / speed
-    return left if left < _LONGEST else None
+    made = row_age if between > 1 else 0.0
+    return max(0.0, left - made) if left < _LONGEST else None
 
 
 def warnings(
@@ -220,7 +229,23 @@ def read_limits(attempt: AttemptPaths) -> StallLimits:
         _number(config.get("start_timeout")) or start,
         ranks if isinstance(ranks, int) and 0 < ranks < 1 << 20 else 0,
         config.get("algorithm") == "command",
+        _ray(body.get("ray")),
     )
+
+
+# What may stand in a command that is shown to be pasted.
+_ADDRESS, _NODE = re.compile(r"[\w.:\[\]-]{1,100}"), re.compile(r"\w[\w.-]{0,99}")
+
+
+def _ray(told: object) -> tuple[str, str, int] | None:
+    """The cluster that an attempt's job.json tells of; None for anything else."""
+    if not isinstance(told, dict):
+        return None
+    address, node, port = (told.get(name) for name in ("address", "node", "dashboard"))
+    if not isinstance(address, str) or not isinstance(node, str) or not isinstance(port, int):
+        return None
+    whole = _ADDRESS.fullmatch(address) and _NODE.fullmatch(node) and 0 < port < 1 << 16
+    return (address, node, port) if whole else None
 
 
 def lines(live: Live) -> list[str]:
@@ -229,6 +254,10 @@ def lines(live: Live) -> list[str]:
     for told in (_figures(live.last), _saved(live)):
         if told:
             found.append(f"  {told}")
+    if live.ray:
+        address, node, port = live.ray
+        found.append(f"  ray: {address} on {node}, whose dashboard (ray[default]) comes by")
+        found.append(f"    ssh -L 8265:127.0.0.1:{port} {node}   to http://127.0.0.1:8265")
     found += [f"  stands: {describe(stop)}" for stop in live.stops]
     return found + [f"  warning: {warning}" for warning in live.warnings]
 
@@ -261,6 +290,9 @@ def as_json(live: Live, now: float) -> dict[str, Any]:
             for s in live.stops
         ],
         "warnings": list(live.warnings),
+        "ray": dict(zip(("address", "node", "dashboard"), live.ray, strict=True))
+        if live.ray
+        else None,
     }
 
 

@@ -70,7 +70,7 @@ def test_answer_of_ras_is_evidence_that_names_the_missing_rank(
     facts = build_facts(read_paths([tmp_path]).records)
     assert list(facts.ranks) == [21]
     table = json.loads((tmp_path / f"collected-{report.host}.json").read_text())
-    assert set(table["node"]) == {"nccl ras", "gpus", "slurm"}
+    assert set(table["node"]) == {"nccl ras", "gpus", "slurm", "ray"}
 
 
 @pytest.mark.parametrize("listener", [b"", None], indirect=True, ids=["empty", "silent"])

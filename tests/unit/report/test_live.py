@@ -97,6 +97,41 @@ def test_no_time_is_told_when_no_row_comes_any_more() -> None:
     assert time_left(rows, 150, 2.0, row_age=4.0) == 46.5
     assert time_left(rows, 150, 2.0, row_age=6.0) is None
     assert time_left(rows, None, 2.0, row_age=1.0) is None
+
+
+def test_a_trainer_that_logs_one_step_of_fifty_is_told_its_time_left_between_two_rows() -> None:
+    rows = [{"step": float(step)} for step in (50, 100, 150)]
+
+    assert time_left(rows, 200, 1.0, row_age=30.0) == 20.0
+    assert time_left(rows, 160, 1.0, row_age=30.0) == 0.0
+    assert time_left(rows, 200, 1.0, row_age=501.0) is None
+
+
+def test_a_stage_that_was_started_alone_tells_its_time_left_by_its_attempts_own_config(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.config.unlink()
+    write_job(run, stall_timeout=60.0, steps=157)
+
+    text = status(run, capsys)
+
+    assert "step 57 of 157, 2 steps/s, about 50.0 s left" in text
+
+
+@pytest.mark.parametrize(("node", "shown"), [("n1", True), ("n1; rm -rf /", False)])
+def test_a_stage_on_ray_tells_its_cluster_and_the_way_to_its_dashboard(
+    run: RunPaths, capsys: pytest.CaptureFixture[str], node: str, shown: bool
+) -> None:
+    told = {"address": "10.0.0.1:6399", "node": node, "dashboard": 28265}
+    job = {"config": {"algorithm": "command"}, "world_size": 1, "ray": told}
+    write_json(run.stage("grpo").attempt(1).job, job)
+
+    text = status(run, capsys)
+    (found,) = (s["live"] for s in json.loads(status(run, capsys, "--json"))["stages"] if s["live"])
+
+    assert found["ray"] == (told if shown else None)
+    assert ("ray: 10.0.0.1:6399 on n1" in text) == shown
+    assert ("ssh -L 8265:127.0.0.1:28265 n1 " in text) == shown
     assert time_left([], 150, None, row_age=None) is None
 
 

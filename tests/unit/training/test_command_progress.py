@@ -6,14 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch.utils.tensorboard import SummaryWriter
 
 from shakedown.config import CommandStage, parse_config
+from shakedown.core.errors import UsageError
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import RunPaths
 from shakedown.training.stage.command import CommandJob, newest_checkpoint
 from shakedown.training.stage.plan import plan_command
-from shakedown.training.stage.progress import LogPattern, Progress, Table
+from shakedown.training.stage.progress import Events, LogPattern, Progress, Table
+from tests.event_files import points
 
 EXAMPLES = Path(__file__).parents[3] / "config" / "examples"
 
@@ -51,6 +55,23 @@ def test_the_pattern_of_an_example_finds_its_project_s_lines(
     (row,) = LogPattern(stage["progress"]["pattern"], tmp_path).new_rows()
 
     assert {key: row[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "step"),
+    [
+        ("[default0]: 85%|########5 | 34/40 [00:22<00:03,  1.95it/s]\r", 34),
+        ("Tokenizing train dataset:  62%|######2   | 248/400 [00:00<00:00, 2276.90it/s]\r", 0),
+        ("[default0]:Writing model shards: 100%|##########| 1/1 [00:00<00:00, 18.36it/s]\r", 0),
+    ],
+)
+def test_only_the_bar_of_training_has_a_step(tmp_path: Path, line: str, step: int) -> None:
+    body = yaml.safe_load((EXAMPLES / "trl.yaml").read_text())
+    (tmp_path / "trainer-launch.log").write_text(f"{line}\n")
+
+    found = LogPattern(body["stages"]["trl"]["progress"]["pattern"], tmp_path).new_rows()
+
+    assert [row["step"] for row in found] == ([step] if step else [])
 
 
 def test_a_step_that_several_ranks_tell_counts_once_and_lines_come_whole(tmp_path: Path) -> None:
@@ -141,3 +162,93 @@ def test_a_stage_after_a_command_starts_from_the_model_among_its_outputs(tmp_pat
 
     assert values["model"] == str(first.root / "checkpoint-10")
     assert (values["data"], values["ranks"]) == ("/t", "1")
+
+
+def writer_of(folder: Path) -> SummaryWriter:
+    return SummaryWriter(str(folder / "runs" / "now"))
+
+
+def test_scalars_of_event_files_are_rows_by_step(tmp_path: Path) -> None:
+    source = Events(str(tmp_path / "runs"), "")
+    with writer_of(tmp_path) as writer:
+        for step in (10, 20):
+            writer.add_scalar("train/loss", 1 / step, step)
+            writer.add_scalar("train/lr", 1e-4, step, new_style=True)
+        writer.add_text("config", "no number", 20)
+        writer.add_histogram("weights", torch.arange(10.0), 30)
+        writer.flush()
+
+        rows = list(source.new_rows())
+
+        assert [row["step"] for row in rows] == [10, 20]
+        assert rows[1] == pytest.approx({"step": 20, "train/loss": 0.05, "train/lr": 1e-4})
+        # As TensorBoard itself reads them.
+        told = points(tmp_path / "runs" / "now", "train/loss")
+        assert [step for step, _ in told] == [10, 20]
+        assert [value for _, value in told] == pytest.approx([0.1, 0.05])
+
+        writer.add_scalar("train/loss", 0.03, 30)
+        writer.flush()
+        assert [row["step"] for row in source.new_rows()] == [30]
+        assert list(source.new_rows()) == []
+
+
+def test_with_a_tag_its_steps_alone_count(tmp_path: Path) -> None:
+    source = Events(str(tmp_path / "runs" / "*" / "events*"), "train/loss")
+    with writer_of(tmp_path) as writer:
+        writer.add_scalar("train/loss", 0.5, 1)
+        writer.add_scalar("rollout/tokens", 7, 900)
+
+    (row,) = source.new_rows()
+
+    assert row == {"step": 1, "train/loss": 0.5}
+
+
+def test_events_of_an_earlier_attempt_are_not_read_again(tmp_path: Path) -> None:
+    with writer_of(tmp_path) as writer:
+        writer.add_scalar("loss", 0.5, 7)
+    source = Events(str(tmp_path / "runs"), "")
+    with SummaryWriter(str(tmp_path / "runs" / "again")) as events:
+        events.add_scalar("loss", 0.4, 5)
+
+    assert [row["step"] for row in source.new_rows()] == [5]
+
+
+def test_an_event_that_is_still_written_comes_once_it_is_whole(tmp_path: Path) -> None:
+    with writer_of(tmp_path) as writer:
+        writer.add_scalar("loss", 0.5, 7)
+    (whole,) = (tmp_path / "runs").rglob("*tfevents*")
+    place, data = tmp_path / "events.out.tfevents.1", whole.read_bytes()
+    source = Events(str(place), "")
+    place.write_bytes(data[:-5])
+
+    assert list(source.new_rows()) == []
+    place.write_bytes(data)
+    assert [row["step"] for row in source.new_rows()] == [7]
+
+
+@pytest.mark.parametrize("where", [3, 9, 40])
+def test_a_damaged_event_file_ends_where_it_broke(tmp_path: Path, where: int) -> None:
+    with writer_of(tmp_path) as writer:
+        for step in range(5):
+            writer.add_scalar("loss", 0.5, step)
+    (whole,) = (tmp_path / "runs").rglob("*tfevents*")
+    data = bytearray(whole.read_bytes())
+    data[where] ^= 0xFF
+    place = tmp_path / "tfevents.damaged"
+    source = Events(str(place), "")
+    place.write_bytes(data)
+
+    rows = list(source.new_rows())
+
+    assert {row["step"] for row in rows} <= set(range(5))
+    assert list(source.new_rows()) == []
+
+
+@pytest.mark.parametrize(
+    "progress", [{}, {"tag": "loss", "file": "x.jsonl"}, {"tensorboard": "a", "file": "x"}]
+)
+def test_progress_is_read_in_one_way(progress: dict[str, str]) -> None:
+    lab = {"algorithm": "command", "launch": "none", "command": "true"}
+    with pytest.raises(UsageError, match=r"expected one of|needs `tensorboard`"):
+        parse_config({"run": "r", "stages": {"lab": {**lab, "progress": progress}}})

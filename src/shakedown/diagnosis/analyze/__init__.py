@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 from shakedown.diagnosis.analyze import (
+    actors,
     blocked,
     cleanup,
     cycles,
@@ -69,8 +70,10 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
     ),
     "Has something ended, or been stopped?": _lasting(
         nodes.node_dead,
+        actors.head_lost,
         roles.dead_role,
         ended.stopped_rank,
+        actors.actor_ended,
         blocked.too_few_gpus,
         # Before a dead rank: a stage that raises on a tensor's shape may have received it.
         pipeline.shape_error,
@@ -107,7 +110,7 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
             roles.weight_sync,
         ),
         *_lasting(storage.blocked_on_a_node),
-        *_of_a_moment(blocked.blocked_by_ranks, cleanup.uneven),
+        *_of_a_moment(blocked.blocked_by_ranks, cleanup.uneven, actors.actor_works_alone),
         # Late, as this rank stands itself: the file system may not be what holds it.
         *_lasting(
             storage.heartbeat_and_rank_blocked,
@@ -146,7 +149,7 @@ def analyze(facts: Facts) -> Diagnosis:
     chosen = storage.explained(situation, chosen)
     chosen = gpu_use.weighed(situation, chosen)
     chosen = _or_another_reason(situation, chosen)
-    chosen = _unless_guessed(facts, chosen)
+    chosen = _with_actors(facts, _unless_guessed(facts, chosen))
     against = [f"{h.cause}: {h.sentence}" for _, h in spoken[1:] if _contradicts(h, chosen)]
     conflicts = [*facts.conflicts, *against]
     # 0.1 for each conflict is a judgement, not measured: see docs/hang.md.
@@ -199,6 +202,14 @@ def _unless_guessed(facts: Facts, chosen: Hypothesis) -> Hypothesis:
         return chosen
     told = f"{chosen.sentence}; ranks are counted by process id: which one it is nothing tells"
     return replace(chosen, ranks=(), sentence=told)
+
+
+def _with_actors(facts: Facts, chosen: Hypothesis) -> Hypothesis:
+    """Which actors of Ray the named ranks are: nobody finds one by its number."""
+    told = [f"rank {r} is {facts.actors[r]}" for r in sorted(chosen.ranks)[:4] if r in facts.actors]
+    if not told:
+        return chosen
+    return replace(chosen, sentence=f"{chosen.sentence}; {', '.join(told)}")
 
 
 def _unless_open(chosen: Hypothesis) -> Hypothesis:

@@ -343,8 +343,8 @@ def stopped_rank(s: Situation) -> Hypothesis | None:
     return conclude(
         s,
         "missing_rank",
-        f"{name_ranks(stopped)} {verb(stopped, 'is', 'are')} stopped (process state T); "
-        f"{name_ranks(s.waiting)} {verb(s.waiting, 'waits', 'wait')}",
+        f"{name_ranks(stopped)} {verb(stopped, 'is', 'are')} stopped (process state T)"
+        + (f"; {name_ranks(s.waiting)} {verb(s.waiting, 'waits', 'wait')}" if s.waiting else ""),
         ranks=stopped,
         sure="told",
         evidence=[p for r in stopped if (p := s.positions[r].place)],

@@ -259,11 +259,12 @@ def judge_path(path: tuple[Frame, ...], active: bool | None = None) -> Position:
     frame = users[-1] if users else None
     kind, op = _telling(path)
     # py-spy saw the thread on a CPU: it computes and does not wait.
-    if kind == "user" and active:
+    if kind == "user" and frame is None and only_hosts(path):
+        kind = "idle"  # an actor without a task, which looks for one now and then
+    elif kind == "user" and active:
         kind = "busy"
     elif kind == "user" and frame is None:
-        # An actor without a task; else inside of a library that says nothing.
-        kind = "idle" if only_hosts(path) else "unknown"
+        kind = "unknown"  # inside of a library that says nothing
     cleanup = kind in ("collective", "p2p", "teardown") and _in_cleanup(path, users)
     return Position(kind, op, path, frame, cleanup)
 

@@ -29,6 +29,7 @@ from shakedown.monitor.heartbeat import COUNTS, RECORD_BYTES, Beat, decode
 _BEAT = re.compile(rb"^[0-9a-f]{8} \{\"role\":")
 COLLECTED, BEATS = "shakedown/collected/1", "shakedown/beats/1"
 MAX_IO = 2**60  # bytes; NaN is not below
+MAX_WORLD = 100_000
 _MAX_SAMPLES = 100  # of one process; a collector takes a handful
 
 
@@ -128,6 +129,7 @@ class _Target:
     states: Sequence[_State] = ()
     missed: Sequence[str] = ()
     inner_pid: int | None = None
+    world: int = 0
 
 
 @dataclass(frozen=True)
@@ -169,10 +171,11 @@ def _collected(source: EvidenceFile, body: _Collected) -> list[Record]:
 
 
 def _target(source: EvidenceFile, row: _Target, host: str) -> list[Record]:
-    who = Identity(rank_of(row.rank), pid_of(row.pid), host, clean(row.role, 40))
+    who = Identity(rank_of(row.rank), pid_of(row.pid), host, clean(row.role, 100))
     place = source.place(0, clean(row.name))
     inner = pid_of(row.inner_pid)
-    records: list[Record] = [TargetName(who, clean(row.name, 80), place, inner_pid=inner)]
+    world = row.world if 0 <= row.world <= MAX_WORLD else 0
+    records: list[Record] = [TargetName(who, clean(row.name, 100), place, world, inner_pid=inner)]
     for sample, each in enumerate(row.states[:_MAX_SAMPLES], start=1):
         letter = clean(each.state, 20)[:1]
         wchan, done = clean(each.wchan, 80), _activity(each)

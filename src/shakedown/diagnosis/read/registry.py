@@ -24,6 +24,7 @@ from shakedown.diagnosis.read import (
     pyspy_text,
     pystack_text,
     ras,
+    ray,
     slurm,
 )
 from shakedown.diagnosis.read.budget import Budget, OutOfTime
@@ -62,11 +63,12 @@ Parser = Callable[[EvidenceFile], list[Record]]
 JsonParser = Callable[[EvidenceFile, Any], list[Record] | None]
 
 # A JSON value is offered to each in turn; None means "not mine".
-# "gpus" comes before "shakedown evidence", which takes every value with a schema of ours.
+# "gpus" and "ray" come before "shakedown evidence", which takes every value with a schema of ours.
 JSON_FORMATS: dict[str, JsonParser] = {
     "py-spy json": pyspy_json.parse,
     "flight recorder json": flight_recorder.parse_json,
     "gpus": gpus.parse_json,
+    "ray": ray.parse,
     "shakedown evidence": evidence.parse_json,
     "nccl ras json": ras.parse_json,
 }

@@ -1,6 +1,11 @@
 """Collecting evidence from running processes before they are ended."""
 
-from shakedown.monitor.collect.local import CollectReport, TargetReport, collect_local
+from shakedown.monitor.collect.local import (
+    CollectReport,
+    TargetReport,
+    collect_cluster,
+    collect_local,
+)
 from shakedown.monitor.collect.targets import (
     Target,
     from_attempt,
@@ -15,6 +20,7 @@ __all__ = [
     "CollectReport",
     "Target",
     "TargetReport",
+    "collect_cluster",
     "collect_local",
     "from_attempt",
     "from_job",

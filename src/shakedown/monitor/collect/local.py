@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shakedown.cluster.nodes import is_node_name, node_name
 from shakedown.core.paths import AttemptPaths
-from shakedown.monitor.collect import beats, hooked, inside, logs, node, proc, pyspy
+from shakedown.monitor.collect import beats, hooked, inside, logs, node, proc, pyspy, ray
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.targets import Target
 from shakedown.monitor.collect.writer import BEATS, COLLECTED, NAMES, Writer, printable
@@ -28,7 +28,7 @@ _GONE: dict[str, object] = {"state": "X", "wchan": "", "threads": []}
 class TargetReport:
     """What was found of one process: states by round, and what could not be read.
 
-    `inner_pid`: its id in its own container, None where that is `pid`.
+    `inner_pid`: its id in its own container, None where that is `pid`. `world`: as a Target's.
     """
 
     name: str
@@ -39,6 +39,7 @@ class TargetReport:
     missed: list[str] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)  # files with its stacks
     inner_pid: int | None = None
+    world: int = 0
 
 
 @dataclass
@@ -103,6 +104,15 @@ def collect_local(
     return collection.finish(rounds, begin, absent)
 
 
+def collect_cluster(address: str, out: Path) -> None:
+    """What the Ray cluster at `address` knows of a job that has ended; nothing is raised."""
+    writer = Writer(out)
+    job = functools.partial(node.ask, "ray", {"ray": functools.partial(ray.query, (), address)})
+    (given,) = run_bounded([job], 1, SOURCE_SECONDS)
+    for suffix, text in given.files if isinstance(given, node.Answer) else ():
+        writer.text(f"{_label()}-{suffix}", text)
+
+
 class _Collection:
     """One collection: its targets, their hooks and rows, and the writer."""
 
@@ -117,7 +127,9 @@ class _Collection:
         self._hooks = [h for h in hooks if h is not None]
         self._stacks = hooked.Stacks(self._hooks)
         self._rows = {
-            t.pid: TargetReport(t.name, t.pid, t.role, t.rank, inner_pid=inside.inner_pid(t.pid))
+            t.pid: TargetReport(
+                t.name, t.pid, t.role, t.rank, inner_pid=inside.inner_pid(t.pid), world=t.world
+            )
             for t in self._targets
         }
         self._label = _label()
@@ -224,8 +236,10 @@ class _Collection:
 
     def ask_node(self) -> None:
         """NCCL RAS, GPUs, Slurm; a driver that never answers is left behind."""
-        names = list(node.SOURCES)
-        jobs = [functools.partial(node.ask, name) for name in names]
+        asks_ray: node.Query = functools.partial(ray.query, list(self._rows))
+        sources = {**node.SOURCES, "ray": asks_ray}
+        names = list(sources)
+        jobs = [functools.partial(node.ask, name, sources) for name in names]
         answers = run_bounded(jobs, len(jobs), SOURCE_SECONDS)
         for name, given in zip(names, answers, strict=True):
             late = node.Answer("failed", missed=str(given or "no answer in time"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import BlockedError, UsageError
 from shakedown.core.paths import AttemptPaths
-from shakedown.monitor.collect import hooked, proc
+from shakedown.monitor.collect import environ, hooked, proc, ray
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.heartbeat import read_heartbeats
 
@@ -31,17 +31,32 @@ _HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 @dataclass(frozen=True)
 class Target:
-    """One process. `name` names its files, such as `trainer-rank0`."""
+    """One process. `name` names its files, such as `trainer-rank0`.
+
+    `role` of a worker of Ray: `actor PolicyWorker`, and its name is `PolicyWorker-rank3`. `world`:
+    the number of ranks, 0 where it is not known.
+    """
 
     name: str
     pid: int
     role: str = "trainer"
     rank: int | None = None
+    world: int = 0
     hook: hooked.Hook | None = field(default=None, compare=False)  # None: not looked for yet
 
     @property
+    def of_ray(self) -> bool:
+        """Whether a Ray worker, of which an actor's rank is one among those of its class."""
+        return self.role.startswith((f"{ray.ACTOR} ", f"{ray.TASK} "))
+
+    @property
     def file_name(self) -> str:
-        """`name` without anything that could leave the folder."""
+        """`name` without anything that could leave the folder.
+
+        A class of an actor may be called like any role: its files go by its process.
+        """
+        if self.of_ray:
+            return f"pid{self.pid}"
         return _UNSAFE.sub("_", self.name).lstrip(".")[:100] or f"pid{self.pid}"
 
 
@@ -97,10 +112,13 @@ def from_job(job_id: str) -> list[Target]:
 def from_processes(pids: Collection[int]) -> list[Target]:
     """Ranks among the processes of a program, or else all of its Python processes.
 
-    Shells and launchers are left out where there are ranks, and so are workers of a rank.
+    Shells and launchers are left out where there are ranks, and so are workers of a rank. Of Ray's
+    there are the workers that have work, and the driver.
     """
     found = {p.pid: p for p in _processes() if p.pid in pids and _is_of_this_node(p.pid)}
     targets = _named(_outermost(found))
+    if any(target.of_ray for target in targets):
+        return targets
     return [target for target in targets if target.rank is not None] or targets
 
 
@@ -201,6 +219,7 @@ def _list() -> list[_Process]:
 def _outermost(found: Mapping[int, _Process]) -> list[int]:
     """Python's where there is any, and without the workers of a process that is found."""
     chosen = {pid: p for pid, p in found.items() if p.python} or dict(found)
+    chosen = {pid: p for pid, p in chosen.items() if not ray.is_own(pid, p.command)}
     environments = {pid: _environment(pid) for pid in chosen}
     # As in `_ranked`: torchrun's own process is a task of Slurm, and no rank.
     launched = any("RANK" in environment for environment in environments.values())
@@ -232,13 +251,18 @@ def _named(pids: Sequence[int], prefix: str = "") -> list[Target]:
     """
     environments = {pid: _environment(pid) for pid in pids}
     launched = any("RANK" in environment for environment in environments.values())
-    ranked = [_ranked(pid, environments[pid], launched=launched) for pid in pids]
+    ranked = [
+        _worker_of_ray(pid, environments[pid]) or _ranked(pid, environments[pid], launched=launched)
+        for pid in pids
+    ]
     named = {target.pid: target.name for target in ranked if target}
     workers = {p for p, name in named.items() if name in (named[a] for a in _above(p, named))}
     ranked = [None if target and target.pid in workers else target for target in ranked]
     claims = Counter(target.name for target in ranked if target)
+    beside_ray = any(target and target.of_ray for target in ranked)
+    unknown = ray.DRIVER if beside_ray else "trainer"
     return [
-        target if target and claims[target.name] == 1 else Target(f"{prefix}pid{pid}", pid)
+        target if target and claims[target.name] == 1 else Target(f"{prefix}pid{pid}", pid, unknown)
         for pid, target in zip(pids, ranked, strict=True)
     ]
 
@@ -247,11 +271,27 @@ def _ranked(pid: int, environment: Mapping[str, str], *, launched: bool) -> Targ
     """By our hook, or by the environment; SLURM_PROCID is no rank below another launcher."""
     hook = hooked.find(pid)
     if hook is not None:
-        return Target(hook.name, pid, hook.role, hook.rank, hook)
+        return Target(hook.name, pid, hook.role, hook.rank, hook=hook)
     text = environment.get("RANK", "") if launched else _rank_text(environment)
-    # Seven digits at most, as in the names of the hook's files.
-    rank = int(text) if text.isascii() and text.isdecimal() and len(text) < 8 else None
+    rank = _number(text)
     return None if rank is None else Target(f"trainer-rank{rank}", pid, "trainer", rank)
+
+
+def _worker_of_ray(pid: int, given: Mapping[str, str]) -> Target | None:
+    """By the name that Ray gives the process, and by the rank that its driver told it."""
+    found = ray.worker_of(pid)
+    if found is None:
+        return None
+    told = given if "RANK" in given else environ.environ_now(pid, _OF_RANKS)
+    rank, world = (_number(told.get(name, "")) for name in ("RANK", "WORLD_SIZE"))
+    rank = found.rank if rank is None else rank
+    name = f"{found.name}-{f'pid{pid}' if rank is None else f'rank{rank}'}"
+    return Target(name, pid, found.role, rank, world or 0)
+
+
+def _number(text: str) -> int | None:
+    """Seven digits at most, as in the names of the hook's files."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 8 else None
 
 
 def _rank_text(environment: Mapping[str, str]) -> str:

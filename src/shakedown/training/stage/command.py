@@ -16,7 +16,7 @@ from shakedown.core import at_start
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor import foreign_hook
-from shakedown.monitor.collect import Target, from_processes
+from shakedown.monitor.collect import Target, collect_cluster, from_processes
 from shakedown.monitor.heartbeat import Beat, read_heartbeats
 from shakedown.training.stage.components import trainer_environment
 from shakedown.training.stage.job import SupervisedJob
@@ -35,7 +35,8 @@ class CommandJob(SupervisedJob):
     """A command stage, and the attempt at it once that has begun (`attempt_root`).
 
     `values`: of the placeholders that do not depend on the attempt. `command`: the words that were
-    started.
+    started. `ray`: of a stage on Ray the address of its cluster, its first node, and the port of
+    the dashboard there.
     """
 
     stage: str
@@ -45,6 +46,7 @@ class CommandJob(SupervisedJob):
     values: Mapping[str, str] = field(default_factory=dict)
     attempt_root: str = ""
     command: Sequence[str] = ()
+    ray: Mapping[str, str | int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,11 @@ class CommandLaunched(Launched):
     @property
     def collected_by(self) -> Sequence[str]:
         return ("--job", os.environ.get("SLURM_JOB_ID", ""), "--this-node")
+
+    def note_failure(self) -> None:
+        """The head of a Ray cluster knows of each actor's end; a driver tells whom it met first."""
+        if self.job.ray:
+            collect_cluster(str(self.job.ray["address"]), self.job.attempt.evidence)
 
     @property
     def reached_end(self) -> bool:
@@ -112,7 +119,12 @@ class CommandPlan:
         words = words_of(config.command, values)
         if checkpoint and config.resume:
             words += words_of(config.resume.arguments, values)
-        job = replace(self.job, attempt_root=str(attempt.root.absolute()), command=words)
+        ray: dict[str, str | int] = {}
+        if config.launch == "ray":
+            address = f"{values['head']}:{values['port']}"
+            ray = {"address": address, "node": nodes[0], "dashboard": quiet_port()}
+        root = str(attempt.root.absolute())
+        job = replace(self.job, attempt_root=root, command=words, ray=ray)
         if checkpoint:
             print(f"stage {job.stage}: resuming from {checkpoint}", flush=True)
         job.write(attempt.job)
@@ -127,10 +139,11 @@ class CommandPlan:
             env=_environment(config, attempt),
             srun_args=self.srun_args,
             start_timeout=config.start_timeout,
+            dashboard=int(ray.get("dashboard", 0)),
         )
         progress = None
         if config.progress:
-            place = fill(config.progress.file, values)
+            place = fill(config.progress.place, values)
             source = source_of(config.progress, place, attempt.logs)
             progress = Progress(source, self.job.paths.metrics)
         components = launch_components(config.launch, launch)

@@ -56,6 +56,9 @@ class Launched(ABC):
     def finish(self, outcome: Outcome) -> Outcome:
         """The outcome with what the stage's own files say."""
 
+    def note_failure(self) -> None:  # noqa: B027  # most stages know nothing that ends with them
+        """Write down what a failed stage's programs know, before they are ended."""
+
     def last_words(self) -> Sequence[str]:
         """Sentences for the terminal, before temporary folders go."""
         return ()

@@ -22,6 +22,7 @@ class Launch:
 
     `words`: the command. `head`: the first node's address, `port` one that is free there.
     `python`: of the trainer's environment. `start_timeout`: seconds that Ray's nodes may take.
+    `dashboard`: the port of Ray's page on the first node's loopback.
     """
 
     words: Sequence[str]
@@ -34,6 +35,7 @@ class Launch:
     env: Mapping[str, str]
     srun_args: Sequence[str] = ()
     start_timeout: float = 300.0
+    dashboard: int = 8265
 
     @property
     def log_dir(self) -> str:
@@ -144,6 +146,7 @@ def _ray(launch: Launch) -> list[Component]:
     ]
     env = {**loopback_of(launch.nodes), **launch.env}
     head = [*start, "--head", f"--node-ip-address={launch.head}", f"--port={launch.port}"]
+    head += ["--dashboard-host=127.0.0.1", f"--dashboard-port={launch.dashboard}"]
     wait = [str(len(launch.nodes)), str(launch.start_timeout)]
     driver = [launch.python, str(Path(ray_driver.__file__)), *wait, "--", *launch.words]
     found = [

@@ -1,4 +1,4 @@
-"""How far a command is, from what it writes: lines of its logs, or a table of its own.
+"""How far a command is, from what it writes: lines of its logs, a table, or TensorBoard's events.
 
 Every number that is found becomes a column of the stage's metrics.jsonl, as if our runtime had
 written it: status, report and diagnosis read that file.
@@ -20,11 +20,13 @@ from shakedown.core.private import open_own
 from shakedown.core.visible import masked
 from shakedown.monitor.collect.logs import logs_in
 from shakedown.report.logs import natural
+from shakedown.training.stage.tensorboard import EventFile
 
 _BLOCK = 1 << 20  # of a file and look
 _LONGEST_LINE = 1 << 16
 _MOST_COLUMNS = 200
 _MOST_STEP = 1 << 53
+_EVENTS = "*tfevents*"  # as every writer of TensorBoard's names its files
 # `loss=1.5`, `'loss': 1.5`, `lr: 1e-4`, `reward/mean 0.3` with a sign between.
 _NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _PAIR = re.compile(
@@ -133,6 +135,34 @@ class Table(Source):
         return self._heads[path]
 
 
+class Events(Source):
+    """TensorBoard's event files in a folder and below, or in those that a glob names.
+
+    A step's scalars are one row, as a trainer writes them one after another. Events that an earlier
+    attempt left are not read again.
+    """
+
+    def __init__(self, place: str, tag: str) -> None:
+        self._place, self._tag = place, tag
+        self._files = {path: EventFile(path, path.stat().st_size) for path in self._paths()}
+
+    def new_rows(self) -> Iterator[Row]:
+        rows: dict[int, Row] = {}
+        for path in self._paths():
+            for step, scalars in self._files.setdefault(path, EventFile(path)).new_scalars():
+                if not self._tag or self._tag in scalars:
+                    rows.setdefault(step, {}).update(scalars)
+        for step in sorted(rows):
+            if row := _row({**rows[step], "step": step}, "step"):
+                yield row
+
+    def _paths(self) -> list[Path]:
+        found: list[Path] = []
+        for place in expand(self._place):
+            found += place.rglob(_EVENTS) if place.is_dir() else [place] * place.is_file()
+        return sorted(path for path in set(found) if path.match(_EVENTS))
+
+
 def expand(place: str) -> list[Path]:
     """The paths that a glob names, by their numbers; one without stars is itself."""
     path = Path(place)
@@ -144,8 +174,10 @@ def expand(place: str) -> list[Path]:
 
 
 def source_of(progress: ProgressConfig, place: str, logs: Path) -> Source:
-    """`place`: the config's `file` with its placeholders filled in."""
-    return LogPattern(progress.pattern, logs) if progress.pattern else Table(place, progress.column)
+    """`place`: the config's path with its placeholders filled in."""
+    if progress.pattern:
+        return LogPattern(progress.pattern, logs)
+    return Events(place, progress.tag) if progress.tensorboard else Table(place, progress.column)
 
 
 @dataclass

@@ -16,8 +16,14 @@ from shakedown.monitor.collect import Target, from_job, from_processes
 
 
 def signal_ranks(pids: Collection[int], number: signal.Signals) -> None:
-    """To those of these processes that are ranks; to all of them where none is known."""
-    _send(_ranks(from_processes(pids)) or pids, number)
+    """To those of these processes that are ranks; to all of them where none is known.
+
+    With Ray to its driver: a worker that is told to end takes its actor with it.
+    """
+    targets = from_processes(pids)
+    drivers = [target.pid for target in targets if not target.of_ray]
+    with_ray = len(drivers) < len(targets)
+    _send(drivers if with_ray else _ranks(targets) or pids, number)
 
 
 def signal_other_nodes(nodes: Sequence[str], number: signal.Signals) -> "subprocess.Popen[bytes]":
@@ -38,7 +44,7 @@ def _send(pids: Collection[int], number: signal.Signals) -> None:
 
 
 def _ranks(targets: Sequence[Target]) -> list[int]:
-    return [target.pid for target in targets if target.rank is not None]
+    return [target.pid for target in targets if target.rank is not None and not target.of_ray]
 
 
 if __name__ == "__main__":

@@ -108,6 +108,8 @@ class Monitor:
             time.sleep(_SETTLE_SECONDS)
             if self.stop.reason and not self._asked:
                 return None  # Slurm's signal reached the component before this process
+            if ending.state == "failed":
+                self.launched.note_failure()
             return self._judge()  # a kill that was seen meanwhile outranks the error it caused
         if ending is None and now >= self.stop.deadline:
             return interrupted(self.exits, self.supervisor.running(), self.stop.reason)

@@ -1,0 +1,71 @@
+"""A Lightning module under DDP on two CPU ranks, as a lab's script does. Run it with torchrun.
+
+It knows nothing of shakedown. Each rank reads its rows from a cache that is locked for it.
+"""
+
+import argparse
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader, Dataset
+
+
+class Cached(Dataset):
+    """Rows of a cache; another program that fills it holds the same lock."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.lock = folder / f"cache-{os.environ['RANK']}.lock"
+
+    def __len__(self) -> int:
+        return 400
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with self.lock.open("w") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            time.sleep(0.03)
+        return torch.full((4,), index / 400)
+
+
+class Lit(lightning.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: torch.Tensor, _index: int) -> torch.Tensor:
+        loss = self.layer(batch).pow(2).mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.01)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--resume", default="")
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        strategy="ddp",
+        max_steps=args.steps,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        logger=CSVLogger(args.out, name="metrics", flush_logs_every_n_steps=1),
+        callbacks=[ModelCheckpoint(args.out, filename="{step}", every_n_train_steps=10, save_top_k=-1)],
+    )
+    loader = DataLoader(Cached(args.out / "cache"), batch_size=4)
+    trainer.fit(Lit(), loader, ckpt_path=args.resume or None)
+
+
+main()

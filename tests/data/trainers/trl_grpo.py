@@ -1,0 +1,53 @@
+"""GRPO with TRL's GRPOTrainer and a reward function, as a lab's script does. Run it with accelerate.
+
+It knows nothing of shakedown. The reward of rank 1 never ends while the file `--spin-on` is there.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--resume", default="")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--spin-on", default="")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+
+    def reward_digits(completions, **kwargs) -> list[float]:
+        while args.spin_on and dist.get_rank() == 1 and Path(args.spin_on).exists():
+            pass
+        return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+    rows = [{"prompt": f"{a:02}+{b:02}="} for a in range(20) for b in range(20)]
+    trainer = GRPOTrainer(
+        model=args.model,
+        reward_funcs=reward_digits,
+        args=GRPOConfig(
+            output_dir=args.out,
+            max_steps=args.steps,
+            per_device_train_batch_size=2,
+            num_generations=2,
+            max_completion_length=8,
+            save_steps=5,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            ddp_backend="gloo",
+            bf16=False,
+        ),
+        train_dataset=Dataset.from_list(rows),
+    )
+    trainer.train(resume_from_checkpoint=args.resume or None)
+    dist.destroy_process_group()
+
+
+main()

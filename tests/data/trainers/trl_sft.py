@@ -1,0 +1,56 @@
+"""Supervised fine-tuning with TRL's SFTTrainer, as a lab's script does. Run it with accelerate.
+
+It knows nothing of shakedown.
+"""
+
+import argparse
+import time
+
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+
+class SlowMetrics(TrainerCallback):
+    """Sends each step's numbers to a service that takes its time."""
+
+    def on_step_end(self, args, state, control, **kwargs) -> None:
+        time.sleep(0.2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", required=True)
+    parser.add_argument("--resume", default="")
+    parser.add_argument("--steps", type=int, default=40)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [
+        {"prompt": f"{a:02}+{b:02}=", "completion": f"{a + b:03}"}
+        for a in range(20)
+        for b in range(20)
+    ]
+    trainer = SFTTrainer(
+        model=args.model,
+        args=SFTConfig(
+            output_dir=args.out,
+            max_steps=args.steps,
+            per_device_train_batch_size=2,
+            save_steps=10,
+            logging_steps=1,
+            report_to="none",
+            use_cpu=True,
+            ddp_backend="gloo",
+            bf16=False,
+        ),
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[SlowMetrics()],
+    )
+    trainer.train(resume_from_checkpoint=args.resume or None)
+    dist.destroy_process_group()
+
+
+main()
