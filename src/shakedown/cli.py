@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": "Compare token log-probabilities of trainer and inference engine.",
     "train": "Run one training stage under supervision: ours, or any trainer's launch command.",
     "hang": "Collect and analyse the evidence of a hung job.",
+    "watch": "Watch a job that runs already, and say when it stalls and why.",
     "debug": "Debuggers for the processes of a run, and profiles of its workers.",
     "accept": "Judge a finished stage: accept its verdict, or fail with one sentence.",
     "allocation": "Parse an allocation string and place its ranks on nodes.",

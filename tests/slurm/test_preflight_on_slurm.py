@@ -1,4 +1,4 @@
-"""`shakedown preflight --once` as a real Slurm's Prolog and HealthCheckProgram."""
+"""`shakedown preflight` over a real job of Slurm, and as Prolog, TaskProlog, HealthCheckProgram."""
 
 import subprocess
 import sys
@@ -8,6 +8,7 @@ from pathlib import Path
 import private_slurm
 import pytest
 
+from shakedown.cluster.nodes import expand_nodelist
 from tests.slurm_fixtures import environment, private_cluster, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -55,3 +56,69 @@ def test_a_good_node_runs_its_job_and_a_bad_one_is_drained(
     assert "Prolog error" in shown(cluster, "sinfo", "--noheader", "--list-reasons")
     assert "PREFLIGHT OK" in (tmp_path / "health.log").read_text()
     assert "code 0" in (tmp_path / "health.log").read_text()
+
+
+def test_a_bad_node_keeps_its_tasks_from_starting_and_is_not_drained(
+    slurm_env: dict[str, str], tmp_path: Path
+) -> None:
+    script = tmp_path / "task_prolog.sh"
+    command = f"PYTHONPATH={SOURCE} exec {sys.executable} -P -m shakedown.cli preflight --once task"
+    fault = "$([ $SLURMD_NODENAME = $BAD ] && echo --fake-fault=low_shm)"
+    script.write_text(f"#!/bin/sh\n{command} {fault}\n")
+    script.chmod(0o755)
+    srun = ["srun", "--nodelist=n1,n2", "--ntasks-per-node=1", f"--task-prolog={script}"]
+    srun += ["echo", "ran"]
+    runs = {
+        bad: subprocess.run(
+            srun, env={**slurm_env, "BAD": bad}, capture_output=True, text=True, check=False
+        )
+        for bad in ("none", "n2")
+    }
+    good, bad = runs["none"], runs["n2"]
+    assert (good.returncode, good.stdout.count("ran")) == (0, 2)
+    assert good.stdout.count("PREFLIGHT OK") == 2
+    assert (bad.returncode, bad.stdout.count("ran")) == (1, 1)
+    assert "PREFLIGHT CRITICAL - n2" in bad.stdout
+    sinfo = ["sinfo", "--noheader", "--format=%T"]
+    states = subprocess.run(sinfo, env=slurm_env, capture_output=True, text=True, check=True)
+    assert "drain" not in states.stdout
+
+
+def test_nodes_of_a_job_that_runs_are_checked_from_outside(
+    slurm_env: dict[str, str], tmp_path: Path
+) -> None:
+    submit = ["sbatch", "--parsable", "-N2", "--output=/dev/null", "--wrap", "sleep 600"]
+    job_id = subprocess.run(
+        submit, env=slurm_env, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    own = [sys.executable, "-m", "shakedown.cli", "preflight", "--job", job_id]
+    own += ["--out", str(tmp_path)]
+
+    def preflight(*options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*own, *options], env=slurm_env, capture_output=True, text=True, check=False
+        )
+
+    def state() -> str:
+        squeue = ["squeue", "--noheader", "--format=%T|%N", f"--jobs={job_id}"]
+        return subprocess.run(
+            squeue, env=slurm_env, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        wait_for(lambda: state().startswith("RUNNING"), "the job")
+        first, second = expand_nodelist(state().partition("|")[2])
+        other = preflight("--nodes", f"{first},elsewhere")
+        assert other.returncode == 2
+        assert "elsewhere is not of this allocation" in other.stderr
+        checked = preflight("--nodes", second, "--fake-fault", f"low_shm:{second}")
+        assert checked.returncode == 1, checked.stderr
+        assert (tmp_path / "bad_nodes.txt").read_text() == f"{second}\n"
+        assert not (tmp_path / "nodes" / f"{first}.json").exists()
+        assert state().startswith("RUNNING")
+    finally:
+        subprocess.run(["scancel", job_id], env=slurm_env, check=True)
+    wait_for(lambda: not state().startswith(("RUNNING", "COMPLETING")), "its end")
+    over = preflight()
+    assert over.returncode == 3
+    assert "is CANCELLED: it has no nodes to check" in over.stderr

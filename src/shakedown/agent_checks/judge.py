@@ -123,6 +123,7 @@ def _client_metrics(seen: Measured) -> dict[str, float]:
         "loop_lag_p50_seconds": percentile(seen.lags, 0.50),
         "loop_lag_p99_seconds": percentile(seen.lags, 0.99),
         "loop_lag_max_seconds": max(seen.lags, default=0.0),
+        "loop_cpu_wait_max_seconds": seen.cpu_wait,
         "http_requests": len(seen.http_calls),
         "http_failed": sum(not call.status for call in seen.http_calls),
         "pool_wait_p99_seconds": percentile(waits, 0.99),
@@ -240,6 +241,8 @@ def _transport_remedy(cause: str, result: RunResult, server: ServerProbe) -> tup
     if cause == "connection" and not answered:
         return "code", f"{healthy}, so the agent asks another address than base_url"
     lag = max(seen.lags, default=0.0)
+    if seen.cpu_wait > max(lag, _LAG_WARN):
+        return "environment", f"{healthy}; {_starved(seen)}; {CLIENT_LIMITS}"
     if lag > _LAG_WARN:
         where = max(seen.blocked_at, key=lambda place: seen.blocked_at[place], default="")
         at = f" at {where}" if where else ""
@@ -261,14 +264,16 @@ def _status_remedy(episodes: Sequence[Episode]) -> tuple[Blame, str]:
 def _client_findings(seen: Measured) -> list[Finding]:
     lag = max(seen.lags, default=0.0)
     blocked = sorted(seen.blocked_at.items(), key=lambda item: -item[1])[:3]
-    where = "; ".join(f"{seconds:.1f} s at {place}" for place, seconds in blocked)
+    said = [f"{seconds:.1f} s at {place}" for place, seconds in blocked]
+    # Of the machine, so that it is told and not judged.
+    said += [_starved(seen)] if seen.cpu_wait > _LAG_WARN else []
     wait = max((call.pool_wait for call in seen.http_calls), default=0.0)
     findings = [
         _health(
             "event_loop_lag",
             lag,
             _LAG_WARN,
-            evidence=where,
+            evidence="; ".join(said),
             remedy="move blocking work off the event loop: asyncio.to_thread; reuse one client",
         ),
         _health("pool_wait", wait, _POOL_WARN, remedy=CLIENT_LIMITS),
@@ -279,6 +284,13 @@ def _client_findings(seen: Measured) -> list[Finding]:
     if seen.tls_contexts > seen.workers:  # one a worker is what a shared client needs
         findings.append(_tls_finding(seen))
     return findings
+
+
+def _starved(seen: Measured) -> str:
+    return (
+        f"the loop waited {seen.cpu_wait:.1f} s for a CPU: more runs here than this machine has "
+        "cores for"
+    )
 
 
 def _health(check: str, value: float, limit: float, *, remedy: str, evidence: str = "") -> Finding:

@@ -23,6 +23,7 @@ from shakedown.agents.agent_worker import ALIVE_SECONDS, LONGEST_LINE
 from shakedown.agents.call_log import CallLog
 from shakedown.agents.contract import Reward
 from shakedown.agents.endpoint import AgentEndpoint
+from shakedown.agents.event_loop_lag import CpuWait
 from shakedown.agents.measured import Measured, merged
 from shakedown.agents.wire import Outcome, Sent, judged, last_answer, unknown_ids
 from shakedown.agents.worker_pool import UNREADABLE, Seat, Worker, WorkerPool, ending
@@ -31,6 +32,7 @@ from shakedown.debug import asked
 T = TypeVar("T")
 
 _START_SECONDS = 120.0  # of Python and the agent's imports, on a busy machine
+_SHORTEST_SECONDS = 0.5  # worth waiting on for a worker that had no CPU
 # Beyond what an episode may take: an agent that blocks is first ended by a signal, once a second.
 _SILENCE_SECONDS = 10.0 + ALIVE_SECONDS
 
@@ -145,8 +147,7 @@ class _AgentWorker(Worker):
     async def _read(self, patience: float) -> None:
         try:
             while True:
-                async with asyncio.timeout(patience):
-                    reply = await self.reply()
+                reply = await self._next(patience)
                 if reply is None:
                     self._fail("exit", ending(await self.code()))
                     return
@@ -160,6 +161,23 @@ class _AgentWorker(Worker):
             )
         except (AttributeError, KeyError, TypeError, ValueError):
             self._fail("exit", UNREADABLE)
+
+    async def _next(self, patience: float) -> dict[str, Any] | None:
+        """As `reply`; raises TimeoutError after `patience` seconds in which the process had a CPU.
+
+        Where other programs take all of the machine a good worker is silent for long, too.
+        """
+        left = patience
+        with contextlib.closing(CpuWait(self.pid)) as cpu:
+            while True:
+                before = cpu.seconds()
+                try:
+                    async with asyncio.timeout(left):
+                        return await self.reply()
+                except TimeoutError:
+                    left = cpu.seconds() - before
+                    if left < _SHORTEST_SECONDS:
+                        raise
 
     def _hand_out(self, reply: dict[str, Any]) -> None:
         future = self._waiting.get(str(reply.pop("key", "")))

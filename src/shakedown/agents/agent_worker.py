@@ -16,7 +16,7 @@ tells of them where no proxy sees more.
 `{"ended": TEXT}` is the last word of a process whose event loop was ended from inside.
 `{"alive": true}` says every second that the event loop turns. All episodes share the loop: clients
 and locks that a module makes once work. An episode's clock is the loop's: while another one blocks
-the loop it stands still, and the one that blocks is ended by a signal.
+the loop, or the loop waits for a CPU, it stands still; the one that blocks is ended by a signal.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from shakedown.agents.causes import classify, status_code
 from shakedown.agents.contract import AgentExitError, accepts_model, judge_return, load_agent
 from shakedown.agents.endpoint import AgentEndpoint, set_environment, shared_client
 from shakedown.agents.episode_tag import EPISODE_KEY, tag_requests
-from shakedown.agents.event_loop_lag import LoopMonitor
+from shakedown.agents.event_loop_lag import CpuWait, LoopMonitor
 from shakedown.agents.http_calls import HttpRecorder
 from shakedown.agents.measured import Measured
 from shakedown.agents.wire_watch import WireWatch
@@ -179,10 +179,15 @@ class Host:
     async def _clock(self) -> None:
         """Count each episode's time, end those whose time is over, and say that all is alive."""
         said = before = time.monotonic()
+        cpu = CpuWait(threading.get_native_id())
+        waited = cpu.seconds()
         while True:
             await asyncio.sleep(_TICK)
-            now = time.monotonic()
-            spent, before = 0.0 if is_held() else min(now - before, _MOST_COUNTED), now
+            now, without = time.monotonic(), cpu.seconds()
+            # What other programs take of the machine is no episode's time.
+            turn = max(0.0, now - before - (without - waited))
+            spent = 0.0 if is_held() else min(turn, _MOST_COUNTED)
+            before, waited = now, without
             for key, running in list(self._running.items()):
                 running.seconds += spent
                 if running.seconds > self._monitor.limit:
@@ -212,6 +217,7 @@ class Host:
         measured = Measured(
             http_calls=self._http.calls,
             lags=self._monitor.lags,
+            cpu_wait=self._monitor.cpu_wait,
             # A copy in one step: the monitor's thread writes to it.
             blocked_at=dict(self._monitor.blocked_at),
             tls_contexts=self._http.tls_contexts,
@@ -226,6 +232,7 @@ class Host:
         self._http.calls.clear()
         self._http.tls_contexts = 0
         self._monitor.lags.clear()
+        self._monitor.cpu_wait = 0.0
         self._monitor.blocked_at.clear()
 
 

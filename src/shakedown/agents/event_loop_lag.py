@@ -3,9 +3,14 @@
 A tick runs on the loop; a thread looks whether ticks still come. Code that blocks the loop (a
 busy reward function, `requests`, `time.sleep`) stops every episode at once, and no asyncio timeout
 can end it: a signal can, as it raises inside the blocking code.
+
+On a busy machine a loop is also late because its thread waits for a CPU. That is the machine's, and
+told apart from the loop's own: Linux counts for each thread the time for which it could run and had
+no CPU (Documentation/scheduler/sched-stats.rst).
 """
 
 import asyncio
+import os
 import signal
 import sys
 import threading
@@ -29,17 +34,44 @@ class LoopBlockedError(BaseException):
     """
 
 
+class CpuWait:
+    """Tells how long a thread has waited for a CPU; a process is its main thread here."""
+
+    def __init__(self, thread: int) -> None:
+        # Kept open: an agent may use up all descriptors.
+        try:
+            self._file = os.open(f"/proc/{thread}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._file = -1
+
+    def seconds(self) -> float:
+        """Since the thread began; always 0 where the kernel does not count it."""
+        try:
+            return int(os.pread(self._file, 128, 0).split()[1]) / 1e9
+        except (OSError, LookupError, ValueError):
+            return 0.0
+
+    def close(self) -> None:
+        """From here on it tells 0."""
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
+
+
 @dataclass
 class LoopMonitor:
     """Lags of the event loop in seconds, and where it was blocked.
 
-    `limit`: seconds after which a block is ended. `blocked_at` maps `file:line in function` of the
-    longest blocks to their seconds. `held`: whether a debugger may hold the process: then nothing
-    of an agent blocks it, and nothing is measured.
+    `lags` are without the time for which the loop waited for a CPU; `cpu_wait` is the longest of
+    those, in seconds. `limit`: seconds, without such waits, after which a block is ended.
+    `blocked_at` maps `file:line in function` of the longest blocks to their seconds. `held`:
+    whether a debugger may hold the process: then nothing of an agent blocks it, and nothing is
+    measured.
     """
 
     limit: float
     lags: list[float] = field(default_factory=list)
+    cpu_wait: float = 0.0
     blocked_at: dict[str, float] = field(default_factory=dict)
     held: Callable[[], bool] = lambda: False
 
@@ -48,7 +80,8 @@ class LoopMonitor:
 
         In the main thread: no other one can take signals.
         """
-        self._last = time.monotonic()
+        self._cpu = CpuWait(threading.get_native_id())
+        self._last = time.monotonic(), self._cpu.seconds()
         self._ticker = asyncio.create_task(self._tick())
         signal.signal(signal.SIGALRM, self._on_signal)
         watched = threading.get_ident()
@@ -63,10 +96,17 @@ class LoopMonitor:
 
     async def _tick(self) -> None:
         while True:
-            self._last = time.monotonic()
+            self._last = time.monotonic(), self._cpu.seconds()
             await asyncio.sleep(TICK)
             if not self.held():
-                self.lags.append(max(0.0, time.monotonic() - self._last - TICK))
+                late, wait = self._since(self._last)
+                self.lags.append(max(0.0, late - wait))
+                self.cpu_wait = max(self.cpu_wait, min(late, wait))
+
+    def _since(self, last: tuple[float, float]) -> tuple[float, float]:
+        """Seconds by which the loop is late since a tick, and for which it waited for a CPU."""
+        began, waited = last
+        return time.monotonic() - began - TICK, self._cpu.seconds() - waited
 
     def _watch(self, watched: int) -> None:
         blocks_from = 0.0
@@ -74,15 +114,15 @@ class LoopMonitor:
         while True:
             time.sleep(_LOOK)
             last = self._last
-            late = time.monotonic() - last - TICK
-            if last != blocks_from:
-                blocks_from, next_signal = last, self.limit
+            late, wait = self._since(last)
+            if last[0] != blocks_from:
+                blocks_from, next_signal = last[0], self.limit
             # Shorter blocks may have ended before the frame below is read: it would name another.
-            if late < 2 * _LOOK or self.held():
+            if late - wait < 2 * _LOOK or self.held():
                 continue
             where = place_of(sys._current_frames().get(watched))
-            self.blocked_at[where] = max(late, self.blocked_at.get(where, 0.0))
-            if late > next_signal:
+            self.blocked_at[where] = max(late - wait, self.blocked_at.get(where, 0.0))
+            if late - wait > next_signal:
                 next_signal += 1.0  # again: an agent may catch the first one in a bare `except`
                 signal.pthread_kill(watched, signal.SIGALRM)
 

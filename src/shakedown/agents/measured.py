@@ -11,13 +11,15 @@ from shakedown.agents.http_calls import HttpCall
 class Measured:
     """Measurements of `workers` processes; times in seconds.
 
-    `lags`: of their event loops, `blocked_at`: the longest blocks by `file:line in function`.
+    `lags`: of their event loops, without `cpu_wait`, the longest that one of them was late because
+    it waited for a CPU. `blocked_at`: the longest blocks by `file:line in function`.
     `tls_contexts`: how often agents' clients asked for a context that a worker lets them share,
     `tls_seconds_each`: what one costs.
     """
 
     http_calls: Sequence[HttpCall] = ()
     lags: Sequence[float] = ()
+    cpu_wait: float = 0.0
     blocked_at: Mapping[str, float] = field(default_factory=dict)
     tls_contexts: int = 0
     tls_seconds_each: float = 0.0
@@ -44,6 +46,7 @@ def merged(parts: Iterable[Measured]) -> Measured:
     return Measured(
         http_calls=[call for part in found for call in part.http_calls],
         lags=[lag for part in found for lag in part.lags],
+        cpu_wait=max((part.cpu_wait for part in found), default=0.0),
         blocked_at=blocked_at,
         tls_contexts=sum(part.tls_contexts for part in found),
         tls_seconds_each=max((part.tls_seconds_each for part in found), default=0.0),

@@ -75,19 +75,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="argument of the class's constructor, or a JSON object of them; may be repeated",
     )
     run_parser.add_argument(
-        "--base-url", help="the server's URL, or URL,URL (default: OPENAI_BASE_URL)"
+        "--base-url",
+        metavar="URL",
+        help="the server's URL, or URL,URL (default: OPENAI_BASE_URL; its key: OPENAI_API_KEY)",
     )
-    add_config(run_parser, required=False)
+    add_config(run_parser, required=False, why="for the sampling of the stage that trains with it")
     run_parser.add_argument("--concurrency", type=positive, default=64, help="episodes at once")
-    run_parser.add_argument("--group-size", type=positive, default=1, help="samples a row")
+    run_parser.add_argument("--group-size", type=positive, default=1, help="episodes of each row")
     which = run_parser.add_mutually_exclusive_group()
     which.add_argument("--limit", type=positive, metavar="K", help="use the first K rows only")
     _row_arguments(run_parser, which)
     run_parser.add_argument(
-        "--model", default="", help="model name (default: what the server serves)"
+        "--model", default="", help="name given to the agent (default: the first that is served)"
     )
     run_parser.add_argument(
-        "--min-success-rate", type=number(0, 1), default=1.0, help="share of good episodes, 0..1"
+        "--min-success-rate",
+        type=number(0, 1),
+        default=1.0,
+        help="share of good episodes, 0..1, that passes",
     )
     _common_arguments(run_parser)
     run_parser.add_argument(

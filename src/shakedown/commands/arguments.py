@@ -1,11 +1,12 @@
 """The parser of every command, and the types and options that several of them share."""
 
 import argparse
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from shakedown.core.home import expand_home
 from shakedown.core.private import let_group_read
@@ -32,12 +33,21 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
             return action.help
         return f"{action.help} (default: %(default)s)"
 
+    def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
+        """N for every number: its name in capitals says nothing."""
+        kind = getattr(action.type, "func", action.type)
+        named = super()._get_default_metavar_for_optional(action)
+        return "N" if kind in (int, float, above_zero, _whole, _number) else named
+
 
 class CommandParser(argparse.ArgumentParser):
     """A command or one of its actions: what it does, its options, two examples, the exit codes.
 
     Parsers of actions are of this class too: `add_subparsers` takes the class of its parser.
+    With the option `nagios` a usage error exits with 3, UNKNOWN of that program's plugins.
     """
+
+    nagios = ""
 
     def __init__(
         self, *, description: str = "", examples: Sequence[str] = (), **options: Any
@@ -51,6 +61,17 @@ class CommandParser(argparse.ArgumentParser):
             **options,
         )
         self.register("type", Path, lambda text: Path(place(text)))
+        self._given: Sequence[str] = ()
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        self._given = args or ()
+        return super().parse_known_args(args, namespace)
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        asked = self.nagios and self.nagios in self._given
+        super().exit(3 if status and asked else status, message)
 
 
 def key_values(text: str) -> dict[str, Any]:
@@ -100,15 +121,15 @@ def run_action(args: argparse.Namespace) -> int:
     return code
 
 
-def add_config(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """`--config`: a run's YAML files."""
+def add_config(parser: argparse.ArgumentParser, *, required: bool = True, why: str = "") -> None:
+    """`--config`: a run's YAML files; `why`: what they are read for."""
     parser.add_argument(
         "--config",
         nargs="+",
         type=Path,
         required=required,
         metavar="FILE",
-        help="the run's YAML files, each merged over the ones before it",
+        help="the run's YAML files, each merged over the ones before it" + (why and f": {why}"),
     )
 
 
@@ -170,32 +191,32 @@ def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
 
 def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
     """A type for whole numbers from `least` to `most`."""
+    return functools.partial(_whole, least, most)
 
-    def parse(text: str) -> int:
-        # int() also takes blanks, underscores and the digits of other scripts, and fails on more
-        # than 4300 digits.
-        plain = text.isascii() and text.isdecimal() and len(text) <= 20
-        if not plain or not least <= int(text) <= most:
-            raise argparse.ArgumentTypeError(
-                f"expected a whole number from {least} to {most}, got {text!r:.60}"
-            )
-        return int(text)
 
-    return parse
+def _whole(least: int, most: int, text: str) -> int:
+    # int() also takes blanks, underscores and the digits of other scripts, and fails on more
+    # than 4300 digits.
+    plain = text.isascii() and text.isdecimal() and len(text) <= 20
+    if not plain or not least <= int(text) <= most:
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number from {least} to {most}, got {text!r:.60}"
+        )
+    return int(text)
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
     """A type for numbers from `least` to `most`."""
+    return functools.partial(_number, least, most)
 
-    def parse(text: str) -> float:
-        value = _float(text)
-        if not least <= value <= most:
-            raise argparse.ArgumentTypeError(
-                f"expected a number from {least:g} to {most:g}, got {text!r:.60}"
-            )
-        return value
 
-    return parse
+def _number(least: float, most: float, text: str) -> float:
+    value = _float(text)
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(
+            f"expected a number from {least:g} to {most:g}, got {text!r:.60}"
+        )
+    return value
 
 
 def above_zero(text: str) -> float:

@@ -42,22 +42,30 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Two forms: --reference and --engine by hand, or --config with --endpoint of a run."""
     parser.add_argument(
-        "--reference", type=place, help="transformers:MODEL, a folder or a hub name"
+        "--reference",
+        type=place,
+        metavar="transformers:MODEL",
+        help="the trainer's side; MODEL: a checkpoint's folder or a hub name (with --config: the "
+        "served checkpoint)",
     )
     parser.add_argument(
         "--engine",
         type=place,
-        help="URL or URL,URL (their key: OPENAI_API_KEY), vllm:MODEL or sglang:MODEL (started and "
-        "ended)",
+        help="the inference side: URL or URL,URL of running servers (their key: OPENAI_API_KEY), "
+        "or vllm:MODEL or sglang:MODEL, a server that is started for it and ended after it",
     )
     parser.add_argument(
         "--data",
         type=place,
-        help="JSON lines (images too: docs/consistency.md), or hub:NAME[:SPLIT]",
+        help="rows with prompts: a file of JSON lines (images too: docs/consistency.md), or "
+        "hub:NAME[:SPLIT] (with --config: the run's held-out rows)",
     )
-    add_config(parser, required=False)
+    add_config(parser, required=False, why="its `consistency` section")
     parser.add_argument(
-        "--endpoint", type=Path, metavar="FILE", help="endpoint.json of `shakedown serve`"
+        "--endpoint",
+        type=Path,
+        metavar="FILE",
+        help="with --config, in the place of --engine: endpoint.json of `shakedown serve`",
     )
     parser.add_argument("--out", type=Path, default=Path("results/compare"), help="results folder")
     parser.add_argument("--limit", type=positive, help="use the first N rows")
@@ -68,10 +76,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--request-timeout", type=above_zero, default=300.0, help="seconds a request may take"
     )
     parser.add_argument(
-        "--max-model-len", type=positive, default=4096, help="tokens, of a server that is started"
+        "--max-model-len",
+        type=positive,
+        default=4096,
+        help="longest sequence in tokens of a server that is started for it",
     )
     parser.add_argument(
-        "--kv-cache-gb", type=above_zero, default=1.0, help="GiB, of a server without a GPU"
+        "--kv-cache-gb",
+        type=above_zero,
+        default=1.0,
+        help="GiB for the cache of a server that is started for it without a GPU",
     )
     parser.add_argument(
         "--reward",
@@ -89,7 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """None stands for the config's value, and without a config for that of `Plan`."""
     parser.add_argument(
-        "--max-tokens", type=positive, help="tokens a sample (default: the config's, or 64)"
+        "--max-tokens",
+        type=positive,
+        help="most tokens of an answer (default: the config's, or 64)",
     )
     parser.add_argument(
         "--temperature", type=number(0, 100), help="of the sampling (default: the config's, or 1)"
@@ -97,28 +113,36 @@ def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grade",
         choices=("auto", "dense", "moe", "fp8", "strict"),
-        help="how strict to be (default: the config's, or auto: by dtypes and measured noise)",
+        help="whose limits decide, docs/consistency.md (default: the config's, or auto: by dtypes "
+        "and measured noise)",
     )
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
-        help="of the reference (default: the config's, or auto)",
+        help="number format of the reference; auto: the checkpoint's (default: the config's, or "
+        "auto)",
     )
     parser.add_argument(
         "--engine-dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="what the engine computes in (default: what is known of a server of our own)",
+        help="number format that the server of --engine URL computes in, as none tells it; "
+        "known of servers that shakedown starts",
     )
     parser.add_argument(
         "--factors",
         choices=("auto", "all"),
         default="auto",
-        help="measure every factor, also where the comparison passes",
+        help="possible causes to measure; auto: the costly ones only where the comparison does "
+        "not pass; all: every one, always",
     )
     parser.add_argument(
-        "--trainer", help="fsdp, megatron or archon: score by its forward, too, on one rank"
+        "--trainer",
+        help="fsdp, megatron or archon: score by its forward pass, too, on one rank (with "
+        "--config: the last stage's)",
     )
-    parser.add_argument("--seed", type=int, help="of the bootstrap (default: the config's, or 0)")
+    parser.add_argument(
+        "--seed", type=int, help="of the intervals' resampling (default: the config's, or 0)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ from shakedown.cluster.nodes import allocation_nodes, expand_nodelist, node_name
 from shakedown.commands.arguments import above_zero, add_strict, place, run_config, whole
 from shakedown.config import Config
 from shakedown.config.places import stage_placement
-from shakedown.core.errors import ExitCode, StorageError, UsageError
+from shakedown.core.errors import BlockedError, ExitCode, StorageError, UsageError
 from shakedown.core.paths import PreflightPaths
 from shakedown.core.verdict import finish, render_text
 from shakedown.data_sources.source import HUB_PREFIX, parse_source
@@ -46,7 +46,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments; those that are left out come from the config, if one is given."""
     _history_arguments(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="a run's config file")
-    parser.add_argument("--nodes", type=whole(1, 65536), metavar="N", help="nodes the run needs")
+    parser.add_argument(
+        "--job", metavar="ID", help="a Slurm job of yours that runs: its nodes, from anywhere"
+    )
+    parser.add_argument(
+        "--nodes",
+        type=_nodes,
+        metavar="N|LIST",
+        help="nodes the run needs: how many of the allocation's first ones, or which, as n1,n[3-4]",
+    )
     parser.add_argument(
         "--spare-nodes",
         type=whole(0, 65536),
@@ -99,11 +107,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_strict(parser)
 
 
+def _nodes(text: str) -> int | list[str]:
+    """A number of nodes, or their names."""
+    if text.isdecimal():
+        return whole(1, 65536)(text)
+    try:
+        return list(dict.fromkeys(expand_nodelist(text)))
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error.args[0])) from None
+
+
 def run(args: argparse.Namespace) -> int:
     """Check the allocation's nodes, or this machine outside of one.
 
     Raises:
         UsageError: an option or the config cannot be used.
+        BlockedError: the job of `--job` does not run.
         StorageError: the results folder cannot be written.
     """
     from shakedown.preflight.run import run_preflight
@@ -114,14 +133,16 @@ def run(args: argparse.Namespace) -> int:
         return _history(args, config)
     if args.once:
         return _run_once(args, config)
+    if args.job is not None:
+        _enter(args.job)
     out = args.out or (config.paths.preflight.root if config else None)
     if out is None:
         raise UsageError("where should the results go? give --out DIR or --config FILE")
     want = _expectations(args, config)
     spares = config.preflight.spare_nodes if config else 0
     spares = args.spare_nodes if args.spare_nodes is not None else spares
-    # fewer than wanted is a finding, not a usage error
-    nodes = allocation_nodes()[: want.nodes + spares]
+    spares = 0 if isinstance(args.nodes, Sequence) else spares  # these nodes and no others
+    nodes = _chosen(args.nodes, want.nodes + spares)
     settings = Settings(
         nodes=nodes,
         out=out,
@@ -146,6 +167,45 @@ def run(args: argparse.Namespace) -> int:
     except StorageError:
         print(render_text(checked.verdict))  # what was found must not be lost with the disk
         raise
+
+
+def _enter(job_id: str) -> None:
+    """From here on this process is as one inside of the job's allocation: srun takes its steps in.
+
+    Raises:
+        BlockedError: Slurm cannot be asked, or the job does not run.
+    """
+    from shakedown.monitor.collect.job import check_job_id, describe
+
+    described, _, lost = describe(check_job_id(job_id))
+    state = described.get("JobState", "")
+    if state != "RUNNING":
+        why = f"is {state}: it has no nodes to check" if state else lost or "is not known to Slurm"
+        raise BlockedError(f"--job {job_id}: {why}", hint="squeue --me")
+    # This process may run in another job.
+    for name in [n for n in os.environ if n.startswith("SLURM_") and n != "SLURM_CONF"]:
+        del os.environ[name]
+    os.environ["SLURM_JOB_ID"] = described.get("JobId", job_id)
+    os.environ["SLURM_JOB_NODELIST"] = described.get("NodeList", "")
+
+
+def _chosen(given: int | Sequence[str] | None, most: int) -> list[str]:
+    """The nodes of the allocation to check; fewer than wanted is a finding, not a usage error.
+
+    Raises:
+        UsageError: one that was named is not of the allocation.
+    """
+    allocated = allocation_nodes()
+    if not isinstance(given, Sequence):
+        return allocated[:most]
+    others = [node for node in given if node not in allocated]
+    if others:
+        raise UsageError(
+            f"--nodes: {', '.join(others[:8])} is not of this allocation, which has "
+            f"{', '.join(allocated[:8])}",
+            hint=f"shakedown preflight --job ID --nodes ..., or salloc --nodelist={others[0]}",
+        )
+    return list(given)
 
 
 def _remember(checked: "Checked", args: argparse.Namespace, config: Config | None) -> None:
@@ -189,17 +249,24 @@ def _history(args: argparse.Namespace, config: Config | None) -> int:
 
 
 def _run_once(args: argparse.Namespace, config: Config | None) -> int:
+    if args.job is not None:
+        raise UsageError("--once checks the node that it runs on: it takes no --job")
+    # One task of a node checks it; a TaskProlog runs once for each.
+    if args.once == "task" and os.environ.get("SLURM_LOCALID", "0") != "0":
+        return int(ExitCode.OK)
     want = replace(_expectations(args, config), nodes=1)
     faults = [parse_fault(text, [node_name()]) for text in args.fake_fault]
     line, status = check_this_node(want, limit=args.timeout or _ONCE_SECONDS, faults=faults)
-    print(line)
+    # Of a TaskProlog's output Slurm writes what follows `print` to the task's own.
+    print(f"print {line}" if args.once == "task" else line)
     return MODES[args.once][status]
 
 
 def _expectations(args: argparse.Namespace, config: Config | None) -> Expectations:
     """An option wins over the config, the config over the defaults."""
+    named = len(args.nodes) if isinstance(args.nodes, Sequence) else args.nodes
     given = {
-        "nodes": args.nodes,
+        "nodes": named,
         "gpus": args.expect_gpus,
         "tier": args.tier,
         "min_free_disk_gb": args.min_free_disk_gb,

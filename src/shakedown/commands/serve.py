@@ -44,7 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         EXAMPLES[0],
         "shakedown serve start --engine vllm --model ./my-model --out serve/mine",
     )
-    start.add_argument("--out", type=Path, required=True, metavar="DIR", help="the server's folder")
+    start.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the server's folder: its endpoint.json, log, verdict and secret",
+    )
     _order_arguments(start)
     add_strict(start)
     for name, act, sentence, more in (
@@ -88,9 +94,12 @@ def _running_arguments(actions: Actions) -> None:
 
 
 def _order_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config(parser, required=False)
+    add_config(parser, required=False, why="its `serve` section; options below win over it")
     parser.add_argument(
-        "--assets", type=Path, metavar="FILE", help="assets.json of `shakedown assets`"
+        "--assets",
+        type=Path,
+        metavar="FILE",
+        help="with --config: assets.json of `shakedown assets`, whose model is served",
     )
     _server_arguments(parser)
     _slurm_arguments(parser)
@@ -98,12 +107,23 @@ def _order_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _server_arguments(parser: argparse.ArgumentParser) -> None:
     """None stands for the config's value, or for the engine's own."""
-    parser.add_argument("--engine", help="vllm, sglang, transformers or external")
+    parser.add_argument(
+        "--engine",
+        help="vllm, sglang, transformers (light, no log-probabilities), or external: a server of "
+        "somebody else at --url, which is never started or ended",
+    )
     parser.add_argument(
         "--url", help="of an external server: http://HOST:PORT, or several: URL,URL"
     )
-    parser.add_argument("--key-file", type=place, help="file of the owner alone with its key")
-    parser.add_argument("--key-env", help="name of the environment variable with its key")
+    parser.add_argument(
+        "--key-file",
+        type=place,
+        metavar="FILE",
+        help="with the external server's key; readable by its owner alone",
+    )
+    parser.add_argument(
+        "--key-env", metavar="NAME", help="of the environment variable with that key, instead"
+    )
     parser.add_argument("--model", type=place, help="a Hugging Face folder or a hub name")
     parser.add_argument("--served-name", default="policy", help="the name that clients ask for")
     parser.add_argument(
@@ -112,31 +132,66 @@ def _server_arguments(parser: argparse.ArgumentParser) -> None:
         help="address to listen on (default: 127.0.0.1; in a Slurm job the node's)",
     )
     parser.add_argument("--port", type=whole(0, 65535), default=0, help="0 takes a free one")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="precision")
-    parser.add_argument("--max-model-len", type=int, help="longest sequence in tokens")
-    parser.add_argument("--kv-cache-gb", type=float, help="GiB, on machines without CUDA")
-    parser.add_argument("--allocation", help="such as vllm:d1t2")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        help="number format (default: the config's, or float32)",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        help="longest sequence in tokens, prompt and answer (default: the config's, or 256)",
+    )
+    parser.add_argument(
+        "--kv-cache-gb",
+        type=float,
+        help="GiB for the key-value cache on machines without CUDA (default: the config's, or 1)",
+    )
+    parser.add_argument(
+        "--allocation",
+        help="engine and parallel sizes: vllm:d1t2 is 1 replica over 2 GPUs (docs/allocation.md)",
+    )
     parser.add_argument("--seed", type=int, help="of the engine's sampling")
     parser.add_argument(
         "--logprobs",
         choices=("raw", "processed"),
-        help="of the model, or of the distribution that was sampled from",
+        help="that replies tell: the model's own, or those of the distribution that was sampled "
+        "from (default: the config's, or raw)",
     )
-    parser.add_argument("--prefix", default="", help="command to put before the engine's")
+    parser.add_argument(
+        "--prefix", default="", help="command to put before the engine's, such as a container's"
+    )
     parser.add_argument("--extra-args", default="", help="more arguments of the engine, one string")
-    parser.add_argument("--lease", type=float, help="seconds without use after which it ends")
-    parser.add_argument("--ready-timeout", type=float, help="seconds until it must answer")
+    parser.add_argument(
+        "--lease",
+        type=float,
+        help="seconds without use after which it ends (default: the config's, or 900)",
+    )
+    parser.add_argument(
+        "--ready-timeout",
+        type=float,
+        help="seconds until it must answer (default: the config's, or 300)",
+    )
 
 
 def _slurm_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--launcher", choices=("local", "slurm"), help="who starts it")
-    parser.add_argument("--partition", help="of the server's own Slurm job")
-    parser.add_argument("--account", help="of the server's own Slurm job")
+    parser.add_argument(
+        "--launcher",
+        choices=("local", "slurm"),
+        help="local: on this machine; slurm: in a job of its own (default: the config's, or local)",
+    )
+    parser.add_argument("--partition", help="of that job")
+    parser.add_argument("--account", help="of that job")
     parser.add_argument("--gpus", type=int, help="GPUs of that job")
     parser.add_argument("--cpus", type=int, default=1, help="processors of that job")
     parser.add_argument("--time-limit", default="", help="of that job (default: the partition's)")
-    parser.add_argument("--gpu-model", help="their type, as the cluster names it")
-    parser.add_argument("--bad-nodes", type=Path, help="file of nodes for that job to avoid")
+    parser.add_argument("--gpu-model", help="type of these GPUs, as the cluster names it")
+    parser.add_argument(
+        "--bad-nodes",
+        type=Path,
+        metavar="FILE",
+        help="nodes for that job to avoid, as preflight writes them",
+    )
     parser.add_argument("--sbatch-args", default="", help="more arguments of sbatch, one string")
 
 

@@ -63,7 +63,12 @@ def _known(text: str) -> str:
     return text
 
 
-def _is_a_command(text: str) -> str:
+def is_a_command(text: str) -> str:
+    """The text, which can be cut into words and hands no value to a shell.
+
+    Raises:
+        ValueError: it cannot, or does.
+    """
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -79,7 +84,7 @@ def _is_a_command(text: str) -> str:
 
 
 Template = Annotated[Place, AfterValidator(_known)]
-Command = Annotated[Template, AfterValidator(_is_a_command)]
+Command = Annotated[Template, AfterValidator(is_a_command)]
 
 
 class ProgressConfig(Section):

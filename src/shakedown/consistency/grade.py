@@ -4,13 +4,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
 
 from shakedown.consistency.compare import Metric
 from shakedown.core.errors import look_up
 from shakedown.core.verdict import Finding, FindingStatus
-
-Grade = Literal["auto", "dense", "moe", "fp8", "strict"]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """Generate once, score by each side, judge. Imports torch (through `score`): import it lazily."""
 
 import asyncio
+import contextlib
+import ctypes
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -108,6 +110,7 @@ def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Co
         with open_tables(out, work.decode) as tables:
             for number in range(-(-len(plan.rows) // _PART)):
                 tables.add(work.part(number))
+                _release_freed()
             work.check()
     except ShakedownError as error:
         # These pass. Of answers that cannot be used nothing is worth keeping.
@@ -188,6 +191,16 @@ class _Work:
             f"{self._parts.folder}",
             hint=f"see that the server runs with the same weights, then go on: {self._plan.again}",
         )
+
+
+def _release_freed() -> None:
+    """Give memory that is free back to the system.
+
+    glibc keeps what a part used and freed in its heap, where little of the next one fits into the
+    gaps: of 950 MB after 300,000 tokens 330 were free.
+    """
+    with contextlib.suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _identity(plan: Plan, reference: Reference, rows: str) -> dict[str, Any]:

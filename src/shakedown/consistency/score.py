@@ -23,7 +23,8 @@ from shakedown.core.errors import BlockedError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _GENERATED = 1 << 15  # tokens of prompts that are completed at once, padding and answers counted
-_LOGIT_BYTES = 256 * 2**20  # float32 logits held at once
+_SCORED = 1 << 12  # tokens that are scored at once, padding counted; fewer where their logits
+_LOGIT_BYTES = 256 * 2**20  # in float32 would take more than this
 
 
 class Reference:
@@ -259,7 +260,7 @@ class Reference:
             yield _score(own, torch.tensor(list(item.completion)), temperature)
 
     def _fitting(self, items: Sequence[Scored]) -> Iterator[list[int]]:
-        room = max(1, _LOGIT_BYTES // (4 * self.vocabulary))
+        room = max(1, min(_SCORED, _LOGIT_BYTES // (4 * self.vocabulary)))
         return _batches(items, [_length(item) for item in items], room)
 
     def _check_vocabulary(self, items: Sequence[Scored]) -> None:

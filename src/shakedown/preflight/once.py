@@ -1,4 +1,4 @@
-"""This node alone, in seconds: for Nagios, Slurm's HealthCheckProgram, Prolog and Epilog.
+"""This node alone, in seconds: for Nagios, Slurm's HealthCheckProgram, Prolog, Epilog, TaskProlog.
 
 No Slurm command is called, no results folder is needed, nothing is written.
 """
@@ -17,11 +17,13 @@ from shakedown.preflight.probe import measures, run_checks
 # nagios: the plugin guidelines' OK, WARNING, CRITICAL, UNKNOWN.
 # health: Slurm reads no exit code of a HealthCheckProgram; ours are those of every command.
 # prolog, epilog: Slurm drains the node at any code but 0; a check that could not run is no reason.
+# task: any code but 0 of a TaskProlog keeps its task from starting, and drains no node.
 MODES: Mapping[str, Mapping[Status, int]] = {
     "nagios": {"PASS": 0, "WARN": 1, "FAIL": 2, "BLOCKED": 3},
     "health": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 3},
     "prolog": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 0},
     "epilog": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 0},
+    "task": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 0},
 }
 _WORDS: Mapping[Status, str] = {
     "PASS": "OK",

@@ -25,6 +25,7 @@ CHECK_FIGURES = (
     ("tokens_per_second", "tokens a second"),
     ("loop_lag_p99_seconds", "event loop's lag, 99th percentile"),
     ("loop_lag_max_seconds", "event loop's lag, longest"),
+    ("loop_cpu_wait_max_seconds", "event loop's longest wait for a CPU"),
     ("http_failed", "requests without an answer"),
 )
 SERVER_KEYS = ("engine", "served_name", "node", "pid", "started", "model")

@@ -19,4 +19,6 @@ workers = [Worker.remote() for _ in range(2)]
 print("living nodes:", len([n for n in ray.nodes() if n["Alive"]]), flush=True)
 for step in range(1, int(sys.argv[1]) + 1):
     where = ray.get([worker.step.remote() for worker in workers])
-    print(f"step {step} nodes={len({node for node, _ in where})}", *(p for _, p in where), flush=True)
+    print(
+        f"step {step} nodes={len({node for node, _ in where})}", *(p for _, p in where), flush=True
+    )

@@ -10,12 +10,29 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 
+def work(seconds: float, *, compute: bool) -> None:
+    """The forward pass of a larger model, as far as time goes."""
+    end = time.monotonic() + seconds
+    while compute and time.monotonic() < end:
+        torch.ones(128, 128).matmul(torch.ones(128, 128))
+    time.sleep(max(end - time.monotonic(), 0.0))
+
+
+def endless_loop() -> None:
+    number = 0
+    while True:
+        number += 1
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--resume", default="")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--save-on", help="a signal on which every rank saves and stops")
+    parser.add_argument("--step-seconds", type=float, default=0.2)
+    parser.add_argument("--compute", action="store_true", help="instead of sleeping in a step")
+    parser.add_argument("--loop-on", type=Path, help="once it is there rank 1 is in a loop")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -32,7 +49,9 @@ def main() -> None:
         first = saved["step"] + 1
         print(f"rank {rank} resumed at {first}", flush=True)
     for step in range(first, args.steps + 1):
-        time.sleep(0.2)
+        work(args.step_seconds, compute=args.compute)
+        if args.loop_on and args.loop_on.exists() and rank == 1:
+            endless_loop()
         loss = model(torch.ones(2, 4)).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -33,7 +33,8 @@ class Swallows:
         return {"model": "policy", "messages": [{"role": "user", "content": text}]}
 
     async def openai(self, text: str) -> None:
-        client = openai.AsyncOpenAI(base_url=self.url, api_key=self.key, max_retries=0)
+        # Its own 5 seconds to connect are too few beside many others on a busy machine.
+        client = openai.AsyncOpenAI(base_url=self.url, api_key=self.key, max_retries=0, timeout=120)
         async with client:
             reply = await client.chat.completions.create(**self.body(text))
         self.ids.append(reply.id)

@@ -38,11 +38,12 @@ class Agent:
         _, port = debugpy.listen(("127.0.0.1", 0), in_process_debug_adapter=True)
         pathlib.Path(data["port"]).write_text(str(port))
         debugpy.wait_for_client()
-        time.sleep(8)
+        time.sleep(14)
         return 1.0
 """
 
 
+PATIENCE = 300  # seconds, on a machine with much other work
 Row = dict[str, Any]
 NUMBERS: list[Row] = [{"number": 1}, {"number": 2}, {"number": 3}]
 
@@ -72,13 +73,11 @@ def running(
 
 
 def standing(folder: Path, process: subprocess.Popen[str], fits: Callable[[Stop], bool]) -> Stop:
-    deadline = time.monotonic() + 60
     while True:
         stops = read_stops(folder / "out" / "debug")
         if found := [stop for stop in stops if fits(stop)]:
             return found[0]
         assert process.poll() is None
-        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
@@ -95,7 +94,7 @@ def test_an_agent_stands_at_its_breakpoint_and_at_exceptions_and_goes_on(
         main(["debug", "attach", str(out), "--continue", "all"])
         raised = standing(tmp_path, process, lambda stop: stop.reason == "exception")
         let_go(out / "debug", [raised])
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=PATIENCE)
 
     assert (stop.role, stop.function, stop.line) == ("agent", "run", 6)
     assert f"agent {stop.pid} on " in listed
@@ -113,13 +112,13 @@ def test_an_agent_stands_at_its_breakpoint_and_at_exceptions_and_goes_on(
 @pytest.mark.slow
 def test_a_debugger_that_an_agent_starts_itself_holds_its_worker(tmp_path: Path) -> None:
     told = tmp_path / "port"
-    with running(tmp_path, "--episode-timeout", "5", agent=OWN, rows=[{"port": str(told)}]) as run:
-        until = time.monotonic() + 60
+    # Within this time a client has to come.
+    with running(tmp_path, "--episode-timeout", "12", agent=OWN, rows=[{"port": str(told)}]) as run:
         while not (told.is_file() and told.read_text(encoding="utf-8")):
-            assert time.monotonic() < until
+            assert run.poll() is None
             time.sleep(0.05)
         port = int(told.read_text(encoding="utf-8"))
-        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+        with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
             stream, sender = connection.makefile("rb"), Sender(connection.sendall)
             for number, command in enumerate(("initialize", "attach", "configurationDone"), 1):
                 arguments = {"adapterID": "debugpy", "clientID": "test"}
@@ -128,11 +127,11 @@ def test_a_debugger_that_an_agent_starts_itself_holds_its_worker(tmp_path: Path)
                 if command == "attach":  # answered after configurationDone
                     while (read_message(stream) or {}).get("event") != "initialized":
                         pass
-            run.communicate(timeout=60)
+            run.communicate(timeout=PATIENCE)
 
     (line,) = read_episodes(tmp_path / "out" / "episodes.jsonl")
     assert line["cause"] == "no_call"  # run has returned a reward
-    assert line["seconds"] > 8
+    assert line["seconds"] > 14  # it slept so long
 
 
 @pytest.mark.slow
@@ -141,7 +140,7 @@ def test_a_line_stops_without_a_change_of_the_file(tmp_path: Path) -> None:
     with running(tmp_path, "--row", "0", "--break-at", place) as process:
         stop = standing(tmp_path, process, lambda _: True)
         let_go(tmp_path / "out" / "debug", [stop])
-        process.communicate(timeout=60)
+        process.communicate(timeout=PATIENCE)
 
     assert (Path(stop.file).name, stop.line) == ("agent.py", 7)
     (line,) = read_episodes(tmp_path / "out" / "episodes.jsonl")
@@ -150,7 +149,7 @@ def test_a_line_stops_without_a_change_of_the_file(tmp_path: Path) -> None:
 
 def test_a_place_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
     with running(tmp_path, "--break-at", "agent.py") as process:
-        said, _ = process.communicate(timeout=60)
+        said, _ = process.communicate(timeout=PATIENCE)
 
     assert process.returncode == 2
     assert "FILE:LINE" in said
@@ -178,7 +177,7 @@ asyncio.run(block())
 def test_a_loop_that_a_debugger_holds_is_not_interrupted(state: str, said: str) -> None:
     argv = [sys.executable, "-c", BLOCKED, state]
 
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=PATIENCE)
 
     assert said in done.stdout + done.stderr
     assert (done.returncode == 0) == (state == "held")

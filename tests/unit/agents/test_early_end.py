@@ -19,6 +19,7 @@ from shakedown.inference.folder import ServerOrder
 from shakedown.inference.server import start
 from tests.unit.agents.wire_server import wire_server
 
+PATIENCE = 300  # seconds, on a machine with much other work
 REPOSITORY = Path(__file__).parents[3]
 AGENTS = Path(__file__).parent / "swallowing_agents.py"
 Row = dict[str, Any]
@@ -73,11 +74,11 @@ def test_a_signal_writes_the_verdict_with_what_was_done(
     with wire_server() as server:
         argv = arguments(tmp_path, server.url, rows, "--concurrency", "4")
         running = started(argv)
-        wait_for((tmp_path / "episodes.jsonl").exists)
+        wait_for(lambda: ended(tmp_path) == 4)
         wait_for(lambda: server.asked.count("hang") == 4)
 
         running.send_signal(number)
-        code = running.wait(60)
+        code = running.wait(PATIENCE)
 
     verdict, lines = found(tmp_path)
     assert code == 128 + number
@@ -102,9 +103,11 @@ def test_a_signal_in_a_check_keeps_it_and_those_before(
         server.hangs_after = len(server.asked) + before + done
         running = started(argv)
         wait_for(lambda: server.hung)
+        # An answer that the server has sent is not an episode that has ended.
+        wait_for(lambda: ended(tmp_path, check) == done)
 
         running.send_signal(number)
-        code = running.wait(60)
+        code = running.wait(PATIENCE)
 
     verdict, _ = found(tmp_path)
     lines = list(read_episodes(tmp_path / "episodes.jsonl"))
@@ -140,16 +143,18 @@ def checks_arguments(folder: Path, url: str) -> list[str]:
 def test_too_few_descriptors_are_the_one_cause_with_the_limit_and_the_remedy(
     tmp_path: Path, wish: str, ids: bool
 ) -> None:
-    rows: list[Row] = [{"texts": [wish], "patience": 15.0 if wish == "hang" else None}] * 200
+    rows: list[Row] = [{"texts": [wish]}] * 200
+    seconds = "8" if wish == "hang" else "120"
     with wire_server(ids=ids) as server:
         argv = arguments(tmp_path, server.url, rows, "--concurrency", "200")
-        running = started([*argv, "--episode-timeout", "8"], limit=64)
-        running.wait(120)
+        running = started([*argv, "--episode-timeout", seconds], limit=64)
+        running.wait(PATIENCE)
 
     verdict, lines = found(tmp_path)
     failed = {line["cause"]: line["detail"] for line in lines if line["cause"]}
-    # What reached a server that hangs has its own cause.
-    assert failed.keys() - {"hanging"} == {"file_descriptors"}, failed
+    # What reached a server that hangs has its own cause; on a busy machine it reached it late.
+    late = {"hanging", "episode_timeout"} if wish == "hang" else set()
+    assert failed.keys() - late == {"file_descriptors"}, failed
     assert len(lines) == 200
     (finding,) = [each for each in verdict.findings if each.check == "failed_file_descriptors"]
     assert "may have 64 files" in str(finding.measured)
@@ -162,7 +167,7 @@ def test_a_soft_limit_of_descriptors_costs_no_episode(tmp_path: Path) -> None:
     with wire_server() as server:
         argv = arguments(tmp_path, server.url, rows, "--concurrency", "100")
         running = started(argv, limit=64, kind="-Sn")
-        running.wait(120)
+        running.wait(PATIENCE)
 
     _, lines = found(tmp_path)
     causes = {line["cause"] for line in lines}
@@ -197,8 +202,15 @@ def started(argv: list[str], limit: int = 0, kind: str = "-n") -> "subprocess.Po
     return subprocess.Popen([*limited, *command], env=os.environ | {"OPENAI_API_KEY": "k"})
 
 
+def ended(folder: Path, check: str = "run") -> int:
+    """Good episodes of a check that are written."""
+    path = folder / "episodes.jsonl"
+    lines = read_episodes(path) if path.exists() else ()
+    return sum(line["check"] == check and not line["cause"] for line in lines)
+
+
 def wait_for(condition: Any) -> None:
-    until = time.monotonic() + 90
+    until = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -218,13 +218,13 @@ def test_a_run_that_is_killed_has_every_episode_that_had_ended(
     for file in old:
         file.write_text("of an older run", encoding="utf-8")
     running = subprocess.Popen(argv, env=os.environ | {"OPENAI_API_KEY": "key"})
-    path, until = tmp_path / "episodes.jsonl", time.monotonic() + 60
+    path = tmp_path / "episodes.jsonl"
     while not path.exists() or path.read_bytes().count(b"\n") < 2:
-        assert time.monotonic() < until
+        assert running.poll() is None
         time.sleep(0.05)
 
     running.send_signal(signal.SIGKILL)
-    running.wait(30)
+    running.wait()
 
     assert [line["row"] for line in read_episodes(path)] in ([0, 1], [1, 0])
     assert not any(file.exists() for file in old)

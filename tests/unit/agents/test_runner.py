@@ -197,7 +197,7 @@ def test_a_client_timeout_is_told_from_a_connection_fault(server: ChatServer) ->
 
 def test_faults_of_the_agent_itself_end_its_episode_alone_and_name_the_line() -> None:
     acts = ["raise", "exit", "sleep", "stubborn", "return"]
-    result = run("Faulty", [{"act": act} for act in acts], seconds=1.0)
+    result = run("Faulty", [{"act": act} for act in acts], seconds=3.0)
     assert causes(result) == ["exception", "exit", "episode_timeout", "episode_timeout", "no_call"]
     assert "KeyError: 'lost'" in result.episodes[0].detail
     assert 'raise KeyError("lost")' in result.episodes[0].detail
@@ -212,7 +212,7 @@ def test_a_process_that_ends_costs_the_episodes_it_had_and_is_replaced() -> None
 
 def test_code_that_blocks_the_loop_for_ever_is_interrupted_and_named() -> None:
     acts = ["return", "block", "return", "spin", "return"]
-    result = run("Faulty", [{"act": act} for act in acts], seconds=0.5)
+    result = run("Faulty", [{"act": act} for act in acts], seconds=2.0)
     assert causes(result) == ["no_call", "blocked_loop", "no_call", "blocked_loop", "no_call"]
     assert any(str(AGENTS) in place for place in result.measured.blocked_at)
     lag = by_check(judge_run(result, ServerProbe()))["event_loop_lag"]
@@ -521,13 +521,32 @@ def test_a_slow_loop_warns_of_lag() -> None:
     assert (finding.status, finding.blame) == ("warn", "code")
 
 
+def test_a_loop_without_a_cpu_is_told_and_warns_of_nothing() -> None:
+    starved = RunResult(rewarded(1.0), Measured(lags=[0.5], cpu_wait=9.0))
+    finding = by_check(judge_run(starved, ServerProbe()))["event_loop_lag"]
+    assert (finding.status, finding.blame) == ("pass", "none")
+    assert "the loop waited 9.0 s for a CPU" in str(finding.measured)
+
+
+def test_connect_timeouts_of_a_loop_without_a_cpu_are_the_machines() -> None:
+    late = Episode(0, 0, 0, cause="connect_timeout", detail="ConnectTimeout")
+    starved = RunResult([late], Measured(lags=[3.0], cpu_wait=9.0))
+    server = ServerProbe(asked=True, reachable=True)
+    finding = by_check(judge_run(starved, server))["failed_connect_timeout"]
+    assert finding.blame == "environment"
+    assert "the loop waited 9.0 s for a CPU" in finding.remedy
+
+
 def test_what_workers_measured_is_added_up() -> None:
     parts = [
-        Measured([HttpCall(status=200)], [0.1], {"a.py:1": 2.0, "a.py:2": 1.0}, 3, 0.02, workers=1),
-        Measured([HttpCall()], [0.3], {"a.py:1": 1.0}, 1, 0.03, workers=1),
+        Measured(
+            [HttpCall(status=200)], [0.1], 0.2, {"a.py:1": 2.0, "a.py:2": 1.0}, 3, 0.02, workers=1
+        ),
+        Measured([HttpCall()], [0.3], 0.1, {"a.py:1": 1.0}, 1, 0.03, workers=1),
     ]
     both = merged([Measured.read(asdict(part)) for part in parts])
     assert [call.status for call in both.http_calls] == [200, 0]
     assert both.blocked_at == {"a.py:1": 2.0, "a.py:2": 1.0}
-    assert (both.lags, both.tls_contexts, both.tls_seconds_each) == ([0.1, 0.3], 4, 0.03)
+    assert (both.lags, both.cpu_wait) == ([0.1, 0.3], 0.2)
+    assert (both.tls_contexts, both.tls_seconds_each) == (4, 0.03)
     assert both.workers == 2

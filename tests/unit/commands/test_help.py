@@ -85,3 +85,15 @@ def test_the_overview_names_every_command_and_loads_none() -> None:
 
     assert all(f"  {name} " in done.stdout for name in COMMANDS)
     assert done.stdout.splitlines()[-1] == "loaded ['shakedown.commands.arguments']"
+
+
+@every_parser
+def test_help_calls_every_number_n_or_by_a_name_of_its_own(name: str) -> None:
+    shown = PARSERS[name].format_help()
+    numbers = [
+        action.option_strings[-1]
+        for action in PARSERS[name]._actions
+        if action.option_strings and action.metavar is None
+        if type(action.default) in (int, float)
+    ]
+    assert all(f"{option} N" in shown for option in numbers)

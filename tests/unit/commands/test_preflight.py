@@ -106,6 +106,10 @@ def test_a_config_gives_the_expectations_and_the_folder(
         [],
         ["--nodes", "0", "--out", "x"],
         ["--nodes", "1.5", "--out", "x"],
+        ["--nodes", "n[1-", "--out", "x"],
+        ["--nodes", "elsewhere1,elsewhere2", "--out", "x"],
+        ["--job", "1;2", "--out", "x"],
+        ["--once", "task", "--job", "1"],
         ["--tier", "slow", "--out", "x"],
         ["--timeout", "-1", "--out", "x"],
         ["--timeout", "nan", "--out", "x"],
@@ -125,3 +129,11 @@ def test_wrong_arguments_exit_2(
 
     assert code == 2
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_job_without_a_slurm_is_blocked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["preflight", "--job", "1", "--out", str(tmp_path / "x")]) == 3
+    assert "--job 1: scontrol is not on PATH" in capsys.readouterr().err

@@ -36,10 +36,13 @@ def test_a_good_node_is_one_line_and_0(mode: str, capsys: pytest.CaptureFixture[
     code, line = once(capsys, mode)
 
     assert code == 0
+    # Slurm shows of a TaskProlog's output what stands behind this word.
+    assert line.startswith("print ") == (mode == "task")
+    line = line.removeprefix("print ")
     assert re.fullmatch(r"PREFLIGHT OK - \S+: \d+ passed.* \| 'memory'=\d+ 'shm'=[\d.]+", line)
 
 
-@pytest.mark.parametrize(("mode", "code"), [("nagios", 2), ("health", 1), ("prolog", 1)])
+@pytest.mark.parametrize(("mode", "code"), [("nagios", 2), ("health", 1), ("task", 1)])
 def test_a_bad_node_has_the_callers_exit_code(
     mode: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -48,6 +51,14 @@ def test_a_bad_node_has_the_callers_exit_code(
     assert found[0] == code
     assert "PREFLIGHT CRITICAL" in found[1]
     assert "shm: 1.0" in found[1]
+
+
+def test_the_other_tasks_of_a_node_check_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    assert main(["preflight", "--once", "task", "--fake-fault", "low_shm"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("mode", "code"), [("nagios", 3), ("health", 3), ("epilog", 0)])

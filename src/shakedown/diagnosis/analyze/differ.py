@@ -245,9 +245,11 @@ def told_mismatch(s: Situation) -> Hypothesis | None:
     cause: Cause = "collective_mismatch"
     if _field(first, "OpType=") == _field(second, "OpType="):
         # One operation on both sides: their tensors differ, in size unless the types say otherwise.
-        cause = "size_mismatch"
-        if _field(first, "TensorDtypes=") != _field(second, "TensorDtypes="):
-            cause = "dtype_mismatch"
+        sizes, types = (
+            _field(first, key) != _field(second, key) for key in ("TensorShape=", "TensorDtypes=")
+        )
+        # Where both differ they are different calls of one operation.
+        cause = ("collective_mismatch" if sizes else "dtype_mismatch") if types else "size_mismatch"
     return conclude(
         s,
         cause,

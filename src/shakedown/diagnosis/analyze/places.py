@@ -14,6 +14,8 @@ from shakedown.diagnosis.read.placements import ENGINE
 from shakedown.diagnosis.records import LogEvent, SourceRef
 
 WAITING = frozenset({"collective", "p2p"})
+# A log's last line where its traceback is not shown: `pkg.module.SomeError: ...`
+_RAISED_LAST = re.compile(r"(?:[\w-]+\.)+\w+(?:Error|Exception): ")
 _LOOK = re.compile(r"ssh: |pdsh@")  # a person's look from outside, which nothing ends by
 # What a log can hold of a job that still runs, or waits; all else is of an end, or raises.
 _GOES_ON = frozenset(
@@ -139,7 +141,8 @@ class Placed:
             return "hung"
         if any(_PORT in e.text for e in events):
             events = [e for e in events if e.kind != "nccl_error"]
-        return "exited" if self.dead or self.facts.outcome or events else "hung"
+        ended = any(map(_RAISED_LAST.match, (end.last for end in self.facts.ends)))
+        return "exited" if self.dead or self.facts.outcome or events or ended else "hung"
 
     def _goes_on_after(self, errors: Sequence[LogEvent]) -> bool:
         """A log ends in a wait, or goes on for minutes after the last error; none tells an end.

@@ -127,7 +127,7 @@ def is_full(event: LogEvent) -> bool:
 _IN_WORKER = re.compile(r"^\w+: Caught \w+ in DataLoader worker process")
 # Code that is given to a trainer: of a reward, an agent or the data.
 _GIVEN = re.compile(
-    r"reward|verif|grade|score|agent|episode|__getitem__|__next__|__iter__|collate|tokeni[sz]e"
+    r"reward|verif|grade|score|agent|episode|environments?/|\benv_|__getitem__|__next__|__iter__|collate|tokeni[sz]e"
     r"|data_?(?:set|loader|gen)|preprocess",
     re.I,
 )

@@ -10,6 +10,7 @@ from shakedown.diagnosis.analyze.classes import path_key
 from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis
 from shakedown.diagnosis.analyze.position import user_frames
+from shakedown.diagnosis.analyze.raised import cause_of, root_exception
 from shakedown.diagnosis.analyze.servers import outlived, stands_still, went_on
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
@@ -89,7 +90,11 @@ def _who(s: Situation) -> _Finding:
     for component, cause in ends:
         if component and (gone := _gone(component)):
             text, place = gone
-            return cause, [component.role], f"the {component.role} {text}", place, "told"
+            raised = root_exception(component) if component is orchestrator else None
+            # Of an environment, a reward or an agent: the orchestrator itself is sound.
+            given = raised is not None and cause_of(raised) == "user_code"
+            told: Cause = "user_code" if given else cause
+            return told, [component.role], f"the {component.role} {text}", place, "told"
     speaking = [c for c in (orchestrator, server) if c]
     event = _last_event(speaking, "server_unhealthy")
     # Strongest evidence first: an end (above), then what logs say, then heartbeats, and last

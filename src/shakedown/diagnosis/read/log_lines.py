@@ -119,7 +119,10 @@ PATTERNS: list[Row] = [
     (
         "missing_ranks",
         ("failed to pass monitoredbarrier",),
-        re.compile(r"Ranks? (?P<ranks>\d[\d, ]{0,400}) failed to pass monitoredBarrier"),
+        # Rank 0 alone waits for the others there, and may say of itself that it is not through.
+        re.compile(
+            r"Ranks? (?!0 failed)(?P<ranks>\d[\d, ]{0,400}) failed to pass monitoredBarrier"
+        ),
     ),
     (
         "missing_ranks",
@@ -343,9 +346,11 @@ PATTERNS: list[Row] = [
         re.compile(
             r"ncclInternalError|ncclSystemError|unhandled system error|^ncclSocket\w{1,40}: "
             r"|(?:(?P<node>[\w.-]{1,80}):\d{1,8}:\d{1,8} \[\d{1,3}\] .{0,60}?)?"
-            r"NCCL WARN (?=.{0,80}?(?:Got completion|ibv_|IB |Net |NET/|timed out|[Ss]ocket))"
+            # A plug-in that cannot be used is no error: NCCL goes on with another network.
+            r"NCCL WARN (?!.{0,120}initialization failed)"
+            r"(?=.{0,80}?(?:Got completion|ibv_|IB |Net |NET/|timed out|[Ss]ocket))"
             r"(?=.{0,400}?(?i:error|status|fail|timed out|closed|refused|unreachable|no route"
-            r"|async event))(?:.{0,80}?(?:from peer|[Cc]onnect to) (?P<peer>[\w.-]{1,80}))?"
+            r"|async event))(?:.{0,80}?(?:from peer|[Cc]onnect to) (?P<peer>[^\s<]{1,80}))?"
         ),
     ),
     (

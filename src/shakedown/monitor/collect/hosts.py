@@ -120,6 +120,12 @@ def collect_hosts(
     return report
 
 
+def ssh_argv(host: str, command: str) -> list[str]:
+    """One argument for the command: ssh would join several by blanks, for a shell to part again."""
+    options = [f"-o{name}={value}" for name, value in _OPTIONS.items()]
+    return ["ssh", "-T", *options, "--", host, command]
+
+
 @dataclass(frozen=True)
 class _Answer:
     """What a host gave: read, or why not; its collector's own table, if it came."""
@@ -133,11 +139,11 @@ class _Answer:
 def _collect(host: str, command: str, out: Path, limit: float) -> _Answer:
     """Run the collector on `host`; bounded in time."""
     writer = Writer(out)
-    options = [f"-o{name}={value}" for name, value in _OPTIONS.items()]
-    # One argument for the command: ssh would join several by blanks, for a shell to part again.
-    ssh = ["ssh", "-T", *options, "--", host, command]
     process = subprocess.Popen(
-        ssh, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        ssh_argv(host, command),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     words, timer = _Words(process), threading.Timer(limit, process.terminate)
     timer.daemon = True

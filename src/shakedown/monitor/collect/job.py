@@ -13,7 +13,7 @@ from shakedown.monitor.collect.writer import NAMES, Writer
 
 _JOB = re.compile(r"[0-9]{1,10}([_+][0-9]{1,7})?")  # 1234, 1234_5 (array), 1234+1 (heterogeneous)
 # A blank or a line's start in front: `ReqNodeList=(null)` must not be read as NodeList.
-_FIELD = re.compile(r"(?:^|\s)(JobId|JobState|NodeList|StdOut|StdErr)=(\S+)")
+_FIELD = re.compile(r"(?:^|\s)(JobId|JobState|NodeList|StdOut|StdErr|UserId|ExitCode)=(\S+)")
 _RUNS = frozenset({"RUNNING", "COMPLETING", "STOPPED", "SIGNALING", "STAGE_OUT"})
 
 
@@ -61,8 +61,11 @@ def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) 
     return report
 
 
-def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[str]]:
-    """Slurm's view of job and nodes, written down: (the job's fields, its nodes)."""
+def describe(job_id: str) -> tuple[dict[str, str], str, str]:
+    """What Slurm says of a job: (its fields by scontrol's names, the text, what was missed).
+
+    Of a job that the controller has forgotten JobState, ExitCode and NodeList, by sacct.
+    """
     try:
         text, lost = slurm.show(("job", job_id))
         # The controller forgets a job MinJobAge (300 s by default) after its end.
@@ -70,13 +73,24 @@ def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[str]]:
             text, _ = slurm.run("sacct", "-X", "-P", "-j", job_id, "--format", _SACCT)
     except LookupError as error:
         text, lost = "", str(error.args[0])
-    writer.missed += [f"slurm: {lost}"] if lost else []
-    if text:
-        writer.text("job-slurm.txt", text)
     # Of several records, as of an array, the first one.
     described: dict[str, str] = {}
     for key, value in _FIELD.findall(text):
         described.setdefault(key, value)
+    rows = [line.split("|") for line in text.splitlines()[1:2]]
+    if not described and rows and len(rows[0]) == len(_SACCT.split(",")):
+        _, _, state, code, nodes = rows[0]
+        # `CANCELLED by 1000`
+        described = {"JobState": state.partition(" ")[0], "ExitCode": code, "NodeList": nodes}
+    return described, text, lost
+
+
+def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[str]]:
+    """Slurm's view of job and nodes, written down: (the job's fields, its nodes)."""
+    described, text, lost = describe(job_id)
+    writer.missed += [f"slurm: {lost}"] if lost else []
+    if text:
+        writer.text("job-slurm.txt", text)
     try:
         nodes = expand_nodelist(described["NodeList"])
     except (KeyError, UsageError):

@@ -65,20 +65,23 @@ class ProcState:
         return {"state": self.state, "wchan": self.wchan, "threads": threads, **done}
 
 
-def read_state(pid: int) -> ProcState:
-    """Read the state; a process that is gone, or goes meanwhile, has state X."""
+def read_state(pid: int, *, threads: bool = True) -> ProcState:
+    """Read the state; a process that is gone, or goes meanwhile, has state X.
+
+    `threads`: each of its threads, too, which takes two thirds of the time.
+    """
     root = f"/proc/{pid}"
     state = _state(root)
     if state is None:
         return ProcState("X")
-    threads = []
-    for folder in _tasks(root)[:MAX_THREADS]:
+    found = []
+    for folder in _tasks(root)[:MAX_THREADS] if threads else ():
         thread_state = _state(folder)
         if thread_state is not None:
             tid = int(folder.rpartition("/")[2])
             name = _read(f"{folder}/comm")
-            threads.append(ThreadState(tid, name, thread_state, _wchan(folder)))
-    return ProcState(state, _wchan(root), tuple(threads), _activity(pid))
+            found.append(ThreadState(tid, name, thread_state, _wchan(folder)))
+    return ProcState(state, _wchan(root), tuple(found), _activity(pid))
 
 
 def _activity(pid: int) -> Activity:
@@ -106,6 +109,12 @@ def cpu(pid: int) -> float:
     # utime and stime, fields 14 and 15 of proc(5), counted from the one after the command
     fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
     return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
+
+
+def began(pid: int) -> int:
+    """When the process began, in clock ticks since the host did; 0 once it is gone."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
+    return int(fields[19]) if len(fields) > 19 else 0  # field 22 of proc(5), as in `cpu`
 
 
 def _io(pid: int) -> int:

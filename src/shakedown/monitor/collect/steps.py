@@ -106,13 +106,7 @@ def _run(step: Step, nodes: Sequence[str]) -> None:
         more=[f"--jobid={step.job_id}", "--gres=none", "--quit-on-interrupt"],
     )
     command = [*srun, sys.executable, *COLLECTOR, *step.arguments, "--out", str(step.out)]
-    # This process may run in another job, whose variables srun would take for this one's. Without
-    # SLURM_CONF srun finds no controller on a cluster that has no /etc/slurm/slurm.conf.
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("SLURM_") or key == "SLURM_CONF"
-    }
+    environment = step_environment()
     log = step.out / f"collect-{nodes[0]}.srun"
     try:
         with os.fdopen(open_own(log, os.O_WRONLY), "wb") as stream:
@@ -123,6 +117,18 @@ def _run(step: Step, nodes: Sequence[str]) -> None:
     except OSError:
         return  # no file of these nodes appears, and that is told
     end(process, step.limit)
+
+
+def step_environment() -> dict[str, str]:
+    """This process may run in another job, whose variables srun would take for that one's.
+
+    Without SLURM_CONF srun finds no controller on a cluster that has no /etc/slurm/slurm.conf.
+    """
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if not key.startswith("SLURM_") or key == "SLURM_CONF"
+    }
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:

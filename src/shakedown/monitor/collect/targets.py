@@ -19,9 +19,12 @@ MAX_PID = 2**22  # Linux's own limit
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")
 _LIST_SECONDS = 20.0
 # Collectors of other sessions, and who started them from another host: no part of the job.
-_OWN = re.compile(r"shakedown(?:\.cli)? hang collect")
+_OWN = re.compile(r"shakedown(?:\.cli)? (?:hang collect|watch)|shakedown\.monitor\.attach")
+# How MPI's launchers number ranks: Open MPI, then MPICH and Intel MPI.
+_OF_MPI = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 _OF_RANKS = (
     b"RANK=", b"SLURM", b"LOCAL_RANK=", b"LOCAL_WORLD_SIZE=", b"WORLD_SIZE=", b"MASTER_",
+    *(f"{name}=".encode() for name in _OF_MPI),
 )  # fmt: skip
 _HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
@@ -293,8 +296,9 @@ def _number(text: str) -> int | None:
 
 def _rank_text(environment: Mapping[str, str]) -> str:
     """A batch script's own SLURM_PROCID is always 0: only a step's counts."""
-    step = "SLURM_STEP_ID" in environment
-    return environment.get("RANK") or (environment.get("SLURM_PROCID", "") if step else "")
+    numbers = [environment.get(name, "") for name in ("RANK", *_OF_MPI)]
+    numbers += [environment.get("SLURM_PROCID", "")] if "SLURM_STEP_ID" in environment else []
+    return next(filter(None, numbers), "")
 
 
 def _environment(pid: int) -> dict[str, str]:

@@ -1,0 +1,186 @@
+"""What an alarm does: a command, a webhook, scancel. What fails is said, and ends no watch."""
+
+import hashlib
+import hmac
+import json
+import subprocess
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from shakedown.core.errors import ShakedownError, UsageError
+from shakedown.core.private import read_secret
+from shakedown.core.visible import masked
+from shakedown.monitor.collect import slurm
+from shakedown.monitor.collect.bounded import run_bounded
+
+SCHEMA = "shakedown/alarm/1"
+SIGNATURE = "X-Shakedown-Signature"
+COMMAND_SECONDS = 60.0
+WEBHOOK_SECONDS = 10.0  # for each of connecting, sending and the first byte of the answer
+_LATE = 3.0  # times as long for all of them together
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """One stall, as commands and webhooks are told it. `at`: UTC, ISO 8601."""
+
+    subject: str
+    job: str
+    state: str
+    cause: str
+    sentence: str
+    ranks: Sequence[int]
+    nodes: Sequence[str]
+    evidence: str
+    at: str
+
+    def values(self) -> dict[str, str]:
+        """What the placeholders of a command stand for."""
+        lists = {"ranks": ",".join(map(str, self.ranks)), "nodes": ",".join(self.nodes)}
+        return {**{k: v for k, v in asdict(self).items() if isinstance(v, str)}, **lists}
+
+    @staticmethod
+    def placeholders() -> list[str]:
+        return list(Alarm.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class Webhook:
+    """Where an alarm is posted to; `secret`: a file whose content signs the body."""
+
+    url: str
+    secret: Path | None = None
+
+
+@dataclass(frozen=True)
+class Actions:
+    """What to do at an alarm. `command`: makes its words of the alarm's values."""
+
+    scancel: bool = False
+    command: Callable[[Mapping[str, str]], list[str]] | None = None
+    webhook: Webhook | None = field(default=None)
+
+    def act(self, alarm: Alarm) -> list[str]:
+        """Do all of it, scancel last; a line for each that says what came of it."""
+        said = []
+        if self.command is not None:
+            said.append(f"command: {run_command(self.command(alarm.values()))}")
+        if self.webhook is not None:
+            said.append(f"webhook: {post(self.webhook, alarm)}")
+        if self.scancel:
+            said.append(f"scancel: {_scancel(alarm.job)}")
+        return said
+
+
+def check_webhook(url: str) -> str:
+    """An https address, or http of this machine itself.
+
+    Raises:
+        UsageError: any other: the evidence's sentence and the signature would go in the clear.
+    """
+    try:
+        parts = urllib.parse.urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError:
+        parts, host = urllib.parse.urlsplit(""), ""
+    if not host or not (parts.scheme == "https" or (parts.scheme == "http" and _is_here(host))):
+        raise UsageError(
+            f"--webhook {url[:80]!r}: expected https://HOST/..., or http://127.0.0.1:PORT/...",
+            hint="--webhook https://hooks.example.org/alarm --webhook-secret FILE",
+        )
+    return url
+
+
+def check_secret(path: Path) -> None:
+    """Whether the secret can be used, before it is needed.
+
+    Raises:
+        UsageError: it cannot be read, or is empty.
+        UntrustedError: others can read it.
+    """
+    try:
+        content = read_secret(path).strip()
+    except OSError as error:
+        raise UsageError(f"--webhook-secret {path}: {error.strerror or error}") from error
+    if not content:
+        raise UsageError(f"--webhook-secret {path}: the file is empty")
+
+
+def signature(secret: bytes, body: bytes) -> str:
+    """`sha256=` and the HMAC-SHA256 (RFC 2104) of the body in hexadecimal, as GitHub signs its."""
+    return f"sha256={hmac.new(secret, body, hashlib.sha256).hexdigest()}"
+
+
+def post(webhook: Webhook, alarm: Alarm) -> str:
+    """POST the alarm as JSON; returns what came of it. Bounded in time, no redirect is followed."""
+    body = json.dumps({"schema": SCHEMA, **asdict(alarm)}).encode()
+    headers = {"Content-Type": "application/json", "User-Agent": "shakedown"}
+    try:
+        if webhook.secret is not None:
+            headers[SIGNATURE] = signature(read_secret(webhook.secret).strip(), body)
+    except (OSError, ShakedownError) as error:
+        return f"not sent: {_first_line(error)}"
+    # In a thread: a server that answers a byte at a time would hold the watch for ever.
+    (given,) = run_bounded([lambda: _send(webhook.url, body, headers)], 1, _LATE * WEBHOOK_SECONDS)
+    if isinstance(given, str):
+        return given
+    return f"failed: {_first_line(given) if given else 'no answer in time'}"
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """A redirect would hand the alarm to an address that nobody has named."""
+
+    def redirect_request(self, *_: object, **__: object) -> None:
+        return None
+
+
+def _send(url: str, body: bytes, headers: Mapping[str, str]) -> str:
+    here = _is_here(urllib.parse.urlsplit(url).hostname or "")
+    handlers = [_Stay(), *([urllib.request.ProxyHandler({})] if here else [])]
+    request = urllib.request.Request(url, body, dict(headers))  # noqa: S310  # `check_webhook`
+    try:
+        with urllib.request.build_opener(*handlers).open(request, timeout=WEBHOOK_SECONDS) as got:
+            return f"answered {got.status}"
+    except urllib.error.HTTPError as error:
+        error.close()
+        return f"failed: answered {error.code}"
+
+
+def _is_here(host: str) -> bool:
+    return host in ("127.0.0.1", "localhost", "::1")
+
+
+def run_command(words: Sequence[str]) -> str:
+    """Run it without a shell; what came of it, with its last line."""
+    try:
+        done = subprocess.run(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=COMMAND_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{words[0]} was ended after {COMMAND_SECONDS:.0f} s"
+    except (OSError, ValueError) as error:
+        return f"{words[0]} could not be run: {_first_line(error)}"
+    lines = done.stdout.decode("utf-8", "replace").strip().splitlines()
+    last = f": {masked(lines[-1])[:200]}" if lines else ""
+    return f"{words[0]} ended with {done.returncode}{last}"
+
+
+def _scancel(job_id: str) -> str:
+    try:
+        _, lost = slurm.run("scancel", job_id)
+    except LookupError as error:
+        lost = str(error.args[0])
+    return f"failed: {lost}" if lost else f"job {job_id} is cancelled"
+
+
+def _first_line(error: Exception) -> str:
+    return masked(str(error).partition("\n")[0])[:200] or type(error).__name__

@@ -1,0 +1,127 @@
+"""A suspicion looked into: evidence is collected and diagnosed, by our own commands.
+
+As processes of their own they are bounded, and what goes wrong in them ends no watch.
+"""
+
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shakedown.core.errors import BlockedError, ShakedownError
+from shakedown.core.files import write_json
+from shakedown.core.outcome import Outcome
+from shakedown.core.paths import AttemptPaths, EvidencePaths, StagePaths
+from shakedown.core.private import make_folders, open_own
+from shakedown.core.verdict import read_verdict
+from shakedown.monitor.attach.judge import Judgement, Key
+from shakedown.monitor.attach.sampler import Process
+from shakedown.monitor.attach.subjects import Subject
+from shakedown.monitor.collect.steps import STEP_SECONDS, end, told
+from shakedown.monitor.collect.writer import COLLECTED
+
+GAP_SECONDS, BUSY_GAP_SECONDS = 5.0, 20.0  # between two samples; where processes compute
+_ANALYSIS_SECONDS = 180.0  # its own limit is 60 s of CPU
+_COMPUTES = frozenset({"busy", "unprinted"})
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the diagnosis says; `state`: hung, slow, healthy, exited or unknown."""
+
+    state: str
+    cause: str
+    sentence: str
+    ranks: Sequence[int]
+    nodes: Sequence[str]
+    folder: Path
+
+    @property
+    def is_stall(self) -> bool:
+        return self.state in ("hung", "exited")
+
+
+def investigate(
+    subject: Subject, judgement: Judgement, gone: Mapping[Key, Process], out: Path
+) -> Found:
+    """Collect twice and diagnose, in a folder of its own below `out`.
+
+    Args:
+        gone: processes that were there and are no more, which no collector can see.
+
+    Raises:
+        BlockedError: no diagnosis came of it, with the reason.
+    """
+    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
+    folder = StagePaths(out.absolute() / stamp)
+    evidence = AttemptPaths(folder.root).evidence
+    make_folders(evidence)
+    gap = BUSY_GAP_SECONDS if judgement.kind in _COMPUTES else GAP_SECONDS
+    _run(subject.collect(evidence, gap), folder.root / "collect.log", 2 * (STEP_SECONDS + gap))
+    _add_gone(gone, evidence)
+    if judgement.waited:
+        _add_wait(judgement, subject.label, evidence)
+    analyze = [sys.executable, "-P", "-m", "shakedown.cli", "hang", "analyze", str(evidence)]
+    analyze += ["--json", str(folder.diagnosis), "--html", str(folder.diagnosis_html)]
+    said = _run(analyze, folder.root / "analyze.log", _ANALYSIS_SECONDS)
+    return _found(folder, said)
+
+
+def _found(folder: StagePaths, said: str) -> Found:
+    try:
+        verdict = read_verdict(folder.diagnosis)
+        found = verdict.extra["diagnosis"]
+        culprits = found["culprits"]
+        return Found(
+            str(found["state"]),
+            str(found["cause"]),
+            verdict.summary,
+            list(culprits["ranks"]),
+            list(culprits["nodes"]),
+            folder.root,
+        )
+    except (ShakedownError, KeyError, TypeError) as error:
+        why = said or str(error).partition("\n")[0]
+        raise BlockedError(f"no diagnosis: {why}", hint=f"look into {folder.root}") from error
+
+
+def _run(command: Sequence[str], log: Path, seconds: float) -> str:
+    """Run one of our commands; its last words, that speak of an error where there is any."""
+    with os.fdopen(open_own(log, os.O_WRONLY), "wb") as stream:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            start_new_session=True,  # Ctrl-C is for the watch, which ends it
+        )
+        try:
+            end(process, seconds)
+        except BaseException:
+            end(process, 0.0)
+            raise
+    return told(log.read_bytes()[-4096:])
+
+
+def _add_gone(gone: Mapping[Key, Process], evidence: Path) -> None:
+    """As a collector writes down a rank without a process."""
+    by_host: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for (host, name), process in sorted(gone.items()):
+        row = {"name": name, "pid": process.pid, "role": "trainer", "rank": process.rank}
+        ended = {"state": "X", "wchan": "", "threads": []}
+        by_host[host].append({**row, "states": [ended], "missed": ["it was there, and is gone"]})
+    for host, rows in by_host.items():
+        body = {"schema": COLLECTED, "host": host, "targets": rows, "missed": []}
+        write_json(EvidencePaths(evidence).collected(f"{host}-gone"), body)
+
+
+def _add_wait(judgement: Judgement, label: str, evidence: Path) -> None:
+    """Two samples cannot tell a long step from a hang; whoever watched for long can."""
+    sentence = f"nothing was printed, read or written for {judgement.quiet:.0f} s"
+    outcome = Outcome(label, 1, "hung", sentence, seconds=round(judgement.quiet, 1))
+    outcome.write(AttemptPaths(evidence).outcome)

@@ -1,0 +1,182 @@
+"""What is watched: a Slurm job, or processes by their command line, here or on hosts by ssh."""
+
+import os
+import pwd
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from shakedown.cluster.nodes import expand_nodelist, node_name
+from shakedown.cluster.ranks import srun_argv
+from shakedown.core.errors import UsageError
+from shakedown.monitor.attach.samplers import Start
+from shakedown.monitor.collect import job, proc
+from shakedown.monitor.collect.hosts import ssh_argv
+from shakedown.monitor.collect.steps import COLLECTOR, step_environment
+
+# -P: a `queue.py` in the working directory must not shadow Python's own.
+_SAMPLER = ("-P", "-m", "shakedown.monitor.attach.sampler")
+_RUNNING = frozenset({"RUNNING"})
+# Not running, and not over: PENDING after a requeue, SUSPENDED while another one has its turn.
+_WAITS = frozenset(
+    {"PENDING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "REQUEUED", "REQUEUE_HOLD"}
+    | {"SPECIAL_EXIT", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESV_DEL_HOLD"}
+)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Whether there is something to look at. `says`: in Slurm's words; `good`: it ended well."""
+
+    state: Literal["runs", "waits", "over", "unknown"]
+    says: str = ""
+    good: bool = False
+
+
+class Subject(Protocol):
+    """What a watch needs to know of what it watches."""
+
+    @property
+    def label(self) -> str: ...
+
+    @property
+    def job_id(self) -> str:
+        """Of Slurm; empty where it is no job's."""
+        ...
+
+    def phase(self) -> Phase:
+        """Ask Slurm, where it is a job's."""
+        ...
+
+    def starts(self, idle: float) -> list[Start]:
+        """Programs that sample it; they end when nobody asks them for `idle` seconds."""
+        ...
+
+    def collect(self, out: Path, gap: float) -> list[str]:
+        """The command that collects its evidence to `out`."""
+        ...
+
+    def missing(self) -> str:
+        """Why nothing may be found: whose it is instead; empty where nothing tells."""
+        ...
+
+
+@dataclass
+class SlurmJob:
+    """A job of this user. What is not given is known once Slurm was asked."""
+
+    given: str
+    nodes: list[str] = field(default_factory=list)
+    job_id: str = ""
+    owner: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"job {self.given}"
+
+    def phase(self) -> Phase:
+        described, _, lost = job.describe(self.given)
+        state = described.get("JobState", "")
+        if not state:
+            return Phase("unknown", lost or "Slurm does not know it")
+        # An array task such as 1234_5 has a job id of its own, its processes' SLURM_JOB_ID.
+        self.job_id = described.get("JobId", self.given)
+        self.owner = described.get("UserId", "").partition("(")[0]  # root(0)
+        if state in _RUNNING:
+            try:
+                self.nodes = expand_nodelist(described.get("NodeList", ""))
+            except UsageError:
+                return Phase("unknown", f"no list of its nodes: {described.get('NodeList')!r}")
+            return Phase("runs")
+        if state in _WAITS:
+            return Phase("waits", state)
+        code = described.get("ExitCode", "")
+        return Phase("over", f"{state} (exit code {code})", state == "COMPLETED")
+
+    def starts(self, idle: float) -> list[Start]:
+        return [self._start(self.nodes, idle)]
+
+    def _start(self, nodes: Sequence[str], idle: float) -> Start:
+        srun = srun_argv(
+            nodes=nodes,
+            tasks=len(nodes),
+            job_name="watch",
+            # --gres=none: the job's own step has the GPUs. --no-kill: a node that is lost ends the
+            # samplers of no other. --unbuffered: a look is read as soon as it is written.
+            more=[
+                f"--jobid={self.job_id}",
+                *("--gres=none", "--no-kill", "--unbuffered", "--quit-on-interrupt"),
+            ],
+        )
+        argv = [*srun, sys.executable, *_SAMPLER, "--job", self.job_id, f"--idle={idle:.0f}"]
+        alone = (lambda node: self._start([node], idle)) if len(nodes) > 1 else None
+        return Start(argv, nodes, step_environment(), alone=alone)
+
+    def collect(self, out: Path, gap: float) -> list[str]:
+        return [*_collector(sys.executable, out, gap), "--job", self.given]
+
+    def missing(self) -> str:
+        own = _user(os.getuid())
+        if self.owner not in ("", own):
+            return f"it is a job of {self.owner}, and this is {own}: run the watch as {self.owner}"
+        return ""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This user's processes whose command line matches; without `hosts` those of this machine.
+
+    `python`: the interpreter on the hosts.
+    """
+
+    pattern: str
+    hosts: Sequence[str] = ()
+    python: str = sys.executable
+    job_id: str = ""
+
+    @property
+    def label(self) -> str:
+        where = f" on {len(self.hosts)} host(s)" if self.hosts else ""
+        return f"{self.pattern}{where}"
+
+    def phase(self) -> Phase:
+        return Phase("runs")
+
+    def starts(self, idle: float) -> list[Start]:
+        # With `=`: a pattern may begin with a dash.
+        options = [f"--match={self.pattern}", f"--idle={idle:.0f}"]
+        if not self.hosts:
+            return [Start([sys.executable, *_SAMPLER, *options], [node_name()])]
+        command = f"exec {shlex.join([self.python, *_SAMPLER, *options])}"
+        return [Start(ssh_argv(host, command), [host], label=True) for host in self.hosts]
+
+    def collect(self, out: Path, gap: float) -> list[str]:
+        command = [*_collector(sys.executable, out, gap), f"--match={self.pattern}"]
+        if self.hosts:
+            command += ["--hosts", ",".join(self.hosts), "--remote-python", self.python]
+        return command
+
+    def missing(self) -> str:
+        """Other users' processes that match: their command lines can be read."""
+        if self.hosts:
+            return ""
+        expression = re.compile(self.pattern)
+        owners = (proc.owner(p) for p in proc.all_pids() if expression.search(proc.command(p)))
+        others = {owner for owner in owners if owner not in (None, os.getuid())}
+        names = sorted(_user(owner) for owner in others if owner is not None)
+        return f"processes of {', '.join(names)} match: run the watch as that user" if names else ""
+
+
+def _collector(python: str, out: Path, gap: float) -> list[str]:
+    return [python, *COLLECTOR, "--out", str(out), "--rounds", "2", "--gap", f"{gap:g}"]
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)

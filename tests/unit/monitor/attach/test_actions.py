@@ -1,0 +1,168 @@
+"""What an alarm does: real commands, and a real HTTP server on loopback."""
+
+import hashlib
+import hmac
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from shakedown.commands.watch import _command
+from shakedown.core.errors import UntrustedError, UsageError
+from shakedown.monitor.attach import actions
+from shakedown.monitor.attach.actions import Actions, Alarm, Webhook
+
+ALARM = Alarm(
+    "job 7", "7", "hung", "rank_busy", "rank 1; `touch x` $(y)", [1, 2], ["n2"], "/e f", "2026"
+)
+
+
+@dataclass
+class Received:
+    """What the server was sent; `code` is what it answers, with a redirect to itself."""
+
+    url: str = ""
+    code: int = 204
+    bodies: list[bytes] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+
+@pytest.fixture
+def received() -> Iterator[Received]:
+    got = Received()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.bodies.append(self.rfile.read(int(self.headers["Content-Length"])))
+            got.headers.append(dict(self.headers))
+            self.send_response(got.code)
+            self.send_header("Location", got.url)
+            self.end_headers()
+
+        def log_request(self, *_: object) -> None:
+            """Nothing on standard error."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        got.url = f"http://127.0.0.1:{server.server_port}/alarm"
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield got
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_bytes(b"key\n")
+    path.chmod(0o600)
+    return path
+
+
+def test_a_webhook_is_sent_the_alarm_signed_with_the_secret(
+    received: Received, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # this machine is reached without it
+    said = Actions(webhook=Webhook(received.url, secret)).act(ALARM)
+
+    assert said == ["webhook: answered 204"]
+    body = json.loads(received.bodies[0])
+    assert (body["schema"], body["cause"], body["ranks"]) == (
+        "shakedown/alarm/1",
+        "rank_busy",
+        [1, 2],
+    )
+    expected = hmac.new(b"key", received.bodies[0], hashlib.sha256).hexdigest()
+    assert received.headers[0]["X-Shakedown-Signature"] == f"sha256={expected}"
+
+
+def test_a_webhook_without_a_secret_is_not_signed(received: Received) -> None:
+    Actions(webhook=Webhook(received.url)).act(ALARM)
+    assert "X-Shakedown-Signature" not in received.headers[0]
+
+
+@pytest.mark.parametrize("code", [307, 302, 500])
+def test_a_webhook_that_refuses_or_redirects_is_said_and_not_followed(
+    received: Received, code: int
+) -> None:
+    received.code = code
+    assert actions.post(Webhook(received.url), ALARM) == f"failed: answered {code}"
+    assert len(received.bodies) == 1
+
+
+def test_a_webhook_that_nobody_answers_is_said() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    assert "failed: " in actions.post(Webhook(f"http://127.0.0.1:{port}/"), ALARM)
+
+
+def test_a_webhook_that_never_answers_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actions, "WEBHOOK_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        assert "timed out" in actions.post(Webhook(url), ALARM)
+
+
+def test_a_secret_that_became_readable_for_others_sends_nothing(
+    received: Received, secret: Path
+) -> None:
+    secret.chmod(0o644)
+    assert actions.post(Webhook(received.url, secret), ALARM).startswith("not sent: ")
+    assert not received.bodies
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://example.org/x", "ftp://127.0.0.1/", "example.org", "https://", "http://[::1", ""],
+)
+def test_an_address_that_is_not_https_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="expected https"):
+        actions.check_webhook(url)
+
+
+def test_a_secret_is_looked_at_before_it_is_needed(tmp_path: Path, secret: Path) -> None:
+    actions.check_secret(secret)
+    with pytest.raises(UsageError, match="No such file"):
+        actions.check_secret(tmp_path / "none")
+    secret.write_bytes(b" \n")
+    with pytest.raises(UsageError, match="empty"):
+        actions.check_secret(secret)
+    secret.chmod(0o640)
+    with pytest.raises(UntrustedError):
+        actions.check_secret(secret)
+
+
+def test_a_command_gets_the_values_as_words_of_their_own(tmp_path: Path) -> None:
+    code = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    (tmp_path / "show.py").write_text(code)
+    text = f"{sys.executable} {tmp_path}/show.py {{sentence}} {{job}}:{{ranks}} {{evidence}}"
+    (said,) = Actions(command=_command(text)).act(ALARM)
+    got = said.partition("ended with 0: ")[2]
+    assert json.loads(got) == ["rank 1; `touch x` $(y)", "7:1,2", "/e f"]
+
+
+def test_a_command_that_fails_or_is_not_there_is_said(tmp_path: Path) -> None:
+    assert actions.run_command(["sh", "-c", "echo why; exit 3"]) == "sh ended with 3: why"
+    assert "could not be run" in actions.run_command([str(tmp_path / "none")])
+
+
+def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actions, "COMMAND_SECONDS", 0.2)
+    assert "was ended after" in actions.run_command(["sleep", "600"])
+
+
+def test_a_job_that_cannot_be_cancelled_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "scancel"
+    program.write_text('#!/bin/sh\necho "scancel: error: $1 is not yours" >&2; exit 1\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert Actions(scancel=True).act(ALARM) == ["scancel: failed: scancel: error: 7 is not yours"]
