@@ -17,7 +17,7 @@ from tests.workflow.report_run import write_run
 
 ROOT = Path(__file__).parents[2]
 WITHOUT_EXTRAS = (
-    "hang lint report status logs accept verdict allocation preflight serve debug".split()
+    "hang lint report status logs accept verdict allocation preflight serve debug watch".split()
 )
 # What a package index may take; with wheels at hand it is about 30 s.
 INSTALL_SECONDS = 600

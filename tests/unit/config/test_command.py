@@ -59,7 +59,7 @@ def test_a_command_stands_beside_stages_of_our_own(tmp_path: Path) -> None:
         ({"resume": {"globb": "a"}}, "lab.resume.globb: unknown key (did you mean 'glob'?)"),
         ({"progress": {"pattern": "step (\\d+)"}}, "has no group of the name step"),
         ({"progress": {"pattern": "("}}, "not a regular expression"),
-        ({"progress": {}}, "expected either `pattern` or `file`"),
+        ({"progress": {}}, "expected one of `pattern`, `file` and `tensorboard`"),
         ({"launch": "mpirun"}, "Input should be 'torchrun'"),
         ({"ranks_per_nod": 2}, "unknown key (did you mean 'ranks_per_node'?)"),
         ({"algorithm": "comand"}, "expected sft, grpo or command, got 'comand'"),
