@@ -37,7 +37,7 @@ def place(file: str | None, text: str) -> str:
 
 
 ALL_RANKS = place(trainer.__file__, "self._meter.begin()")
-RANK_1 = place(coordination.__file__, "while not self._store.check([key]):")  # rank 0 decides
+RANK_1 = place(coordination.__file__, "arrival = self._arrival(key)")  # rank 0 decides
 
 
 class Job:
