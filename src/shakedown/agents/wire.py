@@ -225,13 +225,14 @@ def _hanging(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcom
         if call.unanswered and (not call.ended or now - call.ended < _AT_ONCE)
     ]
     waited = max(((call.ended or now) - call.began for call in open_now), default=0.0)
-    if not waited:
-        good = sum(call.good for call in calls)
-        return replace(
-            told, detail=f"{told.detail}; {good} of its {len(calls)} calls were answered"
-        )
-    detail = f"{told.detail}; a call had waited {waited:.1f} s for the server's reply"
-    return Outcome("hanging" if waited > seconds / 2 else told.cause, detail, told.status)
+    if waited > seconds / 2:
+        detail = f"{told.detail}; a call had waited {waited:.1f} s for the server's reply"
+        return Outcome("hanging", detail, told.status)
+    good = sum(call.good for call in calls)
+    # Who calls without an end is mostly in the middle of a call.
+    more = f"; one had waited {waited:.1f} s for the server's reply" if waited else ""
+    answered = f"{good} of its {len(calls)} calls were answered"
+    return replace(told, detail=f"{told.detail}; {answered}{more}")
 
 
 def _no_call(sent: Sent) -> str:
