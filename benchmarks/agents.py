@@ -1,11 +1,12 @@
 """What an episode of one request costs in CPU: our workers beside a bare gather of OpenAI's client.
 
-    python benchmarks/agents.py [--episodes 64 512 2048] [--repeats 3]
+    python benchmarks/agents.py [--episodes 64 512 2048] [--repeats 5]
 
 A small server on this machine answers every chat request after half a second, so that all episodes
 of a size are in flight at once. Each side first runs twice what it then does measured, so that
 imports and connections are not counted. Its CPU is that of all its processes over the requests;
-the server's is nobody's. `lost`: episodes without a reward.
+the server's is nobody's. `lost`: episodes without a reward. The sides take turns, as a machine's
+speed changes within minutes, and the median counts.
 
 - gather, own client: `asyncio.gather` over calls of one `AsyncOpenAI` with its usual limits;
 - gather, wide client: the same with limits for all (what a careful user writes);
@@ -36,6 +37,7 @@ from shakedown.cluster.nodes import free_port
 
 DELAY = 0.5  # seconds to an answer
 _WARM_UPS = 2  # a worker may still start while the others do the first one
+_FEWEST_REQUESTS = 512  # measured at once: 64 alone take 0.2 s of CPU, within the machine's noise
 AGENT = """
 from openai import AsyncOpenAI
 
@@ -68,7 +70,7 @@ ANSWER = json.dumps(
 
 @dataclass(frozen=True)
 class Cost:
-    """`cpu`: milliseconds a request. `seconds`: wall time of all. `lost`: without a result."""
+    """`cpu`: milliseconds a request. `seconds`: wall time of a round. `lost`: without a result."""
 
     cpu: float
     seconds: float
@@ -81,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--episodes", type=int, nargs="+", default=[64, 512, 2048])
-    parser.add_argument("--repeats", type=int, default=3, help="the median counts")
+    parser.add_argument("--repeats", type=int, default=5, help="the median counts")
     arguments = parser.parse_args(argv)
     port = free_port()
     server = multiprocessing.get_context("spawn").Process(
@@ -93,8 +95,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("|--:|---|--:|--:|--:|")
     try:
         for number in arguments.episodes:
-            for side, run in SIDES.items():
-                costs = [asyncio.run(run(url, number)) for _ in range(arguments.repeats)]
+            turns = [
+                {side: asyncio.run(run(url, number)) for side, run in SIDES.items()}
+                for _ in range(arguments.repeats)
+            ]
+            for side in SIDES:
+                costs = [turn[side] for turn in turns]
                 cpu, seconds = (
                     statistics.median(c.cpu for c in costs),
                     statistics.median(c.seconds for c in costs),
@@ -111,10 +117,11 @@ async def _measured(run: Callable[[], Awaitable[int]], number: int) -> Cost:
     """`run` returns how many came to an end."""
     for _ in range(_WARM_UPS):
         await run()
+    rounds = -(-_FEWEST_REQUESTS // number)
     before, began = _cpu(), time.perf_counter()
-    ended = await run()
-    seconds = time.perf_counter() - began
-    return Cost(1000 * (_cpu() - before) / number, seconds, number - ended)
+    ended = sum([await run() for _ in range(rounds)])
+    seconds, requests = time.perf_counter() - began, rounds * number
+    return Cost(1000 * (_cpu() - before) / requests, seconds / rounds, requests - ended)
 
 
 def _cpu() -> float:
@@ -122,7 +129,8 @@ def _cpu() -> float:
     own = psutil.Process()
     servers = {child.pid for child in multiprocessing.active_children()}
     processes = [own, *(c for c in own.children(recursive=True) if c.pid not in servers)]
-    return sum(t.user + t.system for t in (process.cpu_times() for process in processes))
+    # clock_getcpuclockid(3), which Python has for threads alone: psutil's times are in 10 ms.
+    return sum(time.clock_gettime((~process.pid << 3) | 2) for process in processes)
 
 
 async def _gather(url: str, number: int, *, wide: bool) -> Cost:

@@ -89,7 +89,7 @@ class AgentResult:
             found = Outcome("bad_return", wrong)
         return dataclasses.replace(
             self,
-            **asdict(found),
+            **vars(found),
             reward=None if found.cause else self.reward,
             sent=None,  # all of it is told now
             calls_made=len(calls),

@@ -11,7 +11,7 @@ import importlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -74,7 +74,8 @@ class WireWatch:
         seen = self._episodes.pop(key, None)
         if seen is None or seen.strays != self._strays:
             return None
-        calls = [asdict(c) for c in seen.calls if not (self.recorded and c.status)]
+        # Plain fields, and written at once: `asdict` would copy them, at 0.1 ms a call.
+        calls = [vars(c) for c in seen.calls if not (self.recorded and c.status)]
         return {"calls": calls, "elsewhere": dict(seen.elsewhere.most_common(_MOST_PLACES))}
 
     def call(self, method: str, url: str) -> WireCall:
