@@ -25,8 +25,9 @@ class Rule:
     source: str
 
 
-# As Python ends a traceback.
-_ERROR = re.compile(r"\b\w{1,80}(?:Error|Exception): [^\n]{1,300}")
+# As Python ends a traceback. Behind a quote one is only spoken of: vLLM's warning about few file
+# descriptors quotes the OSError that may come of it.
+_ERROR = re.compile(r"(?<![\w`'\"])\w{1,80}(?:Error|Exception): [^\n]{1,300}")
 
 # No pattern has an unbounded `.*`: a log of repeated words would be searched for minutes.
 # The first rule whose pattern is found decides: from the most exact to the most general.

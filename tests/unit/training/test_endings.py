@@ -127,6 +127,22 @@ def test_a_server_that_crashed_is_told_with_its_own_first_error(
     assert "likely " in ending.sentence
 
 
+def test_an_error_that_a_warning_quotes_is_not_the_servers() -> None:
+    # vllm/utils/system_utils.py (0.32), as a server wrote it before it died of something else.
+    log = (
+        "(APIServer pid=1) WARNING 11-26 [system_utils.py:255] Found ulimit of 20000 and failed to "
+        "automatically increase. This can cause fd limit errors like `OSError: [Errno 24] Too many "
+        "open files`. Consider increasing with ulimit -n\n"
+        "(EngineCore pid=7) ERROR 11-26 [core.py:1512] RuntimeError: Unsupported CPU attention\n"
+    )
+
+    ending = with_server_error(
+        Ending("failed", "it exited", "inference"), [_exit("inference", 1)], log
+    )
+
+    assert ending.sentence.startswith("it exited; the inference server: RuntimeError: Unsupported")
+
+
 def test_a_server_that_says_nothing_is_told_by_its_last_line() -> None:
     exits = [_exit("inference", 1)]
 
