@@ -4,13 +4,15 @@
     python benchmarks/train.py --grpo [--levels 0 1 2] [--curves FILE.svg]   2 to 5 minutes a level
     python benchmarks/train.py --memory [--against main=../main/src]         5 to 10 minutes
     python benchmarks/train.py --gpu                                         one CUDA device
+    python benchmarks/train.py --gpu --stages                                one CUDA device, vLLM
 
 Without options: tokens a second of SFT on CPU ranks (a Qwen3 of 1.25M random parameters, float32,
 one torch thread a rank); both sides must show the same losses. `--grpo`: where the time of a GRPO
 step goes with a real vLLM server, and what is learned, at each async level. `--memory`: what a rank
 holds at 10M, 50M and 200M parameters, in bytes a parameter, of this code and of other source trees.
 `--gpu`: tokens a second and MFU of a model of Qwen3-0.6B's shape in bfloat16, against plain
-transformers.
+transformers; with `--stages` an SFT and a GRPO stage with a vLLM server on the same GPU, against
+what `train --plan` predicts.
 """
 
 import argparse
@@ -29,10 +31,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from training import curves, gpu, grpo, memory, sft
+from training import curves, gpu, gpu_stages, grpo, memory, sft
 from training.workload import Workload
 
 import shakedown
+from shakedown.training.metrics.flops import known_gpu
 
 PEER = "trl==1.16.0"
 INSTALL = f"python -m pip install --no-deps {PEER}"
@@ -47,7 +50,9 @@ def main() -> int:
     # Unwind on SIGTERM too: no rank must outlive this program.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(143))
     folder = Path(tempfile.mkdtemp(prefix="bench-"))
-    if arguments.gpu:
+    if arguments.gpu and arguments.stages:
+        code, figures = _gpu_stages(arguments, folder)
+    elif arguments.gpu:
         code, figures = _gpu(arguments)
     elif arguments.memory:
         code, figures = _memory(arguments, folder)
@@ -85,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     sizes = [size.name for size in memory.SIZES]
     add("--sizes", nargs="+", choices=sizes, default=sizes, help="parameters, with --memory")
     add("--gpu", action="store_true", help="one CUDA device instead")
+    add("--stages", action="store_true", help="with --gpu: whole stages, beside their plan")
     add("--tiny", action="store_true", help="with --gpu: a tiny shape, on a CPU too")
     add("--out", type=Path, metavar="FILE", help="JSON of all figures")
     return parser
@@ -170,6 +176,20 @@ def _gpu(arguments: argparse.Namespace) -> tuple[int, Mapping[str, object]]:
     speeds = gpu.measure(shape, steps=steps, repeats=arguments.repeats)
     print(gpu.table(speeds))
     return 0, {"shape": asdict(shape), "speeds": [asdict(speed) for speed in speeds]}
+
+
+def _gpu_stages(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mapping[str, object]]:
+    import torch
+
+    name = torch.cuda.get_device_name() if _has_cuda() else ""
+    load = gpu_stages.TINY if arguments.tiny else gpu_stages.Load(steps=arguments.steps or 8)
+    try:
+        stages = gpu_stages.measure(folder, load, known_gpu(name) or "")
+    except grpo.StageFailedError as error:
+        print(error, file=sys.stderr)
+        return 1, {}
+    print(name or "CPU", gpu_stages.table(stages), sep="\n")
+    return 0, {"device": name, "load": asdict(load), "stages": [asdict(one) for one in stages]}
 
 
 def find_peer(folder: Path) -> Path | None:

@@ -66,12 +66,12 @@ def train_start(folder: Path) -> Path:
         StageFailedError: the stage failed.
     """
     demo, sft = _demo(), folder / "sft"
-    config = _write(folder / "sft.yaml", {**demo, "order": [], "stages": _only(demo, "sft")})
-    _shakedown(["assets", "--config", str(config), "--out", str(sft / "assets")], sft)
-    _shakedown(["train", "sft", "--config", str(config), "--run-dir", str(sft)], sft)
+    config = write_json(folder / "sft.yaml", {**demo, "order": [], "stages": _only(demo, "sft")})
+    run_shakedown(["assets", "--config", str(config), "--out", str(sft / "assets")], sft)
+    run_shakedown(["train", "sft", "--config", str(config), "--run-dir", str(sft)], sft)
     assets = json.loads((sft / "assets" / "assets.json").read_text(encoding="utf-8"))
     model = str((sft / "stages" / "sft" / "model").absolute())
-    return _write(folder / "assets.json", {**assets, "model": model})
+    return write_json(folder / "assets.json", {**assets, "model": model})
 
 
 def train_level(folder: Path, start: Path, *, level: int, steps: int) -> Level:
@@ -81,11 +81,11 @@ def train_level(folder: Path, start: Path, *, level: int, steps: int) -> Level:
         StageFailedError: the stage failed.
     """
     run = folder / f"async{level}"
-    config = _write(folder / f"async{level}.yaml", level_config(_demo(), level, steps))
+    config = write_json(folder / f"async{level}.yaml", level_config(_demo(), level, steps))
     command = ["train", "grpo", "--config", str(config), "--assets", str(start)]
-    _shakedown([*command, "--run-dir", str(run)], run)
+    run_shakedown([*command, "--run-dir", str(run)], run)
     stage = run / "stages" / "grpo"
-    rows, evals = (_rows(stage / name) for name in ("metrics.jsonl", "latest/evals.jsonl"))
+    rows, evals = (rows_of(stage / name) for name in ("metrics.jsonl", "latest/evals.jsonl"))
     measured = summary(level, rows, evals)
     said = f"{measured.accuracy_before:.3f} -> {measured.accuracy_after:.3f}"
     print(f"async level {level}: held-out {said}", file=sys.stderr, flush=True)
@@ -165,17 +165,23 @@ def _only(demo: Mapping[str, Any], stage: str) -> dict[str, Any]:
     return {stage: demo["stages"][stage]}
 
 
-def _rows(path: Path) -> list[dict[str, float]]:
+def rows_of(path: Path) -> list[dict[str, float]]:
+    """Of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _write(path: Path, body: Mapping[str, Any]) -> Path:
+def write_json(path: Path, body: Mapping[str, Any]) -> Path:
     """JSON, which is YAML too."""
     path.write_text(json.dumps(body, indent=2), encoding="utf-8")
     return path
 
 
-def _shakedown(arguments: Sequence[str], folder: Path) -> None:
+def run_shakedown(arguments: Sequence[str], folder: Path) -> None:
+    """Run a command of ours, its output in `folder`/out.txt.
+
+    Raises:
+        StageFailedError: its exit code is not 0.
+    """
     folder.mkdir(exist_ok=True)
     log = folder / "out.txt"
     with log.open("ab") as out:
