@@ -250,6 +250,20 @@ def test_a_provider_that_cannot_be_made_is_refused(
         build(mistral, "megatron:d1")
 
 
+def test_a_model_that_megatron_cannot_build_here_is_refused(
+    bridge: Any, mistral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As megatron-core does for layers of a Transformer Engine that is not installed."""
+
+    def fail(*_args: Any, **_keywords: Any) -> None:
+        raise NameError("name 'TESpecProvider' is not defined")
+
+    monkeypatch.setattr(_Provider, "provide_distributed_model", fail)
+
+    with pytest.raises(ConfigError, match=r"cannot build the model: .*TESpecProvider"):
+        build(mistral, "megatron:d1")
+
+
 def test_without_megatron_bridge_the_error_says_what_is_covered_and_what_to_install(
     mistral: Path,
 ) -> None:

@@ -20,8 +20,17 @@ _INSTALL = (
     "train it with fsdp:dN, or: pip install --no-deps megatron-bridge; pip install omegaconf "
     "hydra-core transformer-engine[pytorch]"
 )
-# What its conversions are seen to raise for a model that they do not fit.
-_REFUSALS = (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError)
+# What it and Megatron are seen to raise for a model that they do not fit; NameError for layers of a
+# Transformer Engine that is not installed.
+REFUSALS = (
+    AssertionError,
+    AttributeError,
+    KeyError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class Provider(Protocol):
@@ -76,7 +85,7 @@ def open_bridge(folder: Path, config: Any) -> Bridge:
         raise _broken(known, error) from error
     try:
         return cast(Bridge, auto.from_hf_pretrained(str(folder)))
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise refusal(known, error) from error
 
 
@@ -96,7 +105,7 @@ def configured(bridge: Bridge, settings: Mapping[str, Any]) -> Provider:
         for name, value in settings.items():
             setattr(provider, name, value)
         provider.finalize()
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise refusal("cannot describe the model to Megatron", error) from error
     return provider
 
@@ -112,7 +121,7 @@ def fill(bridge: Bridge, model: Any) -> None:
             value.fill_(torch.nan)  # megatron-bridge only warns of a weight that it does not know
     try:
         bridge.load_hf_weights([model])
-    except _REFUSALS as error:
+    except REFUSALS as error:
         raise refusal("cannot load the weights", error) from error
     unfilled = [name for name, value in model.named_parameters() if value.isnan().any()]
     if unfilled:

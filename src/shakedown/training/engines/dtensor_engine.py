@@ -150,10 +150,15 @@ def decoder_layers(model: Any) -> Sequence[nn.Module]:
     Raises:
         ConfigError: a model that is not made of a list of layers.
     """
-    for child in model.get_decoder().children():
-        if isinstance(child, nn.ModuleList):
-            return list(child)
-    raise ConfigError(f"model type {model.config.model_type!r} has no list of decoder layers")
+    # Not of its children alone: Llama 4's decoder is for transformers the model with its head.
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList):
+            return list(module)
+    raise ConfigError(
+        f"model type {model.config.model_type!r} has no list of decoder layers to be spread, "
+        "computed again or compiled one by one",
+        hint="train it by a trainer of your own: docs/any-trainer.md",
+    )
 
 
 def _set_options(model: Any, options: EngineOptions) -> None:

@@ -19,6 +19,7 @@ from shakedown.models import huggingface
 from shakedown.training.batch import TokenBatch, pad_rows
 from shakedown.training.conversion import ShardSlice
 from shakedown.training.conversion.bridge import (
+    REFUSALS,
     configured,
     fill,
     open_bridge,
@@ -119,8 +120,7 @@ class BridgedStage(MegatronStage):
             (model,) = provider.provide_distributed_model(
                 wrap_with_ddp=False, use_cpu_initialization=cpu, bf16=half, fp16=False
             )
-        # What Megatron raises for a configuration that it cannot build.
-        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
+        except REFUSALS as error:
             raise refusal("cannot build the model", error) from error
         module = unwrapped(model)
         if not isinstance(module, megatron_cpu.GPTModel):
