@@ -148,6 +148,40 @@ def test_a_bridged_model_does_the_steps_of_fsdp_and_comes_out_again(
     torch.testing.assert_close(again, engine.logprobs([batch()])[0], rtol=0, atol=1e-5)
 
 
+def test_held_out_rows_are_answered_by_a_copy_that_is_filled_weight_by_weight(
+    bridge: Any, mistral: Path
+) -> None:
+    engine = build(mistral, "megatron:d1")
+    two_steps(engine)
+
+    with engine.generator() as found:
+        copied = {name: value.full_tensor() for name, value in found.model.named_parameters()}
+
+    assert [len(part) for part in engine.stream(torch.float32)] == [1] * len(copied)
+    gathered = engine.gather()
+    assert gathered.keys() == copied.keys()
+    assert all(torch.equal(gathered[name], copied[name]) for name in copied)
+
+
+def test_weights_under_names_that_transformers_modules_do_not_have_answer_no_rows(
+    bridge: Any, mistral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of experts: a folder has them apart, transformers' modules in one weight."""
+    engine = build(mistral, "megatron:d1")
+    export = bridge.export_hf_weights
+
+    def renamed(*args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in export(*args, **kwargs):
+            yield name.replace("layers.1.mlp", "layers.1.mlp.experts.0"), value
+
+    monkeypatch.setattr(bridge, "export_hf_weights", renamed)
+
+    told = "3 weights of transformers' model are not among those that the megatron engine gives"
+    with pytest.raises(ConfigError, match=told) as refused, engine.generator():
+        pass
+    assert "eval_samples" in refused.value.hint
+
+
 @pytest.mark.parametrize("spread", [False, True])
 def test_a_bridged_model_goes_on_exactly_from_its_checkpoint(
     bridge: Any, mistral: Path, tmp_path: Path, spread: bool

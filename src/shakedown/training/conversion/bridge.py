@@ -5,7 +5,7 @@ moves the weights; that the result computes what transformers does is checked by
 """
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -132,14 +132,11 @@ def fill(bridge: Bridge, model: Any) -> None:
         )
 
 
-def whole_weights(bridge: Bridge, model: Any, *, keep: bool) -> dict[str, torch.Tensor]:
-    """(collective) The Hugging Face weights on the CPU where `keep` is set; else nothing."""
-    exported = bridge.export_hf_weights([model], cpu=True, show_progress=False)
-    kept = {}
-    for name, value in exported:  # every rank has to take all of them
-        if keep:
-            kept[name] = value.detach().clone()
-    return kept
+def whole_weights(bridge: Bridge, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(collective) The Hugging Face weights on the CPU, one after the other, on every rank; each
+    rank has to take all of them.
+    """
+    yield from bridge.export_hf_weights([model], cpu=True, show_progress=False)
 
 
 def refusal(what: str, error: Exception) -> ConfigError:

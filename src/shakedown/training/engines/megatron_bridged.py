@@ -102,10 +102,14 @@ class BridgedStage(MegatronStage):
         )
 
     def stream(self, _dtype: torch.dtype) -> Iterator[Mapping[str, torch.Tensor]]:
-        """All at once, and in the training dtype: the bridge takes the weights from the model."""
-        with megatron_cpu.calls(self.device):
-            whole = whole_weights(self._bridge, self._module, keep=dist.get_rank() == 0)
-        yield whole
+        """In the training dtype: the bridge takes the weights from the model, one at a time."""
+        exported = whole_weights(self._bridge, self._module)
+        while True:
+            with megatron_cpu.calls(self.device):  # not while the caller has the weight
+                name, value = next(exported, ("", torch.empty(0)))
+            if not name:
+                return
+            yield {name: value.detach().clone()} if dist.get_rank() == 0 else {}
 
     def exporter(self) -> Any:
         return _AsGathered()
