@@ -1,15 +1,18 @@
-"""Our training runtime against TRL's SFTTrainer, on the same rows, turn by turn in one run.
+"""Our training runtime against TRL's trainers, on the same rows, turn by turn in one run.
 
     python benchmarks/train.py [--ranks 1 2] [--repeats 3] [--out FILE]      about 3 minutes
     python benchmarks/train.py --grpo [--levels 0 1 2] [--curves FILE.svg]   2 to 5 minutes a level
+    python benchmarks/train.py --grpo --peer [--ranks 1 2] [--levels 0 1]    about 10 minutes
     python benchmarks/train.py --memory [--against main=../main/src]         5 to 10 minutes
     python benchmarks/train.py --gpu                                         one CUDA device
     python benchmarks/train.py --gpu --stages                                one CUDA device, vLLM
 
 Without options: tokens a second of SFT on CPU ranks (a Qwen3 of 1.25M random parameters, float32,
 one torch thread a rank); both sides must show the same losses. `--grpo`: where the time of a GRPO
-step goes with a real vLLM server, and what is learned, at each async level. `--memory`: what a rank
-holds at 10M, 50M and 200M parameters, in bytes a parameter, of this code and of other source trees.
+step goes with a real vLLM server, and what is learned, at each async level; with `--peer` against
+TRL's GRPOTrainer, which generates with transformers, and both on the same samples. `--memory`: what
+a rank holds at 10M, 50M and 200M parameters, in bytes a parameter, of this code and of other source
+trees.
 `--gpu`: tokens a second and MFU of a model of Qwen3-0.6B's shape in bfloat16, against plain
 transformers; with `--stages` an SFT and a GRPO stage with a vLLM server on the same GPU, against
 what `train --plan` predicts.
@@ -31,7 +34,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from training import curves, gpu, gpu_stages, grpo, memory, sft
+from training import curves, gpu, gpu_stages, grpo, grpo_trl, memory, sft
 from training.workload import Workload
 
 import shakedown
@@ -56,6 +59,8 @@ def main() -> int:
         code, figures = _gpu(arguments)
     elif arguments.memory:
         code, figures = _memory(arguments, folder)
+    elif arguments.grpo and arguments.peer:
+        code, figures = _grpo_peer(arguments, folder)
     elif arguments.grpo:
         code, figures = _grpo(arguments, folder)
     else:
@@ -81,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--micro-batch-size", type=int, default=8, help="rows of a forward pass, both sides (8)")
     add("--grpo", action="store_true", help="GRPO with a vLLM server instead")
     add("--levels", nargs="+", type=int, default=[0, 1, 2], metavar="K", help="async levels")
+    add("--peer", action="store_true", help="with --grpo: against TRL's GRPOTrainer")
     add("--curves", type=Path, metavar="FILE", help="with --grpo: the reward curves as SVG")
     add("--memory", action="store_true", help="memory of a rank instead")
     add(
@@ -110,6 +116,10 @@ def _fault(arguments: argparse.Namespace) -> str:
     bad = [n for n in arguments.ranks if n < 1 or micro < 1 or size % (n * micro)]
     if bad and not (arguments.grpo or arguments.gpu or arguments.memory):
         return f"--ranks {bad}: ranks x --micro-batch-size {micro} must divide {size} rows"
+    samples = grpo_trl.samples_a_step()
+    uneven = [n for n in arguments.ranks if n < 1 or samples % n]
+    if uneven and arguments.grpo and arguments.peer:
+        return f"--ranks {uneven}: ranks must divide {samples} samples"
     least = grpo.WARMUP + 1 if arguments.grpo else load.warmup + 1
     if arguments.repeats < 1 or (arguments.steps is not None and arguments.steps < least):
         return f"expected --repeats of at least 1 and --steps of at least {least}"
@@ -133,8 +143,7 @@ def _sft(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mapping[str,
     try:
         peer = find_peer(folder / "peer")
     except subprocess.CalledProcessError:
-        print(f"TRL could not be installed; by hand: {INSTALL}", file=sys.stderr)
-        return 3, {}
+        return _no_peer()
     runs, parameters = sft.measure(
         folder, load, ranks=arguments.ranks, repeats=arguments.repeats, peer=peer
     )
@@ -158,6 +167,39 @@ def _grpo(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mapping[str
             curves.picture(rewards, x="GRPO step", y="mean reward"), encoding="utf-8"
         )
     return 0, {"levels": [asdict(level) for level in levels]}
+
+
+def _grpo_peer(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mapping[str, object]]:
+    try:
+        peer = find_peer(folder / "peer")
+        runs, agreement = grpo_trl.measure(
+            folder,
+            ranks=arguments.ranks,
+            levels=arguments.levels,
+            steps=arguments.steps or 15,
+            repeats=arguments.repeats,
+            peer=peer,
+        )
+    except subprocess.CalledProcessError:
+        return _no_peer()
+    except grpo.StageFailedError as error:
+        print(error, file=sys.stderr)
+        return 1, {}
+    faults = [run.fault for run in runs if run.fault]
+    print(grpo_trl.table(runs))
+    for tool in dict.fromkeys(run.tool for run in runs if run.tool != "TRL"):
+        print(*sft.ratios(runs, tool), sep="\n")
+    if agreement:
+        faults += agreement.faults()
+        print(grpo_trl.said(agreement))
+    print(*faults, sep="\n", end="\n" if faults else "")
+    found = {"peer": peer_version(peer), "faults": faults, **grpo_trl.figures(runs, agreement)}
+    return int(bool(faults)), found
+
+
+def _no_peer() -> tuple[int, Mapping[str, object]]:
+    print(f"TRL could not be installed; by hand: {INSTALL}", file=sys.stderr)
+    return 3, {}
 
 
 def _memory(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mapping[str, object]]:

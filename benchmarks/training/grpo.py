@@ -65,8 +65,8 @@ def train_start(folder: Path) -> Path:
     Raises:
         StageFailedError: the stage failed.
     """
-    demo, sft = _demo(), folder / "sft"
-    config = write_json(folder / "sft.yaml", {**demo, "order": [], "stages": _only(demo, "sft")})
+    body, sft = demo(), folder / "sft"
+    config = write_json(folder / "sft.yaml", {**body, "order": [], "stages": _only(body, "sft")})
     run_shakedown(["assets", "--config", str(config), "--out", str(sft / "assets")], sft)
     run_shakedown(["train", "sft", "--config", str(config), "--run-dir", str(sft)], sft)
     assets = json.loads((sft / "assets" / "assets.json").read_text(encoding="utf-8"))
@@ -81,7 +81,7 @@ def train_level(folder: Path, start: Path, *, level: int, steps: int) -> Level:
         StageFailedError: the stage failed.
     """
     run = folder / f"async{level}"
-    config = write_json(folder / f"async{level}.yaml", level_config(_demo(), level, steps))
+    config = write_json(folder / f"async{level}.yaml", level_config(demo(), level, steps))
     command = ["train", "grpo", "--config", str(config), "--assets", str(start)]
     run_shakedown([*command, "--run-dir", str(run)], run)
     stage = run / "stages" / "grpo"
@@ -156,7 +156,8 @@ def table(levels: Sequence[Level]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _demo() -> dict[str, Any]:
+def demo() -> dict[str, Any]:
+    """config/config.yaml."""
     body: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
     return body
 

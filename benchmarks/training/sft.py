@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 
@@ -127,22 +127,26 @@ def ours(folder: Path, load: Workload, written: Written, *, ranks: int) -> tuple
 
 def theirs(folder: Path, load: Workload, written: Written, *, ranks: int) -> tuple[list[str], Path]:
     """One process, or torchrun: accelerate then wraps the model in DDP."""
-    rows, plan = folder / "rows.jsonl", folder / "plan.json"
-    body = {
+    plan = {
+        "trainer": "sft",
         "model": str(written.model),
         "encoded": str(written.encoded),
-        "out": str(folder / "out"),
-        "rows": str(rows),
         "steps": load.steps,
         "batch_size": load.batch_size // ranks,
         "micro_batch_size": load.micro_batch_size,
         "optimizer": workload.OPTIMIZER,
     }
-    plan.write_text(json.dumps(body), encoding="utf-8")
+    return trl_command(folder, plan, ranks=ranks)
+
+
+def trl_command(folder: Path, plan: Mapping[str, object], *, ranks: int) -> tuple[list[str], Path]:
+    """TRL_RANK with a plan, its output in `folder`; and the file of its rows."""
+    rows, path = folder / "rows.jsonl", folder / "plan.json"
+    path.write_text(json.dumps({**plan, "out": str(folder / "out"), "rows": str(rows)}), "utf-8")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     torchrun += ["--nproc-per-node", str(ranks)]
     launcher = torchrun if ranks > 1 else []
-    return [sys.executable, *launcher, str(TRL_RANK), str(plan)], rows
+    return [sys.executable, *launcher, str(TRL_RANK), str(path)], rows
 
 
 def environment(peer: Path | None) -> dict[str, str]:
@@ -275,13 +279,26 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def ratios(runs: Sequence[Run]) -> list[str]:
+class Measured(Protocol):
+    """What a ratio is made of."""
+
+    @property
+    def tool(self) -> str: ...
+    @property
+    def ranks(self) -> int: ...
+    @property
+    def tokens_per_s(self) -> float: ...
+    @property
+    def tokens_per_cpu_s(self) -> float: ...
+    @property
+    def fault(self) -> str: ...
+
+
+def ratios(runs: Sequence[Measured], ours: str = "ours") -> list[str]:
     """Our tokens a second over TRL's, by number of ranks, where both were measured."""
     said = []
     for ranks in sorted({run.ranks for run in runs}):
-        sides = [
-            [r for r in runs if (r.ranks, r.tool) == (ranks, tool)] for tool in ("ours", "TRL")
-        ]
+        sides = [[r for r in runs if (r.ranks, r.tool) == (ranks, tool)] for tool in (ours, "TRL")]
         if all(sides) and not any(run.fault for run in runs):
             wall, cpu = (
                 statistics.median(getattr(r, name) for r in sides[0])
@@ -289,7 +306,7 @@ def ratios(runs: Sequence[Run]) -> list[str]:
                 for name in ("tokens_per_s", "tokens_per_cpu_s")
             )
             said.append(
-                f"{ranks} rank(s): ours trains {wall:.2f} times TRL's tokens a second, "
+                f"{ranks} rank(s): {ours} trains {wall:.2f} times TRL's tokens a second, "
                 f"{cpu:.2f} times its tokens a CPU second"
             )
     return said

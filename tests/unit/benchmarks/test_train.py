@@ -5,12 +5,18 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 import train
-from training import curves, gpu, grpo, sft, workload
+from training import curves, gpu, grpo, grpo_trl, sft, workload
 from training.workload import Workload
+
+from shakedown.data_sources import load_rows
+from shakedown.rollout.batch import RolloutBatch
+from shakedown.training.demo import write_model
 
 SCRIPT = Path(train.__file__)
 
@@ -179,6 +185,126 @@ def test_each_level_is_the_demos_stage_but_for_level_and_steps() -> None:
     assert stage.batch_size == demo["stages"]["grpo"]["batch_size"]
 
 
+def test_both_sides_train_on_equally_many_samples_with_the_same_settings(tmp_path: Path) -> None:
+    from shakedown.config.load import parse_config
+
+    stage = parse_config(grpo_trl.stage_config(1, 7, ranks=2)).own_stages["grpo"]
+    plan = grpo_trl.trl_plan({"model": "m"}, tmp_path, 7, ranks=2, rollouts=None)
+
+    own = stage.grpo
+    assert own is not None
+    assert (stage.allocation, stage.steps, stage.eval_samples, own.async_level) == (
+        "fsdp:d2",
+        7,
+        0,
+        1,
+    )
+    assert 2 * plan["batch_size"] == stage.batch_size * own.group_size
+    assert plan["micro_batch_size"] == plan["batch_size"], "one forward pass, as without micro rows"
+    assert stage.micro_batch_size is None
+    assert plan["optimizer"]["lr"] == stage.optimizer.lr
+    assert stage.optimizer.warmup_steps == 0
+    assert (plan["epochs"], plan["max_tokens"]) == (own.epochs, own.max_tokens)
+    assert plan["clip"] == [own.clip_low, own.clip_high]
+
+
+def test_the_peers_prompts_have_the_order_in_which_the_stage_draws_them(tmp_path: Path) -> None:
+    from shakedown.models.huggingface import read_tokenizer
+    from shakedown.rollout.groups import draw, encode_prompts
+
+    train_file = tmp_path / "train.jsonl"
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i}="}], "answer": str(i)} for i in range(100)
+    ]
+    train_file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_model(tmp_path / "model", seed=0)
+
+    written = grpo_trl.write_prompts(tmp_path / "prompts.json", str(train_file), 2)
+
+    prompts = encode_prompts(load_rows(str(train_file)), read_tokenizer(tmp_path / "model"))
+    drawn = islice(draw(prompts, seed=grpo.demo()["seed"], start=0), 64)
+    assert [row["answer"] for row in json.loads(written.read_text())] == [
+        prompt.answer for prompt in drawn
+    ]
+
+
+def test_a_step_of_the_peer_ends_with_its_last_update_and_has_the_tokens_it_generated() -> None:
+    plan = {"epochs": 2, "batch_size": 8}
+    rows: list[dict[str, object]] = [
+        {"logged": 1, "loss": "0.1", "completions/mean_length": 4.5, "reward": 0.25},
+        {"logged": 2, "loss": "0.2"},
+        {"logged": 3, "completions/mean_length": 5.0, "reward": 0.5},
+        {"logged": 4, "train_runtime": 3.0},
+    ]
+
+    assert grpo_trl.of_grpo_steps([1.0, 2.0, 3.0, 4.0], plan) == [2.0, 4.0]
+    assert grpo_trl.their_steps(rows, plan, ranks=2) == ([72.0, 80.0], [0.25, 0.5])
+
+
+def test_recorded_samples_are_cut_into_prompt_and_answer() -> None:
+    batch = _batch(groups=[3, 3, 1, 1])
+
+    samples = grpo_trl.as_samples(batch)
+
+    assert samples["prompt_ids"] == [[5, 6]] * 4
+    assert samples["completion_ids"] == [[7, 8]] * 4
+    assert samples["logprobs"] == [[-1.0, -2.0]] * 4
+    assert samples["reward"] == [0.0, 1.0, 0.0, 1.0]
+
+
+def test_samples_of_a_group_that_do_not_stand_together_are_refused() -> None:
+    with pytest.raises(ValueError, match="beside each other"):
+        grpo_trl.as_samples(_batch(groups=[3, 1, 3, 1]))
+
+
+def _batch(groups: list[int]) -> RolloutBatch:
+    tokens = np.array([[5, 6, 7, 8, 0]] * 4)
+    mask = np.array([[False, False, True, True, False]] * 4)
+    return RolloutBatch(
+        step=1,
+        versions=np.zeros(4, dtype=np.int64),
+        tokens=tokens,
+        loss_mask=mask,
+        logprobs=np.array([[0, 0, -1, -2, 0]] * 4, dtype=np.float32),
+        rewards=np.array([0, 1, 0, 1], dtype=np.float32),
+        groups=np.array(groups),
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "advantage", "told"),
+    [
+        (0.5, 2.0, 0.0, []),
+        (0.51, 2.0, 0.0, ["losses on the same samples are 0.01 apart"]),
+        (0.5, 2.1, 0.0, ["gradient norms on the same samples are 0.1 apart"]),
+        (0.5, 2.0, 0.02, ["advantages of the same rewards are 0.02 apart"]),
+    ],
+)
+def test_a_step_on_the_same_samples_that_comes_out_otherwise_is_told(
+    loss: float, norm: float, advantage: float, told: list[str]
+) -> None:
+    found = grpo_trl.Agreement(512, grpo_trl.Sides(0.5, loss), grpo_trl.Sides(2.0, norm), advantage)
+
+    assert found.faults() == told
+    assert "same 512 samples: loss 0.500000 (ours)" in grpo_trl.said(found)
+
+
+def test_grpo_runs_are_summed_up_by_their_medians_and_compared_by_level() -> None:
+    runs = [
+        grpo_trl.Run(tool, 1, speed, speed / 2, 1500.0, 2000.0, 0.4, 0.5, 30.0, "")
+        for speed in (100.0, 120.0, 900.0)
+        for tool in ("ours, async level 1", "TRL")
+    ]
+
+    assert "| 1 | TRL | 120 | 100 to 900 | 60 | 1.50 | 2000 | 0.400 | 0.500 |" in (
+        grpo_trl.table(runs)
+    )
+    assert sft.ratios(runs, "ours, async level 1") == [
+        "1 rank(s): ours, async level 1 trains 1.00 times TRL's tokens a second, "
+        "1.00 times its tokens a CPU second"
+    ]
+
+
 def test_the_picture_is_svg_with_a_line_and_a_mean_a_curve() -> None:
     body = curves.picture({"a < b": [0.0, 0.5, 2.0], "c": [0.1, 0.2]}, x="step", y="reward")
 
@@ -226,6 +352,7 @@ def test_the_gpu_part_trains_a_tiny_shape_here_with_equal_first_losses() -> None
         (["--steps", "3"], "at least 4"),
         (["--grpo", "--steps", "3"], "at least 4"),
         (["--grpo", "--levels", "-1"], "from 0 on"),
+        (["--grpo", "--peer", "--ranks", "3"], "must divide 512 samples"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_before_anything_starts(
