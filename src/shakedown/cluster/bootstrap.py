@@ -1,8 +1,9 @@
 """Turns a Slurm task into a distributed rank: `python -m shakedown.cluster.bootstrap -- ARGV`.
 
 srun starts one of these a rank; it maps Slurm's variables to RANK and its kin, then becomes ARGV.
-With `--node` it is one a node, for a launcher that starts the ranks: it sets no rank, and puts the
-node's number in place of NODE_RANK in ARGV.
+With `--node` it is one a node, for a launcher that starts the ranks, or a server: it sets no rank,
+and puts the node's number in place of NODE_RANK in ARGV. With `--node --temporary` TMPDIR is a
+folder that nobody else can enter, as of a component's `own_temporary`.
 """
 
 import os
@@ -12,6 +13,7 @@ from collections.abc import Mapping, Sequence
 
 from shakedown.cluster.gpus import visible_gpus
 from shakedown.core.errors import LaunchError, UsageError
+from shakedown.core.leftovers import lasting_folder
 from shakedown.core.private import close_to_others
 
 NODE_RANK = "@node_rank@"
@@ -61,7 +63,8 @@ def main(argv: Sequence[str]) -> None:
         LaunchError: it cannot be executed.
     """
     for_node = argv[:1] == ["--node"]
-    rest = argv[1:] if for_node else argv
+    temporary = argv[:2] == ["--node", "--temporary"]
+    rest = argv[for_node + temporary :]
     command = list(rest[1:] if rest[:1] == ["--"] else rest)
     if not command:
         raise UsageError("no command after `--`")
@@ -71,6 +74,8 @@ def main(argv: Sequence[str]) -> None:
     if for_node:
         command = [word.replace(NODE_RANK, os.environ["SLURM_NODEID"]) for word in command]
     environment |= visible_gpus(os.environ, os.environ)
+    if temporary:
+        environment["TMPDIR"] = lasting_folder("engine")
     # Not a child: srun's signals reach the rank itself, and the exit code that srun sees is
     # the rank's own.
     try:

@@ -89,6 +89,8 @@ class ServeConfig(Section):
     key_env: Annotated[str, Field(pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")] = ""
     allocation: str = "vllm:d1"
     share_gpus: bool = False
+    # Of a GRPO stage: on each of them a server of its own.
+    nodes: Positive = 1
     max_model_len: Positive = 256
     kv_cache_gb: Annotated[float, Field(gt=0)] = 1.0
     ready_timeout: Seconds = 300.0

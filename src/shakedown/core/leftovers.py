@@ -40,12 +40,23 @@ def private_folder(name: str) -> Iterator[Path]:
     Raises:
         OSError: it cannot be made.
     """
+    made = lasting_folder(name)
+    try:
+        yield Path(made)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def lasting_folder(name: str) -> str:
+    """As `private_folder`, for a process that becomes another program: the next one removes it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
     place = tempfile.gettempdir()
     if len(os.fsencode(place)) > _LONGEST_PLACE:
         place = "/tmp"  # noqa: S108 - mkdtemp takes a new name and gives it to this user alone
-    prefix = temporary_prefix(Path(place, name))
-    with tempfile.TemporaryDirectory(dir=place, prefix=prefix, ignore_cleanup_errors=True) as made:
-        yield Path(made)
+    return tempfile.mkdtemp(dir=place, prefix=temporary_prefix(Path(place, name)))
 
 
 def temporary_prefix(path: Path) -> str:

@@ -40,9 +40,11 @@ class Client:
         timeout: seconds for one request in all, retries included.
 
     `replica`: the data-parallel replica that generates and scores; None: the server chooses.
+    `each`: clients of the servers behind the URL, one by one; of a server itself this one.
     """
 
     replica: int | None = None
+    each: "Sequence[Client]"
 
     def __init__(
         self,
@@ -56,6 +58,7 @@ class Client:
         self.engine, self.base_url, self.model = engine, base_url, model
         self._headers = bearer(api_key)
         self._timeout = timeout
+        self.each = (self,)
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -163,6 +166,23 @@ class Client:
         """
         room = await self.room()
         return _SAFE_LENGTH if room is None else room - 1
+
+    async def interrupt(self, *, within: float) -> None:
+        """End what each server has in flight.
+
+        Raises:
+            ServerError: as `generate`.
+        """
+        for request in self.engine.interrupt():
+            await asyncio.gather(*(each.send(request, within=within) for each in self.each))
+
+    async def faults(self) -> str:
+        """Why the health check of a server is not good; empty where all are."""
+        told = await asyncio.gather(*(each.health() for each in self.each))
+        if len(told) == 1:
+            return told[0]
+        pairs = zip(self.each, told, strict=True)
+        return "; ".join(f"{each.base_url}: {fault}" for each, fault in pairs if fault)
 
     async def health(self, *, within: float = 5.0) -> str:
         """Why the health check is not good; empty when it is."""

@@ -158,8 +158,7 @@ class Generation:
         """Whether the server was asked to end what it has in flight."""
         if not self._settings.partial_rollouts:
             return False
-        for request in self._client.engine.interrupt():
-            await self._client.send(request, within=within)
+        await self._client.interrupt(within=within)
         return True
 
     async def _ask(

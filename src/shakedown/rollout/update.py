@@ -2,11 +2,10 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shakedown.core.errors import ServerError, UsageError
+from shakedown.core.errors import UsageError
 from shakedown.core.files import write_json
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.client import Client
@@ -15,7 +14,7 @@ from shakedown.inference.folder import Endpoint, read_endpoint, with_model
 from shakedown.inference.relay import split_urls
 from shakedown.inference.stopping import locked
 from shakedown.rollout.store import Weights
-from shakedown.rollout.weights import WeightSync, WeightUpdateError, probe_tokens
+from shakedown.rollout.weights import WeightSync, all_loaded, probe_tokens
 
 _PROBED = 97  # token ids that the probe cycles through, where the vocabulary has so many
 
@@ -61,27 +60,9 @@ async def _update(endpoint: Endpoint, folder: Path, within: float) -> float:
     found = await asyncio.gather(
         *(_update_one(endpoint, url, folder, within) for url in urls), return_exceptions=True
     )
-    ended = dict(zip(urls, found, strict=True))
-    faults = {url: each for url, each in ended.items() if isinstance(each, BaseException)}
-    if len(urls) > 1 and all(isinstance(each, ServerError) for each in faults.values()) and faults:
-        raise _together(faults, [url for url in urls if url not in faults], endpoint.model)
-    for each in faults.values():
-        raise each
-    return max(each for each in found if isinstance(each, float))
-
-
-def _together(faults: Mapping[str, BaseException], done: Sequence[str], former: str) -> ServerError:
-    """One error for those of several servers that have not taken the weights."""
-    judged = any(isinstance(each, WeightUpdateError) for each in faults.values())
-    told = "; ".join(f"{url}: {each.args[0]}" for url, each in faults.items())
-    kind = WeightUpdateError if judged else ServerError
-    return kind(
-        f"{len(faults)} of {len(faults) + len(done)} servers do not have the new weights: {told}"
-        + (f"; {' and '.join(done)} answered with them" if done else ""),
-        # One that has them already would not move by them.
-        hint=f"see to them, then bring all to one version: shakedown serve update-weights ENDPOINT "
-        f"{former}",
-    )
+    # One that has them already would not move by them.
+    hint = "see to them, then bring all to one version: shakedown serve update-weights ENDPOINT "
+    return all_loaded(dict(zip(urls, found, strict=True)), hint=hint + endpoint.model)
 
 
 async def _update_one(endpoint: Endpoint, url: str, folder: Path, within: float) -> float:

@@ -112,6 +112,30 @@ class _Replica:
         return True
 
 
+def all_loaded(found: Mapping[str, float | BaseException], *, hint: str) -> float:
+    """The longest of the seconds that several servers took, by URL.
+
+    Raises:
+        ServerError, WeightUpdateError: for all that have not taken the weights; any other error as
+            it is.
+    """
+    faults = {url: each for url, each in found.items() if isinstance(each, BaseException)}
+    for each in faults.values():
+        if len(found) == 1 or not isinstance(each, ServerError):
+            raise each
+    if not faults:
+        return max(each for each in found.values() if isinstance(each, float))
+    done = [url for url in found if url not in faults]
+    judged = any(isinstance(each, WeightUpdateError) for each in faults.values())
+    kind = WeightUpdateError if judged else ServerError
+    told = "; ".join(f"{url}: {each.args[0]}" for url, each in faults.items())
+    raise kind(
+        f"{len(faults)} of {len(found)} servers do not have the new weights: {told}"
+        + (f"; {' and '.join(done)} answered with them" if done else ""),
+        hint=hint,
+    )
+
+
 class WeightSync:
     """Applies versions one after the other. No generation may be in flight meanwhile.
 
@@ -247,3 +271,24 @@ class WeightSync:
         tokens = self._probe[:_COMPARED_TOKENS]
         found = await asyncio.to_thread(reference_logprobs, weights.folder, tokens)
         return None if found is None else Expected(tokens, found)
+
+
+class FleetSync:
+    """A `WeightSync` for each of several servers, by URL: all load and prove every version."""
+
+    def __init__(self, syncs: Mapping[str, WeightSync]) -> None:
+        self._syncs = syncs
+
+    async def begin(self) -> None:
+        """As `WeightSync.begin`."""
+        await asyncio.gather(*(sync.begin() for sync in self._syncs.values()))
+
+    async def apply(self, weights: Weights, *, within: float) -> float:
+        """As `WeightSync.apply`; the error names the servers that have not taken them."""
+        # All to their end: the others are not to be left in the middle of it.
+        found = await asyncio.gather(
+            *(sync.apply(weights, within=within) for sync in self._syncs.values()),
+            return_exceptions=True,
+        )
+        hint = "read the logs inference.log, inference-1.log ... of the attempt"
+        return all_loaded(dict(zip(self._syncs, found, strict=True)), hint=hint)

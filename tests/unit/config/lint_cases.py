@@ -517,6 +517,11 @@ BROKEN = (
         "warn",
     ),
     Case(
+        "servers on more nodes than the stage has",
+        "serve: {nodes: 2}",
+        "serve.nodes",
+    ),
+    Case(
         "log-probabilities compared at another temperature",
         "consistency: {temperature: 0.7}",
         "consistency.temperature",

@@ -11,8 +11,9 @@ from shakedown.cluster.placement import PlacementError
 from shakedown.cluster.ranks import rank_components
 from shakedown.config import ServeConfig, StageConfig
 from shakedown.core.errors import UsageError
-from shakedown.training.stage.components import trainer_components
-from shakedown.training.stage.devices import stage_devices
+from shakedown.core.paths import AttemptPaths
+from shakedown.training.stage.components import server_plan, trainer_components
+from shakedown.training.stage.devices import StageDevices, stage_devices
 from shakedown.training.stage.job import StageJob
 
 
@@ -71,6 +72,61 @@ def test_a_stage_without_gpus_or_without_a_server_assigns_none() -> None:
         found = stage_devices(stage, ServeConfig(), ["a"], gpus, environ={})
 
         assert (list(found.trainer_nodes), found.trainer, found.server) == (["a"], {}, {})
+
+
+def test_servers_on_several_nodes_have_the_same_gpus_on_each() -> None:
+    serve = ServeConfig(allocation="vllm:d2", nodes=2)
+
+    found = stage_devices(_stage("fsdp:d8", 2), serve, ["a", "b"], 8, environ={})
+
+    assert list(found.server_nodes) == ["a", "b"]
+    assert found.trainer == {GPUS: "2,3,4,5"}
+    assert found.elsewhere == {GPUS: "0,1"}
+
+
+def test_a_second_server_on_the_trainer_s_gpus_is_refused() -> None:
+    serve = ServeConfig(allocation="vllm:d8", nodes=2)  # fills the first node
+
+    with pytest.raises(UsageError, match="would both have GPU 0, 1, 2, 3, 4, 5, 6, 7 of b"):
+        stage_devices(_stage("fsdp:d8", 2), serve, ["a", "b"], 8, environ={})
+
+
+def test_each_further_node_s_server_is_started_there_and_listens_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    attempt = AttemptPaths(tmp_path / "001")
+    attempt.root.mkdir()
+    devices = StageDevices(["a"], server_nodes=["a", "b"], elsewhere=wanted_gpus([0]))
+
+    plan = server_plan(ServeConfig(), "model", "float32", attempt, 0, devices=devices)
+
+    here, there = plan.components
+    first, second = plan.base_url.split(",")
+    assert (here.name, there.name) == ("inference", "inference-1")
+    assert first.startswith("http://127.0.0.1:")
+    assert second.startswith("http://b:")
+    assert here.argv[0] != "env"
+    assert "--nodelist=b" in there.argv
+    assert there.argv[there.argv.index("--host") + 1] == "b"
+    assert there.env[GPUS] == "0"
+
+
+def test_a_program_on_another_node_gets_a_temporary_folder_that_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("PROCID", "LOCALID", "NODEID"):
+        monkeypatch.setenv(f"SLURM_{name}", "0")
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "1")
+    seen: dict[str, str] = {}
+    monkeypatch.setattr("os.execvpe", lambda _file, _argv, env: seen.update(env))
+
+    bootstrap(["--node", "--temporary", "--", "x"])
+
+    made = Path(seen["TMPDIR"])
+    assert made.stat().st_mode & 0o077 == 0
+    made.rmdir()
 
 
 def test_a_server_larger_than_a_node_is_refused() -> None:

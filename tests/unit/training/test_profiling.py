@@ -12,6 +12,7 @@ from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.profiling.capture import VARIABLE, read_order
 from shakedown.training.stage.components import server_plan, trainer_components
+from shakedown.training.stage.devices import StageDevices
 from shakedown.training.stage.job import StageJob
 
 PROFILE = ProfileConfig(workers="*policy*,inference", steps="3:5")
@@ -63,11 +64,15 @@ def test_the_server_follows_the_heartbeat_of_rank_0(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path / "001")
     attempt.root.mkdir()
 
-    plan = server_plan(ServeConfig(), "model", "float32", attempt, 0, profile=PROFILE)
+    devices = StageDevices(["here"], server_nodes=["here"])
+    plan = server_plan(
+        ServeConfig(), "model", "float32", attempt, 0, devices=devices, profile=PROFILE
+    )
 
-    order = read_order(plan.component.env)
+    (server,) = plan.components
+    order = read_order(server.env)
     assert order is not None
-    assert plan.component.argv[: len(LAUNCHED)] == LAUNCHED
+    assert server.argv[: len(LAUNCHED)] == LAUNCHED
     assert order.names({}) == ["vllm_generation_worker", "inference"]
     assert order.steps_by == str(Heartbeat(attempt.heartbeats, 0).path)
     assert order.target == str(attempt.profiles)

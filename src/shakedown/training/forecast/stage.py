@@ -188,7 +188,7 @@ def _server(
         return None
     part = server_part(serve)
     serving = Serving(
-        d=part.size("d"),
+        d=part.size("d") * serve.nodes,
         t=part.size("t"),
         p=part.size("p"),
         size=_SIZES[config.model.dtype],

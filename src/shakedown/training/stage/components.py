@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shakedown.cluster.nodes import free_port, node_name
-from shakedown.cluster.ranks import rank_components
+from shakedown.cluster.nodes import free_port, node_address, node_name
+from shakedown.cluster.ranks import rank_components, srun_argv
 from shakedown.cluster.supervise import Component
 from shakedown.config import ProfileConfig, ServeConfig
 from shakedown.core.paths import AttemptPaths
@@ -16,6 +16,7 @@ from shakedown.inference.secret import make_secret
 from shakedown.monitor import hook
 from shakedown.training.serving import launch_spec
 from shakedown.training.stage import profiling
+from shakedown.training.stage.devices import StageDevices
 from shakedown.training.stage.job import StageJob
 
 # Debug levels: what a rerun may switch on, cheapest first; docs/hang.md has what each costs. DETAIL
@@ -40,9 +41,12 @@ DEBUG_ENVIRONMENT: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """The stage's own inference server: where it listens and how it is started."""
+    """The stage's own inference servers, one a node: where they listen and how they are started.
 
-    component: Component
+    `base_url`: with commas between several. `replicas`: data-parallel ones of each.
+    """
+
+    components: Sequence[Component]
     base_url: str
     served_name: str
     replicas: int
@@ -105,32 +109,47 @@ def server_plan(
     attempt: AttemptPaths,
     seed: int,
     *,
-    gpus: Mapping[str, str] | None = None,
+    devices: StageDevices,
+    srun_args: Sequence[str] = (),
     profile: ProfileConfig | None = None,
 ) -> ServerPlan:
-    """The inference server that the stage owns and whose weights it updates.
-
-    `gpus`: variables that leave it some of the GPUs here; None: it sees all.
-    """
+    """The inference servers that the stage owns and whose weights it updates."""
     engine = get_engine(serve.engine)
-    port = free_port()
     spec = launch_spec(serve, model=model, dtype=dtype, seed=seed)
-    # The orchestrator runs on this node too, and whoever reaches the port can load other weights.
+    # Whoever reaches a port can load other weights.
     make_secret(attempt.secret)
-    command = engine.launch(
-        replace(spec, host="127.0.0.1", port=port, secret=str(attempt.secret.absolute()))
-    )
+    spec = replace(spec, secret=str(attempt.secret.absolute()))
+    # The orchestrator runs on this node, too.
+    here = replace(spec, host="127.0.0.1", port=free_port())
     order = profiling.server_order(serve.engine, attempt, profile)
+    command = engine.launch(here)
     component = Component(
         name="inference",
         role="inference",
         argv=(*profiling.prefix(order), *command.argv),
         log=attempt.log("inference"),
-        env={**command.env, **(gpus or {}), **profiling.environment(order)},
+        env={**command.env, **devices.server, **profiling.environment(order)},
         own_temporary=True,
     )
-    url, replicas = f"http://127.0.0.1:{port}", spec.size(serve.engine, "d")
-    return ServerPlan(component, url, spec.served_name, replicas)
+    components, urls = [component], [f"http://{here.host}:{here.port}"]
+    for number, node in enumerate(devices.server_nodes[1:], 1):
+        there = replace(spec, host=node_address(node), port=free_port())
+        urls.append(f"http://{there.host}:{there.port}")
+        command, name = engine.launch(there), f"inference-{number}"
+        components.append(
+            Component(
+                name=name,
+                role="inference",
+                argv=(
+                    *srun_argv(nodes=[node], tasks=1, job_name=name, more=srun_args),
+                    *(sys.executable, "-P", "-m", "shakedown.cluster.bootstrap"),
+                    *("--node", "--temporary", "--", *command.argv),
+                ),
+                log=attempt.log(name),
+                env={**command.env, **devices.elsewhere},
+            )
+        )
+    return ServerPlan(components, ",".join(urls), spec.served_name, spec.size(serve.engine, "d"))
 
 
 def orchestrator_component(job: StageJob, job_file: Path) -> Component:

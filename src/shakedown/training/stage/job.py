@@ -38,12 +38,13 @@ class StageJob(SupervisedJob):
     """One stage of our own, and the attempt at it once that has begun (`attempt_root`).
 
     `model` is the input checkpoint (a Hugging Face folder); `train` and `heldout` are JSON-lines
-    files or hub names; `world_size` counts trainer ranks; `endpoint` is the base URL of the
-    stage's own inference server without `/v1` (GRPO only), `served_model` its model name, `engine`
-    its kind and `replicas` its data-parallel ones. `reward_timeout` (s) and `reward_memory_gb`
-    (GiB) bound one call of the reward function. `replay`: a folder of recorded rollouts to train
-    on instead of generating; empty: none. `drift_limits`: by metric, see
-    `training.drift`. `chat_template_kwargs`: for the chat template, beside the messages.
+    files or hub names; `world_size` counts trainer ranks; `endpoint` is the base URL of the stage's
+    own inference server without `/v1` (GRPO only), with commas between those of several;
+    `served_model` its model name, `engine` its kind and `replicas` the data-parallel ones of each.
+    `reward_timeout` (s) and `reward_memory_gb` (GiB) bound one call of the reward function.
+    `replay`: a folder of recorded rollouts to train on instead of generating; empty: none.
+    `drift_limits`: by metric, see `training.drift`. `chat_template_kwargs`: for the chat template,
+    beside the messages.
     """
 
     stage: str

@@ -21,8 +21,6 @@ from shakedown.config import GrpoConfig
 from shakedown.core.errors import INTERRUPTED, ConfigError, ServerError, ShakedownError
 from shakedown.data_sources import load_rows
 from shakedown.inference.client import Client
-from shakedown.inference.engines import get_token_engine
-from shakedown.inference.ready import ReadyOptions, wait_ready
 from shakedown.inference.secret import read_secret
 from shakedown.models.huggingface import read_config, read_tokenizer
 from shakedown.monitor.heartbeat import Heartbeat
@@ -45,13 +43,14 @@ from shakedown.rollout.queue import (
 from shakedown.rollout.samplers import GroupSampler
 from shakedown.rollout.staleness import foretell, stage_rule
 from shakedown.rollout.store import RolloutStore
-from shakedown.rollout.weights import WeightSync, probe_tokens
+from shakedown.rollout.weights import FleetSync, probe_tokens
 from shakedown.training.checkpoint.checkpoints import find
 from shakedown.training.checkpoint.fingerprint import fingerprint
 from shakedown.training.faults import Injector
 from shakedown.training.stage.curve import HeldOutCurve
 from shakedown.training.stage.job import StageJob, read_job
 from shakedown.training.stage.loops import first_to_end, trainers_live
+from shakedown.training.stage.servers import connected, weight_sync
 
 _POLL_SECONDS = 0.05  # the trainer's files: another process, so that nothing can be awaited
 _BEAT_SECONDS = 0.5
@@ -99,7 +98,6 @@ async def orchestrate(job: StageJob) -> None:
     settings = _checked(job)
     heartbeat = Heartbeat(job.attempt.heartbeats, 0, role="orchestrator")
     heartbeat.beat(phase="init")
-    engine = get_token_engine(job.engine)
     tokenizer = read_tokenizer(Path(job.model))
     vocabulary = getattr(read_config(Path(job.model)), "vocab_size", None)
     prompts = (
@@ -107,26 +105,11 @@ async def orchestrate(job: StageJob) -> None:
         if settings.agent
         else encode_prompts(load_rows(job.train), tokenizer, job.chat_template_kwargs)
     )
-    api_key = read_secret(job.attempt.secret)
-    wait = ReadyOptions(
-        job.config.start_timeout,
-        api_key,
-        say=lambda line: print(line, flush=True),
-        tick=lambda: heartbeat.beat(phase="init"),
-        log=job.attempt.log("inference"),
-    )
-    seconds = await asyncio.to_thread(wait_ready, engine, job.endpoint, job.served_model, wait)
-    print(f"server at {job.endpoint} answered a generation after {seconds:.0f} s", flush=True)
-    limit = settings.batch_timeout
-    async with Client(
-        engine, job.endpoint, job.served_model, api_key=api_key, timeout=limit
-    ) as client:
+    async with connected(job, heartbeat, patience=settings.batch_timeout) as client:
         probe = probe_tokens(
             [p.tokens for p in prompts[:_PROBE_PROMPTS]], longest=await client.longest()
         )
-        sync = WeightSync(
-            client, probe, dtype=job.dtype, initial=Path(job.model), replicas=job.replicas
-        )
+        sync = weight_sync(job, client, probe)
         await sync.begin()
         # An agent writes its own prompts.
         longest = None
@@ -156,7 +139,7 @@ class Parts:
     job: StageJob
     settings: GrpoConfig
     client: Client
-    sync: WeightSync
+    sync: FleetSync
     heartbeat: Heartbeat
     prompts: Sequence[Prompt]
     tokenizer: Any
@@ -183,7 +166,9 @@ class Orchestrator:
         self._sampler: GroupSampler | AgentGroupSampler
         if self._settings.agent:
             self._workers = self._sampler = AgentGroupSampler(
-                ModelServer(job.endpoint, job.served_model, read_secret(job.attempt.secret)),
+                ModelServer(
+                    parts.client.base_url, job.served_model, read_secret(job.attempt.secret)
+                ),
                 self._settings,
                 lambda: self._version,
             )
@@ -318,7 +303,7 @@ class Orchestrator:
         healthy = time.monotonic()
         while True:
             self._sampler.check()
-            fault = await self._client.health()
+            fault = await self._client.faults()
             now = time.monotonic()
             if not fault or self._syncing:  # a server may answer nothing while it loads
                 healthy = now

@@ -121,7 +121,8 @@ class StagePlan:
                 job.dtype,
                 attempt,
                 job.seed,
-                gpus=devices.server,
+                devices=devices,
+                srun_args=self.srun_args,
                 profile=self.profile,
             )
             job = replace(
@@ -131,7 +132,7 @@ class StagePlan:
                 engine=self.serve.engine,
                 replicas=server.replicas,
             )
-            components += [server.component, orchestrator_component(job, job_file)]
+            components += [*server.components, orchestrator_component(job, job_file)]
         job.write(job_file)
         write_key(attempt.key)
         trainers = trainer_components(
