@@ -1,10 +1,13 @@
 """What published weights hold and must answer, found without the server."""
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 # Bytes of weights: they are read whole, in float32, into the memory of the orchestrator's node.
 LARGEST = 4 << 30
+# transformers cannot load in two threads at once: it then misses tied weights (seen in 5.19).
+_LOADING = threading.Lock()
 
 
 def reference_logprobs(folder: Path, tokens: Sequence[int]) -> list[float] | None:
@@ -20,7 +23,8 @@ def reference_logprobs(folder: Path, tokens: Sequence[int]) -> list[float] | Non
     from shakedown.models import huggingface
 
     huggingface.quiet()
-    model = huggingface.read_model(folder).eval()
+    with _LOADING:
+        model = huggingface.read_model(folder).eval()
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([list(tokens)])).logits[0, :-1].float()
     chosen = torch.tensor(list(tokens[1:]))[:, None]

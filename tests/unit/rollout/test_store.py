@@ -10,6 +10,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shakedown.rollout.batch import RolloutBatch, _digest, read_batch, write_bat
 from shakedown.rollout.reference import reference_logprobs, same_weights
 from shakedown.rollout.store import RolloutStore
 from shakedown.rollout.weights import EXPECTED, probe_tokens, read_expected
+from shakedown.training.demo import write_model
 
 
 def batch(step: int = 1, rows: int = 4, columns: int = 6) -> RolloutBatch:
@@ -371,6 +373,19 @@ def test_model_too_large_for_a_reference_has_none(
     monkeypatch.setattr("shakedown.rollout.reference.LARGEST", 10)
 
     assert reference_logprobs(save(tmp_path / "a", embed=1.0), [1, 2]) is None
+
+
+def test_references_for_several_servers_at_once_read_tied_weights(tmp_path: Path) -> None:
+    """In threads transformers misses them: in 5 of 6 such rounds, where nobody waited."""
+    write_model(tmp_path / "model", seed=0)
+
+    def ask(_: int) -> list[float] | None:
+        return reference_logprobs(tmp_path / "model", [5, 6, 7])
+
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(ask, range(12)))
+
+    assert found == [found[0]] * 12
 
 
 def test_probe_is_as_long_as_the_server_takes() -> None:
