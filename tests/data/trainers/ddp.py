@@ -1,6 +1,9 @@
 """A plain DDP script of a lab: it knows nothing of shakedown. Run it with torchrun, on CPU."""
 
 import argparse
+import atexit
+import ctypes
+import os
 import signal
 import time
 from pathlib import Path
@@ -33,6 +36,7 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.2)
     parser.add_argument("--compute", action="store_true", help="instead of sleeping in a step")
     parser.add_argument("--loop-on", type=Path, help="once it is there rank 1 is in a loop")
+    parser.add_argument("--end-by", choices=("abort", "wait"), help="in rank 1's own exit")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -69,6 +73,10 @@ def main() -> None:
             print(f"rank {rank} was told to stop", flush=True)
             break
     dist.destroy_process_group()
+    # As torch's own race of a destructor with a thread of gloo: in native code, with the GIL.
+    ends = {"abort": os.abort, "wait": ctypes.PyDLL(None).pause}
+    if args.end_by and rank == 1:
+        atexit.register(ends[args.end_by])
 
 
 main()

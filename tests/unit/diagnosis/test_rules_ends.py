@@ -220,3 +220,13 @@ def test_a_node_where_srun_found_no_slurmd_failed(tmp_path: Path, said: str, cau
     assert found["cause"] == cause
     assert found["culprits"]["nodes"] == (["n2"] if cause == "node_dead" else [])
     assert found["culprits"]["ranks"] == []
+
+
+def test_a_stage_that_only_ended_badly_is_told_in_its_own_words(tmp_path: Path) -> None:
+    sentence = "all 30 steps are done and the outputs are there, but the command ended badly"
+    outcome = {"schema": "shakedown/outcome/1", "stage": "lab", "attempt": 1, "state": "failed"}
+    body = {**outcome, "sentence": sentence, "done": True}
+
+    found = diagnosed(tmp_path, Case({"outcome.json": json.dumps(body)}, "unknown"))
+
+    assert (found["cause"], found["summary"]) == ("unknown", sentence)

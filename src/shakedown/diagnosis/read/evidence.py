@@ -95,6 +95,7 @@ def exit_of(outcome: Outcome, place: SourceRef) -> JobExit:
         exit_codes={clean(name, 80): code for name, code in outcome.exit_codes.items()},
         failed_component=clean(outcome.failed_component, 80),
         place=place,
+        done=outcome.done is True,
     )
 
 
