@@ -182,7 +182,11 @@ def _gpu_stages(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mappi
     import torch
 
     name = torch.cuda.get_device_name() if _has_cuda() else ""
-    load = gpu_stages.TINY if arguments.tiny else gpu_stages.Load(steps=arguments.steps or 8)
+    load = (
+        gpu_stages.TINY
+        if arguments.tiny
+        else gpu_stages.Load(steps=arguments.steps or gpu_stages.Load.steps)
+    )
     try:
         stages = gpu_stages.measure(folder, load, known_gpu(name) or "")
     except grpo.StageFailedError as error:

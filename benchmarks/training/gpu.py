@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,10 @@ def measure(shape: Shape, *, steps: int, repeats: int, warmup: int = 2) -> list[
     tokens = torch.randint(3, shape.model["vocab_size"], size)
     with tempfile.TemporaryDirectory() as name, _one_rank(device):
         parameters = _write(Path(name), shape)
+        sides: dict[str, Callable[[Path, Any, Any], Callable[[], float]]]
         sides = {"ours": _ours, "transformers": _plain}
+        if device.type == "cuda":  # on a CPU compiling takes longer than all the rest
+            sides["ours, compile: true"] = partial(_ours, compiled=True)
         times: dict[str, list[float]] = {tool: [] for tool in sides}
         first, peaks = dict[str, float](), dict[str, float]()
         for _ in range(repeats):
@@ -105,7 +109,7 @@ def measure(shape: Shape, *, steps: int, repeats: int, warmup: int = 2) -> list[
                 )
                 times[tool].append(seconds)
                 first[tool], peaks[tool] = loss, peak
-    if abs(first["ours"] - first["transformers"]) > 0.02:  # bfloat16 keeps two to three digits
+    if max(first.values()) - min(first.values()) > 0.02:  # bfloat16 keeps two to three digits
         raise ValueError(f"the first losses differ: {first}")
     label = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     per_step = shape.rows * shape.length
@@ -168,7 +172,7 @@ def _write(folder: Path, shape: Shape) -> int:
     return sum(weights.numel() for weights in model.parameters())
 
 
-def _ours(model: Path, tokens: Any, device: Any) -> Callable[[], float]:
+def _ours(model: Path, tokens: Any, device: Any, *, compiled: bool = False) -> Callable[[], float]:
     """One step of the SFT loss by the engine that `fsdp:d1` names."""
     import torch
 
@@ -176,11 +180,12 @@ def _ours(model: Path, tokens: Any, device: Any) -> Callable[[], float]:
     from shakedown.training.algorithms.sft import negative_log_likelihood
     from shakedown.training.batch import TokenBatch
     from shakedown.training.engines import engine_class
-    from shakedown.training.engines.base import LossPart, Scores
+    from shakedown.training.engines.base import EngineOptions, LossPart, Scores
 
     optimizer = OptimizerConfig(lr=1e-5)
     build = engine_class("fsdp:d1").build
-    engine = build(model, optimizer=optimizer, dtype="bfloat16", device=device)
+    options = EngineOptions(compile=compiled)
+    engine = build(model, optimizer=optimizer, dtype="bfloat16", device=device, options=options)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, 0] = False
     lengths = torch.full((tokens.shape[0],), tokens.shape[1])

@@ -38,9 +38,9 @@ class Load:
     answer: int = 1024
     rows: int = 8
     micro_batch: int = 2
-    prompts: int = 16
+    prompts: int = 8
     group: int = 8
-    steps: int = 8
+    steps: int = 5
     share: float | None = 0.4
 
 
@@ -179,7 +179,13 @@ def config_of(folder: Path, load: Load, device: str) -> dict[str, Any]:
         },
         "order": [],
         "stages": {
-            "sft": {"algorithm": "sft", "batch_size": load.rows, **common},
+            # Its activations whole, so that both ways are held against the plan.
+            "sft": {
+                "algorithm": "sft",
+                "batch_size": load.rows,
+                **common,
+                "activation_checkpointing": False,
+            },
             "grpo": {"algorithm": "grpo", "batch_size": load.prompts, "grpo": grpo, **common},
         },
     }

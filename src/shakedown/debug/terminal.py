@@ -14,6 +14,9 @@ w  where: the stack                u, d  a frame up or down              l  line
 p EXPRESSION  print it             !STATEMENT  run it                    a  local variables
 b FILE:LINE  set a breakpoint      q  leave it standing                  detach  let it go on"""
 _AROUND = 5
+# pdb's longer names, which fingers know.
+_NAMES = {"continue": "c", "cont": "c", "next": "n", "step": "s", "return": "r", "where": "w"}
+_NAMES |= {"bt": "w", "up": "u", "down": "d", "list": "l", "break": "b", "quit": "q", "exit": "q"}
 _STEPS = {"c": "continue", "n": "next", "s": "stepIn", "r": "stepOut"}
 
 
@@ -42,6 +45,7 @@ class Terminal:
             except EOFError:
                 line = "q"
             command, _, rest = line.partition(" ")
+            command = _NAMES.get(command, command)
             if command == "q":
                 return
             if command == "detach":

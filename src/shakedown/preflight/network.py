@@ -31,6 +31,7 @@ from shakedown.cluster.store import open_store
 from shakedown.core.errors import LaunchError
 from shakedown.preflight import wire
 from shakedown.preflight.model import WorkerRequest, has_fault
+from shakedown.preflight.observed import gpu_of, node_of
 from shakedown.preflight.processors import devices, measure_device
 from shakedown.preflight.rounds import reach_targets
 
@@ -141,7 +142,7 @@ class Worker:
         """
         self._request = request
         self._name = name
-        self._node = name.partition("#")[0]
+        self._node = node_of(name)
         address = request.addresses[self._node] if "#" not in name else "127.0.0.1"
         limit = timedelta(seconds=request.limit)
         # One store for all rounds: each group puts its names behind a prefix of its own.
@@ -213,7 +214,7 @@ class Worker:
         return dist.ProcessGroupGloo(prefixed, rank, size, limit)
 
     def _tensor(self, count: int, value: float, dtype: torch.dtype) -> torch.Tensor:
-        device = "cuda:0" if self._backend == "nccl" else "cpu"
+        device = f"cuda:{gpu_of(self._name)}" if self._backend == "nccl" else "cpu"
         return torch.full((count,), value, dtype=dtype, device=device)
 
     def _bounded(self, function: Callable[[], dict[str, Any]], slack: float) -> dict[str, Any]:

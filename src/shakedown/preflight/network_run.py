@@ -176,9 +176,9 @@ class _Rounds:
         )
 
     def _backend(self) -> str:
-        """NCCL where every member's torch sees a GPU."""
-        gpus = [member.gpus for member in self.members.values()]
-        return "nccl" if gpus and min(gpus) > 0 else "gloo"
+        """NCCL where every member's torch sees a GPU for it."""
+        members = self.members.values()
+        return "nccl" if members and all(member.has_gpu for member in members) else "gloo"
 
     def _gather(self) -> None:
         """Wait until the workers listen, and tell all of them where."""

@@ -24,10 +24,20 @@ class Member:
     def node(self) -> str:
         return node_of(self.name)
 
+    @property
+    def has_gpu(self) -> bool:
+        """One of its own: NCCL refuses two processes on one GPU."""
+        return gpu_of(self.name) < self.gpus
+
 
 def node_of(member: str) -> str:
     """The node of a member's name."""
     return member.partition("#")[0]
+
+
+def gpu_of(member: str) -> int:
+    """The number of the GPU that a member takes: the members of one node take different ones."""
+    return int(member.partition("#")[2] or 0)
 
 
 @dataclass(frozen=True)

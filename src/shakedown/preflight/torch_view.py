@@ -71,6 +71,7 @@ def _speed(torch: Any, number: int, shapes: list[tuple[int, int, int]]) -> dict[
 
     def rate(work: Callable[[], Any], size: float) -> float:
         """`size` units a second of the fastest run."""
+        work()  # the first one loads kernels: 0.1 s of a matrix product on an H200
         best, end = float("inf"), time.monotonic() + _SECONDS
         while time.monotonic() < end or best == float("inf"):
             torch.cuda.synchronize(device)

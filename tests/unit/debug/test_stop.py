@@ -257,7 +257,17 @@ def test_an_exception_is_looked_at_where_it_was_raised(debugged: Debugged) -> No
 def test_the_terminal_prints_steps_and_leaves_the_process_standing(debugged: Debugged) -> None:
     debugged.start(turns=2)
     commands = iter(
-        ["p secret + 1", "!total = 500", "a", "l", "w", "p nonsense", "c", "p total", "q"]
+        [
+            "p secret + 1",
+            "!total = 500",
+            "a",
+            "list",
+            "bt",
+            "p nonsense",
+            "continue",
+            "p total",
+            "q",
+        ]
     )
     said: list[str] = []
 

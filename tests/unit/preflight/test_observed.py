@@ -8,6 +8,7 @@ import pytest
 
 from shakedown.preflight.network_run import next_wave
 from shakedown.preflight.observed import (
+    Member,
     PairResult,
     Reach,
     bad_members,
@@ -166,3 +167,11 @@ def test_a_wrong_clock_is_told_by_most_of_the_others() -> None:
     assert ahead["n1"] == 5.0
     assert abs(ahead["n0"]) < 5.0
     assert clocks([row for row in reach if "n2" not in (row.a, row.b)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "expected"),
+    [("n1", 0, False), ("n1", 1, True), ("n1#0", 1, True), ("n1#1", 1, False), ("n1#1", 2, True)],
+)
+def test_members_of_one_node_have_a_gpu_each_or_none(name: str, gpus: int, expected: bool) -> None:
+    assert Member(name, "127.0.0.1", 1, 2, gpus=gpus).has_gpu is expected

@@ -45,6 +45,18 @@ ONE_UNIT_PARAMETERS = 50_000_000
 BLOCK_BYTES = 2**29
 
 
+def pieces_of(size: int) -> int:
+    """How many pieces of a block of logits are worked on in float32, one by one.
+
+    In bfloat16 the block has half of `BLOCK_BYTES`, and three pieces are held in the other half: as
+    large as they can be, as each is some twenty kernels on a GPU.
+
+    Args:
+        size: bytes of a logit in the block.
+    """
+    return 32 if size >= 4 else 6
+
+
 def engine_class(allocation: str) -> "type[TrainEngine]":
     """The engine of an allocation such as `fsdp:d2`.
 

@@ -104,42 +104,45 @@ class FsdpEngine(DTensorEngine):
         for index, batch in enumerate(batches):
             begin(index, batches)
             self._expect(last=index == len(batches) - 1)
-            here = batch.to(self.device)
-            part = loss(self._score(here, temperature), here, index)
+            part = loss(self._score(batch, temperature), batch.to(self.device), index)
             self._scaled(part).backward()
             add_sums(totals, part)
         return {name: float(value) for name, value in totals.items()}
 
     def _logprobs(self, batches: Sequence[TokenBatch], temperature: float) -> list[torch.Tensor]:
-        return [self._score(b.to(self.device), temperature).logprobs.cpu() for b in batches]
+        return [self._score(batch, temperature).logprobs.cpu() for batch in batches]
 
     def _score(self, batch: TokenBatch, temperature: float) -> Scores:
+        # Of the batch on the host: a mask on a GPU would wait there for all that was begun before.
         columns = kept_columns(batch)
         mask = batch.mask[:, columns]
         chosen = batch.tokens[:, columns][mask]
-        inputs = batch.tokens[:, :-1]
-        return Scores(*self._model.scores(inputs, columns - 1, mask, chosen, temperature))
+        places = mask.flatten().nonzero()[:, 0]
+        given = (batch.tokens[:, :-1], columns - 1, places, chosen)
+        return Scores(*self._model.scores(*(t.to(self.device) for t in given), temperature))
 
     def _scores(
         self,
         tokens: torch.Tensor,
         columns: torch.Tensor,
-        mask: torch.Tensor,
+        places: torch.Tensor,
         chosen: torch.Tensor,
         temperature: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The model's forward pass for FSDP: only positions before trained tokens get logits.
 
-        Plain tensors, as FSDP looks for its hooks' places in what it takes and gives.
+        Plain tensors, as FSDP looks for its hooks' places in what it takes and gives. `places`: of
+        the trained tokens among all rows' `columns`, in their order.
         """
         # No attention mask: padding stands after every token that counts, and attention is causal.
         if self._head is None:
             logits = self._model.forward(
                 input_ids=tokens, logits_to_keep=columns, use_cache=False
             ).logits
-            return score_tokens(logits[mask], chosen, Head(None), temperature=temperature)
+            picked = logits.flatten(0, 1).index_select(0, places)
+            return score_tokens(picked, chosen, Head(None), temperature=temperature)
         base = self._model.base_model(input_ids=tokens, use_cache=False)
-        hidden = base.last_hidden_state[:, columns][mask]
+        hidden = base.last_hidden_state[:, columns].flatten(0, 1).index_select(0, places)
         head = self._head.gathered(self._tensor_ranks)
         return score_tokens(hidden, chosen, head, temperature=temperature)
 

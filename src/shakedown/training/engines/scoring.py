@@ -13,11 +13,8 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from shakedown.training.batch import TokenBatch
-from shakedown.training.engines import BLOCK_BYTES
+from shakedown.training.engines import BLOCK_BYTES, pieces_of
 from shakedown.training.engines.base import Scores
-
-# Where a block is worked on in float32, it is so by this share of its rows at a time.
-_PIECES = 32
 
 
 @dataclass(frozen=True)
@@ -237,7 +234,7 @@ def _blocks(hidden: torch.Tensor, weight: torch.Tensor | None) -> list[slice]:
 
 def _pieces(block: torch.Tensor) -> Iterator[slice]:
     rows, words = block.shape
-    size = max(1, BLOCK_BYTES // (4 * _PIECES * words))
+    size = max(1, BLOCK_BYTES // (4 * pieces_of(block.element_size()) * words))
     return (slice(i, i + size) for i in range(0, rows, size))
 
 

@@ -3,16 +3,16 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from shakedown.training.engines import BLOCK_BYTES, ONE_UNIT_PARAMETERS
+from shakedown.training.engines import BLOCK_BYTES, ONE_UNIT_PARAMETERS, pieces_of
 from shakedown.training.forecast.decoder import FLOAT32, Decoder
 
 # Moments of AdamW: two numbers in float32 a parameter (Loshchilov and Hutter, arXiv 1711.05101).
 _MOMENTS = 2 * FLOAT32
 # Rows that are answered at once in a held-out evaluation: BATCH of training/evaluate.py.
 _EVALUATED_ROWS = 32
-# Parts in which a block of logits is worked on in float32, and how many of them are held at once
-# (`_Scored.backward`): the logits, their powers and a product.
-_PIECES, _HELD_PIECES = 32, 3
+# Pieces of a block of logits that are held in float32 at once (`_Scored.backward`): the logits,
+# their powers and a product.
+_HELD_PIECES = 3
 
 # Kind -> bytes.
 Kinds = Mapping[str, int]
@@ -281,7 +281,7 @@ def _logits(model: Decoder, work: Work) -> int:
     tokens = work.rows * work.trained
     words = -(-model.vocabulary // work.t)
     block = tokens * min(words, max(1, BLOCK_BYTES // (FLOAT32 * tokens)))
-    pieces = _HELD_PIECES * min(FLOAT32 * block, BLOCK_BYTES // _PIECES)
+    pieces = _HELD_PIECES * min(FLOAT32 * block, BLOCK_BYTES // pieces_of(work.size))
     return tokens * model.hidden * (work.size + FLOAT32) + work.size * block + pieces
 
 
