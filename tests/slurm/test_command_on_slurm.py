@@ -213,3 +213,38 @@ def test_ray_waits_for_both_nodes_and_all_of_it_ends(workflow: Make) -> None:
     assert "living nodes: 2" in log
     pids = {int(word) for word in log.splitlines()[-1].split("nodes=")[1].split()[1:]}
     wait_for(lambda: not any(Path(f"/proc/{p}").exists() for p in pids), "the end of the actors")
+
+
+@needs_ray
+@pytest.mark.exhaustive
+def test_a_stopped_actor_of_ray_is_named_by_class_and_rank_and_a_rerun_completes(
+    workflow: Make,
+) -> None:
+    flow = workflow("")
+    command = f"python {SCRIPT.with_name('policy_actors.py')} --steps {STEPS}"
+    ray = {"launch": "ray", "python": RAY_PYTHON, "command": command, "start_timeout": 240.0}
+    paths = prepare(flow, **ray, resume=None, outputs=[])
+    stage = paths.stage("lab")
+    snakemake = start(flow, paths)
+
+    wait_for(lambda: max(steps(paths), default=0) >= 3, "the third step")
+    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
+    pids = [int(word) for word in log.splitlines()[-1].partition("pids=")[2].split()]
+    os.kill(pids[3], signal.SIGSTOP)
+
+    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
+    command_line = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose", "--stage"]
+    subprocess.run([*command_line, str(stage.root)], check=False, timeout=120)
+    found = read_json(stage.diagnosis)
+    assert found["diagnosis"]["state"] == "hung"
+    assert found["diagnosis"]["culprits"] == {"ranks": [3], "nodes": [], "roles": []}
+    assert f"rank 3 is actor PolicyWorker, process {pids[3]}" in found["summary"]
+    wait_for(lambda: not any(Path(f"/proc/{p}").exists() for p in pids), "the end of the actors")
+
+    stage.outcome.unlink()
+    assert start(flow, paths).wait(240) == 0, flow.read("snakemake.out")
+
+    assert read_json(stage.outcome)["state"] == "completed"
+    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
+    assert "ray: 2 of 2 node(s) have joined" in log
+    assert "4 policy workers on 2 node(s)" in log
