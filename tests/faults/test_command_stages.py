@@ -3,6 +3,7 @@
 The script (tests/data/trainers/ddp.py) knows nothing of shakedown.
 """
 
+import fcntl
 import os
 import re
 import signal
@@ -301,3 +302,43 @@ def test_steps_of_a_table_and_a_missing_output(
     assert rows(stage)[-1]["loss"] == 0.2
     assert (process.returncode, outcome["state"], outcome["steps"]) == (1, "failed", 50)
     assert f"left no {stage.root}/model" in outcome["sentence"]
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_waits_for_anothers_file_lock_is_named(start: Start, stage: StagePaths) -> None:
+    process = start(command=f"{STAGE['command']} --cache {{stage}}/cache")
+    wait_for_step(stage, 7)
+    with (stage.root / "cache" / "rank1.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        finish(process)
+
+    found = diagnose(stage)
+    assert found["diagnosis"]["state"] == "hung"
+    assert found["diagnosis"]["culprits"] == {"ranks": [1], "nodes": [], "roles": []}
+    assert found["diagnosis"]["victims"]["ranks"] == [0]
+    assert "read_cache" in found["summary"], found["summary"]
+
+    assert "resuming from" in finish(start())
+    assert read_json(stage.outcome)["state"] == "completed"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("end", "state", "who"),
+    [("abort", "failed", "rank 1 ended by signal 6"), ("wait", "hung", "rank 1 was still there")],
+)
+def test_a_rank_that_trained_to_the_last_step_and_does_not_end_is_told_as_that(
+    start: Start, stage: StagePaths, end: str, state: str, who: str
+) -> None:
+    process = start(command=f"{STAGE['command']} --end-by {end}", start_timeout=20.0)
+    finish(process)
+
+    outcome, found = read_json(stage.outcome), diagnose(stage)
+    assert (process.returncode, outcome["state"], outcome["done"]) == (1, state, True)
+    assert outcome["sentence"].startswith(f"all {STEPS} steps are done and the outputs are there")
+    assert found["summary"] == f"{outcome['sentence']}; {who}"
+    assert found["diagnosis"]["culprits"] == {"ranks": [], "nodes": [], "roles": []}
+
+    # The same command takes the checkpoint of the last step, and has nothing to do.
+    finish(start())
+    assert read_json(stage.outcome)["state"] == "completed"

@@ -5,7 +5,6 @@ and of Lightning, which know nothing of shakedown.
 """
 
 import fcntl
-import itertools
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -17,55 +16,11 @@ import pytest
 from shakedown.core.paths import StagePaths
 from shakedown.training.demo import write_model
 from tests.faults.command_stage import Start, diagnose, finish, pid_of_rank, rows, wait_for_step
-from tests.trainer_pythons import TRAINERS_PYTHON, needs_trainers
-from tests.workflow.helpers import ROOT, processes_that_mention, read_json
+from tests.trainer_pythons import needs_trainers
+from tests.trainer_stages import BAR, STEPS, TRAINERS, first_step_of_rerun, trainer_stage
+from tests.workflow.helpers import processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, needs_trainers]
-
-SCRIPTS = ROOT / "tests" / "data" / "trainers"
-STEPS = 24
-# The bar of the Trainer alone: those of its preparations begin with a name.
-BAR = {"pattern": r"(?:^|\]:) *\d+%\|.*\| *(?P<step>\d+)/\d+ \["}
-BASE: dict[str, Any] = {
-    "algorithm": "command",
-    "python": TRAINERS_PYTHON,
-    "ranks_per_node": 2,
-    "steps": STEPS,
-    "outputs": ["{stage}/out"],
-    "stall_timeout": 10.0,
-    "start_timeout": 300.0,
-}
-# How each is launched, where its steps and checkpoints are: as its users have them.
-TRAINERS: dict[str, dict[str, Any]] = {
-    "hf_trainer": {
-        "launch": "torchrun",
-        "command": "{script} --model {model} --out {{stage}}/out",
-        "progress": {"tensorboard": "{stage}/out/runs", "tag": "train/loss"},
-    },
-    "trl_sft": {
-        "launch": "accelerate",
-        "command": "--multi_gpu {script} --model {model} --out {{stage}}/out",
-        "progress": BAR,
-    },
-    "trl_grpo": {
-        "launch": "accelerate",
-        "command": "--multi_gpu {script} --model {model} --out {{stage}}/out "
-        "--spin-on {{stage}}/spin",
-        "progress": BAR,
-    },
-    "lightning_ddp": {
-        "launch": "torchrun",
-        "command": "{script} --out {{stage}}/out",
-        # It counts from 0: after the last of 24 steps its log has 23.
-        "progress": {"file": "{stage}/out/metrics/*/metrics.csv", "column": "step"},
-        "resume": {"glob": "{stage}/out/step=*.ckpt", "arguments": "--resume {resume}"},
-    },
-}
-RESUME = {
-    "glob": "{stage}/out/checkpoint-*",
-    "complete": "trainer_state.json",
-    "arguments": "--resume {resume}",
-}
 
 
 @pytest.fixture
@@ -75,11 +30,8 @@ def begin(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Star
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
     def run(trainer: str, **changes: Any) -> Any:
-        own = {"resume": RESUME, **TRAINERS[trainer]}
-        script = SCRIPTS / f"{trainer}.py"
-        words = own["command"].format(script=script, model=tmp_path / "model")
-        own["command"] = f"{words} --steps {STEPS}"
-        return start(**{**BASE, **own, **changes})
+        own = trainer_stage(trainer, tmp_path / "model")
+        return start(**{**own, "ranks_per_node": 2, **changes})
 
     return run
 
@@ -163,10 +115,7 @@ def test_a_hung_rank_is_named_and_the_stage_goes_on_from_the_trainers_own_checkp
 
     assert "resuming from" in output
     assert read_json(stage.outcome)["state"] == "completed"
-    steps = [row["step"] for row in rows(stage)]
-    second = next(i for i, (a, b) in enumerate(itertools.pairwise(steps), 1) if b <= a)
-    # A bar is drawn with 0 before it is set to where the trainer goes on.
-    assert min(filter(None, steps[second:])) >= 10
+    assert first_step_of_rerun([row["step"] for row in rows(stage)]) >= 10
 
 
 @pytest.mark.parametrize("trainer", list(TRAINERS))

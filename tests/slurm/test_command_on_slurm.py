@@ -14,8 +14,10 @@ import pytest
 import yaml
 
 from shakedown.core.paths import RunPaths
+from shakedown.training.demo import write_model
 from tests.slurm_fixtures import Workflow, wait_for, workflows
-from tests.trainer_pythons import RAY_PYTHON, needs_ray
+from tests.trainer_pythons import RAY_PYTHON, needs_ray, needs_trainers
+from tests.trainer_stages import first_step_of_rerun, trainer_stage
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -95,26 +97,33 @@ def test_torchrun_over_two_nodes_completes_and_one_log_a_rank_is_shown(workflow:
     assert not processes_that_mention(f"{flow.folder}/results")
 
 
+def stop_second_rank(flow: Workflow, paths: RunPaths, step: int) -> dict[str, Any]:
+    """Stop it once that step is done, and wait for the stage's end; returns the diagnosis."""
+    stage = paths.stage("lab")
+    snakemake = start(flow, paths)
+    wait_for(lambda: max(steps(paths), default=0) >= step, f"step {step}")
+    os.kill(pid_of_rank(1, flow.folder), signal.SIGSTOP)
+
+    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
+    assert read_json(stage.outcome)["state"] == "hung"
+    command = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose", "--stage"]
+    subprocess.run([*command, str(stage.root)], check=False, timeout=120)
+    wait_for(lambda: not processes_that_mention(f"{flow.folder}/results"), "the end of all ranks")
+    found: dict[str, Any] = read_json(stage.diagnosis)["diagnosis"]
+    return found
+
+
 def test_a_stopped_rank_of_the_second_node_is_named_and_the_stage_resumes_alone(
     workflow: Make,
 ) -> None:
     flow = workflow("")
     paths = prepare(flow, launch="torchrun")
     stage = paths.stage("lab")
-    snakemake = start(flow, paths)
 
-    wait_for(lambda: max(steps(paths), default=0) >= 12, "the twelfth step")
-    os.kill(pid_of_rank(1, flow.folder), signal.SIGSTOP)
+    found = stop_second_rank(flow, paths, 12)
 
-    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
-    outcome = read_json(stage.outcome)
-    assert outcome["state"] == "hung"
-    command = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose", "--stage"]
-    subprocess.run([*command, str(stage.root)], check=False, timeout=120)
-    found = read_json(stage.diagnosis)["diagnosis"]
     assert found["culprits"]["ranks"] == [1], found
     assert found["victims"]["ranks"] == [0]
-    wait_for(lambda: not processes_that_mention(f"{flow.folder}/results"), "the end of all ranks")
 
     stage.outcome.unlink()
     assert start(flow, paths).wait(240) == 0, flow.read("snakemake.out")
@@ -122,6 +131,32 @@ def test_a_stopped_rank_of_the_second_node_is_named_and_the_stage_resumes_alone(
     assert read_json(stage.outcome)["state"] == "completed"
     (log,) = stage.attempt(2).logs.glob("torchrun-1/*/attempt_0/0/stdout.log")
     assert int(log.read_text().split()[-1]) > 10
+
+
+@needs_trainers
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("trainer", ["hf_trainer", "trl_sft", "lightning_ddp"])
+def test_an_unmodified_trainer_over_two_nodes_is_diagnosed_and_goes_on_from_its_checkpoint(
+    workflow: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: str
+) -> None:
+    write_model(tmp_path / "model", seed=0)
+    flow = workflow("")
+    monkeypatch.setitem(flow.environment, "HF_HUB_OFFLINE", "1")
+    paths = prepare(flow, **trainer_stage(trainer, tmp_path / "model"))
+    stage = paths.stage("lab")
+
+    found = stop_second_rank(flow, paths, 13)
+
+    assert (found["state"], found["culprits"]["ranks"]) == ("hung", [1]), found
+    assert found["victims"]["ranks"] == [0]
+
+    stage.outcome.unlink()
+    assert start(flow, paths).wait(240) == 0, flow.read("snakemake.out")
+
+    outcome = read_json(stage.outcome)
+    assert outcome["state"] == "completed", outcome
+    assert len(set(outcome["rank_nodes"])) == 2
+    assert first_step_of_rerun(steps(paths)) >= 10
 
 
 @pytest.mark.exhaustive
@@ -178,3 +213,38 @@ def test_ray_waits_for_both_nodes_and_all_of_it_ends(workflow: Make) -> None:
     assert "living nodes: 2" in log
     pids = {int(word) for word in log.splitlines()[-1].split("nodes=")[1].split()[1:]}
     wait_for(lambda: not any(Path(f"/proc/{p}").exists() for p in pids), "the end of the actors")
+
+
+@needs_ray
+@pytest.mark.exhaustive
+def test_a_stopped_actor_of_ray_is_named_by_class_and_rank_and_a_rerun_completes(
+    workflow: Make,
+) -> None:
+    flow = workflow("")
+    command = f"python {SCRIPT.with_name('policy_actors.py')} --steps {STEPS}"
+    ray = {"launch": "ray", "python": RAY_PYTHON, "command": command, "start_timeout": 240.0}
+    paths = prepare(flow, **ray, resume=None, outputs=[])
+    stage = paths.stage("lab")
+    snakemake = start(flow, paths)
+
+    wait_for(lambda: max(steps(paths), default=0) >= 3, "the third step")
+    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
+    pids = [int(word) for word in log.splitlines()[-1].partition("pids=")[2].split()]
+    os.kill(pids[3], signal.SIGSTOP)
+
+    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
+    command_line = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose", "--stage"]
+    subprocess.run([*command_line, str(stage.root)], check=False, timeout=120)
+    found = read_json(stage.diagnosis)
+    assert found["diagnosis"]["state"] == "hung"
+    assert found["diagnosis"]["culprits"] == {"ranks": [3], "nodes": [], "roles": []}
+    assert f"rank 3 is actor PolicyWorker, process {pids[3]}" in found["summary"]
+    wait_for(lambda: not any(Path(f"/proc/{p}").exists() for p in pids), "the end of the actors")
+
+    stage.outcome.unlink()
+    assert start(flow, paths).wait(240) == 0, flow.read("snakemake.out")
+
+    assert read_json(stage.outcome)["state"] == "completed"
+    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
+    assert "ray: 2 of 2 node(s) have joined" in log
+    assert "4 policy workers on 2 node(s)" in log

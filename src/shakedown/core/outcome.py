@@ -37,7 +37,8 @@ class Outcome:
 
     `stalled` says, for a hung attempt, which components stood still, since when and in which phase.
     `rank_nodes`: the node of each trainer rank, in the order of ranks. `findings`: what was seen in
-    the stage's own metrics, and `next` the command for it.
+    the stage's own metrics, and `next` the command for it. `done`: of one that did not complete,
+    whether all steps were done and its outputs there: only its end went wrong.
     """
 
     stage: str
@@ -54,6 +55,7 @@ class Outcome:
     seconds: float = 0.0
     findings: Sequence[Finding] = ()
     next: str = ""
+    done: bool = False
 
     @property
     def exit_code(self) -> ExitCode:

@@ -300,6 +300,7 @@ class JobExit:
     exit_codes: Mapping[str, int]
     failed_component: str
     place: SourceRef
+    done: bool = False  # all steps, and only its end went wrong
 
 
 @dataclass(frozen=True)

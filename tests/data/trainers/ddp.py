@@ -1,6 +1,10 @@
 """A plain DDP script of a lab: it knows nothing of shakedown. Run it with torchrun, on CPU."""
 
 import argparse
+import atexit
+import ctypes
+import fcntl
+import os
 import signal
 import time
 from pathlib import Path
@@ -18,6 +22,13 @@ def work(seconds: float, *, compute: bool) -> None:
     time.sleep(max(end - time.monotonic(), 0.0))
 
 
+def read_cache(folder: Path, rank: int) -> None:
+    """Whoever fills it holds the same lock."""
+    folder.mkdir(exist_ok=True)
+    with (folder / f"rank{rank}.lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+
+
 def endless_loop() -> None:
     number = 0
     while True:
@@ -33,6 +44,8 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.2)
     parser.add_argument("--compute", action="store_true", help="instead of sleeping in a step")
     parser.add_argument("--loop-on", type=Path, help="once it is there rank 1 is in a loop")
+    parser.add_argument("--cache", type=Path, help="each rank locks its file of it in each step")
+    parser.add_argument("--end-by", choices=("abort", "wait"), help="in rank 1's own exit")
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -50,6 +63,8 @@ def main() -> None:
         print(f"rank {rank} resumed at {first}", flush=True)
     for step in range(first, args.steps + 1):
         work(args.step_seconds, compute=args.compute)
+        if args.cache:
+            read_cache(args.cache, rank)
         if args.loop_on and args.loop_on.exists() and rank == 1:
             endless_loop()
         loss = model(torch.ones(2, 4)).pow(2).mean()
@@ -69,6 +84,10 @@ def main() -> None:
             print(f"rank {rank} was told to stop", flush=True)
             break
     dist.destroy_process_group()
+    # As torch's own race of a destructor with a thread of gloo: in native code, with the GIL.
+    ends = {"abort": os.abort, "wait": ctypes.PyDLL(None).pause}
+    if args.end_by and rank == 1:
+        atexit.register(ends[args.end_by])
 
 
 main()

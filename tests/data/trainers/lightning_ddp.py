@@ -57,6 +57,7 @@ def main() -> None:
     trainer = lightning.Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),
         strategy="ddp",
         max_steps=args.steps,
         log_every_n_steps=1,

@@ -4,6 +4,7 @@ It knows nothing of shakedown. The reward of rank 1 never ends while the file `-
 """
 
 import argparse
+import time
 from pathlib import Path
 
 import torch
@@ -47,6 +48,9 @@ def main() -> None:
         train_dataset=Dataset.from_list(rows),
     )
     trainer.train(resume_from_checkpoint=args.resume or None)
+    # gloo's thread frees the last collective: in the middle of it torch's destructor would wait for
+    # its lock with the GIL that it needs, for ever.
+    time.sleep(1)
     dist.destroy_process_group()
 
 

@@ -50,6 +50,9 @@ def main() -> None:
         callbacks=[SlowMetrics()],
     )
     trainer.train(resume_from_checkpoint=args.resume or None)
+    # gloo's thread frees the last collective: in the middle of it torch's destructor would wait for
+    # its lock with the GIL that it needs, for ever.
+    time.sleep(1)
     dist.destroy_process_group()
 
 

@@ -1,5 +1,8 @@
 """`shakedown watch`: what it refuses, Nagios' form, and processes of this machine to their end."""
 
+import hashlib
+import hmac
+import json
 import os
 import re
 import signal
@@ -13,6 +16,7 @@ import pytest
 from shakedown.cli import main
 from shakedown.monitor.attach.once import Answer
 from tests.slurm_fixtures import wait_for
+from tests.tls import https_server, needs_openssl
 from tests.watches import Watch
 from tests.workflow.helpers import ROOT
 
@@ -138,6 +142,37 @@ def test_a_stopped_rank_is_an_alarm_once_and_its_going_on_is_said(ranks: Ranks) 
         said = watch.until("ended: none of its 2 ranks is there any more")
         assert watch.code() == 0
     assert log.read_text().splitlines()[-1] == said[-1]
+
+
+@needs_openssl
+@pytest.mark.exhaustive
+@pytest.mark.slow
+def test_a_webhook_with_a_bad_certificate_ends_no_watch_and_the_next_one_is_sent(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("key")
+    secret.chmod(0o600)
+    ranks.start("steps", "steps")
+    with https_server(tmp_path) as server:
+        options = ["--webhook", server.url, "--webhook-secret", str(secret)]
+        with ranks.watch(*options) as watch:
+            watch.until("2 ranks")
+            ranks.running[1].send_signal(signal.SIGSTOP)
+            refused = watch.until("webhook: ")[-1]
+            ranks.running[1].send_signal(signal.SIGCONT)
+            watch.until("moves again")
+        monkeypatch.setenv("SSL_CERT_FILE", str(server.ca))
+        with ranks.watch(*options) as watch:
+            watch.until("2 ranks")
+            ranks.running[0].send_signal(signal.SIGSTOP)
+            assert "webhook: answered 204" in watch.until("webhook: ")[-1]
+
+    assert "webhook: failed: the server's certificate is refused: unable to get" in refused
+    ((headers, body),) = server.got
+    assert json.loads(body)["ranks"] == [0]
+    expected = hmac.new(b"key", body, hashlib.sha256).hexdigest()
+    assert headers["X-Shakedown-Signature"] == f"sha256={expected}"
 
 
 @pytest.mark.exhaustive

@@ -13,6 +13,7 @@ from tests.hang_foreign import (
     behind,
     call,
     check,
+    diagnosed,
     faulthandler,
     launcher,
     mistake,
@@ -198,3 +199,34 @@ def test_the_last_call_of_a_stage_that_failed_is_not_open(
     }
 
     assert mistake(tmp_path, Case(files, cause, culprits, "exited" if culprits else "hung")) == ""
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        ("srun: error: Application launch failed: Communication connection failure", "node_dead"),
+        ("no answer within 20 s", "unknown"),
+    ],
+)
+def test_a_node_where_srun_found_no_slurmd_failed(tmp_path: Path, said: str, cause: str) -> None:
+    nodes = {"n1": "read", "n2": f"not read: {said}"}
+    table = {"schema": "shakedown/collected/1", "job": "7", "nodes": nodes}
+    away = {"name": "trainer-rank1", "pid": 41, "role": "trainer", "rank": 1, "states": []}
+    silent = {"schema": "shakedown/collected/1", "host": "n2", "targets": [away]}
+    files = {"collected-job.json": json.dumps(table), "collected-n2.json": json.dumps(silent)}
+
+    found = diagnosed(tmp_path, Case(files, cause))
+
+    assert found["cause"] == cause
+    assert found["culprits"]["nodes"] == (["n2"] if cause == "node_dead" else [])
+    assert found["culprits"]["ranks"] == []
+
+
+def test_a_stage_that_only_ended_badly_is_told_in_its_own_words(tmp_path: Path) -> None:
+    sentence = "all 30 steps are done and the outputs are there, but the command ended badly"
+    outcome = {"schema": "shakedown/outcome/1", "stage": "lab", "attempt": 1, "state": "failed"}
+    body = {**outcome, "sentence": sentence, "done": True}
+
+    found = diagnosed(tmp_path, Case({"outcome.json": json.dumps(body)}, "unknown"))
+
+    assert (found["cause"], found["summary"]) == ("unknown", sentence)

@@ -1,6 +1,7 @@
 """Question 6: are all in one place? Nobody is named where nothing tells one from another."""
 
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -293,6 +294,8 @@ def unknown(s: Situation) -> Hypothesis:
 
 def _seen(s: Situation, *, ended: bool) -> str:
     """How far the evidence goes."""
+    if s.facts.outcome is not None and s.facts.outcome.done:
+        return "; ".join([s.facts.outcome.sentence, *_last_of(s)])
     if not s.ranks:
         return "no rank was seen; the evidence names no cause"
     count = f"{len(s.ranks)} {'rank was' if len(s.ranks) == 1 else 'ranks were'} seen"
@@ -310,3 +313,15 @@ def _seen(s: Situation, *, ended: bool) -> str:
     if absent:
         return f"{count}, nothing of {name_ranks(absent)}; the evidence names no cause"
     return f"{count}; the evidence names no cause"
+
+
+def _last_of(s: Situation) -> list[str]:
+    """Who was still there, or how ranks ended; a launcher ends the others by SIGTERM."""
+    if left := [r for r, c in s.ranks.items() if c.states and r not in s.dead]:
+        return [f"{name_ranks(left)} {verb(left, 'was', 'were')} still there"]
+    codes = {r: code for r, c in s.ranks.items() if (code := c.exit_code)}
+    return [
+        f"rank {r} ended by {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+        for r, code in sorted(codes.items())
+        if code != -signal.SIGTERM
+    ][:4]

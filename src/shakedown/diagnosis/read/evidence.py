@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shakedown.core.files import json_as
@@ -15,6 +15,7 @@ from shakedown.diagnosis.records import (
     BeatRecord,
     Identity,
     JobExit,
+    NodeState,
     ProcessState,
     Record,
     SourceRef,
@@ -94,7 +95,12 @@ def exit_of(outcome: Outcome, place: SourceRef) -> JobExit:
         exit_codes={clean(name, 80): code for name, code in outcome.exit_codes.items()},
         failed_component=clean(outcome.failed_component, 80),
         place=place,
+        done=outcome.done is True,
     )
+
+
+# What slurm_strerror calls SLURM_COMMUNICATIONS_CONNECTION_ERROR: srun found no slurmd on a node.
+_NO_SLURMD = "Communication connection failure"
 
 
 @dataclass(frozen=True)
@@ -134,10 +140,11 @@ class _Target:
 
 @dataclass(frozen=True)
 class _Collected:
-    """The table of one node's collector; the table of a whole job has no targets."""
+    """The table of one node's collector, or of a whole job: what came of each of its nodes."""
 
     host: str = ""
     targets: Sequence[_Target] = ()
+    nodes: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _beats(source: EvidenceFile, body: _Beats) -> list[Record]:
@@ -167,7 +174,15 @@ def _collected(source: EvidenceFile, body: _Collected) -> list[Record]:
     known = [
         row for row in body.targets if pid_of(row.pid) or (row.pid == 0 and row.rank is not None)
     ]
-    return [record for row in known for record in _target(source, row, host)]
+    return [
+        *(record for row in known for record in _target(source, row, host)),
+        # Slurm itself marks a node hundreds of seconds after srun has found nobody on it.
+        *(
+            NodeState(clean(node, 80), "no slurmd answers", True, source.place(0, clean(str(said))))
+            for node, said in body.nodes.items()
+            if _NO_SLURMD in str(said)
+        ),
+    ]
 
 
 def _target(source: EvidenceFile, row: _Target, host: str) -> list[Record]:

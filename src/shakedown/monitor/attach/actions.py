@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import json
+import ssl
 import subprocess
 import urllib.error
 import urllib.parse
@@ -128,7 +129,7 @@ def post(webhook: Webhook, alarm: Alarm) -> str:
     (given,) = run_bounded([lambda: _send(webhook.url, body, headers)], 1, _LATE * WEBHOOK_SECONDS)
     if isinstance(given, str):
         return given
-    return f"failed: {_first_line(given) if given else 'no answer in time'}"
+    return f"failed: {_why(given) if given else 'no answer in time'}"
 
 
 class _Stay(urllib.request.HTTPRedirectHandler):
@@ -148,6 +149,14 @@ def _send(url: str, body: bytes, headers: Mapping[str, str]) -> str:
     except urllib.error.HTTPError as error:
         error.close()
         return f"failed: answered {error.code}"
+
+
+def _why(error: Exception) -> str:
+    reason = error.reason if isinstance(error, urllib.error.URLError) else error
+    if isinstance(reason, ssl.SSLCertVerificationError):
+        refused = f"the server's certificate is refused: {reason.verify_message.rstrip('.')}"
+        return f"{refused} (a CA of your own: set SSL_CERT_FILE to its certificate)"
+    return _first_line(reason if isinstance(reason, Exception) else error)
 
 
 def _is_here(host: str) -> bool:

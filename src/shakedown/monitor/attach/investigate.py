@@ -30,6 +30,9 @@ _ANALYSIS_SECONDS = 180.0  # its own limit is 60 s of CPU
 _COMPUTES = frozenset({"busy", "unprinted"})
 
 
+Unseen = tuple[Process, bool]  # as it was last, and whether it is gone: its node answers
+
+
 @dataclass(frozen=True)
 class Found:
     """What the diagnosis says; `state`: hung, slow, healthy, exited or unknown."""
@@ -47,12 +50,12 @@ class Found:
 
 
 def investigate(
-    subject: Subject, judgement: Judgement, gone: Mapping[Key, Process], out: Path
+    subject: Subject, judgement: Judgement, unseen: Mapping[Key, Unseen], out: Path
 ) -> Found:
     """Collect twice and diagnose, in a folder of its own below `out`.
 
     Args:
-        gone: processes that were there and are no more, which no collector can see.
+        unseen: processes that no collector can see.
 
     Raises:
         BlockedError: no diagnosis came of it, with the reason.
@@ -63,7 +66,7 @@ def investigate(
     make_folders(evidence)
     gap = BUSY_GAP_SECONDS if judgement.kind in _COMPUTES else GAP_SECONDS
     _run(subject.collect(evidence, gap), folder.root / "collect.log", 2 * (STEP_SECONDS + gap))
-    _add_gone(gone, evidence)
+    _add_unseen(unseen, evidence)
     if judgement.waited:
         _add_wait(judgement, subject.label, evidence)
     analyze = [sys.executable, "-P", "-m", "shakedown.cli", "hang", "analyze", str(evidence)]
@@ -108,16 +111,17 @@ def _run(command: Sequence[str], log: Path, seconds: float) -> str:
     return told(log.read_bytes()[-4096:])
 
 
-def _add_gone(gone: Mapping[Key, Process], evidence: Path) -> None:
-    """As a collector writes down a rank without a process."""
+def _add_unseen(unseen: Mapping[Key, Unseen], evidence: Path) -> None:
+    """As a collector writes down a rank without a process, and one that it could not look at."""
     by_host: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for (host, name), process in sorted(gone.items()):
+    for (host, name), (process, gone) in sorted(unseen.items()):
         row = {"name": name, "pid": process.pid, "role": "trainer", "rank": process.rank}
-        ended = {"state": "X", "wchan": "", "threads": []}
-        by_host[host].append({**row, "states": [ended], "missed": ["it was there, and is gone"]})
+        states = [{"state": "X", "wchan": "", "threads": []}] if gone else []
+        why = "it was there, and is gone" if gone else "its node does not answer"
+        by_host[host].append({**row, "states": states, "missed": [why]})
     for host, rows in by_host.items():
         body = {"schema": COLLECTED, "host": host, "targets": rows, "missed": []}
-        write_json(EvidencePaths(evidence).collected(f"{host}-gone"), body)
+        write_json(EvidencePaths(evidence).collected(f"{host}-unseen"), body)
 
 
 def _add_wait(judgement: Judgement, label: str, evidence: Path) -> None:

@@ -11,7 +11,7 @@ from shakedown.core.errors import BlockedError, ExitCode, ShakedownError
 from shakedown.core.ranges import ranges
 from shakedown.core.visible import masked
 from shakedown.monitor.attach.actions import Actions, Alarm
-from shakedown.monitor.attach.investigate import Found, investigate
+from shakedown.monitor.attach.investigate import Found, Unseen, investigate
 from shakedown.monitor.attach.judge import Judge, Judgement, Key, Limits
 from shakedown.monitor.attach.sampler import Look, Process
 from shakedown.monitor.attach.samplers import Samplers
@@ -48,6 +48,7 @@ class Watcher:
         self._judge = Judge(options.limits)
         self._there: dict[Key, Process] = {}
         self._gone: dict[Key, Process] = {}
+        self._silent: set[str] = set()  # hosts that gave no look the last time
         self._told: dict[str, str] = {}
         self._alarmed: int | None = None  # the judge's moves at the alarm that still holds
         self._not_before, self._pause = 0.0, _FIRST_PAUSE
@@ -67,8 +68,7 @@ class Watcher:
             if phase.state == "over":
                 return self._over(phase)
             if phase.state != "runs":  # a controller that is silent for once ends no watch
-                self._gone, self._there, self._alarmed = {}, {}, None
-                self._told.pop("ranks", None)
+                self._start_again()
                 word = "is" if phase.state == "waits" else "Slurm tells nothing of it:"
                 self._tell("phase", f"{word} {phase.says}; nothing to look at")
                 time.sleep(self._options.interval)
@@ -77,6 +77,13 @@ class Watcher:
                 if (code := self._follow()) is not None:
                     return code
             phase = self._subject.phase()
+
+    def _start_again(self) -> None:
+        """It runs elsewhere next time, and had no chance to move until then."""
+        self._judge = Judge(self._options.limits)
+        self._gone, self._there, self._alarmed = {}, {}, None
+        self._not_before, self._pause = 0.0, _FIRST_PAUSE
+        self._told.pop("ranks", None)
 
     def _follow(self) -> ExitCode | None:
         """While it runs; None where Slurm says that it does not, or not any more."""
@@ -132,6 +139,7 @@ class Watcher:
     def _introduce(self, looks: Mapping[str, Look | None]) -> None:
         """Who its ranks are, whenever that changes; and once what may not be done."""
         seen = [look for look in looks.values() if look]
+        self._silent = {host for host, look in looks.items() if not look}
         for look in seen:
             now = {(look.host, p.name): p for p in look.processes}
             before = {key: p for key, p in self._there.items() if key[0] == look.host}
@@ -145,7 +153,8 @@ class Watcher:
             self._tell("rights", f"nothing of it may be seen: {why}")
         here = {name for _, name in self._there}  # a rank may come back on another node
         self._gone = {key: p for key, p in self._gone.items() if key[1] not in here}
-        if seen:
+        # Who is left is not known while a node does not answer.
+        if seen and not (self._silent and "ranks" in self._told):
             self._tell("ranks", who(self._there))
 
     def _processes_ended(self, judgement: Judgement) -> ExitCode:
@@ -185,12 +194,18 @@ class Watcher:
     def _look_into(self, judgement: Judgement) -> None:
         self._say(f"{self._subject.label}: suspect: {judgement.sentence}; its stacks are read")
         try:
-            found = investigate(self._subject, judgement, self._gone, self._options.out)
+            found = investigate(self._subject, judgement, self._unseen(), self._options.out)
             self._answer(found)
         except ShakedownError as error:
             self._say(f"{self._subject.label}: WARNING {masked(str(error.args[0]))}")
             self._put_off()
         self._judge.accept(judgement, time.monotonic())
+
+    def _unseen(self) -> dict[Key, Unseen]:
+        """Ranks that are gone, and those of nodes that do not answer."""
+        ranks = {k: p for k, p in self._there.items() if p.rank is not None}
+        away = {key: (p, False) for key, p in ranks.items() if key[0] in self._silent}
+        return away | {key: (p, True) for key, p in self._gone.items()}
 
     def _answer(self, found: Found) -> None:
         if not found.is_stall:

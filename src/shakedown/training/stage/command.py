@@ -92,9 +92,14 @@ class CommandLaunched(Launched):
         """Completed only with every one of `outputs`."""
         self.signs.read()
         outcome = replace(outcome, steps=max(outcome.steps, self.signs.step))
+        lost = [p for p in outputs_of(self.job) if not any(path.exists() for path in expand(p))]
+        if outcome.state in ("failed", "hung") and self.reached_end and not lost:
+            done = f"all {outcome.steps} steps are done and the outputs are there, but"
+            how = "did not end" if outcome.state == "hung" else "ended badly"
+            sentence = f"{done} the command {how}: {outcome.sentence}"
+            return replace(outcome, sentence=sentence, done=True)
         if outcome.state != "completed":
             return outcome
-        lost = [p for p in outputs_of(self.job) if not any(path.exists() for path in expand(p))]
         if lost:
             sentence = f"the command ended with exit code 0, but left no {', '.join(lost)}"
             return replace(outcome, state="failed", sentence=sentence, failed_component=LAUNCH)

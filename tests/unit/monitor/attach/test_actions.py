@@ -18,6 +18,7 @@ from shakedown.commands.watch import _command
 from shakedown.core.errors import UntrustedError, UsageError
 from shakedown.monitor.attach import actions
 from shakedown.monitor.attach.actions import Actions, Alarm, Webhook
+from tests.tls import https_server, needs_openssl
 
 ALARM = Alarm(
     "job 7", "7", "hung", "rank_busy", "rank 1; `touch x` $(y)", [1, 2], ["n2"], "/e f", "2026"
@@ -101,6 +102,37 @@ def test_a_webhook_that_nobody_answers_is_said() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     assert "failed: " in actions.post(Webhook(f"http://127.0.0.1:{port}/"), ALARM)
+
+
+@needs_openssl
+def test_a_webhook_of_a_ca_of_ones_own_is_reached_and_signed(
+    tmp_path: Path, secret: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with https_server(tmp_path) as server:
+        monkeypatch.setenv("SSL_CERT_FILE", str(server.ca))
+        assert actions.post(Webhook(server.url, secret), ALARM) == "answered 204"
+    ((headers, body),) = server.got
+    expected = hmac.new(b"key", body, hashlib.sha256).hexdigest()
+    assert headers["X-Shakedown-Signature"] == f"sha256={expected}"
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("trusted", "host", "why"),
+    [
+        (False, "127.0.0.1", "unable to get local issuer certificate"),
+        (True, "localhost", "Hostname mismatch, certificate is not valid for 'localhost'"),
+    ],
+)
+def test_a_certificate_that_is_refused_is_said_and_nothing_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool, host: str, why: str
+) -> None:
+    with https_server(tmp_path) as server:
+        if trusted:
+            monkeypatch.setenv("SSL_CERT_FILE", str(server.ca))
+        said = actions.post(Webhook(server.url.replace("127.0.0.1", host)), ALARM)
+    assert said.startswith(f"failed: the server's certificate is refused: {why} (")
+    assert not server.got
 
 
 def test_a_webhook_that_never_answers_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,70 @@
+"""Stages of unmodified trainers: their scripts, launch lines, progress and checkpoints.
+
+The scripts (tests/data/trainers) are ordinary user code, which knows nothing of shakedown.
+"""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.trainer_pythons import TRAINERS_PYTHON
+from tests.workflow.helpers import ROOT
+
+SCRIPTS = ROOT / "tests" / "data" / "trainers"
+STEPS = 24
+# The bar of the Trainer alone: those of its preparations begin with a name.
+BAR = {"pattern": r"(?:^|\]:) *\d+%\|.*\| *(?P<step>\d+)/\d+ \["}
+BASE: dict[str, Any] = {
+    "algorithm": "command",
+    "python": TRAINERS_PYTHON,
+    "steps": STEPS,
+    "outputs": ["{stage}/out"],
+    "stall_timeout": 10.0,
+    "start_timeout": 300.0,
+}
+# How each is launched, where its steps and checkpoints are: as its users have them.
+TRAINERS: dict[str, dict[str, Any]] = {
+    "hf_trainer": {
+        "launch": "torchrun",
+        "command": "{script} --model {model} --out {{stage}}/out",
+        "progress": {"tensorboard": "{stage}/out/runs", "tag": "train/loss"},
+    },
+    "trl_sft": {
+        "launch": "accelerate",
+        "command": "--multi_gpu {script} --model {model} --out {{stage}}/out",
+        "progress": BAR,
+    },
+    "trl_grpo": {
+        "launch": "accelerate",
+        "command": "--multi_gpu {script} --model {model} --out {{stage}}/out "
+        "--spin-on {{stage}}/spin",
+        "progress": BAR,
+    },
+    "lightning_ddp": {
+        "launch": "torchrun",
+        "command": "{script} --out {{stage}}/out",
+        # It counts from 0: after the last of 24 steps its log has 23.
+        "progress": {"file": "{stage}/out/metrics/*/metrics.csv", "column": "step"},
+        "resume": {"glob": "{stage}/out/step=*.ckpt", "arguments": "--resume {resume}"},
+    },
+}
+RESUME = {
+    "glob": "{stage}/out/checkpoint-*",
+    "complete": "trainer_state.json",
+    "arguments": "--resume {resume}",
+}
+
+
+def trainer_stage(trainer: str, model: Path) -> dict[str, Any]:
+    """The keys of its stage, which trains the model of a folder; nodes and ranks are left out."""
+    own = {**BASE, "resume": RESUME, **TRAINERS[trainer]}
+    words = own["command"].format(script=SCRIPTS / f"{trainer}.py", model=model)
+    return {**own, "command": f"{words} --steps {STEPS}"}
+
+
+def first_step_of_rerun(steps: Sequence[int]) -> int:
+    """Where a rerun went on, of the steps of both attempts in their order."""
+    second = next(i for i, (a, b) in enumerate(itertools.pairwise(steps), 1) if b <= a)
+    # A bar is drawn with 0 before it is set to where the trainer goes on.
+    return min(filter(None, steps[second:]))
