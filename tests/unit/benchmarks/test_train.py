@@ -11,9 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import train
-from training import curves, gpu, grpo, grpo_trl, sft, workload
+from training import curves, gpu, gpu_stages, grpo, grpo_trl, sft, workload
 from training.workload import Workload
 
+from shakedown.config import load_config
 from shakedown.data_sources import load_rows
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.training.demo import write_model
@@ -382,6 +383,32 @@ def test_a_side_that_fails_is_a_fault_with_its_log(
     run = sft.one_run("TRL", tmp_path, Workload(), written, ranks=2, peer=None)
 
     assert run.fault == f"exit code 1, see {tmp_path}/out.txt"
+
+
+def test_a_stage_on_a_gpu_is_told_beside_its_plan_without_its_warm_up() -> None:
+    moments = {"head": {"weights": 3e9, "logits": 1e9}, "end": {"weights": 3e9}}
+    planned = {"moments": moments, "moment": "head", "mfu": 0.4, "tokens_per_second": 900.0}
+    slow, steady = {"step_seconds": 90.0}, {"step_seconds": 4.0}
+    more = {"tokens_per_second": 100.0, "wait_seconds": 2.0, "trained_tokens": 50.0, "mfu": 0.1}
+    more |= {"sync_seconds": 0.5, "rollout_weight_update_seconds": 0.25, "memory_max_gb": 3.0}
+
+    found = gpu_stages.summary("grpo", [slow | more, slow | more, steady | more], planned)
+
+    assert (found.step_s, found.generated_per_s, found.publish_s) == (4.0, 25.0, 0.5)
+    assert found.planned_gb == pytest.approx(4.0)
+    assert found.peak_gb == pytest.approx(3.0 * 1.073741824)
+    with pytest.raises(grpo.StageFailedError, match="too few"):
+        gpu_stages.summary("grpo", [slow | more], planned)
+
+
+def test_the_stages_of_one_gpu_are_a_config_that_is_taken(tmp_path: Path) -> None:
+    body = gpu_stages.config_of(tmp_path, gpu_stages.Load(), "h200")
+
+    # As the commands read it: over the demo's.
+    config = load_config(grpo.CONFIG, grpo.write_json(tmp_path / "gpu.yaml", body))
+
+    assert config.own_stages["grpo"].activation_checkpointing
+    assert not config.own_stages["sft"].activation_checkpointing
 
 
 def test_the_defaults_are_accepted_and_a_gpu_that_is_not_there_is_not() -> None:
