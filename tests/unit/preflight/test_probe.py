@@ -102,7 +102,7 @@ def test_an_injected_fault_is_found_by_its_check_and_by_no_other(
     (tmp_path / "model").write_text("x")
     nodes = dict.fromkeys(NODES, "127.0.0.1")
     asked = {"paths": [str(tmp_path / "model")], "ports": [free_port("")]}
-    healthy = request(tmp_path, limit=2.0, addresses=nodes, **asked)
+    healthy = request(tmp_path, limit=6.0, addresses=nodes, **asked)
     faulty = replace(healthy, faults=[InjectedFault(fault, "n1")])
     others = {node: report(healthy) for node in NODES[1:]}
 
