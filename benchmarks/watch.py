@@ -112,14 +112,19 @@ def measure(
     """One window; a watch is attached before it, and gone after it."""
     with watching(folder, args.interval) if side == "watched" else no_watch() as own:
         begin, steps = time.monotonic(), steps_in(log)
-        ranks, watch = sum(map(proc.cpu, pids)), sum(map(proc.cpu, own))
+        ranks, watch = sum(map(_cpu, pids)), sum(map(_cpu, own))
         time.sleep(args.window)
         return Window(
             time.monotonic() - begin,
             steps_in(log) - steps,
-            sum(map(proc.cpu, pids)) - ranks,
-            sum(map(proc.cpu, own)) - watch,
+            sum(map(_cpu, pids)) - ranks,
+            sum(map(_cpu, own)) - watch,
         )
+
+
+def _cpu(pid: int) -> float:
+    """Seconds by clock_getcpuclockid(3): /proc counts 10 ms, and a look takes less."""
+    return time.clock_gettime((~pid << 3) | 2)
 
 
 @contextmanager
