@@ -175,7 +175,6 @@ def config_of(folder: Path, load: Load, device: str) -> dict[str, Any]:
             "share_gpus": bool(device),
             "max_model_len": load.length,
             "extra_args": extra,
-            "ready_timeout": 400.0,
         },
         "order": [],
         "stages": {
