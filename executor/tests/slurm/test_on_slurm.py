@@ -347,13 +347,16 @@ class TestConformity(TestWorkflowsLocalStorageBase):
 def test_snakemakes_own_tests_of_executors_pass(tmp_path: Path, slurm_env: dict[str, str]) -> None:
     (tmp_path / "test_conformity.py").write_text(CONFORMITY)
 
+    # A base folder of its own: a pytest that ends deletes the folders of earlier sessions from the
+    # shared one, gigabytes of them on a machine that tests often.
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path],
+        [*pytest, "--rootdir", tmp_path, "--basetemp", tmp_path / "inner"],
         cwd=tmp_path,
         env=slurm_env,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=2 * PATIENCE,
         check=False,
     )
 
