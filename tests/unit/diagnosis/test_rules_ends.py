@@ -230,3 +230,20 @@ def test_a_stage_that_only_ended_badly_is_told_in_its_own_words(tmp_path: Path) 
     found = diagnosed(tmp_path, Case({"outcome.json": json.dumps(body)}, "unknown"))
 
     assert (found["cause"], found["summary"]) == ("unknown", sentence)
+
+
+@pytest.mark.parametrize(("said", "named"), [(launcher(3, -9), (3,)), ("step 8\n", ())])
+def test_of_ranks_whose_launcher_ended_them_only_the_one_that_was_killed_is_named(
+    tmp_path: Path, said: str, named: tuple[int, ...]
+) -> None:
+    gone = [
+        {"name": f"trainer-rank{r}", "pid": 4000 + r, "role": "trainer", "rank": r}
+        | {"states": [{"state": "X", "wchan": "", "threads": []}]}
+        for r in (2, 3)
+    ]
+    table = {"schema": "shakedown/collected/1", "host": "n1", "targets": gone}
+    files = {"collected-n1.json": json.dumps(table), "job.log": said, **ranks([REDUCE, REDUCE])}
+
+    found = check(tmp_path, Case(files, "missing_rank", named))
+
+    assert ("which was first is not told" in found["summary"]) == (not named)
