@@ -247,3 +247,12 @@ def test_of_ranks_whose_launcher_ended_them_only_the_one_that_was_killed_is_name
     found = check(tmp_path, Case(files, "missing_rank", named))
 
     assert ("which was first is not told" in found["summary"]) == (not named)
+
+
+def test_tasks_of_srun_are_no_ranks_where_another_log_is_a_launchers(tmp_path: Path) -> None:
+    srun = "srun: error: n1: task 0: Exited with exit code 1\n"
+    srun += "srun: error: n2: task 1: Exited with exit code 1\n"
+
+    files = {"launch.log": launcher(1, -9), "srun.log": srun}
+
+    assert mistake(tmp_path, Case(files, "missing_rank", (1,), "exited")) == ""
