@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shakedown.diagnosis.diagnose import diagnose_paths
 from tests.hang_foreign import (
     LOADER,
     LOOP,
@@ -21,6 +22,7 @@ from tests.hang_foreign import (
     ranks,
     recorder,
     traceback,
+    write,
 )
 
 # Rank 0 has not entered the call that the others wait in.
@@ -256,3 +258,18 @@ def test_tasks_of_srun_are_no_ranks_where_another_log_is_a_launchers(tmp_path: P
     files = {"launch.log": launcher(1, -9), "srun.log": srun}
 
     assert mistake(tmp_path, Case(files, "missing_rank", (1,), "exited")) == ""
+
+
+def test_a_line_of_the_first_node_is_not_the_rank_of_that_place_on_the_second(
+    tmp_path: Path,
+) -> None:
+    lost = traceback("RuntimeError: Connection closed by peer [127.0.0.1]:43706")
+    own = "".join(f"[rank1]: {line}" for line in lost.splitlines(keepends=True))
+    summary = launcher(3, -9).replace("local_rank: 3", "local_rank: 1")
+    files = {"job.log": summary, "a/attempt_0/1/stderr.log": own, "b/attempt_0/1/stderr.log": ""}
+
+    found = diagnose_paths([write(tmp_path, files)]).findings
+
+    assert [(f.subject, f.measured) for f in found if f.check == "missing_rank"] == [
+        ("3", "exit code -9")
+    ]
