@@ -273,3 +273,16 @@ def test_a_line_of_the_first_node_is_not_the_rank_of_that_place_on_the_second(
     assert [(f.subject, f.measured) for f in found if f.check == "missing_rank"] == [
         ("3", "exit code -9")
     ]
+
+
+def test_a_killed_launcher_is_no_rank_and_the_other_ones_time_out_no_agents(tmp_path: Path) -> None:
+    agent = (
+        "E1126 11:31:02.1 219 site-packages/torch/distributed/elastic/agent/server/api.py:1008] "
+    )
+    agent += (
+        "torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /none/last_member\n"
+    )
+
+    files = {"launch.log": agent, "srun.log": "srun: error: n2: task 1: Killed\n"}
+
+    assert mistake(tmp_path, Case(files, "unknown", state="unknown")) == ""

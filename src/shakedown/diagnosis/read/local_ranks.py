@@ -37,17 +37,33 @@ def of_several_nodes(source: EvidenceFile) -> bool:
     return _NODES.search(source.text) is not None
 
 
-def resolve(records: Sequence[Record], files: Iterable[str]) -> list[Record]:
+def resolve(
+    records: Sequence[Record], files: Iterable[str], *, launched: bool = False
+) -> list[Record]:
     """Events with a local rank alone get their rank where it is certain.
 
-    `files`: every log that counts locally. In one a line with both numbers gives the offset of
-    its node; a lone such log is of one node, whose local ranks are the ranks.
+    Args:
+        files: every log that counts locally. In one a line with both numbers gives the offset of
+            its node; a lone such log is of one node, whose local ranks are the ranks.
+        launched: a log is of a launcher of several ranks. Its ranks are not srun's tasks, of which
+            one a node is the launcher.
     """
     offsets = _offsets(records)
     # Of several logs each may be another node's, with the same local ranks.
     alone = len(set(files)) == 1
     shift = _of_folders(records)
-    return [_shifted(_resolved(r, offsets, alone=alone), shift) for r in records]
+    rows = [_shifted(_resolved(r, offsets, alone=alone), shift) for r in records]
+    launched = launched or any(isinstance(r, LogEvent) and LOCAL in r.detail for r in rows)
+    launched = launched or any(map(ELASTIC.search, {r.place.path for r in rows}))
+    return list(map(_of_node, rows)) if launched else rows
+
+
+def _of_node(record: Record) -> Record:
+    """The same event of srun's task without its number, which is a node's."""
+    if not isinstance(record, LogEvent) or not record.detail.keys() >= {"task", "node", "how"}:
+        return record  # mpirun's words of a rank have a `signal`
+    detail = {key: value for key, value in record.detail.items() if key != "task"}
+    return replace(record, detail=detail, who=Identity(host=str(record.detail["node"])))
 
 
 def _folder(record: Record) -> int | None:
