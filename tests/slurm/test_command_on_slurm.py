@@ -17,7 +17,7 @@ from shakedown.core.paths import RunPaths
 from shakedown.training.demo import write_model
 from tests.slurm_fixtures import Workflow, wait_for, workflows
 from tests.trainer_pythons import RAY_PYTHON, needs_ray, needs_trainers
-from tests.trainer_stages import first_step_of_rerun, trainer_stage
+from tests.trainer_stages import TRAINERS, first_step_of_rerun, trainer_stage
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -135,7 +135,7 @@ def test_a_stopped_rank_of_the_second_node_is_named_and_the_stage_resumes_alone(
 
 @needs_trainers
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("trainer", ["hf_trainer", "trl_sft", "lightning_ddp"])
+@pytest.mark.parametrize("trainer", list(TRAINERS))
 def test_an_unmodified_trainer_over_two_nodes_is_diagnosed_and_goes_on_from_its_checkpoint(
     workflow: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: str
 ) -> None:
