@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from shakedown.core.paths import RunPaths
+from shakedown.core.paths import RunPaths, StagePaths
 from shakedown.training.demo import write_model
 from tests.slurm_fixtures import Workflow, wait_for, workflows
 from tests.trainer_pythons import RAY_PYTHON, needs_ray, needs_trainers
@@ -112,6 +112,13 @@ def loop(_flow: Workflow, paths: RunPaths) -> None:
     (paths.stage("lab").root / "loop").touch()
 
 
+def diagnosed(stage: StagePaths) -> dict[str, Any]:
+    command = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose", "--stage"]
+    subprocess.run([*command, str(stage.root)], check=False, timeout=120)
+    found: dict[str, Any] = read_json(stage.diagnosis)
+    return found
+
+
 def hang(flow: Workflow, paths: RunPaths, step: int, fault: Fault = stop) -> dict[str, Any]:
     """Hang a rank once that step is done, and wait for the stage's end; returns the diagnosis."""
     stage = paths.stage("lab")
@@ -121,10 +128,8 @@ def hang(flow: Workflow, paths: RunPaths, step: int, fault: Fault = stop) -> dic
 
     assert snakemake.wait(240) == 0, flow.read("snakemake.out")
     assert read_json(stage.outcome)["state"] == "hung"
-    command = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose", "--stage"]
-    subprocess.run([*command, str(stage.root)], check=False, timeout=120)
+    found = diagnosed(stage)
     wait_for(lambda: not processes_that_mention(f"{flow.folder}/results"), "the end of all ranks")
-    found: dict[str, Any] = read_json(stage.diagnosis)
     return found
 
 
@@ -284,9 +289,7 @@ def test_a_stopped_actor_of_ray_is_named_by_class_and_rank_and_a_rerun_goes_on(
     os.kill(pids[3], signal.SIGSTOP)
 
     assert snakemake.wait(240) == 0, flow.read("snakemake.out")
-    command_line = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose", "--stage"]
-    subprocess.run([*command_line, str(stage.root)], check=False, timeout=120)
-    found = read_json(stage.diagnosis)
+    found = diagnosed(stage)
     assert found["diagnosis"]["state"] == "hung"
     assert found["diagnosis"]["culprits"] == {"ranks": [3], "nodes": [], "roles": []}
     assert f"rank 3 is actor PolicyWorker, process {pids[3]}" in found["summary"]
@@ -298,3 +301,24 @@ def test_a_stopped_actor_of_ray_is_named_by_class_and_rank_and_a_rerun_goes_on(
     log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
     assert "ray: 2 of 2 node(s) have joined" in log
     assert "4 policy workers on 2 node(s)" in log
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launch", [TORCHRUN, SRUN, OWN_SRUN], ids=["torchrun", "srun", "none"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_on_either_node(
+    workflow: Make, launch: dict[str, Any], rank: int
+) -> None:
+    flow = workflow("")
+    paths = prepare(flow, **launch)
+    stage = paths.stage("lab")
+    snakemake = start(flow, paths)
+    wait_for(lambda: max(steps(paths), default=0) >= 3, "the third step")
+    os.kill(pid_of_rank(rank, flow.folder), signal.SIGKILL)
+
+    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
+    found = diagnosed(stage)
+    assert found["diagnosis"]["culprits"] == {"ranks": [rank], "nodes": [], "roles": []}, found
+    # By torchrun's word, or by srun's.
+    assert re.search("signal 9|Killed", found["summary"]), found["summary"]
+    wait_for(lambda: not processes_that_mention(f"{flow.folder}/results"), "the end of all ranks")
