@@ -55,7 +55,7 @@ def build_facts(records: Sequence[Record]) -> Facts:
     names = [record for record in records if isinstance(record, TargetName)]
     facts.world = max((record.world for record in names), default=0)
     gpus = {(t.who.host, t.bus): t.who for t in names if t.bus}
-    nodes = any(map(_on_a_later_node, records))
+    nodes = any(isinstance(r, LogEvent) and LOCAL in r.detail for r in records)
     loose: list[Stack] = []
     # Sorted: the facts must not depend on the order in which files were read.
     for record in sorted(records, key=lambda r: (r.place.path, r.place.line)):
@@ -129,13 +129,6 @@ def _place(facts: Facts, record: Any, owners: Owners, loose: list[Stack]) -> Non
         _keep(facts, record)
 
 
-def _on_a_later_node(record: Record) -> bool:
-    """A launcher told of a rank that has another number within its node."""
-    if not isinstance(record, LogEvent) or LOCAL not in record.detail:
-        return False
-    return record.who.rank not in (None, record.detail[LOCAL])
-
-
 def _who_of(
     event: LogEvent,
     owners: Owners,
@@ -146,7 +139,7 @@ def _who_of(
     """Whom a line speaks of: srun and mpirun name the task, the kernel and a shell the process, the
     driver the GPU.
 
-    `nodes`: srun's tasks are nodes, of several ranks each.
+    `nodes`: a launcher counts ranks within its node, so srun's tasks are launchers of a node each.
     """
     detail, host = event.detail, event.who.host
     if "container" in detail:

@@ -59,8 +59,11 @@ def _folder(record: Record) -> int | None:
 def _of_folders(records: Sequence[Record]) -> int:
     """How far the ranks are above the local ranks that torchrun's folders are named by.
 
-    A line `[rank11]:` in a folder 3 tells it, or the summary's `rank : 11 (local_rank: 3)`.
+    A line `[rank11]:` in a folder 3 tells it, or the summary's `rank : 11 (local_rank: 3)`. Several
+    nodes' folders give no rank by their names (see names.py): there lines alone tell one.
     """
+    if len({match[1] for r in records if (match := ELASTIC.search(r.place.path))}) > 1:
+        return 0
     events = [r for r in records if isinstance(r, LogEvent) and r.who.rank is not None]
     found = {(e.who.rank or 0) - e.detail[LOCAL] for e in events if LOCAL in e.detail}
     found |= {
