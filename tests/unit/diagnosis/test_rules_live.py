@@ -281,6 +281,30 @@ def test_one_of_two_that_computes_at_the_only_look_is_not_named(
     assert list(diagnose(tmp_path).chosen.ranks) == named
 
 
+C10D = "torch/distributed/distributed_c10d.py"
+ASKS_FOR_ITS_RANK = [
+    f"_WorldMeta.WORLD ({C10D}:819)",
+    f"_get_default_group ({C10D}:1430)",
+    f"get_rank ({C10D}:2572)",
+    "reward (train.py:27)",
+    *LOOP,
+]
+
+
+def test_rank_that_looks_up_its_number_waits_for_nobody(tmp_path: Path) -> None:
+    looked_at(tmp_path, ASKS_FOR_ITS_RANK, active=True, waiting=3)
+    chosen = diagnose(tmp_path).chosen
+    assert (chosen.state, chosen.cause, list(chosen.ranks)) == ("hung", "rank_busy", [0])
+    assert "reward (train.py:27)" in chosen.sentence
+
+
+def test_call_with_objects_is_told_by_its_own_name(tmp_path: Path) -> None:
+    """Whatever helper of it was at work in the moment of the look."""
+    inside = [f"_get_pg_default_device ({C10D}:931)", f"gather_object ({C10D}:3534)", *LOOP]
+    chosen = diagnose(looked_at(tmp_path, inside, active=True, waiting=3)).chosen
+    assert "gather_object" in chosen.sentence
+
+
 MAPS = ["apply (prepare.py:8)", "Dataset._map_single (datasets/arrow_dataset.py:3961)", *LOOP]
 
 
