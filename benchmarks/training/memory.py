@@ -61,6 +61,7 @@ class Memory:
     """Bytes by kind on the rank that held most.
 
     `source`: whose code ran. `tokens_vocabulary`: trained tokens of a micro batch x vocabulary.
+    `publish`: of rank 0, the weights in float32: `seconds`, `bytes` of the files, `grew` by.
     """
 
     source: str
@@ -69,6 +70,7 @@ class Memory:
     parameters: int
     tokens_vocabulary: int
     kinds: Mapping[str, int]
+    publish: Mapping[str, float]
 
 
 def measure(
@@ -84,7 +86,7 @@ def measure(
         parameters = _write(folder / "model", size.config())
         for allocation in allocations:
             for name, source in sources.items():
-                kinds = _run(
+                kinds, published = _run(
                     folder,
                     source,
                     allocation,
@@ -92,14 +94,17 @@ def measure(
                     length=LENGTH,
                     micro_batches=MICRO_BATCHES,
                 )
-                found.append(Memory(name, allocation, size.name, parameters, 0, kinds))
+                one = Memory(name, allocation, size.name, parameters, 0, kinds, published)
+                found.append(one)
                 print(found[-1], file=sys.stderr, flush=True)
     parameters = _write(folder / "model", LOGITS.config(LOGITS_VOCABULARY))
     words = LOGITS_TOKENS * LOGITS_VOCABULARY
     for name, source in sources.items():
         rows, length = LOGITS_TOKENS // 256, 257
-        kinds = _run(folder, source, "fsdp:d1", rows=rows, length=length, micro_batches=1)
-        found.append(Memory(name, "fsdp:d1", LOGITS.name, parameters, words, kinds))
+        kinds, published = _run(
+            folder, source, "fsdp:d1", rows=rows, length=length, micro_batches=1
+        )
+        found.append(Memory(name, "fsdp:d1", LOGITS.name, parameters, words, kinds, published))
     return found
 
 
@@ -152,7 +157,8 @@ def table(found: Sequence[Memory]) -> str:
             by_size = {one.size: f"{one.kinds[kind] / 2**20:.0f}" for one in here}
             cells = [by_size.get(size.name, "") for size in SIZES]
             rows.append([allocation, source, kind, *cells, slope])
-    lines = ["| " + " | ".join(row) + " |" for row in rows] + ["", *_against_the_plan(sized)]
+    lines = ["| " + " | ".join(row) + " |" for row in rows]
+    lines += ["", *_against_the_plan(sized), "", *_published(sized)]
     for one in found:
         if one.size == LOGITS.name:
             times = one.kinds["peak of the step"] / (4 * one.tokens_vocabulary)
@@ -172,6 +178,16 @@ def _against_the_plan(found: Sequence[Memory]) -> list[str]:
         share = f"{1 - plan / held:.1%}"
         cells = [one.allocation, one.size, f"{plan / 2**20:.0f}", f"{held / 2**20:.0f}", share]
         lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _published(found: Sequence[Memory]) -> list[str]:
+    lines = ["| allocation | code | size | published MB/s | seconds | rank 0 grew by MiB |"]
+    lines.append("| --- " * 6 + "|")
+    for one in found:
+        told, name = one.publish, f"{one.allocation} | {one.source} | {one.size}"
+        speed, grew = told["bytes"] / told["seconds"] / 1e6, told["grew"] / 2**20
+        lines.append(f"| {name} | {speed:.0f} | {told['seconds']:.2f} | {grew:.0f} |")
     return lines
 
 
@@ -196,8 +212,8 @@ def _write(folder: Path, config: Mapping[str, Any]) -> int:
 
 def _run(
     folder: Path, source: Path, allocation: str, *, rows: int, length: int, micro_batches: int
-) -> Mapping[str, int]:
-    """Bytes by kind of the rank that held most.
+) -> tuple[Mapping[str, int], Mapping[str, float]]:
+    """Bytes by kind of the rank that held most, and rank 0's publishing.
 
     Raises:
         RuntimeError: a rank failed; its standard error has been shown.
@@ -228,9 +244,10 @@ def _run(
         raise RuntimeError(f"{allocation} of {source} ended with {codes}")
     held = [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(ranks)]
     most: Mapping[str, int] = max(
-        held, key=lambda kinds: kinds["weights"] + kinds["optimizer"] + kinds["peak of the step"]
+        (one["kinds"] for one in held),
+        key=lambda kinds: kinds["weights"] + kinds["optimizer"] + kinds["peak of the step"],
     )
-    return most
+    return most, held[0]["publish"]
 
 
 def _environment(source: Path, rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -1,16 +1,19 @@
 """One rank of a memory measurement: `memory_rank.py FOLDER`, with FOLDER/plan.json.
 
-It does two updates of random tokens and writes its resident memory by kind to FOLDER/rank-N.json.
+It does two updates of random tokens, publishes its weights twice as GRPO does, and writes its
+resident memory by kind to FOLDER/rank-N.json.
 Pages of files are left out: code of torch that is run for the first time is no memory of the model
 (some 20 MiB). The kinds are those of `memory.py`; the second update is measured, when every buffer
 is made.
 """
 
 import ctypes
+import functools
 import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shakedown.config import OptimizerConfig
+from shakedown.rollout.store import RolloutStore
 from shakedown.training.batch import TokenBatch, pad_rows
 from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import LossPart, Scores
@@ -53,8 +57,25 @@ def step(engine: Any, batches: Sequence[TokenBatch], note: Callable[[], None]) -
     engine.forward_backward(batches, loss, on_micro_batch=begin)
 
 
-def measure(plan: dict[str, Any]) -> dict[str, int]:
-    """(collective) Bytes by kind."""
+def publish(engine: Any, folder: Path) -> dict[str, float]:
+    """(collective) The second time of two: seconds, bytes of the files, and what the first grew."""
+    store, before = RolloutStore(folder), resident()
+    forget()
+    for version in (1, 2):
+        began = time.monotonic()
+        weights = engine.gather(engine.torch_dtype)
+        if dist.get_rank() == 0:
+            store.publish_weights(version, functools.partial(engine.export, weights=weights))
+        seconds = time.monotonic() - began
+        del weights
+        if version == 1:
+            grew = resident("VmHWM") - before
+    written = sum(path.stat().st_size for path in folder.rglob("*2/*.safetensors"))
+    return {"seconds": seconds, "bytes": written, "grew": grew}
+
+
+def measure(plan: dict[str, Any], folder: Path) -> dict[str, dict[str, Any]]:
+    """(collective) Bytes by kind, and `publish`."""
     allocation, length = plan["allocation"], plan["length"]
     draw = torch.Generator().manual_seed(dist.get_rank())
     batches = [
@@ -81,12 +102,13 @@ def measure(plan: dict[str, Any]) -> dict[str, int]:
     forget()
     step(engine, batches, lambda: between.append(resident()))
     peak = resident("VmHWM")
-    return {
+    kinds = {
         "weights": loaded - empty,
         "between micro batches": max(between, default=updated) - updated,
         "peak of the step": peak - updated,
         "optimizer": updated - loaded,
     }
+    return {"kinds": kinds, "publish": publish(engine, folder / "exchange")}
 
 
 def main(folder: Path) -> None:
@@ -95,7 +117,7 @@ def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - not to be counted as weights
 
-    found = measure(json.loads((folder / "plan.json").read_text(encoding="utf-8")))
+    found = measure(json.loads((folder / "plan.json").read_text(encoding="utf-8")), folder)
     target = folder / f"rank-{os.environ['RANK']}.json"
     target.write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
