@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shakedown.core.outcome import Outcome
 from shakedown.diagnosis.analyze import Diagnosis, analyze
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.diagnosis.placing import build_facts
@@ -332,3 +333,54 @@ def test_job_of_which_a_list_shows_a_process_has_not_ended(
     (tmp_path / "listed.txt").write_text(listed)
     chosen = diagnose(tmp_path).chosen
     assert (chosen.state, chosen.cause, list(chosen.ranks)) == (state, "user_code", [1])
+
+
+def seen(folder: Path, **stacks: str) -> Path:
+    """Two samples of ranks, each with its frames, innermost first; `gone`: no process is left."""
+    rows = []
+    for name, frames in stacks.items():
+        rank = int(name.removeprefix("rank"))
+        target = {"name": f"trainer-{name}", "pid": 100 + rank, "role": "trainer", "rank": rank}
+        state = "X" if frames == "gone" else "S"
+        rows.append({**target, "states": [{"state": state, "wchan": "", "threads": []}] * 2})
+        for number in (1, 2) if frames != "gone" else ():
+            where = folder / f"round{number}"
+            where.mkdir(exist_ok=True)
+            head = f"Process {100 + rank}: python train.py\n\nThread {100 + rank} (active): "
+            text = f'{head}"MainThread"\n' + "".join(f"    {f}\n" for f in frames.split(" < "))
+            (where / f"pyspy-trainer-rank{rank}.txt").write_text(text)
+    body = {"schema": "shakedown/collected/1", "host": "n1", "targets": rows, "missed": []}
+    (folder / "collected-n1.json").write_text(json.dumps(body))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("other", "state", "named"),
+    [
+        ("evaluate (train.py:30) < <module> (train.py:79)", "unknown", []),
+        ("all_reduce (torch/distributed/distributed_c10d.py:3252) < train (train.py:43)", "hung",
+         [1]),
+    ],
+)  # fmt: skip
+def test_rank_that_ended_without_a_word_is_named_once_another_one_waits(
+    tmp_path: Path, other: str, state: str, named: list[int]
+) -> None:
+    chosen = diagnose(seen(tmp_path, rank0=other, rank1="gone")).chosen
+    assert (chosen.state, list(chosen.ranks)) == (state, named)
+
+
+@pytest.mark.parametrize(
+    ("stalled", "frames", "state"),
+    [
+        ({}, "forward (model.py:9) < <module> (train.py:79)", "unknown"),
+        ({}, "synchronize (torch/cuda/__init__.py:9) < step (train.py:7)", "hung"),
+        ({"still": []}, "forward (model.py:9) < <module> (train.py:79)", "hung"),
+    ],
+)
+def test_a_watch_that_sees_no_steps_calls_nobody_hung_who_computes(
+    tmp_path: Path, stalled: dict[str, object], frames: str, state: str
+) -> None:
+    outcome = Outcome("job 7", 1, "hung", "nothing was printed for 400 s", stalled=stalled)
+    outcome.write(tmp_path / "outcome.json")
+    chosen = diagnose(seen(tmp_path, rank0=frames)).chosen
+    assert (chosen.state, list(chosen.ranks)) == (state, [])

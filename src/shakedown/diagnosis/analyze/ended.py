@@ -96,6 +96,35 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     )
 
 
+# Code of a rank's own, in which it waits for no other rank.
+_OWN_CODE = ("user", "busy", "dataloader", "storage", "compile")
+
+
+def parted(s: Situation) -> Hypothesis | None:
+    """Ranks ended, nothing tells how, and all others were seen in code of their own.
+
+    A rank with the smaller share of an evaluation, or that saves nothing, ends before the others.
+    """
+    gone, others = s.dead, s.alive
+    silent = all(s.ranks[r].exit_code is None and not s.ranks[r].events for r in gone)
+    apart = all(s.ranks[r].stacks and s.positions[r].kind in _OWN_CODE for r in others)
+    if not (gone and others and silent and apart) or s.facts.outcome is not None or _uncaught(s):
+        return None
+    return conclude(
+        s,
+        "unknown",
+        f"{name_ranks(gone)} ended, and how is not known; {name_ranks(others)} "
+        f"{verb(others, 'does', 'do')} not wait for {verb(gone, 'it', 'them')}",
+        sure="open",
+        state="unknown",
+        evidence=[*s.seen_at(gone), *s.seen_at(others)],
+        needed=[
+            f"how {name_ranks(gone)} ended: {verb(gone, 'its', 'their')} log or exit code",
+            "a later look: whether the others come to wait",
+        ],
+    )
+
+
 def _of_the_gpu(s: Situation, ranks: list[int]) -> list[int]:
     """Those of whose GPU the driver itself tells: NVLink's peers log its error as their own."""
     told = [r for r in ranks if any(_is_drivers(e) for e in s.ranks[r].events)]
