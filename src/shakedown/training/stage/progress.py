@@ -22,7 +22,7 @@ from shakedown.monitor.collect.logs import logs_in
 from shakedown.report.logs import natural
 from shakedown.training.stage.tensorboard import EventFile
 
-_BLOCK = 1 << 20  # of a file and look
+_BLOCK = 1 << 24  # of a file and look: what is older is passed over
 _LONGEST_LINE = 1 << 16
 _MOST_COLUMNS = 200
 _MOST_STEP = 1 << 53
@@ -47,7 +47,11 @@ class _Tail:
             with self.path.open("rb") as stream:
                 size = self.path.stat().st_size
                 self.offset = self.offset if self.offset <= size else 0
+                behind = size - self.offset > _BLOCK
+                self.offset = size - _BLOCK if behind else self.offset
                 stream.seek(self.offset)
+                # Within a line, whose begin is missing.
+                self.offset += len(stream.readline(_LONGEST_LINE)) if behind else 0
                 block = stream.read(_BLOCK)
         except OSError:  # not there yet, or for now
             return []
