@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shakedown.core.outcome import Outcome
+from shakedown.core.outcome import Outcome, State
 from shakedown.diagnosis.analyze import Diagnosis, analyze
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.diagnosis.placing import build_facts
@@ -367,6 +367,21 @@ def test_rank_that_ended_without_a_word_is_named_once_another_one_waits(
 ) -> None:
     chosen = diagnose(seen(tmp_path, rank0=other, rank1="gone")).chosen
     assert (chosen.state, list(chosen.ranks)) == (state, named)
+
+
+@pytest.mark.parametrize(
+    ("state", "last", "cause"),
+    [("failed", "", "user_code"), ("failed", "step 7\n", "unknown"), ("hung", "", "unknown")],
+)
+def test_the_last_word_of_a_stage_that_failed_is_told_also_of_a_process_without_a_rank(
+    tmp_path: Path, state: State, last: str, cause: str
+) -> None:
+    Outcome("lab", 1, state, "exit code 1").write(tmp_path / "outcome.json")
+    error = RAISED.replace("[rank1]: ", "")
+    (tmp_path / "trainer-launch.log").write_text(f"step 6\n{error}{last}")
+    chosen = diagnose(tmp_path).chosen
+    assert (chosen.cause, list(chosen.ranks)) == (cause, [])
+    assert ("ValueError: bad batch at" in chosen.sentence) == (cause == "user_code")
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_steps_that_begin_anew_move_and_those_that_are_told_again_do_not(tmp_pat
 
 def test_of_a_log_that_grows_faster_than_it_is_read_the_end_is_read(tmp_path: Path) -> None:
     with (tmp_path / "a.log").open("w") as stream:
-        stream.writelines(f"step {step} {'x' * 999_990}\n" for step in range(40))
+        stream.writelines(f"step {step} {'.' * 999_990}\n" for step in range(40))
     pattern = LogPattern(r"step (?P<step>\d+)", tmp_path)
 
     steps = [row["step"] for row in pattern.new_rows()]
@@ -160,6 +160,8 @@ def test_the_checkpoint_of_the_highest_number_is_the_newest_if_it_is_whole(tmp_p
         os.utime(folder, (1000 - number, 1000 - number))
         if number < 100:
             (folder / "done").touch()
+    for unfinished in ("step_200.tmp", "step_300.incomplete"):
+        (tmp_path / unfinished).mkdir()
     glob = "{stage}/step_*"
 
     assert newest_checkpoint(job_of(tmp_path)) is None

@@ -311,7 +311,8 @@ def _only_computes(s: Situation) -> bool:
     outcome = s.facts.outcome
     places = [s.positions[r] for r in s.alive]
     busy = all(p.kind == "busy" and p.path and is_user(p.path[-1]) for p in places)
-    return outcome is not None and not outcome.steps_known and bool(places) and busy
+    outside = outcome is not None and outcome.state == "hung" and not outcome.steps_known
+    return outside and bool(places) and busy
 
 
 def _seen(s: Situation, *, ended: bool) -> str:
@@ -320,7 +321,9 @@ def _seen(s: Situation, *, ended: bool) -> str:
         return "; ".join([s.facts.outcome.sentence, *_last_of(s)])
     if not s.ranks:
         return "no rank was seen; the evidence names no cause"
-    count = f"{len(s.ranks)} {'rank was' if len(s.ranks) == 1 else 'ranks were'} seen"
+    kind = "process" if s.facts.guessed else "rank"
+    many = f"{kind}{'es' if s.facts.guessed else 's'}"
+    count = f"{len(s.ranks)} {f'{kind} was' if len(s.ranks) == 1 else f'{many} were'} seen"
     if ended:
         return f"{count} and all ended; which went first is not known"
     silent = [r for r in s.blockers if s.has_no_evidence(r)]
