@@ -336,7 +336,10 @@ def test_job_of_which_a_list_shows_a_process_has_not_ended(
 
 
 def seen(folder: Path, **stacks: str) -> Path:
-    """Two samples of ranks, each with its frames, innermost first; `gone`: no process is left."""
+    """Two samples of ranks, each with its frames, innermost first; `gone`: no process is left.
+
+    Of frames with ` then ` between the second sample has the later ones.
+    """
     rows = []
     for name, frames in stacks.items():
         rank = int(name.removeprefix("rank"))
@@ -347,7 +350,8 @@ def seen(folder: Path, **stacks: str) -> Path:
             where = folder / f"round{number}"
             where.mkdir(exist_ok=True)
             head = f"Process {100 + rank}: python train.py\n\nThread {100 + rank} (active): "
-            text = f'{head}"MainThread"\n' + "".join(f"    {f}\n" for f in frames.split(" < "))
+            path = frames.split(" then ")[number - 1 :][:1] or [frames]
+            text = f'{head}"MainThread"\n' + "".join(f"    {f}\n" for f in path[0].split(" < "))
             (where / f"pyspy-trainer-rank{rank}.txt").write_text(text)
     body = {"schema": "shakedown/collected/1", "host": "n1", "targets": rows, "missed": []}
     (folder / "collected-n1.json").write_text(json.dumps(body))
@@ -399,3 +403,23 @@ def test_a_watch_that_sees_no_steps_calls_nobody_hung_who_computes(
     outcome.write(tmp_path / "outcome.json")
     chosen = diagnose(seen(tmp_path, rank0=frames)).chosen
     assert (chosen.state, list(chosen.ranks)) == (state, [])
+
+
+@pytest.mark.parametrize(
+    ("frames", "stalled", "state", "named"),
+    [
+        ("norm (m.py:1) < score (t.py:9) then add (m.py:5) < score (t.py:9)", {}, "unknown", []),
+        ("loop (t.py:3) < <module> (t.py:9) then loop (t.py:4) < <module> (t.py:9)", {}, "hung",
+         [0]),
+        ("norm (m.py:1) < score (t.py:9) then add (m.py:5) < score (t.py:9)", {"still": []}, "hung",
+         [0]),
+    ],
+)  # fmt: skip
+def test_rank_that_works_in_several_functions_while_others_wait_is_slow_for_whoever_sees_no_steps(
+    tmp_path: Path, frames: str, stalled: dict[str, object], state: str, named: list[int]
+) -> None:
+    outcome = Outcome("job 7", 1, "hung", "nothing was printed for 400 s", stalled=stalled)
+    outcome.write(tmp_path / "outcome.json")
+    waits = " < ".join(WAITS)
+    chosen = diagnose(seen(tmp_path, rank0=frames, rank1=waits)).chosen
+    assert (chosen.state, list(chosen.ranks)) == (state, named)

@@ -45,7 +45,11 @@ class _Age:
 
 def tempered(s: Situation, chosen: Hypothesis) -> Hypothesis:
     """`chosen`, or what takes its place where the job may still move."""
-    if chosen.state != "hung" or _waited_long(s):
+    if chosen.state != "hung":
+        return chosen
+    if s.suspected and chosen.ranks and all(_wanders(s.ranks[r]) for r in chosen.ranks):
+        return _look_again(chosen, [f"{name_ranks(chosen.ranks)} came to other functions"])
+    if _waited_long(s):
         return chosen
     # Progress is asked for before patience: it shows at once that the job is slow.
     if (moves := _progress(s, chosen)) is not None:
@@ -73,6 +77,13 @@ def _progress(s: Situation, chosen: Hypothesis) -> Hypothesis | None:
     if moved and len(moved) == len(chosen.ranks) and not any(s.ranks[r].beats for r in moved):
         return _look_again(chosen, [f"{name_ranks(moved)} moved"])
     return None
+
+
+def _wanders(component: ComponentFacts) -> bool:
+    """On a CPU, and not in the same functions in all samples: an endless loop has few."""
+    main = [stack.main for stack in component.stacks if stack.main and stack.sample]
+    paths = [tuple((f.file, f.function) for f in thread.frames) for thread in main]
+    return bool(main) and main[-1].active is True and len(set(paths)) > 1
 
 
 def _computes(s: Situation, ranks: Sequence[int]) -> bool:

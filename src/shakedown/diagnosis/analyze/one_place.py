@@ -308,11 +308,9 @@ def _only_computes(s: Situation) -> bool:
 
     Who waits for a GPU or in NCCL, and keeps a CPU busy, stands in a library.
     """
-    outcome = s.facts.outcome
     places = [s.positions[r] for r in s.alive]
     busy = all(p.kind == "busy" and p.path and is_user(p.path[-1]) for p in places)
-    outside = outcome is not None and outcome.state == "hung" and not outcome.steps_known
-    return outside and bool(places) and busy
+    return s.suspected and bool(places) and busy
 
 
 def _seen(s: Situation, *, ended: bool) -> str:

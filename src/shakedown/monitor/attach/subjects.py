@@ -56,8 +56,8 @@ class Subject(Protocol):
         """Programs that sample it; they end when nobody asks them for `idle` seconds."""
         ...
 
-    def collect(self, out: Path, gap: float) -> list[str]:
-        """The command that collects its evidence to `out`."""
+    def collect(self, out: Path, rounds: int, gap: float) -> list[str]:
+        """The command that collects its evidence to `out`, `rounds` times, `gap` seconds apart."""
         ...
 
     def missing(self) -> str:
@@ -121,8 +121,8 @@ class SlurmJob:
 
         return Start(argv, nodes, step_environment(), alone=alone if len(nodes) > 1 else None)
 
-    def collect(self, out: Path, gap: float) -> list[str]:
-        return [*_collector(sys.executable, out, gap), "--job", self.given]
+    def collect(self, out: Path, rounds: int, gap: float) -> list[str]:
+        return [*_collector(sys.executable, out, rounds, gap), "--job", self.given]
 
     def missing(self) -> str:
         own = _user(os.getuid())
@@ -159,8 +159,8 @@ class Processes:
         command = f"exec {shlex.join([self.python, *_SAMPLER, *options])}"
         return [Start(ssh_argv(host, command), [host], label=True) for host in self.hosts]
 
-    def collect(self, out: Path, gap: float) -> list[str]:
-        command = [*_collector(sys.executable, out, gap), f"--match={self.pattern}"]
+    def collect(self, out: Path, rounds: int, gap: float) -> list[str]:
+        command = [*_collector(sys.executable, out, rounds, gap), f"--match={self.pattern}"]
         if self.hosts:
             command += ["--hosts", ",".join(self.hosts), "--remote-python", self.python]
         return command
@@ -176,8 +176,8 @@ class Processes:
         return f"processes of {', '.join(names)} match: run the watch as that user" if names else ""
 
 
-def _collector(python: str, out: Path, gap: float) -> list[str]:
-    return [python, *COLLECTOR, "--out", str(out), "--rounds", "2", "--gap", f"{gap:g}"]
+def _collector(python: str, out: Path, rounds: int, gap: float) -> list[str]:
+    return [python, *COLLECTOR, "--out", str(out), "--rounds", str(rounds), "--gap", f"{gap:g}"]
 
 
 def _user(number: int) -> str:
