@@ -3,7 +3,7 @@
 The scripts (tests/data/trainers) are ordinary user code, which knows nothing of shakedown.
 """
 
-import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,14 @@ TRAINERS: dict[str, dict[str, Any]] = {
         "resume": {"glob": "{stage}/out/step=*.ckpt", "arguments": "--resume {resume}"},
     },
 }
+# What stands in front of a lab's own script, by launcher; `none` is its own launch line.
+FRONTS = {
+    "torchrun": "",
+    "srun": f"{sys.executable} -u ",
+    "accelerate": "--multi_gpu ",
+    "none": f"{sys.executable} -m torch.distributed.run --nproc-per-node={{ranks_per_node}} "
+    "--master-port={port} ",
+}
 RESUME = {
     "glob": "{stage}/out/checkpoint-*",
     "complete": "trainer_state.json",
@@ -64,7 +72,6 @@ def trainer_stage(trainer: str, model: Path) -> dict[str, Any]:
 
 
 def first_step_of_rerun(steps: Sequence[int]) -> int:
-    """Where a rerun went on, of the steps of both attempts in their order."""
-    second = next(i for i, (a, b) in enumerate(itertools.pairwise(steps), 1) if b <= a)
+    """Where a rerun went on, of its own steps."""
     # A bar is drawn with 0 before it is set to where the trainer goes on.
-    return min(filter(None, steps[second:]))
+    return min(filter(None, steps))

@@ -26,6 +26,7 @@ from tests.faults.command_stage import (
     wait_for_step,
 )
 from tests.trainer_pythons import RAY_PYTHON, needs_ray
+from tests.trainer_stages import FRONTS, first_step_of_rerun
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = pytest.mark.slow
@@ -70,10 +71,15 @@ def test_torchrun_of_two_ranks_completes_with_logs_and_curves(
     assert not processes_that_mention(str(tmp_path / "r"))
 
 
+@pytest.mark.parametrize(
+    "launch",
+    ["torchrun", *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in ("srun", "none"))],
+)
 def test_a_stopped_rank_is_named_and_the_stage_resumes_alone(
-    start: Start, stage: StagePaths, tmp_path: Path
+    start: Start, stage: StagePaths, tmp_path: Path, launch: str
 ) -> None:
-    process = start()
+    changes = {"launch": launch, "command": FRONTS[launch] + STAGE["command"]}
+    process = start(**changes)
     wait_for_step(stage, 7)
     os.kill(pid_of_rank(1, tmp_path), signal.SIGSTOP)
     finish(process)
@@ -86,22 +92,41 @@ def test_a_stopped_rank_is_named_and_the_stage_resumes_alone(
     # torchrun's workers lead sessions of their own, and a stopped one takes no SIGTERM.
     assert not processes_that_mention(str(tmp_path / "r"))
 
-    output = finish(start())
+    before = len(rows(stage))
+    output = finish(start(**changes))
 
     assert "resuming from" in output
     assert read_json(stage.outcome)["state"] == "completed"
-    (log,) = stage.latest.glob("logs/torchrun-0/*/attempt_0/1/stdout.log")
-    begin = int(log.read_text().split()[-1])
+    begin = first_step_of_rerun([row["step"] for row in rows(stage)[before:]])
     assert begin % 5 == 1
     assert begin > 5
     assert rows(stage)[-1]["step"] == STEPS
 
 
 @pytest.mark.exhaustive
-def test_a_rerun_at_debug_info_has_stacks_and_flight_recorders_of_the_ranks_themselves(
-    start: Start, stage: StagePaths, tmp_path: Path
+@pytest.mark.parametrize("launch", ["srun", "none"])
+def test_a_rank_in_an_endless_loop_is_named_with_its_line(
+    start: Start, stage: StagePaths, launch: str
 ) -> None:
-    process = start(debug="info")
+    command = f"{FRONTS[launch]}{STAGE['command']} --loop-on {{stage}}/loop"
+    process = start(launch=launch, command=command)
+    wait_for_step(stage, 7)
+    (stage.root / "loop").touch()
+    finish(process)
+
+    found = diagnose(stage)
+    assert found["diagnosis"]["state"] == "hung"
+    assert found["diagnosis"]["culprits"] == {"ranks": [1], "nodes": [], "roles": []}
+    assert found["diagnosis"]["victims"]["ranks"] == [0]
+    assert "endless_loop" in found["summary"], found["summary"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launch", list(FRONTS))
+def test_a_rerun_at_debug_info_has_stacks_and_flight_recorders_of_the_ranks_themselves(
+    start: Start, stage: StagePaths, tmp_path: Path, launch: str
+) -> None:
+    process = start(launch=launch, command=FRONTS[launch] + STAGE["command"], debug="info")
     wait_for_step(stage, 4)
     os.kill(pid_of_rank(1, tmp_path), signal.SIGSTOP)
     finish(process)
@@ -189,8 +214,7 @@ def test_the_signal_of_the_stage_reaches_the_ranks_which_save_and_stop(
 def test_other_launchers_on_one_machine_complete(
     start: Start, stage: StagePaths, tmp_path: Path, launch: str
 ) -> None:
-    front = {"srun": f"{sys.executable} -u", "accelerate": "--multi_gpu"}[launch]
-    process = start(launch=launch, command=f"{front} {STAGE['command']}")
+    process = start(launch=launch, command=FRONTS[launch] + STAGE["command"])
     finish(process)
 
     outcome = read_json(stage.outcome)

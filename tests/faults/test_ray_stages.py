@@ -13,19 +13,22 @@ from typing import Any
 import pytest
 
 from shakedown.core.paths import StagePaths
-from tests.faults.command_stage import Start, diagnose, finish, wait_for_step
+from tests.faults.command_stage import Start, diagnose, finish, rows, wait_for_step
 from tests.trainer_pythons import RAY_PYTHON, needs_ray
+from tests.trainer_stages import first_step_of_rerun
 from tests.workflow.helpers import ROOT, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, needs_ray]
 
 SCRIPT = ROOT / "tests" / "data" / "trainers" / "policy_actors.py"
+STEPS = 60
 STAGE: dict[str, Any] = {
     "algorithm": "command",
     "launch": "ray",
     "python": RAY_PYTHON,
-    "command": f"python {SCRIPT} --steps 60 --loop-on {{stage}}/loop",
-    "steps": 60,
+    "command": f"python {SCRIPT} --steps {STEPS} --loop-on {{stage}}/loop --out {{stage}}/states",
+    "steps": STEPS,
+    "resume": {"glob": "{stage}/states/step_*.json", "arguments": "--resume {resume}"},
     "progress": {"pattern": r"step (?P<step>\d+)"},
     "stall_timeout": 8.0,
     "start_timeout": 240.0,
@@ -73,11 +76,11 @@ def test_a_stopped_actor_is_named_by_the_rank_that_it_was_told(
     assert len(read_json(state)["clusters"][0]["actors"]) == 5
 
 
-def test_an_actor_in_an_endless_loop_is_named_and_no_idle_one(
+def test_an_actor_in_an_endless_loop_is_named_and_no_idle_one_and_a_rerun_goes_on(
     start: Start, stage: StagePaths
 ) -> None:
     process = start(**STAGE)
-    wait_for_step(stage, 3)
+    wait_for_step(stage, 7)
     Path(stage.root, "loop").touch()
     finish(process)
 
@@ -85,6 +88,19 @@ def test_an_actor_in_an_endless_loop_is_named_and_no_idle_one(
     assert found["diagnosis"]["culprits"] == {"ranks": [2], "nodes": [], "roles": []}
     assert found["diagnosis"]["cause"] == "user_code"
     assert "policy_actors.py" in found["summary"]
+
+    Path(stage.root, "loop").unlink()
+    before = len(rows(stage))
+    output = finish(start(**STAGE))
+
+    assert "resuming from" in output
+    assert read_json(stage.outcome)["state"] == "completed"
+    begin = first_step_of_rerun([row["step"] for row in rows(stage)[before:]])
+    assert begin % 5 == 1
+    assert begin > 5
+    # The actors' states went on as well: each has made as many updates as there were steps.
+    states = read_json(stage.root / "states" / f"step_{STEPS}.json")
+    assert states == {"step": STEPS, "updates": [STEPS] * 4}
 
 
 def test_a_killed_actor_is_named_by_its_class_and_process(start: Start, stage: StagePaths) -> None:

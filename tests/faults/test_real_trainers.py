@@ -111,11 +111,12 @@ def test_a_hung_rank_is_named_and_the_stage_goes_on_from_the_trainers_own_checkp
     assert not processes_that_mention(str(tmp_path / "r"))
 
     undo(stage)
+    before = len(rows(stage))
     output = finish(begin(trainer))
 
     assert "resuming from" in output
     assert read_json(stage.outcome)["state"] == "completed"
-    assert first_step_of_rerun([row["step"] for row in rows(stage)]) >= 10
+    assert first_step_of_rerun([row["step"] for row in rows(stage)[before:]]) >= 10
 
 
 @pytest.mark.parametrize("trainer", list(TRAINERS))

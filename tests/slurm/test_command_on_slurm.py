@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import yaml
 
-from shakedown.core.paths import RunPaths
+from shakedown.core.paths import RunPaths, StagePaths
 from shakedown.training.demo import write_model
 from tests.slurm_fixtures import Workflow, wait_for, workflows
 from tests.trainer_pythons import RAY_PYTHON, needs_ray, needs_trainers
-from tests.trainer_stages import first_step_of_rerun, trainer_stage
+from tests.trainer_stages import FRONTS, TRAINERS, first_step_of_rerun, trainer_stage
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -97,45 +97,103 @@ def test_torchrun_over_two_nodes_completes_and_one_log_a_rank_is_shown(workflow:
     assert not processes_that_mention(f"{flow.folder}/results")
 
 
-def stop_second_rank(flow: Workflow, paths: RunPaths, step: int) -> dict[str, Any]:
-    """Stop it once that step is done, and wait for the stage's end; returns the diagnosis."""
-    stage = paths.stage("lab")
-    snakemake = start(flow, paths)
-    wait_for(lambda: max(steps(paths), default=0) >= step, f"step {step}")
+Fault = Callable[[Workflow, RunPaths], None]
+
+
+def stop(flow: Workflow, _paths: RunPaths) -> None:
     os.kill(pid_of_rank(1, flow.folder), signal.SIGSTOP)
 
-    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
-    assert read_json(stage.outcome)["state"] == "hung"
+
+def stop_first(flow: Workflow, _paths: RunPaths) -> None:
+    os.kill(pid_of_rank(0, flow.folder), signal.SIGSTOP)
+
+
+def loop(_flow: Workflow, paths: RunPaths) -> None:
+    (paths.stage("lab").root / "loop").touch()
+
+
+def diagnosed(stage: StagePaths) -> dict[str, Any]:
     command = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose", "--stage"]
     subprocess.run([*command, str(stage.root)], check=False, timeout=120)
-    wait_for(lambda: not processes_that_mention(f"{flow.folder}/results"), "the end of all ranks")
-    found: dict[str, Any] = read_json(stage.diagnosis)["diagnosis"]
+    found: dict[str, Any] = read_json(stage.diagnosis)
     return found
 
 
-def test_a_stopped_rank_of_the_second_node_is_named_and_the_stage_resumes_alone(
-    workflow: Make,
+def hang(flow: Workflow, paths: RunPaths, step: int, fault: Fault = stop) -> dict[str, Any]:
+    """Hang a rank once that step is done, and wait for the stage's end; returns the diagnosis."""
+    stage = paths.stage("lab")
+    snakemake = start(flow, paths)
+    wait_for(lambda: max(steps(paths), default=0) >= step, f"step {step}")
+    fault(flow, paths)
+
+    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
+    assert read_json(stage.outcome)["state"] == "hung"
+    found = diagnosed(stage)
+    wait_for(lambda: not processes_that_mention(f"{flow.folder}/results"), "the end of all ranks")
+    return found
+
+
+def first_step_again(flow: Workflow, paths: RunPaths) -> int:
+    """Run the stage alone to its end; returns where it went on."""
+    before = len(steps(paths))
+    paths.stage("lab").outcome.unlink()
+    assert start(flow, paths).wait(240) == 0, flow.read("snakemake.out")
+    assert read_json(paths.stage("lab").outcome)["state"] == "completed"
+    return first_step_of_rerun(steps(paths)[before:])
+
+
+LOOP_ON = "--loop-on {stage}/loop"
+TORCHRUN = {"launch": "torchrun", "command": f"{STAGE['command']} {LOOP_ON}"}
+SRUN = {"launch": "srun", "command": f"{FRONTS['srun']}{STAGE['command']} {LOOP_ON}"}
+# A lab's own launch lines: of srun over all nodes of the job, and of torchrun on one.
+OWN_SRUN = {
+    "launch": "none",
+    "command": f"{SCRIPT.with_name('ranks.sh')} {{head}} {{port}} {SRUN['command']}",
+}
+OWN_TORCHRUN = {
+    "launch": "none",
+    "command": FRONTS["none"] + STAGE["command"],
+    "nodes": 1,
+    "ranks_per_node": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("launch", "fault"),
+    [
+        pytest.param(TORCHRUN, stop, id="torchrun"),
+        pytest.param(SRUN, stop, id="srun", marks=pytest.mark.exhaustive),
+        pytest.param(SRUN, stop_first, id="srun-first", marks=pytest.mark.exhaustive),
+        pytest.param(SRUN, loop, id="srun-loop", marks=pytest.mark.exhaustive),
+        pytest.param(OWN_SRUN, stop, id="none", marks=pytest.mark.exhaustive),
+        pytest.param(OWN_SRUN, loop, id="none-loop", marks=pytest.mark.exhaustive),
+        pytest.param(OWN_TORCHRUN, stop, id="none-one-node", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_hung_rank_is_named_and_the_stage_resumes_alone(
+    workflow: Make, launch: dict[str, Any], fault: Fault
 ) -> None:
     flow = workflow("")
-    paths = prepare(flow, launch="torchrun")
-    stage = paths.stage("lab")
+    paths = prepare(flow, **launch)
 
-    found = stop_second_rank(flow, paths, 12)
+    found = hang(flow, paths, 12, fault)
 
-    assert found["culprits"]["ranks"] == [1], found
-    assert found["victims"]["ranks"] == [0]
+    culprit = 0 if fault is stop_first else 1
+    assert found["diagnosis"]["culprits"] == {"ranks": [culprit], "nodes": [], "roles": []}, found
+    assert found["diagnosis"]["victims"]["ranks"] == [1 - culprit]
+    assert fault is not loop or "endless_loop" in found["summary"]
 
-    stage.outcome.unlink()
-    assert start(flow, paths).wait(240) == 0, flow.read("snakemake.out")
-
-    assert read_json(stage.outcome)["state"] == "completed"
-    (log,) = stage.attempt(2).logs.glob("torchrun-1/*/attempt_0/0/stdout.log")
-    assert int(log.read_text().split()[-1]) > 10
+    (paths.stage("lab").root / "loop").unlink(missing_ok=True)
+    begin = first_step_again(flow, paths)
+    assert begin > 10
+    assert begin % 5 == 1
+    outcome = read_json(paths.stage("lab").outcome)
+    assert len(set(outcome["rank_nodes"])) == launch.get("nodes", 2)
 
 
 @needs_trainers
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("trainer", ["hf_trainer", "trl_sft", "lightning_ddp"])
+@pytest.mark.parametrize("trainer", list(TRAINERS))
 def test_an_unmodified_trainer_over_two_nodes_is_diagnosed_and_goes_on_from_its_checkpoint(
     workflow: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: str
 ) -> None:
@@ -143,29 +201,24 @@ def test_an_unmodified_trainer_over_two_nodes_is_diagnosed_and_goes_on_from_its_
     flow = workflow("")
     monkeypatch.setitem(flow.environment, "HF_HUB_OFFLINE", "1")
     paths = prepare(flow, **trainer_stage(trainer, tmp_path / "model"))
-    stage = paths.stage("lab")
 
-    found = stop_second_rank(flow, paths, 13)
+    found = hang(flow, paths, 13)["diagnosis"]
 
     assert (found["state"], found["culprits"]["ranks"]) == ("hung", [1]), found
     assert found["victims"]["ranks"] == [0]
 
-    stage.outcome.unlink()
-    assert start(flow, paths).wait(240) == 0, flow.read("snakemake.out")
-
-    outcome = read_json(stage.outcome)
-    assert outcome["state"] == "completed", outcome
-    assert len(set(outcome["rank_nodes"])) == 2
-    assert first_step_of_rerun(steps(paths)) >= 10
+    assert first_step_again(flow, paths) >= 10
+    assert len(set(read_json(paths.stage("lab").outcome)["rank_nodes"])) == 2
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("launch", [TORCHRUN, SRUN, OWN_SRUN], ids=["torchrun", "srun", "none"])
 def test_the_signal_of_the_stage_reaches_the_ranks_of_both_nodes_and_the_job_goes_on(
-    workflow: Make,
+    workflow: Make, launch: dict[str, Any]
 ) -> None:
     flow = workflow("")
-    command = f"{STAGE['command']} --save-on SIGUSR1"
-    paths = prepare(flow, launch="torchrun", command=command, signal="SIGUSR1")
+    command = f"{launch['command']} --save-on SIGUSR1"
+    paths = prepare(flow, **{**launch, "command": command}, signal="SIGUSR1")
     stage = paths.stage("lab")
     more = ("--set-resources", "train:checkpoint_seconds=60")
     snakemake = start(flow, paths, *more)
@@ -179,9 +232,9 @@ def test_the_signal_of_the_stage_reaches_the_ranks_of_both_nodes_and_the_job_goe
     first, second = read_json(stage.attempt(1).outcome), read_json(stage.outcome)
     assert (first["state"], second["state"]) == ("interrupted", "completed")
     assert "resume from" in first["sentence"]
-    for node in (0, 1):
-        (log,) = stage.attempt(1).logs.glob(f"torchrun-{node}/*/attempt_0/0/stdout.log")
-        assert f"rank {node} was told to stop" in log.read_text()
+    logs = [p.read_text() for p in stage.attempt(1).logs.rglob("*") if p.is_file()]
+    for rank in (0, 1):
+        assert any(f"rank {rank} was told to stop" in log for log in logs)
 
 
 def test_srun_starts_one_task_a_rank(workflow: Make) -> None:
@@ -217,34 +270,55 @@ def test_ray_waits_for_both_nodes_and_all_of_it_ends(workflow: Make) -> None:
 
 @needs_ray
 @pytest.mark.exhaustive
-def test_a_stopped_actor_of_ray_is_named_by_class_and_rank_and_a_rerun_completes(
+def test_a_stopped_actor_of_ray_is_named_by_class_and_rank_and_a_rerun_goes_on(
     workflow: Make,
 ) -> None:
     flow = workflow("")
-    command = f"python {SCRIPT.with_name('policy_actors.py')} --steps {STEPS}"
+    command = (
+        f"python {SCRIPT.with_name('policy_actors.py')} --steps {STEPS} --out {{stage}}/states"
+    )
     ray = {"launch": "ray", "python": RAY_PYTHON, "command": command, "start_timeout": 240.0}
-    paths = prepare(flow, **ray, resume=None, outputs=[])
+    resume = {"glob": "{stage}/states/step_*.json", "arguments": "--resume {resume}"}
+    paths = prepare(flow, **ray, resume=resume, outputs=["{stage}/states"])
     stage = paths.stage("lab")
     snakemake = start(flow, paths)
 
-    wait_for(lambda: max(steps(paths), default=0) >= 3, "the third step")
+    wait_for(lambda: max(steps(paths), default=0) >= 7, "the seventh step")
     log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
     pids = [int(word) for word in log.splitlines()[-1].partition("pids=")[2].split()]
     os.kill(pids[3], signal.SIGSTOP)
 
     assert snakemake.wait(240) == 0, flow.read("snakemake.out")
-    command_line = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose", "--stage"]
-    subprocess.run([*command_line, str(stage.root)], check=False, timeout=120)
-    found = read_json(stage.diagnosis)
+    found = diagnosed(stage)
     assert found["diagnosis"]["state"] == "hung"
     assert found["diagnosis"]["culprits"] == {"ranks": [3], "nodes": [], "roles": []}
     assert f"rank 3 is actor PolicyWorker, process {pids[3]}" in found["summary"]
     wait_for(lambda: not any(Path(f"/proc/{p}").exists() for p in pids), "the end of the actors")
 
-    stage.outcome.unlink()
-    assert start(flow, paths).wait(240) == 0, flow.read("snakemake.out")
-
-    assert read_json(stage.outcome)["state"] == "completed"
+    begin = first_step_again(flow, paths)
+    assert begin > 5
+    assert begin % 5 == 1
     log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
     assert "ray: 2 of 2 node(s) have joined" in log
     assert "4 policy workers on 2 node(s)" in log
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launch", [TORCHRUN, SRUN, OWN_SRUN], ids=["torchrun", "srun", "none"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_named_on_either_node(
+    workflow: Make, launch: dict[str, Any], rank: int
+) -> None:
+    flow = workflow("")
+    paths = prepare(flow, **launch)
+    stage = paths.stage("lab")
+    snakemake = start(flow, paths)
+    wait_for(lambda: max(steps(paths), default=0) >= 3, "the third step")
+    os.kill(pid_of_rank(rank, flow.folder), signal.SIGKILL)
+
+    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
+    found = diagnosed(stage)
+    assert found["diagnosis"]["culprits"] == {"ranks": [rank], "nodes": [], "roles": []}, found
+    # By torchrun's word, or by srun's.
+    assert re.search("signal 9|Killed", found["summary"]), found["summary"]
+    wait_for(lambda: not processes_that_mention(f"{flow.folder}/results"), "the end of all ranks")

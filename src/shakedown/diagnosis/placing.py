@@ -16,7 +16,6 @@ from shakedown.diagnosis.groups import build_groups
 from shakedown.diagnosis.owners import Owners, find_owners, ranks_of_engine
 from shakedown.diagnosis.processes import is_helper, is_launcher
 from shakedown.diagnosis.read.clock import since
-from shakedown.diagnosis.read.local_ranks import LOCAL
 from shakedown.diagnosis.records import (
     BeatRecord,
     FlightRecord,
@@ -55,7 +54,6 @@ def build_facts(records: Sequence[Record]) -> Facts:
     names = [record for record in records if isinstance(record, TargetName)]
     facts.world = max((record.world for record in names), default=0)
     gpus = {(t.who.host, t.bus): t.who for t in names if t.bus}
-    nodes = any(map(_on_a_later_node, records))
     loose: list[Stack] = []
     # Sorted: the facts must not depend on the order in which files were read.
     for record in sorted(records, key=lambda r: (r.place.path, r.place.line)):
@@ -70,7 +68,7 @@ def build_facts(records: Sequence[Record]) -> Facts:
             who = Identity(beat.rank, beat.pid, beat.host, beat.role)
             _component(facts, who).beats.append(record)
         elif isinstance(record, LogEvent):
-            named = replace(record, who=_who_of(record, owners, gpus, nodes=nodes))
+            named = replace(record, who=_who_of(record, owners, gpus))
             _place(facts, named, owners, loose)
         else:
             _place(facts, record, owners, loose)
@@ -129,31 +127,14 @@ def _place(facts: Facts, record: Any, owners: Owners, loose: list[Stack]) -> Non
         _keep(facts, record)
 
 
-def _on_a_later_node(record: Record) -> bool:
-    """A launcher told of a rank that has another number within its node."""
-    if not isinstance(record, LogEvent) or LOCAL not in record.detail:
-        return False
-    return record.who.rank not in (None, record.detail[LOCAL])
-
-
-def _who_of(
-    event: LogEvent,
-    owners: Owners,
-    gpus: Mapping[tuple[str, str], Identity],
-    *,
-    nodes: bool,
-) -> Identity:
+def _who_of(event: LogEvent, owners: Owners, gpus: Mapping[tuple[str, str], Identity]) -> Identity:
     """Whom a line speaks of: srun and mpirun name the task, the kernel and a shell the process, the
     driver the GPU.
-
-    `nodes`: srun's tasks are nodes, of several ranks each.
     """
     detail, host = event.detail, event.who.host
     if "container" in detail:
         return Identity(host=host)  # of several ranks, whatever number its file's name has
     task = next((detail[key] for key in ("task", "waits", "actor") if key in detail), None)
-    if nodes and "node" in detail and "task" in detail:
-        return Identity(host=str(detail["node"]))
     if isinstance(task, int):
         return Identity(task)  # one task a rank
     if event.who.rank is not None:

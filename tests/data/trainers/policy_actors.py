@@ -1,9 +1,11 @@
 """A driver with a group of Ray actors that have ranks, as trainers on Ray: knows nothing of shakedown.
 
 An actor learns its rank after its process has started. `--loop-on FILE`: rank 2 spins while it is there.
+`--out FOLDER`: the driver writes the actors' states there at each fifth step; `--resume FILE`: one of them.
 """
 
 import argparse
+import json
 import os
 import time
 from pathlib import Path
@@ -17,11 +19,19 @@ class PolicyWorker:
     def __init__(self, rank: int, world: int) -> None:
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world)
         self.rank = rank
+        self.updates = 0
+
+    def load(self, updates: int) -> None:
+        self.updates = updates
+
+    def state(self) -> int:
+        return self.updates
 
     def step(self, loop_on: str) -> int:
         time.sleep(0.2)
         while loop_on and self.rank == 2 and Path(loop_on).exists():
             pass
+        self.updates += 1
         return os.getpid()
 
     def node(self) -> str:
@@ -34,11 +44,19 @@ class RewardWorker:
         return 1.0
 
 
+def save(folder: Path, step: int, updates: list[int]) -> None:
+    folder.mkdir(exist_ok=True, parents=True)
+    (folder / "part").write_text(json.dumps({"step": step, "updates": updates}))
+    (folder / "part").rename(folder / f"step_{step}.json")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--loop-on", default="")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--resume", default="")
     args = parser.parse_args()
     ray.init()
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -48,10 +66,17 @@ def main() -> None:
         for rank in range(args.ranks)
     ]
     rewards = RewardWorker.remote()
-    for step in range(1, args.steps + 1):
+    first = 1
+    if args.resume:
+        saved = json.loads(Path(args.resume).read_text())
+        ray.get([w.load.remote(n) for w, n in zip(workers, saved["updates"], strict=True)])
+        first = saved["step"] + 1
+    for step in range(first, args.steps + 1):
         pids = ray.get([worker.step.remote(args.loop_on) for worker in workers])
         reward = ray.get(rewards.score.remote())
         print(f"step {step} reward={reward} pids={' '.join(map(str, pids))}", flush=True)
+        if args.out and step % 5 == 0:
+            save(args.out, step, ray.get([worker.state.remote() for worker in workers]))
     used = {ray.get(worker.node.remote()) for worker in workers}
     print(f"{len(workers)} policy workers on {len(used)} node(s)", flush=True)
 

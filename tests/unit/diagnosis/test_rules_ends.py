@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from shakedown.diagnosis.diagnose import diagnose_paths
 from tests.hang_foreign import (
     LOADER,
     LOOP,
@@ -21,6 +22,7 @@ from tests.hang_foreign import (
     ranks,
     recorder,
     traceback,
+    write,
 )
 
 # Rank 0 has not entered the call that the others wait in.
@@ -230,3 +232,57 @@ def test_a_stage_that_only_ended_badly_is_told_in_its_own_words(tmp_path: Path) 
     found = diagnosed(tmp_path, Case({"outcome.json": json.dumps(body)}, "unknown"))
 
     assert (found["cause"], found["summary"]) == ("unknown", sentence)
+
+
+@pytest.mark.parametrize(("said", "named"), [(launcher(3, -9), (3,)), ("step 8\n", ())])
+def test_of_ranks_whose_launcher_ended_them_only_the_one_that_was_killed_is_named(
+    tmp_path: Path, said: str, named: tuple[int, ...]
+) -> None:
+    gone = [
+        {"name": f"trainer-rank{r}", "pid": 4000 + r, "role": "trainer", "rank": r}
+        | {"states": [{"state": "X", "wchan": "", "threads": []}]}
+        for r in (2, 3)
+    ]
+    table = {"schema": "shakedown/collected/1", "host": "n1", "targets": gone}
+    files = {"collected-n1.json": json.dumps(table), "job.log": said, **ranks([REDUCE, REDUCE])}
+
+    found = check(tmp_path, Case(files, "missing_rank", named))
+
+    assert ("which was first is not told" in found["summary"]) == (not named)
+
+
+def test_tasks_of_srun_are_no_ranks_where_another_log_is_a_launchers(tmp_path: Path) -> None:
+    srun = "srun: error: n1: task 0: Exited with exit code 1\n"
+    srun += "srun: error: n2: task 1: Exited with exit code 1\n"
+
+    files = {"launch.log": launcher(1, -9), "srun.log": srun}
+
+    assert mistake(tmp_path, Case(files, "missing_rank", (1,), "exited")) == ""
+
+
+def test_a_line_of_the_first_node_is_not_the_rank_of_that_place_on_the_second(
+    tmp_path: Path,
+) -> None:
+    lost = traceback("RuntimeError: Connection closed by peer [127.0.0.1]:43706")
+    own = "".join(f"[rank1]: {line}" for line in lost.splitlines(keepends=True))
+    summary = launcher(3, -9).replace("local_rank: 3", "local_rank: 1")
+    files = {"job.log": summary, "a/attempt_0/1/stderr.log": own, "b/attempt_0/1/stderr.log": ""}
+
+    found = diagnose_paths([write(tmp_path, files)]).findings
+
+    assert [(f.subject, f.measured) for f in found if f.check == "missing_rank"] == [
+        ("3", "exit code -9")
+    ]
+
+
+def test_a_killed_launcher_is_no_rank_and_the_other_ones_time_out_no_agents(tmp_path: Path) -> None:
+    agent = (
+        "E1126 11:31:02.1 219 site-packages/torch/distributed/elastic/agent/server/api.py:1008] "
+    )
+    agent += (
+        "torch.distributed.DistStoreError: wait timeout after 300000ms, keys: /none/last_member\n"
+    )
+
+    files = {"launch.log": agent, "srun.log": "srun: error: n2: task 1: Killed\n"}
+
+    assert mistake(tmp_path, Case(files, "unknown", state="unknown")) == ""

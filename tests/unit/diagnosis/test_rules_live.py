@@ -282,6 +282,30 @@ def test_one_of_two_that_computes_at_the_only_look_is_not_named(
     assert list(diagnose(tmp_path).chosen.ranks) == named
 
 
+C10D = "torch/distributed/distributed_c10d.py"
+ASKS_FOR_ITS_RANK = [
+    f"_WorldMeta.WORLD ({C10D}:819)",
+    f"_get_default_group ({C10D}:1430)",
+    f"get_rank ({C10D}:2572)",
+    "reward (train.py:27)",
+    *LOOP,
+]
+
+
+def test_rank_that_looks_up_its_number_waits_for_nobody(tmp_path: Path) -> None:
+    looked_at(tmp_path, ASKS_FOR_ITS_RANK, active=True, waiting=3)
+    chosen = diagnose(tmp_path).chosen
+    assert (chosen.state, chosen.cause, list(chosen.ranks)) == ("hung", "rank_busy", [0])
+    assert "reward (train.py:27)" in chosen.sentence
+
+
+def test_call_with_objects_is_told_by_its_own_name(tmp_path: Path) -> None:
+    """Whatever helper of it was at work in the moment of the look."""
+    inside = [f"_get_pg_default_device ({C10D}:931)", f"gather_object ({C10D}:3534)", *LOOP]
+    chosen = diagnose(looked_at(tmp_path, inside, active=True, waiting=3)).chosen
+    assert "gather_object" in chosen.sentence
+
+
 MAPS = ["apply (prepare.py:8)", "Dataset._map_single (datasets/arrow_dataset.py:3961)", *LOOP]
 
 
@@ -335,7 +359,7 @@ def test_job_of_which_a_list_shows_a_process_has_not_ended(
     assert (chosen.state, chosen.cause, list(chosen.ranks)) == (state, "user_code", [1])
 
 
-def seen(folder: Path, **stacks: str) -> Path:
+def seen(folder: Path, *, prints: int = 0, **stacks: str) -> Path:
     """Two samples of ranks, each with its frames, innermost first; `gone`: no process is left.
 
     Of frames with ` then ` between the second sample has the later ones.
@@ -344,8 +368,13 @@ def seen(folder: Path, **stacks: str) -> Path:
     for name, frames in stacks.items():
         rank = int(name.removeprefix("rank"))
         target = {"name": f"trainer-{name}", "pid": 100 + rank, "role": "trainer", "rank": rank}
-        state = "X" if frames == "gone" else "S"
-        rows.append({**target, "states": [{"state": state, "wchan": "", "threads": []}] * 2})
+        state: dict[str, Any] = {"state": "X" if frames == "gone" else "S", "wchan": ""}
+        done = {"cpu": 1.0, "io": 0, "timed": 0}
+        states = [
+            {**state, "threads": [], "at": NOW + number, **done, "output": number * prints}
+            for number in (1, 2)
+        ]
+        rows.append({**target, "states": states})
         for number in (1, 2) if frames != "gone" else ():
             where = folder / f"round{number}"
             where.mkdir(exist_ok=True)
@@ -359,17 +388,17 @@ def seen(folder: Path, **stacks: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("other", "state", "named"),
+    ("other", "prints", "state", "named"),
     [
-        ("evaluate (train.py:30) < <module> (train.py:79)", "unknown", []),
-        ("all_reduce (torch/distributed/distributed_c10d.py:3252) < train (train.py:43)", "hung",
-         [1]),
+        ("evaluate (train.py:30) < <module> (train.py:79)", 80, "unknown", []),
+        ("evaluate (train.py:30) < <module> (train.py:79)", 0, "hung", [1]),
+        (" < ".join(WAITS), 80, "hung", [1]),
     ],
-)  # fmt: skip
-def test_rank_that_ended_without_a_word_is_named_once_another_one_waits(
-    tmp_path: Path, other: str, state: str, named: list[int]
+)
+def test_rank_that_ended_without_a_word_is_named_once_another_one_waits_or_does_nothing(
+    tmp_path: Path, other: str, prints: int, state: str, named: list[int]
 ) -> None:
-    chosen = diagnose(seen(tmp_path, rank0=other, rank1="gone")).chosen
+    chosen = diagnose(seen(tmp_path, prints=prints, rank0=other, rank1="gone")).chosen
     assert (chosen.state, list(chosen.ranks)) == (state, named)
 
 

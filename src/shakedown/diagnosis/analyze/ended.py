@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from shakedown.diagnosis.analyze.causes import conclude
+from shakedown.diagnosis.analyze.liveness import goes_on
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.raised import (
@@ -45,7 +46,7 @@ def _told_otherwise(s: Situation, ended: Sequence[int]) -> bool:
 def dead_rank(s: Situation) -> Hypothesis | None:
     """Some ranks are gone, or raised an error of their own, and that explains the others."""
     raised = _uncaught(s)
-    killed = [r for r in s.dead if _ended_by_itself(s, r)]
+    killed = _went_first(s)
     own = {r: cause for r, c in s.ranks.items() if (cause := own_cause(c)) in OWN.values()}
     own = own if failed(s) else {}
     lone = _lone_traceback(s) if len(s.dead) == 1 and not raised and not own else None
@@ -73,11 +74,17 @@ def dead_rank(s: Situation) -> Hypothesis | None:
     cause = _why_ended(s, first, raised.get(first))
     culprits = _of_the_gpu(s, culprits) if cause == "gpu_error" else culprits
     why, places = _death(s.ranks[culprits[0]], raised.get(culprits[0]))
+    silent = len(culprits) > 1 and not raised
+    silent = silent and all(_death(s.ranks[r], None)[0] == _GONE for r in culprits)
+    if silent:
+        why = "their processes are gone; which was first is not told, a launcher ends the others"
     shared = cause == "init_deadlock" or (cause == "storage" and len(culprits) > 1)
     shared = shared or (cause == "server_unhealthy" and not s.facts.of_engine)
     # Of an error that is one of a branch where others wait, and of the code where none does.
     told = told_cause(raised[first]) if first in raised else None
     shared = shared or (cause == "user_code" and told == "conditional_collective")
+    needed = [] if raised else ["kernel log (dmesg) for out-of-memory kills"]
+    needed += ["the launcher's log, which has exit codes"] if silent else []
     # An engine of one process: its rank tells nothing that the server does not.
     alone = s.facts.of_engine and len(s.expected_ranks) == 1
     return conclude(
@@ -86,12 +93,12 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         f"{'the engine' if alone else name_ranks(culprits)} ended: {why}",
         # A port is the configuration's: who came second to it is not at fault. What is full for
         # several ranks is full for all.
-        ranks=[] if shared or alone else culprits,
+        ranks=[] if shared or alone or silent else culprits,
         roles=[ENGINE] if alone else [],
         sure="told",
         evidence=places + [c for r in culprits[1:4] for c in _death(s.ranks[r], raised.get(r))[1]],
         remedy="repair what ended it, then start the stage again from its checkpoint",
-        needed=["kernel log (dmesg) for out-of-memory kills"] if not raised else [],
+        needed=needed,
         blame="code" if raised else "environment",
     )
 
@@ -101,28 +108,32 @@ _OWN_CODE = ("user", "busy", "dataloader", "storage", "compile")
 
 
 def parted(s: Situation) -> Hypothesis | None:
-    """Ranks ended, nothing tells how, and all others were seen in code of their own.
+    """Ranks ended, nothing tells how, and all others go on in code of their own.
 
     A rank with the smaller share of an evaluation, or that saves nothing, ends before the others.
     """
     gone, others = s.dead, s.alive
     silent = all(s.ranks[r].exit_code is None and not s.ranks[r].events for r in gone)
-    apart = all(s.ranks[r].stacks and s.positions[r].kind in _OWN_CODE for r in others)
+    apart = all(s.positions[r].kind in _OWN_CODE and goes_on(s.ranks[r], s) for r in others)
     if not (gone and others and silent and apart) or s.facts.outcome is not None or _uncaught(s):
         return None
     return conclude(
         s,
         "unknown",
         f"{name_ranks(gone)} ended, and how is not known; {name_ranks(others)} "
-        f"{verb(others, 'does', 'do')} not wait for {verb(gone, 'it', 'them')}",
+        f"{verb(others, 'goes', 'go')} on, and {verb(others, 'does', 'do')} not wait",
         sure="open",
         state="unknown",
         evidence=[*s.seen_at(gone), *s.seen_at(others)],
-        needed=[
-            f"how {name_ranks(gone)} ended: {verb(gone, 'its', 'their')} log or exit code",
-            "a later look: whether the others come to wait",
-        ],
+        needed=["its log or exit code", "a later look: whether the others come to wait"],
     )
+
+
+def _went_first(s: Situation) -> list[int]:
+    """Dead ranks that let the others down, as far as their ends tell."""
+    ended = [r for r in s.dead if _ended_by_itself(s, r)]
+    # A launcher ends the others of its node: a kill that is told explains those that are just gone.
+    return [r for r in ended if _killed(s.ranks[r])] or ended
 
 
 def _of_the_gpu(s: Situation, ranks: list[int]) -> list[int]:
@@ -318,7 +329,10 @@ def _death(component: ComponentFacts, raised: LogEvent | None) -> tuple[str, lis
     if component.exit_code is not None:
         code = component.exit_code
         return (f"signal {-code}" if code < 0 else f"exit code {code}"), places
-    return "its process is gone", places
+    return _GONE, places
+
+
+_GONE = "its process is gone"
 
 
 _FAILED = frozenset(

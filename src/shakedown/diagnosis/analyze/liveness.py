@@ -149,6 +149,11 @@ def _span(states: Sequence[ProcessState]) -> tuple[float, float] | None:
     return (times[0], times[-1]) if len(times) > 1 and times[-1] > times[0] else None
 
 
+def goes_on(component: ComponentFacts, s: Situation) -> bool:
+    """Whether it did anything between two samples; False where nobody counted."""
+    return _span(component.states) is not None and _does(component, s) != ""
+
+
 def _does(component: ComponentFacts, s: Situation) -> str:
     """What a component did between its first and last sample; empty where it stood still."""
     rows = sorted((row.activity for row in component.states if row.activity), key=lambda a: a.at)

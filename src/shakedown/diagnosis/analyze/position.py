@@ -61,9 +61,11 @@ _C10D = re.compile(r"torch/distributed/(?:distributed_c10d|_functional_collectiv
 _P2P = frozenset(
     "send recv isend irecv batch_isend_irecv send_object_list recv_object_list".split()
 )
-# In the same file as the collectives, and none: a wrapper around them, or a look at a group.
-_NOT_COLLECTIVE = frozenset(
-    "wrapper get_rank get_world_size is_initialized _rank_not_in_group".split()
+# Calls that wait for other ranks. Most functions of these files do not: looks at a group, checks of
+# arguments (`get_rank`, `_validate_output_list_for_rank`), whose caller tells then.
+_COLLECTIVE = re.compile(
+    r"^(?!_(?:is|check|validate)_).*(?:reduce|gather|scatter|broadcast|all_?to_?all|barrier|wait"
+    r"|coalescing|permute|shrink)"
 )
 _INIT = frozenset(
     "init_process_group _new_process_group_helper _create_c10d_store new_group rendezvous "
@@ -294,9 +296,9 @@ def _taken(path: tuple[Frame, ...]) -> str:
 def _told_by(frame: Frame, path: tuple[Frame, ...]) -> tuple[Kind, str] | None:
     """What one frame tells of `path`; None when it tells nothing."""
     name = frame.function
-    if _C10D.search(frame.file) and name not in _NOT_COLLECTIVE:
+    if _C10D.search(frame.file) and (call := _c10d(name, path)):
         polled = next((row for f in path if (row := told(f)) and row[0] == "idle"), None)
-        return polled or _c10d(name, path)
+        return polled or call
     if name in _TEARDOWN:
         return "teardown", name
     if name == "_engine_run_backward":
@@ -310,17 +312,15 @@ def _told_by(frame: Frame, path: tuple[Frame, ...]) -> tuple[Kind, str] | None:
     return told(frame) or (("batch_wait", name) if waits else None)
 
 
-def _c10d(name: str, path: tuple[Frame, ...]) -> tuple[Kind, str]:
-    if name in _INIT:
-        return "init", name
+def _c10d(name: str, path: tuple[Frame, ...]) -> tuple[Kind, str] | None:
     if name in _TEARDOWN:
         return "teardown", name
     # Making a group calls collectives and a barrier of its own: these are initialisation.
-    if any(f.function in _INIT for f in path if _C10D.search(f.file)):
+    if name in _INIT or any(f.function in _INIT for f in path if _C10D.search(f.file)):
         return "init", name
     if name in _P2P:
         return "p2p", name
-    return "collective", name
+    return ("collective", name) if _COLLECTIVE.search(name) else None
 
 
 def _in_cleanup(path: tuple[Frame, ...], users: list[Frame]) -> bool:

@@ -37,17 +37,33 @@ def of_several_nodes(source: EvidenceFile) -> bool:
     return _NODES.search(source.text) is not None
 
 
-def resolve(records: Sequence[Record], files: Iterable[str]) -> list[Record]:
+def resolve(
+    records: Sequence[Record], files: Iterable[str], *, launched: bool = False
+) -> list[Record]:
     """Events with a local rank alone get their rank where it is certain.
 
-    `files`: every log that counts locally. In one a line with both numbers gives the offset of
-    its node; a lone such log is of one node, whose local ranks are the ranks.
+    Args:
+        files: every log that counts locally. In one a line with both numbers gives the offset of
+            its node; a lone such log is of one node, whose local ranks are the ranks.
+        launched: a log is of a launcher of several ranks. Its ranks are not srun's tasks, of which
+            one a node is the launcher.
     """
     offsets = _offsets(records)
     # Of several logs each may be another node's, with the same local ranks.
     alone = len(set(files)) == 1
     shift = _of_folders(records)
-    return [_shifted(_resolved(r, offsets, alone=alone), shift) for r in records]
+    rows = [_shifted(_resolved(r, offsets, alone=alone), shift) for r in records]
+    launched = launched or any(isinstance(r, LogEvent) and LOCAL in r.detail for r in rows)
+    launched = launched or any(map(ELASTIC.search, {r.place.path for r in rows}))
+    return list(map(_of_node, rows)) if launched else rows
+
+
+def _of_node(record: Record) -> Record:
+    """The same event of srun's task without its number, which is a node's."""
+    if not isinstance(record, LogEvent) or not record.detail.keys() >= {"task", "node", "how"}:
+        return record  # mpirun's words of a rank have a `signal`
+    detail = {key: value for key, value in record.detail.items() if key != "task"}
+    return replace(record, detail=detail, who=Identity(host=str(record.detail["node"])))
 
 
 def _folder(record: Record) -> int | None:
@@ -59,8 +75,11 @@ def _folder(record: Record) -> int | None:
 def _of_folders(records: Sequence[Record]) -> int:
     """How far the ranks are above the local ranks that torchrun's folders are named by.
 
-    A line `[rank11]:` in a folder 3 tells it, or the summary's `rank : 11 (local_rank: 3)`.
+    A line `[rank11]:` in a folder 3 tells it, or the summary's `rank : 11 (local_rank: 3)`. Several
+    nodes' folders give no rank by their names (see names.py): there lines alone tell one.
     """
+    if len({match[1] for r in records if (match := ELASTIC.search(r.place.path))}) > 1:
+        return 0
     events = [r for r in records if isinstance(r, LogEvent) and r.who.rank is not None]
     found = {(e.who.rank or 0) - e.detail[LOCAL] for e in events if LOCAL in e.detail}
     found |= {

@@ -357,6 +357,8 @@ PATTERNS: list[Row] = [
         "too_slow",
         ("timed out after", "timeout after", "exceeded the time"),
         re.compile(
+            # torch.distributed.elastic.agent is torchrun's
+            r"(?<!elastic[/.])"
             r"(?P<what>\b(?:rollout|episode|agent|reward|judge|verifier|grader)\w{0,40}).{0,120}?"
             r"(?:tim(?:ed|e) ?out after|exceeded the time)",
             re.I,

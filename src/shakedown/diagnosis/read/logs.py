@@ -119,7 +119,6 @@ class _Reader:
         ):
             return
         found = _line_events(self._source, self._rows, number, line, who)
-        found = list(map(_of_node, found)) if self._nodes else found
         rows = (_told_by(_within(e, e.detail.get("local_rank", local)), who) for e in found)
         self._events.add(*rows, *self._launcher.feed(number, line))
 
@@ -147,14 +146,6 @@ def _told_by(event: LogEvent, who: Identity) -> LogEvent:
     if "waits" not in event.detail or who.rank is None:
         return event
     return replace(event, detail={**event.detail, "by": who.rank})
-
-
-def _of_node(event: LogEvent) -> LogEvent:
-    """The same event of srun's task without its number, which is a node's."""
-    if "task" not in event.detail or not event.detail.get("node"):
-        return event
-    detail = {key: value for key, value in event.detail.items() if key != "task"}
-    return replace(event, detail=detail, who=Identity(host=str(event.detail["node"])))
 
 
 class _Shelf:

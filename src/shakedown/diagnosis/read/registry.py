@@ -29,6 +29,7 @@ from shakedown.diagnosis.read import (
 )
 from shakedown.diagnosis.read.budget import Budget, OutOfTime
 from shakedown.diagnosis.read.fence import Fence
+from shakedown.diagnosis.read.line_owners import starts_several
 from shakedown.diagnosis.read.moments import order_moments
 from shakedown.diagnosis.read.source import (
     MAX_FILES,
@@ -116,7 +117,8 @@ class _Reading:
         self._records: list[Record] = []
         self._formats: dict[str, str] = {}
         self._skipped: list[Skipped] = []
-        self._local: list[str] = []
+        self._local: list[str] = []  # logs that count ranks within a node
+        self._launched = False  # one is of a launcher of several ranks
         self._unread: list[Unattachable] = []
         self._left_out: dict[str, int] = {}  # by reason
 
@@ -134,7 +136,8 @@ class _Reading:
                 self._take(found, *named[found.name])
         # After all files, as other ranks' dumps tell which ranks there are.
         self._records += of_members(self._unread, self._records)
-        records = order_moments(local_ranks.resolve(self._records, self._local))
+        rows = local_ranks.resolve(self._records, self._local, launched=self._launched)
+        records = order_moments(rows)
         return Evidence(records, self._formats, self._skipped, self._notes(len(files)))
 
     def _take(self, found: Found, identity: Identity, trailing: int | None) -> None:
@@ -150,10 +153,7 @@ class _Reading:
             self._skip(name, result, cut=bool(cut))
             self._unread += rank_of_unread(name, identity, trailing, result)
             return
-        rows_of, counts_locally = result
-        if counts_locally:
-            self._local.append(name)
-        for label, rows in rows_of.items():
+        for label, rows in result.items():
             self._records += rows
             known = self._formats.get(name)
             self._formats[name] = f"{known}, {label}" if known else label
@@ -167,8 +167,8 @@ class _Reading:
 
     def _read(
         self, found: Found, identity: Identity, trailing: int | None
-    ) -> tuple[dict[str, list[Record]], bool] | str:
-        """Records by format and whether the log counts locally; or why the file was left out."""
+    ) -> dict[str, list[Record]] | str:
+        """Records by format, or why the file was left out."""
         try:
             with self._budget.alarm():
                 source = read_source(found.path, found.name, self._fence)
@@ -177,7 +177,10 @@ class _Reading:
                 rows = read_one(source)
                 if not rows:
                     return why_unread(source.data)
-                return rows, "log" in rows and local_ranks.counts_locally(source)
+                if "log" in rows:
+                    self._local += [found.name] if local_ranks.counts_locally(source) else []
+                    self._launched |= starts_several(source)
+                return rows
         except OSError as error:
             return error.strerror or type(error).__name__
         except RecursionError:

@@ -168,6 +168,10 @@ class Watcher:
         if phase.good:
             self._say(f"{self._subject.label}: ended: {phase.says}")
             return ExitCode.OK
+        if self._actions.scancel and self._alarmed is not None and "CANCELLED" in phase.says:
+            # The alarm is told already, with its cause; this is only what was done about it.
+            self._say(f"{self._subject.label}: ended: {phase.says}, after the alarm")
+            return ExitCode.FAIL
         judgement = Judgement("ended", sentence=phase.says)
         try:
             found = investigate(self._subject, judgement, {}, self._options.out)

@@ -69,7 +69,7 @@ class CommandLaunched(Launched):
         number = signal.Signals[self.job.config.signal]
         signal_ranks({process.pid for process in _members(supervisor)}, number)
         others = [node for node in self.nodes if node != node_name()]
-        if others and self.job.config.launch != "none":
+        if others:
             signal_other_nodes(others, number)
 
     def targets(self, supervisor: Supervisor) -> list[Target]:
