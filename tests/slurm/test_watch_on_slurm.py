@@ -127,3 +127,19 @@ def test_a_killed_rank_and_a_job_that_is_over_are_told(lab: Lab) -> None:
     with lab.watch("--once") as watch:
         assert f"WATCH CRITICAL - job {job_id}: ended: FAILED" in watch.until("WATCH")[-1]
         assert watch.code() == 2
+
+
+@pytest.mark.exhaustive
+def test_all_components_of_a_heterogeneous_job_are_watched(lab: Lab) -> None:
+    rank = lab.folder / "rank.py"
+    rank.write_text(RANK)
+    script = lab.folder / "het.sh"
+    parts = "#SBATCH -N1 -n1\n#SBATCH hetjob\n#SBATCH -N1 -n1\n"
+    script.write_text(f"#!/bin/sh\n{parts}srun --het-group=0,1 {sys.executable} {rank}\n")
+    log = lab.folder / "het.out"
+    lab.jobs.append(lab.run("sbatch", "--parsable", "-o", str(log), str(script)))
+    wait_for(lambda: log.exists() and log.read_text().count("step") > 2, "the first steps")
+    with lab.watch() as watch:
+        watch.until("2 ranks")
+        os.kill(lab.pids()[1], signal.SIGSTOP)
+        assert "ALARM hung: rank 1 is stopped" in watch.until("ALARM")[-1]

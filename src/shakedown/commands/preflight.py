@@ -182,6 +182,12 @@ def _enter(job_id: str) -> None:
     if state != "RUNNING":
         why = f"is {state}: it has no nodes to check" if state else lost or "is not known to Slurm"
         raise BlockedError(f"--job {job_id}: {why}", hint="squeue --me")
+    if "HetJobId" in described:
+        raise BlockedError(
+            f"--job {job_id}: it is a heterogeneous job, of which one component's nodes alone are "
+            "reached by a step",
+            hint="inside of it: srun --het-group=0 shakedown preflight --once nagios",
+        )
     # This process may run in another job.
     for name in [n for n in os.environ if n.startswith("SLURM_") and n != "SLURM_CONF"]:
         del os.environ[name]

@@ -4,6 +4,7 @@ import re
 from functools import lru_cache
 
 from shakedown.diagnosis.records import Frame, Stack
+from shakedown.monitor.collect import proc
 
 # Frames of a launcher's own process. Not all of `elastic/multiprocessing`: a program that uses
 # `@record`, or was started as a function (`_wrap`), has frames of it on the path of every rank.
@@ -13,10 +14,6 @@ _LAUNCHER = re.compile(
 )
 _ELASTIC = re.compile(
     r"torch/distributed/elastic/multiprocessing/(?:api|subprocess_handler/\w+)\.py$"
-)
-_LAUNCH_COMMAND = re.compile(
-    r"^(?:\S*python\S* (?:-\w+ )*)?(?:\S*/)?(?:torchrun|accelerate launch|deepspeed)(?: |$)"
-    r"|-m (?:torch\.distributed\.(?:run|launch)|accelerate\.commands|deepspeed\.launcher)"
 )
 # Processes beside the ranks: workers of data loaders, trackers, compilers.
 _HELPER = re.compile(
@@ -42,4 +39,4 @@ def is_launcher(stack: Stack) -> bool:
         _LAUNCHER.search(f.file) or (_ELASTIC.search(f.file) and f.function != "_wrap")
         for f in frames
     )
-    return launches or _LAUNCH_COMMAND.search(stack.command) is not None or is_helper(stack)
+    return launches or proc.is_launch(stack.command) or is_helper(stack)

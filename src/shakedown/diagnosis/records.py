@@ -293,7 +293,11 @@ class StepLength:
 
 @dataclass(frozen=True)
 class JobExit:
-    """A supervisor's outcome file, or a launcher's exit codes by component name."""
+    """A supervisor's outcome file, or a launcher's exit codes by component name.
+
+    `steps_known`: of a hung one, whether steps or beats stood still; a watch from outside sees
+    none.
+    """
 
     state: str
     sentence: str
@@ -301,6 +305,7 @@ class JobExit:
     failed_component: str
     place: SourceRef
     done: bool = False  # all steps, and only its end went wrong
+    steps_known: bool = True
 
 
 @dataclass(frozen=True)

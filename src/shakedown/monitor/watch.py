@@ -137,6 +137,8 @@ class Watch:
                 # Several steps may have passed between two looks.
                 track.durations.append(own / (beat.step - track.step))
             track.step_began, track.waited = now, 0.0
+        elif beat.step < track.step:  # it counts anew, in another epoch or from a checkpoint
+            track.step_began, track.waited = now, 0.0
         track.progress, track.moved = progress, now
         track.phase, track.step = beat.phase, beat.step
 

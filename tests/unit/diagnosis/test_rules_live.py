@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shakedown.core.outcome import Outcome, State
 from shakedown.diagnosis.analyze import Diagnosis, analyze
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.diagnosis.placing import build_facts
@@ -356,3 +357,98 @@ def test_job_of_which_a_list_shows_a_process_has_not_ended(
     (tmp_path / "listed.txt").write_text(listed)
     chosen = diagnose(tmp_path).chosen
     assert (chosen.state, chosen.cause, list(chosen.ranks)) == (state, "user_code", [1])
+
+
+def seen(folder: Path, *, prints: int = 0, **stacks: str) -> Path:
+    """Two samples of ranks, each with its frames, innermost first; `gone`: no process is left.
+
+    Of frames with ` then ` between the second sample has the later ones.
+    """
+    rows = []
+    for name, frames in stacks.items():
+        rank = int(name.removeprefix("rank"))
+        target = {"name": f"trainer-{name}", "pid": 100 + rank, "role": "trainer", "rank": rank}
+        state: dict[str, Any] = {"state": "X" if frames == "gone" else "S", "wchan": ""}
+        done = {"cpu": 1.0, "io": 0, "timed": 0}
+        states = [
+            {**state, "threads": [], "at": NOW + number, **done, "output": number * prints}
+            for number in (1, 2)
+        ]
+        rows.append({**target, "states": states})
+        for number in (1, 2) if frames != "gone" else ():
+            where = folder / f"round{number}"
+            where.mkdir(exist_ok=True)
+            head = f"Process {100 + rank}: python train.py\n\nThread {100 + rank} (active): "
+            path = frames.split(" then ")[number - 1 :][:1] or [frames]
+            text = f'{head}"MainThread"\n' + "".join(f"    {f}\n" for f in path[0].split(" < "))
+            (where / f"pyspy-trainer-rank{rank}.txt").write_text(text)
+    body = {"schema": "shakedown/collected/1", "host": "n1", "targets": rows, "missed": []}
+    (folder / "collected-n1.json").write_text(json.dumps(body))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("other", "prints", "state", "named"),
+    [
+        ("evaluate (train.py:30) < <module> (train.py:79)", 80, "unknown", []),
+        ("evaluate (train.py:30) < <module> (train.py:79)", 0, "hung", [1]),
+        (" < ".join(WAITS), 80, "hung", [1]),
+    ],
+)
+def test_rank_that_ended_without_a_word_is_named_once_another_one_waits_or_does_nothing(
+    tmp_path: Path, other: str, prints: int, state: str, named: list[int]
+) -> None:
+    chosen = diagnose(seen(tmp_path, prints=prints, rank0=other, rank1="gone")).chosen
+    assert (chosen.state, list(chosen.ranks)) == (state, named)
+
+
+@pytest.mark.parametrize(
+    ("state", "last", "cause"),
+    [("failed", "", "user_code"), ("failed", "step 7\n", "unknown"), ("hung", "", "unknown")],
+)
+def test_the_last_word_of_a_stage_that_failed_is_told_also_of_a_process_without_a_rank(
+    tmp_path: Path, state: State, last: str, cause: str
+) -> None:
+    Outcome("lab", 1, state, "exit code 1").write(tmp_path / "outcome.json")
+    error = RAISED.replace("[rank1]: ", "")
+    (tmp_path / "trainer-launch.log").write_text(f"step 6\n{error}{last}")
+    chosen = diagnose(tmp_path).chosen
+    assert (chosen.cause, list(chosen.ranks)) == (cause, [])
+    assert ("ValueError: bad batch at" in chosen.sentence) == (cause == "user_code")
+
+
+@pytest.mark.parametrize(
+    ("stalled", "frames", "state"),
+    [
+        ({}, "forward (model.py:9) < <module> (train.py:79)", "unknown"),
+        ({}, "synchronize (torch/cuda/__init__.py:9) < step (train.py:7)", "hung"),
+        ({"still": []}, "forward (model.py:9) < <module> (train.py:79)", "hung"),
+    ],
+)
+def test_a_watch_that_sees_no_steps_calls_nobody_hung_who_computes(
+    tmp_path: Path, stalled: dict[str, object], frames: str, state: str
+) -> None:
+    outcome = Outcome("job 7", 1, "hung", "nothing was printed for 400 s", stalled=stalled)
+    outcome.write(tmp_path / "outcome.json")
+    chosen = diagnose(seen(tmp_path, rank0=frames)).chosen
+    assert (chosen.state, list(chosen.ranks)) == (state, [])
+
+
+@pytest.mark.parametrize(
+    ("frames", "stalled", "state", "named"),
+    [
+        ("norm (m.py:1) < score (t.py:9) then add (m.py:5) < score (t.py:9)", {}, "unknown", []),
+        ("loop (t.py:3) < <module> (t.py:9) then loop (t.py:4) < <module> (t.py:9)", {}, "hung",
+         [0]),
+        ("norm (m.py:1) < score (t.py:9) then add (m.py:5) < score (t.py:9)", {"still": []}, "hung",
+         [0]),
+    ],
+)  # fmt: skip
+def test_rank_that_works_in_several_functions_while_others_wait_is_slow_for_whoever_sees_no_steps(
+    tmp_path: Path, frames: str, stalled: dict[str, object], state: str, named: list[int]
+) -> None:
+    outcome = Outcome("job 7", 1, "hung", "nothing was printed for 400 s", stalled=stalled)
+    outcome.write(tmp_path / "outcome.json")
+    waits = " < ".join(WAITS)
+    chosen = diagnose(seen(tmp_path, rank0=frames, rank1=waits)).chosen
+    assert (chosen.state, list(chosen.ranks)) == (state, named)

@@ -17,6 +17,7 @@ from shakedown.core.paths import RunPaths
 from shakedown.training.stage.command import CommandJob, newest_checkpoint
 from shakedown.training.stage.plan import plan_command
 from shakedown.training.stage.progress import Events, LogPattern, Progress, Table
+from shakedown.training.stage.signs import Signs
 from tests.event_files import points
 
 EXAMPLES = Path(__file__).parents[3] / "config" / "examples"
@@ -93,6 +94,35 @@ def test_a_step_that_several_ranks_tell_counts_once_and_lines_come_whole(tmp_pat
     assert progress.step == 2
 
 
+def test_steps_that_begin_anew_move_and_those_that_are_told_again_do_not(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    progress = Progress(LogPattern(r"step (?P<step>\d+)", logs), tmp_path / "metrics.jsonl")
+    signs, seen = Signs(logs, progress, None), list[tuple[int, int]]()
+    for rank0, rank1 in (("1\nstep 2", "1"), ("1", "1"), ("2", "2"), ("2", "2")):
+        for rank, step in enumerate((rank0, rank1)):
+            with (logs / f"rank{rank}.log").open("a") as stream:
+                stream.write(f"step {step}\n")
+        beat = signs.look([])
+        seen.append((beat.step, beat.count))
+
+    assert [step for step, _ in seen] == [1, 1, 2, 2]
+    first = seen[0][1]
+    assert [count - first for _, count in seen] == [0, 1, 3, 3]
+    assert signs.step == 2
+
+
+def test_of_a_log_that_grows_faster_than_it_is_read_the_end_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "a.log").open("w") as stream:
+        stream.writelines(f"step {step} {'.' * 999_990}\n" for step in range(40))
+    pattern = LogPattern(r"step (?P<step>\d+)", tmp_path)
+
+    steps = [row["step"] for row in pattern.new_rows()]
+
+    assert steps[0] > 0
+    assert steps == list(range(int(steps[0]), 40))
+
+
 @pytest.mark.parametrize(
     "line", ["step nan loss=1", "step 3.5", "step -1", "step 99999999999999999999999", "no"]
 )
@@ -130,6 +160,8 @@ def test_the_checkpoint_of_the_highest_number_is_the_newest_if_it_is_whole(tmp_p
         os.utime(folder, (1000 - number, 1000 - number))
         if number < 100:
             (folder / "done").touch()
+    for unfinished in ("step_200.tmp", "step_300.incomplete"):
+        (tmp_path / unfinished).mkdir()
     glob = "{stage}/step_*"
 
     assert newest_checkpoint(job_of(tmp_path)) is None

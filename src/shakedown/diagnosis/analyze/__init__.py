@@ -77,6 +77,8 @@ QUESTIONS: Mapping[str, Sequence[Rule]] = {
         blocked.too_few_gpus,
         # Before a dead rank: a stage that raises on a tensor's shape may have received it.
         pipeline.shape_error,
+        # Before a dead rank: nobody waits for it.
+        ended.parted,
         ended.dead_rank,
         user_code.raised,
         ended.told_of_nobody,

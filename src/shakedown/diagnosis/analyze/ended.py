@@ -8,6 +8,7 @@ import signal
 from collections.abc import Mapping, Sequence
 
 from shakedown.diagnosis.analyze.causes import conclude
+from shakedown.diagnosis.analyze.liveness import goes_on
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.raised import (
@@ -99,6 +100,32 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         remedy="repair what ended it, then start the stage again from its checkpoint",
         needed=needed,
         blame="code" if raised else "environment",
+    )
+
+
+# Code of a rank's own, in which it waits for no other rank.
+_OWN_CODE = ("user", "busy", "dataloader", "storage", "compile")
+
+
+def parted(s: Situation) -> Hypothesis | None:
+    """Ranks ended, nothing tells how, and all others go on in code of their own.
+
+    A rank with the smaller share of an evaluation, or that saves nothing, ends before the others.
+    """
+    gone, others = s.dead, s.alive
+    silent = all(s.ranks[r].exit_code is None and not s.ranks[r].events for r in gone)
+    apart = all(s.positions[r].kind in _OWN_CODE and goes_on(s.ranks[r], s) for r in others)
+    if not (gone and others and silent and apart) or s.facts.outcome is not None or _uncaught(s):
+        return None
+    return conclude(
+        s,
+        "unknown",
+        f"{name_ranks(gone)} ended, and how is not known; {name_ranks(others)} "
+        f"{verb(others, 'goes', 'go')} on, and {verb(others, 'does', 'do')} not wait",
+        sure="open",
+        state="unknown",
+        evidence=[*s.seen_at(gone), *s.seen_at(others)],
+        needed=["its log or exit code", "a later look: whether the others come to wait"],
     )
 
 

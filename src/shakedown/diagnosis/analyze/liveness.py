@@ -45,7 +45,11 @@ class _Age:
 
 def tempered(s: Situation, chosen: Hypothesis) -> Hypothesis:
     """`chosen`, or what takes its place where the job may still move."""
-    if chosen.state != "hung" or _waited_long(s):
+    if chosen.state != "hung":
+        return chosen
+    if s.suspected and chosen.ranks and all(_wanders(s.ranks[r]) for r in chosen.ranks):
+        return _look_again(chosen, [f"{name_ranks(chosen.ranks)} came to other functions"])
+    if _waited_long(s):
         return chosen
     # Progress is asked for before patience: it shows at once that the job is slow.
     if (moves := _progress(s, chosen)) is not None:
@@ -73,6 +77,13 @@ def _progress(s: Situation, chosen: Hypothesis) -> Hypothesis | None:
     if moved and len(moved) == len(chosen.ranks) and not any(s.ranks[r].beats for r in moved):
         return _look_again(chosen, [f"{name_ranks(moved)} moved"])
     return None
+
+
+def _wanders(component: ComponentFacts) -> bool:
+    """On a CPU, and not in the same functions in all samples: an endless loop has few."""
+    main = [stack.main for stack in component.stacks if stack.main and stack.sample]
+    paths = [tuple((f.file, f.function) for f in thread.frames) for thread in main]
+    return bool(main) and main[-1].active is True and len(set(paths)) > 1
 
 
 def _computes(s: Situation, ranks: Sequence[int]) -> bool:
@@ -136,6 +147,11 @@ def _by_activity(s: Situation, chosen: Hypothesis) -> Hypothesis | None:
 def _span(states: Sequence[ProcessState]) -> tuple[float, float] | None:
     times = sorted(row.activity.at for row in states if row.activity)
     return (times[0], times[-1]) if len(times) > 1 and times[-1] > times[0] else None
+
+
+def goes_on(component: ComponentFacts, s: Situation) -> bool:
+    """Whether it did anything between two samples; False where nobody counted."""
+    return _span(component.states) is not None and _does(component, s) != ""
 
 
 def _does(component: ComponentFacts, s: Situation) -> str:

@@ -11,7 +11,7 @@ from shakedown.diagnosis.analyze.classes import user_key
 from shakedown.diagnosis.analyze.differ import describe
 from shakedown.diagnosis.analyze.frames import library_calls
 from shakedown.diagnosis.analyze.model import Cause, Hypothesis, name_ranks, verb
-from shakedown.diagnosis.analyze.position import Position, in_nccl_enqueue
+from shakedown.diagnosis.analyze.position import Position, in_nccl_enqueue, is_user
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.analyze.storage import seen_twice
 from shakedown.diagnosis.records import LogEvent
@@ -282,6 +282,17 @@ def unknown(s: Situation) -> Hypothesis:
     if s.ranks:
         needed.append("the logs of all ranks")
     ended = bool(s.ranks) and not s.alive
+    if _only_computes(s):
+        return conclude(
+            s,
+            "unknown",
+            "every process computes in code of its own, and none waits for another one: a long "
+            "step or an endless loop, which nothing tells apart",
+            sure="open",
+            state="unknown",
+            evidence=s.seen_at(s.alive),
+            needed=["what it prints after a step, or how long a step takes", *needed],
+        )
     return conclude(
         s,
         "unknown",
@@ -292,13 +303,25 @@ def unknown(s: Situation) -> Hypothesis:
     )
 
 
+def _only_computes(s: Situation) -> bool:
+    """Suspected from outside alone, though all are on a CPU in lines of their own code.
+
+    Who waits for a GPU or in NCCL, and keeps a CPU busy, stands in a library.
+    """
+    places = [s.positions[r] for r in s.alive]
+    busy = all(p.kind == "busy" and p.path and is_user(p.path[-1]) for p in places)
+    return s.suspected and bool(places) and busy
+
+
 def _seen(s: Situation, *, ended: bool) -> str:
     """How far the evidence goes."""
     if s.facts.outcome is not None and s.facts.outcome.done:
         return "; ".join([s.facts.outcome.sentence, *_last_of(s)])
     if not s.ranks:
         return "no rank was seen; the evidence names no cause"
-    count = f"{len(s.ranks)} {'rank was' if len(s.ranks) == 1 else 'ranks were'} seen"
+    kind = "process" if s.facts.guessed else "rank"
+    many = f"{kind}{'es' if s.facts.guessed else 's'}"
+    count = f"{len(s.ranks)} {f'{kind} was' if len(s.ranks) == 1 else f'{many} were'} seen"
     if ended:
         return f"{count} and all ended; which went first is not known"
     silent = [r for r in s.blockers if s.has_no_evidence(r)]

@@ -80,6 +80,12 @@ class Placed:
         # A watchdog that gives up takes its process down, and launchers take the others.
         return bool(set(self.alive) & set(self.waiting)) and not self.gave_up
 
+    @property
+    def suspected(self) -> bool:
+        """Somebody outside says that it hangs, and sees no steps: that may be a long one."""
+        outcome = self.facts.outcome
+        return outcome is not None and outcome.state == "hung" and not outcome.steps_known
+
     @cached_property
     def gave_up(self) -> bool:
         return any(e.kind == "gave_up" for e in self.facts.all_events())

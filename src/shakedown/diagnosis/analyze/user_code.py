@@ -67,8 +67,15 @@ def _cause(s: Situation, event: LogEvent) -> Cause | None:
         return "out_of_memory"
     if told is None and weight_update(event.frames):
         return "weight_sync_one_sided"
-    given = role_of(user_frames(event.frames)) and _users_own(event)
-    return told or ("user_code" if given else None)
+    given = role_of(user_frames(event.frames)) or _ended_a_stage(s, event)
+    return told or ("user_code" if given and _users_own(event) else None)
+
+
+def _ended_a_stage(s: Situation, event: LogEvent) -> bool:
+    """The stage failed, and the log has nothing behind it: as of a child that has no rank."""
+    outcome = s.facts.outcome
+    failed_stage = outcome is not None and outcome.state == "failed"
+    return failed_stage and any(end.last == event.text for end in s.facts.ends)
 
 
 # Errors of Python itself: whatever raised them was given something that it cannot work with.

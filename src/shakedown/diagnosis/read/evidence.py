@@ -96,6 +96,7 @@ def exit_of(outcome: Outcome, place: SourceRef) -> JobExit:
         failed_component=clean(outcome.failed_component, 80),
         place=place,
         done=outcome.done is True,
+        steps_known=bool(outcome.stalled),
     )
 
 

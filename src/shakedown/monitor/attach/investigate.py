@@ -25,7 +25,8 @@ from shakedown.monitor.attach.subjects import Subject
 from shakedown.monitor.collect.steps import STEP_SECONDS, end, told
 from shakedown.monitor.collect.writer import COLLECTED
 
-GAP_SECONDS, BUSY_GAP_SECONDS = 5.0, 20.0  # between two samples; where processes compute
+# Samples, and seconds between them; where processes compute, more: a loop stays in its function.
+_SAMPLES, _BUSY_SAMPLES = (2, 5.0), (4, 7.0)
 _ANALYSIS_SECONDS = 180.0  # its own limit is 60 s of CPU
 _COMPUTES = frozenset({"busy", "unprinted"})
 
@@ -52,7 +53,7 @@ class Found:
 def investigate(
     subject: Subject, judgement: Judgement, unseen: Mapping[Key, Unseen], out: Path
 ) -> Found:
-    """Collect twice and diagnose, in a folder of its own below `out`.
+    """Collect and diagnose, in a folder of its own below `out`.
 
     Args:
         unseen: processes that no collector can see.
@@ -64,8 +65,9 @@ def investigate(
     folder = StagePaths(out.absolute() / stamp)
     evidence = AttemptPaths(folder.root).evidence
     make_folders(evidence)
-    gap = BUSY_GAP_SECONDS if judgement.kind in _COMPUTES else GAP_SECONDS
-    _run(subject.collect(evidence, gap), folder.root / "collect.log", 2 * (STEP_SECONDS + gap))
+    rounds, gap = _BUSY_SAMPLES if judgement.kind in _COMPUTES else _SAMPLES
+    seconds = 2 * STEP_SECONDS + rounds * gap
+    _run(subject.collect(evidence, rounds, gap), folder.root / "collect.log", seconds)
     _add_unseen(unseen, evidence)
     if judgement.waited:
         _add_wait(judgement, subject.label, evidence)

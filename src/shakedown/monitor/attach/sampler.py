@@ -32,7 +32,8 @@ _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 class Process:
     """One process at one moment; `began` tells it from a later one of the same id.
 
-    `state`: as in proc(5). `cpu`, `io`, `output`, `timed`: as in `proc.Activity`.
+    `state`: as in proc(5). `cpu`, `io`, `output`, `timed`: as in `proc.Activity`, and 0 of a
+    launcher beside its ranks: its store is asked every few seconds, also while they hang.
     """
 
     name: str
@@ -100,7 +101,8 @@ def take_look(find: Callable[[], list[Target]], number: int, spent: float) -> Lo
     """Look at the processes that `find` gives; `spent`: CPU seconds of this process before."""
     try:
         targets = find()
-        processes = [_process(target) for target in targets]
+        ranked = any(target.rank is not None for target in targets)
+        processes = [_process(target, beside_ranks=ranked) for target in targets]
         absent, error = missing_ranks(targets), ""
     except ShakedownError as failed:  # a process that holds back its command line
         targets, processes, absent, error = [], [], [], str(failed)
@@ -109,9 +111,11 @@ def take_look(find: Callable[[], list[Target]], number: int, spent: float) -> Lo
     return Look(number, node_name(), time.time(), cost, processes, absent, lacks, error)
 
 
-def _process(target: Target) -> Process:
+def _process(target: Target, *, beside_ranks: bool) -> Process:
     seen = proc.read_state(target.pid, threads=False)
     done = seen.activity or proc.Activity(time.time(), 0.0, 0)
+    if beside_ranks and target.rank is None and proc.is_launch(proc.command(target.pid)):
+        done = proc.Activity(done.at, 0.0, 0)
     return Process(
         name=target.name,
         pid=target.pid,

@@ -6,11 +6,11 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from shakedown.cluster.nodes import expand_nodelist, node_name
+from shakedown.cluster.nodes import node_name
 from shakedown.cluster.ranks import srun_argv
 from shakedown.core.errors import UsageError
 from shakedown.monitor.attach.samplers import Start
@@ -56,8 +56,8 @@ class Subject(Protocol):
         """Programs that sample it; they end when nobody asks them for `idle` seconds."""
         ...
 
-    def collect(self, out: Path, gap: float) -> list[str]:
-        """The command that collects its evidence to `out`."""
+    def collect(self, out: Path, rounds: int, gap: float) -> list[str]:
+        """The command that collects its evidence to `out`, `rounds` times, `gap` seconds apart."""
         ...
 
     def missing(self) -> str:
@@ -70,7 +70,7 @@ class SlurmJob:
     """A job of this user. What is not given is known once Slurm was asked."""
 
     given: str
-    nodes: list[str] = field(default_factory=list)
+    parts: list[job.Part] = field(default_factory=list)
     job_id: str = ""
     owner: str = ""
 
@@ -79,7 +79,7 @@ class SlurmJob:
         return f"job {self.given}"
 
     def phase(self) -> Phase:
-        described, _, lost = job.describe(self.given)
+        described, text, lost = job.describe(self.given)
         state = described.get("JobState", "")
         if not state:
             return Phase("unknown", lost or "Slurm does not know it")
@@ -88,7 +88,7 @@ class SlurmJob:
         self.owner = described.get("UserId", "").partition("(")[0]  # root(0)
         if state in _RUNNING:
             try:
-                self.nodes = expand_nodelist(described.get("NodeList", ""))
+                self.parts = job.parts_of(text)
             except UsageError:
                 return Phase("unknown", f"no list of its nodes: {described.get('NodeList')!r}")
             return Phase("runs")
@@ -98,9 +98,10 @@ class SlurmJob:
         return Phase("over", f"{state} (exit code {code})", state == "COMPLETED")
 
     def starts(self, idle: float) -> list[Start]:
-        return [self._start(self.nodes, idle)]
+        return [self._start(part, idle) for part in self.parts]
 
-    def _start(self, nodes: Sequence[str], idle: float) -> Start:
+    def _start(self, part: job.Part, idle: float) -> Start:
+        nodes = part.nodes
         srun = srun_argv(
             nodes=nodes,
             tasks=len(nodes),
@@ -109,15 +110,19 @@ class SlurmJob:
             # samplers of no other. --unbuffered: a look is read as soon as it is written.
             more=[
                 f"--jobid={self.job_id}",
+                *part.srun,
                 *("--gres=none", "--no-kill", "--unbuffered", "--quit-on-interrupt"),
             ],
         )
         argv = [*srun, sys.executable, *_SAMPLER, "--job", self.job_id, f"--idle={idle:.0f}"]
-        alone = (lambda node: self._start([node], idle)) if len(nodes) > 1 else None
-        return Start(argv, nodes, step_environment(), alone=alone)
 
-    def collect(self, out: Path, gap: float) -> list[str]:
-        return [*_collector(sys.executable, out, gap), "--job", self.given]
+        def alone(node: str) -> Start:
+            return self._start(replace(part, nodes=[node]), idle)
+
+        return Start(argv, nodes, step_environment(), alone=alone if len(nodes) > 1 else None)
+
+    def collect(self, out: Path, rounds: int, gap: float) -> list[str]:
+        return [*_collector(sys.executable, out, rounds, gap), "--job", self.given]
 
     def missing(self) -> str:
         own = _user(os.getuid())
@@ -154,8 +159,8 @@ class Processes:
         command = f"exec {shlex.join([self.python, *_SAMPLER, *options])}"
         return [Start(ssh_argv(host, command), [host], label=True) for host in self.hosts]
 
-    def collect(self, out: Path, gap: float) -> list[str]:
-        command = [*_collector(sys.executable, out, gap), f"--match={self.pattern}"]
+    def collect(self, out: Path, rounds: int, gap: float) -> list[str]:
+        command = [*_collector(sys.executable, out, rounds, gap), f"--match={self.pattern}"]
         if self.hosts:
             command += ["--hosts", ",".join(self.hosts), "--remote-python", self.python]
         return command
@@ -171,8 +176,8 @@ class Processes:
         return f"processes of {', '.join(names)} match: run the watch as that user" if names else ""
 
 
-def _collector(python: str, out: Path, gap: float) -> list[str]:
-    return [python, *COLLECTOR, "--out", str(out), "--rounds", "2", "--gap", f"{gap:g}"]
+def _collector(python: str, out: Path, rounds: int, gap: float) -> list[str]:
+    return [python, *COLLECTOR, "--out", str(out), "--rounds", str(rounds), "--gap", f"{gap:g}"]
 
 
 def _user(number: int) -> str:

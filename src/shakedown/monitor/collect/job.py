@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shakedown.cluster.nodes import expand_nodelist
@@ -13,8 +14,24 @@ from shakedown.monitor.collect.writer import NAMES, Writer
 
 _JOB = re.compile(r"[0-9]{1,10}([_+][0-9]{1,7})?")  # 1234, 1234_5 (array), 1234+1 (heterogeneous)
 # A blank or a line's start in front: `ReqNodeList=(null)` must not be read as NodeList.
-_FIELD = re.compile(r"(?:^|\s)(JobId|JobState|NodeList|StdOut|StdErr|UserId|ExitCode)=(\S+)")
+_FIELD = re.compile(
+    r"(?:^|\s)(JobId|JobState|NodeList|StdOut|StdErr|UserId|ExitCode"
+    r"|ArrayJobId|ArrayTaskId|HetJobId|HetJobOffset)=(\S+)"
+)
 _RUNS = frozenset({"RUNNING", "COMPLETING", "STOPPED", "SIGNALING", "STAGE_OUT"})
+
+
+@dataclass(frozen=True)
+class Part:
+    """Nodes that one step can reach. `het`: the component of a heterogeneous job, else empty."""
+
+    nodes: Sequence[str]
+    het: str = ""
+
+    @property
+    def srun(self) -> list[str]:
+        """Options of srun, which takes one component a step."""
+        return [f"--het-group={self.het}"] if self.het else []
 
 
 def check_job_id(text: str) -> str:
@@ -41,16 +58,17 @@ def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) 
     Nothing is raised for a node or a controller that fails.
     """
     writer, report = Writer(out.absolute()), NodesReport()
-    described, nodes = _describe(job_id, writer)
+    described, parts = _describe(job_id, writer)
     runs = described.get("JobState", "") in _RUNS
     if runs:
         # An array task such as 1234_5 has a job id of its own, its processes' SLURM_JOB_ID.
         running = described.get("JobId", job_id)
         arguments = ["--job", running, "--this-node", *options]
-        read = collect_nodes(
-            Step(running, writer.out, arguments, STEP_SECONDS + seconds), nodes, writer
-        )
-        report.nodes, report.tables = read.nodes, read.tables
+        for part in parts:
+            step = Step(running, writer.out, arguments, STEP_SECONDS + seconds, part.srun)
+            read = collect_nodes(step, part.nodes, writer)
+            report.nodes |= read.nodes
+            report.tables += read.tables
     elif described:
         writer.missed.append(
             f"job {job_id} is {described.get('JobState')}: no process is looked at"
@@ -73,29 +91,62 @@ def describe(job_id: str) -> tuple[dict[str, str], str, str]:
             text, _ = slurm.run("sacct", "-X", "-P", "-j", job_id, "--format", _SACCT)
     except LookupError as error:
         text, lost = "", str(error.args[0])
-    # Of several records, as of an array, the first one.
-    described: dict[str, str] = {}
-    for key, value in _FIELD.findall(text):
-        described.setdefault(key, value)
+    described, several = one_of(text)
+    lost = several or lost
     rows = [line.split("|") for line in text.splitlines()[1:2]]
-    if not described and rows and len(rows[0]) == len(_SACCT.split(",")):
+    if not (described or several) and rows and len(rows[0]) == len(_SACCT.split(",")):
         _, _, state, code, nodes = rows[0]
         # `CANCELLED by 1000`
         described = {"JobState": state.partition(" ")[0], "ExitCode": code, "NodeList": nodes}
     return described, text, lost
 
 
-def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[str]]:
+def one_of(text: str) -> tuple[dict[str, str], str]:
+    """The fields of the job that scontrol shows; of an array none, and what to name instead.
+
+    A heterogeneous job's processes and steps have the id of its first component.
+    """
+    records = _records(text)
+    described = records[0] if records else {}
+    if "HetJobId" in described:
+        return {**described, "JobId": described["HetJobId"]}, ""
+    if len(records) < 2:
+        return described, ""
+    tasks = sorted(f"{r.get('ArrayJobId')}_{r.get('ArrayTaskId')}" for r in records)
+    more = f" and {len(tasks) - 4} more" if len(tasks) > 4 else ""
+    return {}, f"it is an array, {', '.join(tasks[:4])}{more}: name one of them"
+
+
+def _records(text: str) -> list[dict[str, str]]:
+    """Of each job that scontrol shows: several of an array, or of a heterogeneous job."""
+    chunks = re.split(r"^(?=JobId=)", text, flags=re.MULTILINE)
+    found = [dict(reversed(_FIELD.findall(chunk))) for chunk in chunks]
+    return [record for record in found if record]
+
+
+def parts_of(text: str) -> list[Part]:
+    """The nodes of a job that `describe` gave the text of.
+
+    Raises:
+        UsageError: a list of nodes that cannot be read.
+    """
+    return [
+        Part(expand_nodelist(record.get("NodeList", "")), record.get("HetJobOffset", ""))
+        for record in _records(text)
+    ]
+
+
+def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[Part]]:
     """Slurm's view of job and nodes, written down: (the job's fields, its nodes)."""
     described, text, lost = describe(job_id)
     writer.missed += [f"slurm: {lost}"] if lost else []
     if text:
         writer.text("job-slurm.txt", text)
     try:
-        nodes = expand_nodelist(described["NodeList"])
-    except (KeyError, UsageError):
-        nodes = []
-    return described, nodes
+        parts = parts_of(text)
+    except UsageError:
+        parts = []
+    return described, parts
 
 
 _SACCT = "JobID,JobName,State,ExitCode,NodeList"

@@ -10,6 +10,10 @@ from typing import Any
 MAX_THREADS = 64
 # What a process in this state can do: X is gone, Z has ended; T and t are stopped.
 _ENDED, _STOPPED = "XZ", "Tt"
+_LAUNCH = re.compile(
+    r"^(?:\S*python\S* (?:-\w+ )*)?(?:\S*/)?(?:torchrun|accelerate launch|deepspeed)(?: |$)"
+    r"|-m (?:torch\.distributed\.(?:run|launch)|accelerate\.commands|deepspeed\.launcher)"
+)
 # `python3.11`, and `python3 (deleted)` once an upgrade has replaced the program.
 _PYTHON = re.compile(r"(?:python|pypy)[\w.-]*(?: \(deleted\))?")
 
@@ -159,6 +163,11 @@ def owner(pid: int) -> int | None:
 def command(pid: int) -> str:
     """The command line, empty for a zombie or a process that is gone."""
     return _read(f"/proc/{pid}/cmdline").rstrip("\0").replace("\0", " ")
+
+
+def is_launch(command: str) -> bool:
+    """Whether a command line is that of a launcher, which runs no rank itself."""
+    return _LAUNCH.search(command) is not None
 
 
 def parent(pid: int) -> int:

@@ -55,5 +55,6 @@ def run(program: str, *arguments: str) -> tuple[str, str]:
     except OSError as error:
         return "", error.strerror or str(error)
     text = done.stdout.decode("utf-8", "replace")
-    said = done.stderr.decode("utf-8", "replace").strip().partition("\n")[0]
+    # Of an array's task that is not there scontrol speaks on standard output.
+    said = (done.stderr.decode("utf-8", "replace").strip() or text.strip()).partition("\n")[0]
     return text, said or f"exit code {done.returncode}" if done.returncode else ""

@@ -35,13 +35,14 @@ class Step:
     """How the collector runs on nodes of job `job_id`.
 
     `arguments`: of `hang collect`, beside `--out`, a folder that all nodes see; `limit`: seconds
-    that one step may take.
+    that one step may take. `srun`: more of its options.
     """
 
     job_id: str
     out: Path
     arguments: Sequence[str]
     limit: float
+    srun: Sequence[str] = ()
 
     def longest(self, nodes: int) -> float:
         """Seconds that `collect_nodes` may take where none of `nodes` is reached."""
@@ -103,7 +104,7 @@ def _run(step: Step, nodes: Sequence[str]) -> None:
         output=step.out / "collect-%N.log",
         # --gres=none: the job's own step has the GPUs. --quit-on-interrupt: srun ends at the first
         # Ctrl-C, not at the second.
-        more=[f"--jobid={step.job_id}", "--gres=none", "--quit-on-interrupt"],
+        more=[f"--jobid={step.job_id}", *step.srun, "--gres=none", "--quit-on-interrupt"],
     )
     command = [*srun, sys.executable, *COLLECTOR, *step.arguments, "--out", str(step.out)]
     environment = step_environment()

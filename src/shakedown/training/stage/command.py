@@ -1,6 +1,7 @@
 """A stage that is a launch command: its plan, and an attempt at it."""
 
 import os
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,8 @@ from shakedown.training.stage.rank_signal import signal_other_nodes, signal_rank
 from shakedown.training.stage.signs import Signs
 
 ROLE = "trainer"
+# `step_20.tmp`, `tmp-checkpoint-500`, `500.orbax-checkpoint-tmp-17`: renamed once they are whole.
+_HALF_WRITTEN = re.compile(r"(?:^|[._-])(?:tmp|partial|incomplete)(?:$|[._-])", re.IGNORECASE)
 HEARTBEATS = "SHAKEDOWN_HEARTBEATS"  # where a trainer that wants to may beat: monitor/heartbeat.py
 
 
@@ -186,11 +189,12 @@ class CommandPlan:
 
 
 def newest_checkpoint(job: CommandJob) -> Path | None:
-    """The whole checkpoint of the highest number in its path."""
+    """The whole checkpoint of the highest number in its path; none under a name for the time."""
     resume = job.config.resume
     if resume is None:
         return None
     paths = [path for path in expand(fill(resume.glob, job.values)) if path.exists()]
+    paths = [path for path in paths if not _HALF_WRITTEN.search(path.name)]
     whole = [path for path in paths if not resume.complete or (path / resume.complete).exists()]
     return whole[-1] if whole else None
 

@@ -22,7 +22,7 @@ from shakedown.monitor.collect.logs import logs_in
 from shakedown.report.logs import natural
 from shakedown.training.stage.tensorboard import EventFile
 
-_BLOCK = 1 << 20  # of a file and look
+_BLOCK = 1 << 24  # of a file and look: what is older is passed over
 _LONGEST_LINE = 1 << 16
 _MOST_COLUMNS = 200
 _MOST_STEP = 1 << 53
@@ -47,7 +47,11 @@ class _Tail:
             with self.path.open("rb") as stream:
                 size = self.path.stat().st_size
                 self.offset = self.offset if self.offset <= size else 0
+                behind = size - self.offset > _BLOCK
+                self.offset = size - _BLOCK if behind else self.offset
                 stream.seek(self.offset)
+                # Within a line, whose begin is missing.
+                self.offset += len(stream.readline(_LONGEST_LINE)) if behind else 0
                 block = stream.read(_BLOCK)
         except OSError:  # not there yet, or for now
             return []
@@ -60,7 +64,20 @@ class _Tail:
 
 
 class Source(ABC):
-    """Where the rows come from."""
+    """Where the rows come from.
+
+    `changes`: how often a row had another step than the one before it in its file: also a lower
+    one, as of trainers that count anew in each epoch. A bar that is drawn again has the same.
+    """
+
+    def __init__(self) -> None:
+        self.changes = 0
+        self._newest: dict[Path, float] = {}
+
+    def _told(self, path: Path, row: Row) -> Row:
+        self.changes += row["step"] != self._newest.get(path)
+        self._newest[path] = row["step"]
+        return row
 
     @abstractmethod
     def new_rows(self) -> Iterator[Row]:
@@ -71,6 +88,7 @@ class LogPattern(Source):
     """Lines of any log below a folder that a pattern finds a step in."""
 
     def __init__(self, pattern: str, logs: Path) -> None:
+        super().__init__()
         self._pattern, self._logs = re.compile(pattern), logs
         self._tails: dict[Path, _Tail] = {}
 
@@ -80,10 +98,11 @@ class LogPattern(Source):
         except OSError:
             return
         for path in paths:
-            for line in self._tails.setdefault(path, _Tail(path)).new_lines():
-                found = self._pattern.search(line[:_LONGEST_LINE])
+            for whole in self._tails.setdefault(path, _Tail(path)).new_lines():
+                line = whole[:_LONGEST_LINE]
+                found = self._pattern.search(line)
                 if found and (row := _row({**_pairs(line), **found.groupdict()}, "step")):
-                    yield row
+                    yield self._told(path, row)
 
 
 class Table(Source):
@@ -93,6 +112,7 @@ class Table(Source):
     """
 
     def __init__(self, place: str, column: str) -> None:
+        super().__init__()
         self._place, self._column = place, column
         self._tails: dict[Path, _Tail] = {
             path: _Tail(path, path.stat().st_size) for path in self._paths()
@@ -105,7 +125,7 @@ class Table(Source):
             for line in tail.new_lines():
                 row = _row(self._cells(path, line), self._column)
                 if row:
-                    yield row
+                    yield self._told(path, row)
 
     def _paths(self) -> list[Path]:
         return [path for path in expand(self._place) if path.is_file()]
@@ -143,6 +163,7 @@ class Events(Source):
     """
 
     def __init__(self, place: str, tag: str) -> None:
+        super().__init__()
         self._place, self._tag = place, tag
         self._files = {path: EventFile(path, path.stat().st_size) for path in self._paths()}
 
@@ -154,7 +175,7 @@ class Events(Source):
                     rows.setdefault(step, {}).update(scalars)
         for step in sorted(rows):
             if row := _row({**rows[step], "step": step}, "step"):
-                yield row
+                yield self._told(Path(self._place), row)
 
     def _paths(self) -> list[Path]:
         found: list[Path] = []
@@ -182,14 +203,15 @@ def source_of(progress: ProgressConfig, place: str, logs: Path) -> Source:
 
 @dataclass
 class Progress:
-    """The newest step, and every row once in `metrics`, with how long its step took.
+    """The highest step, and every row once in `metrics`, with how long its step took.
 
-    A step that several ranks tell counts once.
+    A step that several ranks tell counts once. `now`: the step that was told last.
     """
 
     source: Source
     metrics: Path
     step: int = 0
+    now: int = 0
     rows: int = 0
     _at: float = 0.0
 
@@ -197,6 +219,7 @@ class Progress:
         """Read what is new; the rows that were written. A full disk loses rows, not the stage."""
         before, found = self.step, []
         for row in self.source.new_rows():
+            self.now = int(row["step"])
             if row["step"] > self.step or not self.rows:
                 self.step, self.rows = int(row["step"]), self.rows + 1
                 found.append(row)

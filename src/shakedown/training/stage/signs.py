@@ -38,7 +38,7 @@ class Signs:
 
     @property
     def step(self) -> int:
-        """The newest; 0 where none is known."""
+        """The highest; 0 where none is known."""
         return self.progress.step if self.progress else 0
 
     def read(self) -> None:
@@ -62,10 +62,11 @@ class Signs:
             pid=living[0].pid if living else 0,
             host=host_name(),
             phase=self._phase,
-            step=self.step,
+            # The highest would stand still in a second epoch that counts anew.
+            step=self.progress.now if self.progress else 0,
             micro_batch=0,
             batch_size=0,
-            count=self._count,
+            count=self._count + (self.progress.source.changes if self.progress else 0),
             wall=round(time.time(), 3),
             monotonic=round(time.monotonic(), 3),
         )

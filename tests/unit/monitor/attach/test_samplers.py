@@ -56,6 +56,27 @@ def test_a_sampler_sees_a_rank_of_mpi_and_what_a_look_costs(rank: int, tmp_path:
     assert 0 < again.cost < 5
 
 
+def test_what_a_launcher_reads_and_writes_is_no_sign_of_its_ranks(
+    rank: int, tmp_path: Path
+) -> None:
+    torchrun = tmp_path / "torchrun"  # its store is asked every few seconds
+    torchrun.write_text(RANK)
+    command = [sys.executable, str(torchrun)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        launcher.stdout.readline()
+        samplers = Samplers(Processes(str(tmp_path)).starts(60))
+        try:
+            look = samplers.ask(60)[node_name()]
+        finally:
+            samplers.close()
+            launcher.kill()
+    assert look is not None
+    seen = {process.pid: process for process in look.processes}
+    assert (seen[launcher.pid].cpu, seen[launcher.pid].io) == (0, 0)
+    assert seen[rank].io > 0
+
+
 @pytest.mark.slow
 def test_a_sampler_that_is_lost_is_started_again(rank: int, tmp_path: Path) -> None:
     samplers = Samplers(Processes(str(tmp_path)).starts(60))
