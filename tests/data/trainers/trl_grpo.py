@@ -26,6 +26,7 @@ def main() -> None:
     def reward_digits(completions, **kwargs) -> list[float]:
         while args.spin_on and dist.get_rank() == 1 and Path(args.spin_on).exists():
             pass
+        time.sleep(0.2)  # 14 steps a second leave no time to do something to one of them
         return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 
     rows = [{"prompt": f"{a:02}+{b:02}="} for a in range(20) for b in range(20)]
