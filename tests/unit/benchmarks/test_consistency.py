@@ -18,6 +18,7 @@ def _rows(text: str) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_sides_compare_the_same_prompts_and_memory_is_told_for_each_size() -> None:
     command = [sys.executable, str(SCRIPT), "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -32,14 +32,15 @@ def test_the_plan_is_within_a_tenth_of_what_two_ranks_hold(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "allocation"),
     [
         ("10M", "fsdp:d2"),
-        *(
-            pytest.param("50M", allocation, marks=pytest.mark.exhaustive)
-            for allocation in ("fsdp:d4", "fsdp:d1t2", "megatron:d1t2", "archon:d1p2")
-        ),
+        ("50M", "fsdp:d4"),
+        ("50M", "fsdp:d1t2"),
+        ("50M", "megatron:d1t2"),
+        ("50M", "archon:d1p2"),
     ],
 )
 def test_small_models_and_other_cuts_are_planned_within_a_tenth(
