@@ -407,6 +407,26 @@ def test_rank_is_that_of_the_launcher_and_of_slurm_only_in_a_step() -> None:
     ]
 
 
+@pytest.mark.parametrize("own", [{"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}, {"RANK": "1"}])
+def test_launcher_whose_ranks_are_gone_is_none_of_them(tmp_path: Path, own: dict[str, str]) -> None:
+    program = tmp_path / "torch" / "distributed" / "run.py"
+    program.parent.mkdir(parents=True)
+    for package in (program.parent, program.parent.parent):
+        (package / "__init__.py").touch()
+    program.write_text("import time; print(flush=True); time.sleep(600)")
+    with subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", "alone"],
+        cwd=tmp_path,
+        env={**os.environ, **own},
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        found = [target.rank for target in from_pids([process.pid])]
+        process.kill()
+    assert found == [None]
+
+
 def test_rank_that_two_processes_claim_is_given_to_none() -> None:
     assert named([{"RANK": "3"}, {"RANK": "3"}], "two-jobs-of-one-user") == [("pidN", None)] * 2
 

@@ -221,9 +221,8 @@ def _outermost(found: Mapping[int, _Process]) -> list[int]:
     chosen = {pid: p for pid, p in found.items() if p.python} or dict(found)
     chosen = {pid: p for pid, p in chosen.items() if not ray.is_own(pid, p.command)}
     environments = {pid: _environment(pid) for pid in chosen}
-    # As in `_ranked`: torchrun's own process is a task of Slurm, and no rank.
     launched = any("RANK" in environment for environment in environments.values())
-    ranks = {p: e.get("RANK", "") if launched else _rank_text(e) for p, e in environments.items()}
+    ranks = {p: _rank_text(p, e, launched=launched) for p, e in environments.items()}
     workers = {
         process.pid
         for process in chosen.values()
@@ -268,12 +267,11 @@ def _named(pids: Sequence[int], prefix: str = "") -> list[Target]:
 
 
 def _ranked(pid: int, environment: Mapping[str, str], *, launched: bool) -> Target | None:
-    """By our hook, or by the environment; SLURM_PROCID is no rank below another launcher."""
+    """By our hook, or by the environment."""
     hook = hooked.find(pid)
     if hook is not None:
         return Target(hook.name, pid, hook.role, hook.rank, hook=hook)
-    text = environment.get("RANK", "") if launched else _rank_text(environment)
-    rank = _number(text)
+    rank = _number(_rank_text(pid, environment, launched=launched))
     return None if rank is None else Target(f"trainer-rank{rank}", pid, "trainer", rank)
 
 
@@ -294,8 +292,15 @@ def _number(text: str) -> int | None:
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 8 else None
 
 
-def _rank_text(environment: Mapping[str, str]) -> str:
-    """A batch script's own SLURM_PROCID is always 0: only a step's counts."""
+def _rank_text(pid: int, environment: Mapping[str, str], *, launched: bool) -> str:
+    """A launcher is no rank, also once its ranks are gone: it has its node's number, from Slurm or
+    as the RANK that Kubernetes gives it. `launched`: SLURM_PROCID is no rank below another launcher.
+    """
+    if proc.is_launch(proc.command(pid)):
+        return ""
+    if launched:
+        return environment.get("RANK", "")
+    # A batch script's own SLURM_PROCID is always 0: only a step's counts.
     numbers = [environment.get(name, "") for name in ("RANK", *_OF_MPI)]
     numbers += [environment.get("SLURM_PROCID", "")] if "SLURM_STEP_ID" in environment else []
     return next(filter(None, numbers), "")
