@@ -293,8 +293,8 @@ def _number(text: str) -> int | None:
 
 
 def _rank_text(pid: int, environment: Mapping[str, str], *, launched: bool) -> str:
-    """A launcher is no rank, also once its ranks are gone: it has its node's number, from Slurm or
-    as the RANK that Kubernetes gives it. `launched`: SLURM_PROCID is no rank below another launcher.
+    """A launcher is no rank, also once its ranks are gone: it has its node's number, from Slurm
+    or as the RANK that Kubernetes gives it. `launched`: SLURM_PROCID is no rank below another.
     """
     if proc.is_launch(proc.command(pid)):
         return ""
