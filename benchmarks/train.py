@@ -12,7 +12,7 @@ one torch thread a rank); both sides must show the same losses. `--grpo`: where 
 step goes with a real vLLM server, and what is learned, at each async level; with `--peer` against
 TRL's GRPOTrainer, which generates with transformers, and both on the same samples. `--memory`: what
 a rank holds at 10M, 50M and 200M parameters, in bytes a parameter, of this code and of other source
-trees.
+trees, and how fast rank 0 publishes the weights.
 `--gpu`: tokens a second and MFU of a model of Qwen3-0.6B's shape in bfloat16, against plain
 transformers; with `--stages` an SFT and a GRPO stage with a vLLM server on the same GPU, against
 what `train --plan` predicts.
