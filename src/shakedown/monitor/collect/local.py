@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shakedown.cluster.nodes import is_node_name, node_name
 from shakedown.core.paths import AttemptPaths
-from shakedown.monitor.collect import beats, hooked, inside, logs, node, proc, pyspy, ray
+from shakedown.monitor.collect import beats, hooked, inside, logs, node, proc, pyspy, ras, ray
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.targets import Target
 from shakedown.monitor.collect.writer import BEATS, COLLECTED, NAMES, Writer, printable
@@ -78,7 +78,7 @@ def collect_local(
         logs: folder of logs whose ends are copied; None copies those of the files that the
             processes print to.
         heartbeats: folder of heartbeats; by default the one beside `out`.
-        native: C and C++ frames too, by py-spy.
+        native: C and C++ frames too, by py-spy, which those that use CUDA show anyhow.
         always_pyspy: py-spy reads every process.
         missed: what the caller could not find, to be written down with the rest.
         absent: ranks of this node without a process.
@@ -186,7 +186,8 @@ class _Collection:
                 target.pid,
                 pause=states[target.pid].pausable,
                 children=self._strays(target),
-                native=self._native,
+                # Whether a rank waits for its GPU no frame of Python shows.
+                native=self._native or proc.uses_cuda(target.pid),
                 until=until,
             )
             for target in targets
@@ -236,8 +237,11 @@ class _Collection:
 
     def ask_node(self) -> None:
         """NCCL RAS, GPUs, Slurm; a driver that never answers is left behind."""
+        # RAS of an inference engine has ranks of its own.
+        ranks = [r.pid for r in self._rows.values() if r.role == "trainer" and r.rank is not None]
+        asks_ras: node.Query = functools.partial(ras.query, ranks)
         asks_ray: node.Query = functools.partial(ray.query, list(self._rows))
-        sources = {**node.SOURCES, "ray": asks_ray}
+        sources = {"nccl ras": asks_ras, **node.SOURCES, "ray": asks_ray}
         names = list(sources)
         jobs = [functools.partial(node.ask, name, sources) for name in names]
         answers = run_bounded(jobs, len(jobs), SOURCE_SECONDS)

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from shakedown.monitor.collect import gpus, ras, slurm
+from shakedown.monitor.collect import gpus, slurm
 
 Query = Callable[[], tuple[str, str, str]]
 
-# Each gives (suffix of its file, text, what was missed) or raises LookupError: not there.
+# Each gives (suffix of its file, text, what was missed) or raises LookupError: not there. Those
+# that ask for the job's own processes are added by the collector.
 SOURCES: Mapping[str, Query] = {
-    "nccl ras": ras.query,
     "gpus": gpus.query,
     "slurm": slurm.query,
 }

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 MAX_THREADS = 64
@@ -180,6 +181,14 @@ def children(pid: int) -> set[int]:
     """Direct children of all threads; empty where the kernel does not list them."""
     tasks = _tasks(f"/proc/{pid}")
     return {int(child) for task in tasks for child in _read(f"{task}/children").split()}
+
+
+def uses_cuda(pid: int) -> bool:
+    """Whether it has loaded the driver's library; torch does so with the first call on a GPU."""
+    try:
+        return b"/libcuda.so" in Path(f"/proc/{pid}/maps").read_bytes()
+    except OSError:
+        return False
 
 
 def has_thread(pid: int, name: str) -> bool:
