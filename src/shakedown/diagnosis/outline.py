@@ -7,7 +7,7 @@ from typing import Any
 from shakedown.core.ranges import ranges
 from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.facts import ComponentFacts, Facts
-from shakedown.diagnosis.records import FlightRecord, SourceRef, Stack
+from shakedown.diagnosis.records import FlightRecord, Operation, SourceRef, Stack
 from shakedown.diagnosis.timeline import timeline
 
 MAX_HOSTS = 4096
@@ -60,9 +60,15 @@ def _stack(component: ComponentFacts, stack: Stack) -> str:
 def _record(component: ComponentFacts, record: FlightRecord) -> str:
     if not record.operations:
         return f"{component.name}: {len(record.groups)} groups, no entries"
-    last = max(record.operations, key=lambda op: op.order)
-    users = user_frames(last.frames)
-    where = f" at {users[-1]}" if users else ""
+    by_order = sorted(record.operations, key=lambda op: op.order)
+    last, undone = by_order[-1], [op for op in by_order if not op.done]
+    # Behind the call that holds a GPU others may be enqueued.
+    first = f"first open call {_call(undone[0])}; " if undone[:1] not in ([], [last]) else ""
     state = "done" if last.done else "not done"
-    name = last.name.split(":", 1)[-1]
-    return f"{component.name}: last call {name}, number {last.seq}{where}, {state}"
+    return f"{component.name}: {first}last call {_call(last)}, {state}"
+
+
+def _call(op: Operation) -> str:
+    users = user_frames(op.frames)
+    where = f" at {users[-1]}" if users else ""
+    return f"{op.name.split(':', 1)[-1]}, number {op.seq}{where}"

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Sequence
+from pathlib import PurePath
 
 from shakedown.diagnosis.analyze.causes import Strength, conclude
 from shakedown.diagnosis.analyze.edges import ELSEWHERE
@@ -366,10 +367,11 @@ def told_missing(s: Situation) -> Hypothesis | None:
     # RAS or a watchdog that lists every rank tells none from the others.
     if not named or (len(named) == len(everyone) and not reported):
         return None
+    by = PurePath(next(iter(named.values())).path).name
     return conclude(
         s,
         "missing_rank",
-        f"{name_ranks(list(named))} did not join, says {next(iter(named.values())).path}",
+        f"{name_ranks(list(named))} did not join, says {by}",
         sure="likely",
         ranks=named,
         evidence=list(named.values())[:6],

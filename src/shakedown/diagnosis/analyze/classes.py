@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from shakedown.diagnosis.analyze.model import RankClass
-from shakedown.diagnosis.analyze.position import Position, judge_path, user_frames
+from shakedown.diagnosis.analyze.position import Position, judge_path, python_frames, user_frames
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.records import Frame
 
@@ -19,8 +19,8 @@ def frame_key(frame: Frame) -> tuple[str, str, int]:
 
 @lru_cache(4096)  # ranks of a job share few paths
 def path_key(path: tuple[Frame, ...]) -> tuple[tuple[str, str, int], ...]:
-    """A call path as a key."""
-    return tuple(map(frame_key, path))
+    """A call path as a key: of a process that spins in a driver each look shows other addresses."""
+    return tuple(map(frame_key, python_frames(path) or path))
 
 
 @lru_cache(4096)

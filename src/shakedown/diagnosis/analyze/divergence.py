@@ -40,8 +40,9 @@ def _divergence(group: GroupFacts, *, frames: bool) -> CallDivergence | None:
         if _same(list(calls.values()), frames=frames):
             break
         start = seq
-    if start is None and not frames:
-        start = _first_open_unlike(group, common)
+    # On GPUs ranks go on to enqueue calls, alike and unlike, behind the one that holds them.
+    held = None if frames else _first_open_unlike(group, common)
+    start = min((seq for seq in (start, held) if seq is not None), default=None)
     if start is None:
         return None
     calls = {r: v.operations[start] for r, v in group.views.items()}
@@ -78,7 +79,7 @@ def _open_unlike(group: GroupFacts) -> CallDivergence | None:
 
 
 def _first_open_unlike(group: GroupFacts, common: set[int]) -> int | None:
-    """Where the newest calls agree again: an earlier one that differs and is not done holds them.
+    """Where the calls parted that differ and are not done.
 
     A call that differs and yet is done was counted differently, and holds nobody.
     """
@@ -91,7 +92,19 @@ def _first_open_unlike(group: GroupFacts, common: set[int]) -> int | None:
         for seq, row in zip(later, calls, strict=True)
         if not all(op.done for op in row) and not _same(row, frames=False)
     )
-    return next(found, None)
+    start = next(found, None)
+    # The first of calls that do not fit can be done nevertheless, as with few elements on NCCL.
+    while start and start - 1 in common:
+        if _same([v.operations[start - 1] for v in views], frames=False):
+            break
+        start -= 1
+    return start
+
+
+def holds(row: CallDivergence) -> bool:
+    """Whether other operations were called, and not all of what was called is done."""
+    unlike = not _same(list(row.calls.values()), frames=False)
+    return unlike and any(view.pending for view in row.group.views.values())
 
 
 # Operations whose sizes differ between ranks by design.

@@ -122,6 +122,21 @@ def not_launched(s: Placed, _: WaitGraph) -> list[Block]:
     return [Block(synced, outside, "launched the call that their GPUs wait in")]
 
 
+def launched_less(s: Placed, graph: WaitGraph) -> list[Block]:
+    """RAS counts more calls of ranks that wait for their GPUs than of those outside of all calls.
+
+    Who launched less and waits, too, may be kept by a call that the others made too often.
+    """
+    counts = {r: row.counts for r, c in s.ranks.items() for row in c.ras if row.counts}
+    launched = {r: row.get("launched", -1) for r, row in counts.items()}
+    most = max([*launched.values(), *(row.get("most", -1) for row in counts.values())], default=-1)
+    behind = sorted(r for r, count in launched.items() if 0 <= count < most)
+    ahead = [r for r in s.at("host_sync", "collective") if r not in behind]
+    if graph.roots or not set(behind) <= set(s.at(*_LAUNCHES_NOTHING)):
+        return []
+    return [Block(ahead, behind, "launched the call that their GPUs wait in")] if behind else []
+
+
 def _stood(component: ComponentFacts) -> bool:
     """At least two samples of the main thread, all on one path."""
     paths = {st.sample: path_key(st.main.frames) for st in component.stacks if st.main}
@@ -161,4 +176,5 @@ SOURCES: Sequence[Callable[[Placed, WaitGraph], list[Block]]] = (
     not_joined,
     not_in_the_call,
     not_launched,
+    launched_less,
 )

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from shakedown.diagnosis.analyze.causes import CONFIDENCE
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.places import bar_of
+from shakedown.diagnosis.analyze.position import python_frames
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts
 from shakedown.diagnosis.records import BeatRecord, LogEvent, ProcessState, SourceRef
@@ -82,7 +83,8 @@ def _progress(s: Situation, chosen: Hypothesis) -> Hypothesis | None:
 def _wanders(component: ComponentFacts) -> bool:
     """On a CPU, and not in the same functions in all samples: an endless loop has few."""
     main = [stack.main for stack in component.stacks if stack.main and stack.sample]
-    paths = [tuple((f.file, f.function) for f in thread.frames) for thread in main]
+    frames = [python_frames(thread.frames) for thread in main]
+    paths = [tuple((f.file, f.function) for f in path) for path in frames]
     return bool(main) and main[-1].active is True and len(set(paths)) > 1
 
 
@@ -159,7 +161,9 @@ def _does(component: ComponentFacts, s: Situation) -> str:
     rows = sorted((row.activity for row in component.states if row.activity), key=lambda a: a.at)
     first, last = rows[0], rows[-1]
     share = (last.cpu - first.cpu) / (last.at - first.at)
-    if share > IDLE_SHARE:
+    # By default the driver waits for a GPU by asking it over and over.
+    spins = component.role == TRAINER and s.positions[component.rank].kind == "host_sync"
+    if share > IDLE_SHARE and not spins:
         return f"used {share:.0%} of a core"
     if last.output > first.output:
         return "printed"

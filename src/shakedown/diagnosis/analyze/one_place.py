@@ -183,13 +183,21 @@ def one_place(s: Situation) -> Hypothesis | None:
     cause: Cause = "nccl_internal" if native else "network"
     # Dumps count calls and show that none is behind. Stacks cannot, and without the world size
     # a rank may be missing altogether.
-    counted = any(s.ranks[r].record for r in ranks)
+    dumped = any(s.ranks[r].record for r in ranks)
+    # Where the dumps show no open call, the one that all wait in is of a backend that keeps none.
+    counted = dumped and any(v.pending for g in s.facts.groups for v in g.views.values())
     looks = {stack.sample for r in ranks for stack in s.ranks[r].stacks}
     found = conclude(
         s,
         cause,
-        f"all {len(ranks)} ranks wait in {_common_call(s, ranks[0])} and none is behind: "
-        + ("inside NCCL's enqueue" if native else "the network or the library, not a branch"),
+        f"all {len(ranks)} ranks wait in {_common_call(s, ranks[0])}"
+        + (
+            ", which is in no dump"
+            if dumped and not counted
+            else " and none is behind: inside NCCL's enqueue"
+            if native
+            else " and none is behind: the network or the library, not a branch"
+        ),
         sure="likely" if counted else "open",
         evidence=[*[e.place for e in names[:3]], *s.seen_at(ranks)],
         needed=[
@@ -197,7 +205,7 @@ def one_place(s: Situation) -> Hypothesis | None:
             "NCCL_DEBUG=INFO logs, link error counters, and a second sample after a minute",
         ],
     )
-    return replace(found, cause_open=not (native or counted or len(looks) > 1))
+    return replace(found, cause_open=not (native or counted or (len(looks) > 1 and not dumped)))
 
 
 def _one_call(s: Situation, ranks: Sequence[int]) -> bool:

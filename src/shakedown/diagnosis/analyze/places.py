@@ -211,6 +211,7 @@ def _advanced(component: ComponentFacts) -> bool:
         return True
     records = sorted(component.flight, key=lambda r: r.sample)
     if len({r.sample for r in records}) > 1:
-        newest = [max((op.order for op in r.operations), default=-1) for r in records]
+        # Done, as further calls may be enqueued behind the one that holds a GPU.
+        newest = [max((op.order for op in r.operations if op.done), default=-1) for r in records]
         return newest[-1] > newest[0]
     return False

@@ -174,6 +174,11 @@ def is_user(frame: Frame) -> bool:
     )
 
 
+def python_frames(path: Sequence[Frame]) -> list[Frame]:
+    """Those of Python, without what it calls in C, C++ and the drivers."""
+    return [f for f in path if f.file.endswith((".py", ">", ".pyx", ".ipynb"))]
+
+
 def user_frames(path: Sequence[Frame]) -> list[Frame]:
     """The frames of the user's own code, outermost first."""
     return [frame for frame in path if is_user(frame)]
