@@ -33,12 +33,21 @@ class DataEndedError(Exception):
     """One rank has no further batch."""
 
 
+def _tensor(values: Sequence[float]) -> Any:
+    """On the GPU where there is one, so that the collective is of the trainer's own backend."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
 def conditional_collective(_strike: Strike) -> None:
     """One rank reduces a number for its log; the others know nothing of it."""
-    import torch
     import torch.distributed as dist
 
-    dist.all_reduce(torch.ones(1))
+    number = _tensor([1.0])
+    dist.all_reduce(number)
+    number.item()
 
 
 def exception_in_cleanup(_strike: Strike) -> NoReturn:
@@ -113,7 +122,7 @@ def op_mismatch(strike: Strike) -> None:
 
     def gathered(values: Mapping[str, float]) -> dict[str, float]:
         names = sorted(values)
-        own = torch.tensor([values[name] for name in names], dtype=torch.float64)
+        own = _tensor([values[name] for name in names])
         parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(parts, own)
         return dict(zip(names, torch.stack(parts).sum(0).tolist(), strict=True))
@@ -170,25 +179,23 @@ def wrong_shape(strike: Strike) -> None:
 
 def two_threads(_strike: Strike) -> None:
     """A thread reduces a number over the group that the main thread uses at the same time."""
-    import torch
     import torch.distributed as dist
 
     def reduce_in_background() -> None:
-        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(_tensor([1.0]))
 
     threading.Thread(target=reduce_in_background, name="fault-telemetry", daemon=True).start()
 
 
 def cross_group_order(strike: Strike) -> None:
     """Two groups of all ranks; the culprit rank uses the second one first."""
-    import torch
     import torch.distributed as dist
 
     # new_group is collective over all ranks: hence this fault runs on every one of them.
     first, second = dist.new_group(), dist.new_group()
     order = (second, first) if strike.culprit else (first, second)
     for group in order:
-        dist.all_reduce(torch.ones(1), group=group)
+        dist.all_reduce(_tensor([1.0]), group=group)
 
 
 def storage_stall(_strike: Strike) -> None:
