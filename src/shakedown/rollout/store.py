@@ -31,7 +31,7 @@ from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
 # A number of steps or versions; JSON would hold any, and a float what is below 2**53.
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 
-_POLL_SECONDS = 0.05  # the other side's files, maybe of another node: there is no event to wait for
+_POLL_SECONDS = 0.02  # the other side's files, maybe of another node: there is no event to wait for
 _MANIFEST = "manifest.json"
 
 
@@ -79,7 +79,7 @@ class RolloutStore:
     def wait_batch(
         self, step: int, timeout: float, on_wait: Callable[[], None] = lambda: None
     ) -> RolloutBatch:
-        """The batch of a step; `on_wait` is called at every look, about 20 times a second.
+        """The batch of a step; `on_wait` is called at every look, about 50 times a second.
 
         Raises:
             BlockedError: it did not arrive within `timeout` seconds.

@@ -52,7 +52,7 @@ from shakedown.training.stage.job import StageJob, read_job
 from shakedown.training.stage.loops import first_to_end, trainers_live
 from shakedown.training.stage.servers import connected, weight_sync
 
-_POLL_SECONDS = 0.05  # the trainer's files: another process, so that nothing can be awaited
+_POLL_SECONDS = 0.02  # the trainer's files: another process, so that nothing can be awaited
 _BEAT_SECONDS = 0.5
 _HEALTH_SECONDS = 2.0
 _HELD_SECONDS = 5.0  # without rollout capacity, until the log says so: shorter waits are normal
