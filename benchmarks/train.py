@@ -3,7 +3,7 @@
     python benchmarks/train.py [--ranks 1 2] [--repeats 3] [--out FILE]      about 3 minutes
     python benchmarks/train.py --grpo [--levels 0 1 2] [--curves FILE.svg]   2 to 5 minutes a level
     python benchmarks/train.py --grpo --peer [--ranks 1 2] [--levels 0 1]    about 10 minutes
-    python benchmarks/train.py --memory [--against main=../main/src]         5 to 10 minutes
+    python benchmarks/train.py --memory                                      5 to 10 minutes
     python benchmarks/train.py --gpu                                         one CUDA device
     python benchmarks/train.py --gpu --stages                                one CUDA device, vLLM
 
@@ -11,8 +11,9 @@ Without options: tokens a second of SFT on CPU ranks (a Qwen3 of 1.25M random pa
 one torch thread a rank); both sides must show the same losses. `--grpo`: where the time of a GRPO
 step goes with a real vLLM server, and what is learned, at each async level; with `--peer` against
 TRL's GRPOTrainer, which generates with transformers, and both on the same samples. `--memory`: what
-a rank holds at 10M, 50M and 200M parameters, in bytes a parameter, of this code and of other source
-trees, and how fast rank 0 publishes the weights.
+a rank holds at 10M, 50M and 200M parameters, in bytes a parameter, and how fast rank 0 publishes
+the weights. `--against main=../main/src` measures other checkouts beside this one, with `--memory`
+and with `--grpo --peer`.
 `--gpu`: tokens a second and MFU of a model of Qwen3-0.6B's shape in bfloat16, against plain
 transformers; with `--stages` an SFT and a GRPO stage with a vLLM server on the same GPU, against
 what `train --plan` predicts.
@@ -179,6 +180,7 @@ def _grpo_peer(arguments: argparse.Namespace, folder: Path) -> tuple[int, Mappin
             steps=arguments.steps or 15,
             repeats=arguments.repeats,
             peer=peer,
+            against=dict(arguments.against),
         )
     except subprocess.CalledProcessError:
         return _no_peer()

@@ -17,7 +17,7 @@ import yaml
 
 from training.sft import environment
 
-CONFIG = Path(__file__).resolve().parents[2] / "config" / "config.yaml"
+CHECKOUT = Path(__file__).resolve().parents[2]
 WARMUP = 3  # steps in which server and trainer still meet code for the first time
 
 
@@ -156,9 +156,10 @@ def table(levels: Sequence[Level]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def demo() -> dict[str, Any]:
-    """config/config.yaml."""
-    body: dict[str, Any] = yaml.safe_load(CONFIG.read_text(encoding="utf-8"))
+def demo(checkout: Path = CHECKOUT) -> dict[str, Any]:
+    """A checkout's config/config.yaml."""
+    config = checkout / "config" / "config.yaml"
+    body: dict[str, Any] = yaml.safe_load(config.read_text(encoding="utf-8"))
     return body
 
 
@@ -189,6 +190,7 @@ def run_shakedown(arguments: Sequence[str], folder: Path) -> None:
         code = subprocess.run(
             [sys.executable, "-m", "shakedown.cli", *arguments],
             env=environment(None),
+            cwd=CHECKOUT,  # the demo names its agent from there
             stdout=out,
             stderr=out,
             timeout=900,

@@ -85,32 +85,38 @@ def measure(
     steps: int,
     repeats: int,
     peer: Path | None,
+    against: Mapping[str, Path],
 ) -> tuple[list[Run], Agreement | None]:
     """SFT once, then each of our levels and TRL by turns; stops after a run that went wrong.
+
+    Args:
+        against: src folders of other checkouts, each with its own demo's settings, by name.
 
     Raises:
         StageFailedError: the SFT stage failed.
     """
     start = grpo.train_start(folder)
     assets = json.loads(start.read_text(encoding="utf-8"))
-    tools: dict[str, int | None] = {f"ours, async level {k}": k for k in levels}
+    sides = {"ours": grpo.CHECKOUT / "src", **against}
+    ours = {f"{name}, async level {k}": (src, k) for k in levels for name, src in sides.items()}
     runs: list[Run] = []
     agreement = None
     for count in ranks:
         for repeat in range(repeats):
-            for tool, level in {**tools, "TRL": None}.items():
-                place = folder / f"{count}-{repeat}-{'trl' if level is None else level}"
+            for tool, side in {**ours, "TRL": None}.items():
+                place = folder / f"{count}-{repeat}-{tool.replace(', async level ', '-')}"
                 place.mkdir()
-                if level is None:
+                if side is None:
                     run = _theirs(place, assets, steps, ranks=count, peer=peer)
                 else:
-                    run = _ours(place, tool, start, level, steps, ranks=count)
+                    src, level = side
+                    run = _ours(place, tool, start, steps, src=src, level=level, ranks=count)
                 runs.append(run)
                 said = run.fault or f"{run.tokens_per_s:.0f} trained tokens/s"
                 print(f"{tool}, {count} rank(s): {said}", file=sys.stderr, flush=True)
                 if run.fault:
                     return runs, agreement
-                if level is not None and agreement is None:
+                if side is not None and agreement is None:
                     agreement = _agree(place, assets, peer=peer)
     return runs, agreement
 
@@ -121,11 +127,13 @@ def samples_a_step() -> int:
     return int(stage["batch_size"] * stage["grpo"]["group_size"])
 
 
-def stage_config(level: int, steps: int, *, ranks: int) -> dict[str, Any]:
+def stage_config(
+    level: int, steps: int, *, ranks: int, checkout: Path = grpo.CHECKOUT
+) -> dict[str, Any]:
     """The demo's GRPO stage alone, recorded, at a learning rate without warm-up and without
     evaluations: what lies between two steps is training.
     """
-    body = grpo.level_config(grpo.demo(), level, steps)
+    body = grpo.level_config(grpo.demo(checkout), level, steps)
     stage = body["stages"]["grpo"]
     stage |= {"allocation": f"fsdp:d{ranks}", "eval_samples": 0}
     stage["optimizer"] = {**stage["optimizer"], "warmup_steps": 0}
@@ -156,12 +164,16 @@ def trl_plan(
     }
 
 
-def _ours(folder: Path, tool: str, start: Path, level: int, steps: int, *, ranks: int) -> Run:
-    config = grpo.write_json(folder / "config.yaml", stage_config(level, steps, ranks=ranks))
+def _ours(
+    folder: Path, tool: str, start: Path, steps: int, *, src: Path, level: int, ranks: int
+) -> Run:
+    body = stage_config(level, steps, ranks=ranks, checkout=src.parent)
+    config = grpo.write_json(folder / "config.yaml", body)
     command = [sys.executable, "-m", "shakedown.cli", "train", "grpo", "--config", str(config)]
     command += ["--assets", str(start), "--run-dir", str(folder)]
     rows = folder / "stages" / "grpo" / "metrics.jsonl"
-    watched = sft.watch(command, rows, folder / "out.txt", sft.environment(None), limit=900)
+    out, variables = folder / "out.txt", sft.environment(src)
+    watched = sft.watch(command, rows, out, variables, limit=900, cwd=src.parent)
     if watched.code:
         return _failed(tool, ranks, watched, folder)
     read = grpo.rows_of(rows)

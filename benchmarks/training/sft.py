@@ -149,13 +149,17 @@ def trl_command(folder: Path, plan: Mapping[str, object], *, ranks: int) -> tupl
     return [sys.executable, *launcher, str(TRL_RANK), str(path)], rows
 
 
-def environment(peer: Path | None) -> dict[str, str]:
-    """The same for both: one thread a rank, the loopback device, no network."""
+def environment(first: Path | None) -> dict[str, str]:
+    """The same for both: one thread a rank, the loopback device, no network.
+
+    Args:
+        first: where Python looks for packages before its own.
+    """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    if peer is not None:
+    if first is not None:
         variables["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [os.fspath(peer), variables.get("PYTHONPATH", "")])
+            filter(None, [os.fspath(first), variables.get("PYTHONPATH", "")])
         )
     return variables
 
@@ -167,13 +171,14 @@ def watch(
     variables: Mapping[str, str],
     *,
     limit: float = 300.0,
+    cwd: Path | None = None,
 ) -> Watched:
     """Run a command and note when each line of `rows` appears; after `limit` s it is ended."""
     began, size = time.monotonic(), 0
     times, cpu, family = list[float](), list[float](), list[psutil.Process]()
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, env=dict(variables), stdout=out, stderr=out, start_new_session=True
+            command, env=dict(variables), cwd=cwd, stdout=out, stderr=out, start_new_session=True
         )
     try:
         while process.poll() is None and time.monotonic() - began < limit:

@@ -173,11 +173,9 @@ def test_a_grpo_stage_that_was_cut_off_is_not_summed_up(steps: int, evals: int) 
 
 
 def test_each_level_is_the_demos_stage_but_for_level_and_steps() -> None:
-    import yaml
-
     from shakedown.config.load import parse_config
 
-    demo = yaml.safe_load(grpo.CONFIG.read_text())
+    demo = grpo.demo()
 
     stage = parse_config(grpo.level_config(demo, 2, 7)).own_stages["grpo"]
 
@@ -405,7 +403,9 @@ def test_the_stages_of_one_gpu_are_a_config_that_is_taken(tmp_path: Path) -> Non
     body = gpu_stages.config_of(tmp_path, gpu_stages.Load(), "h200")
 
     # As the commands read it: over the demo's.
-    config = load_config(grpo.CONFIG, grpo.write_json(tmp_path / "gpu.yaml", body))
+    config = load_config(
+        grpo.CHECKOUT / "config" / "config.yaml", grpo.write_json(tmp_path / "gpu.yaml", body)
+    )
 
     assert config.own_stages["grpo"].activation_checkpointing
     assert not config.own_stages["sft"].activation_checkpointing
