@@ -1,6 +1,7 @@
 """A small FSDP2 job on gloo that hangs on purpose: `hang_job.py FAULT ATTEMPT`.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by the test that starts it.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set by the test that starts it; TRAINER_DEVICE as
+in tests/data/trainers/ddp.py.
 """
 
 import os
@@ -17,6 +18,7 @@ from shakedown.monitor.heartbeat import Heartbeat
 
 FAULT, ATTEMPT = sys.argv[1], Path(sys.argv[2])
 RANK = int(os.environ["RANK"])
+DEVICE = os.environ.get("TRAINER_DEVICE", "cpu")
 CULPRIT, STEP = 1, 4
 
 
@@ -42,7 +44,7 @@ def inject(step: int, loss: torch.Tensor) -> None:
 
 
 def make_model() -> torch.nn.Module:
-    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, device=DEVICE) for _ in range(3)])
     for layer in model:
         fully_shard(layer)
     return fully_shard(model)
@@ -54,7 +56,7 @@ def train(beats: Heartbeat) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(1, 1000):
         beats.beat(phase="train", step=step, micro_batch=0, batch_size=4)
-        loss = model(torch.randn(4, 16)).square().mean()
+        loss = model(torch.randn(4, 16, device=DEVICE)).square().mean()
         loss.backward()
         inject(step, loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -70,7 +72,7 @@ def main() -> None:
     hook.install(RANK, ATTEMPT / "evidence")
     beats = Heartbeat(ATTEMPT / "heartbeat", RANK)
     beats.beat(phase="init")
-    dist.init_process_group("gloo")
+    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     train(beats)
 
 

@@ -118,7 +118,7 @@ def test_a_rank_in_an_endless_loop_is_named_with_its_line(
     assert found["diagnosis"]["state"] == "hung"
     assert found["diagnosis"]["culprits"] == {"ranks": [1], "nodes": [], "roles": []}
     assert found["diagnosis"]["victims"]["ranks"] == [0]
-    assert "endless_loop" in found["summary"], found["summary"]
+    assert "endless_loop (" in found["summary"], found["summary"]
 
 
 @pytest.mark.exhaustive
@@ -139,6 +139,23 @@ def test_a_rerun_at_debug_info_has_stacks_and_flight_recorders_of_the_ranks_them
     assert "ddp.py" in stacks
     # torchrun itself is no rank.
     assert len(list(evidence.glob("faulthandler-*.txt"))) == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("debug", ["off", "info"])
+@pytest.mark.parametrize("launch", ["torchrun", "srun"])
+def test_of_a_rank_that_leaves_before_the_others_no_other_is_named(
+    start: Start, stage: StagePaths, launch: str, debug: str
+) -> None:
+    command = f"{FRONTS[launch]}{STAGE['command']} --leave-on {{stage}}/leave"
+    process = start(launch=launch, command=command, debug=debug)
+    wait_for_step(stage, 7)
+    (stage.root / "leave").touch()
+    finish(process)
+
+    outcome, found = read_json(stage.outcome), diagnose(stage)
+    assert outcome["state"] in ("hung", "failed")
+    assert found["diagnosis"]["culprits"]["ranks"] in ([], [1])
 
 
 def test_a_killed_rank_is_the_one_reported(start: Start, stage: StagePaths, tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""A plain DDP script of a lab: it knows nothing of shakedown. Run it with torchrun, on CPU."""
+"""A plain DDP script of a lab: it knows nothing of shakedown. Run it with torchrun, on CPU; with
+TRAINER_DEVICE=cuda all ranks share a GPU (NCCL 2.30 or later, NCCL_MULTI_RANK_GPU_ENABLE=1).
+"""
 
 import argparse
 import atexit
@@ -44,13 +46,15 @@ def main() -> None:
     parser.add_argument("--step-seconds", type=float, default=0.2)
     parser.add_argument("--compute", action="store_true", help="instead of sleeping in a step")
     parser.add_argument("--loop-on", type=Path, help="once it is there rank 1 is in a loop")
+    parser.add_argument("--leave-on", type=Path, help="once it is there rank 1 has no more data")
     parser.add_argument("--cache", type=Path, help="each rank locks its file of it in each step")
     parser.add_argument("--end-by", choices=("abort", "wait"), help="in rank 1's own exit")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = os.environ.get("TRAINER_DEVICE", "cpu")
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank = dist.get_rank()
-    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    model = DistributedDataParallel(torch.nn.Linear(4, 1, device=device))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     told: list[int] = []
     if args.save_on:
@@ -67,11 +71,13 @@ def main() -> None:
             read_cache(args.cache, rank)
         if args.loop_on and args.loop_on.exists() and rank == 1:
             endless_loop()
-        loss = model(torch.ones(2, 4)).pow(2).mean()
+        if args.leave_on and args.leave_on.exists() and rank == 1:
+            os._exit(0)  # as a script that does not destroy its process group
+        loss = model(torch.ones(2, 4, device=device)).pow(2).mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        stopping = torch.tensor(len(told))
+        stopping = torch.tensor(len(told), device=device)
         dist.all_reduce(stopping)
         everybody = bool(stopping == dist.get_world_size())
         if rank == 0:
