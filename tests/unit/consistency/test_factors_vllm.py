@@ -187,6 +187,7 @@ def without_amx(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_a_bfloat16_engine_is_told_as_precision_and_not_as_a_fault(tmp_path: Path) -> None:
     model = without_amx(tmp_path / "model")
 

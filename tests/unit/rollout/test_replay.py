@@ -94,6 +94,7 @@ def moved(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> to
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(240)
 def test_the_same_recorded_rollouts_give_the_same_updates_on_two_engines(
     assets: Path, recorded: Path, tmp_path: Path
