@@ -1,7 +1,7 @@
 """Every fault of the scoreboard: cause right, the culprit named and nobody else.
 
-Recordings of all are diagnosed by the code of now; live, in stages that really hang, six run in
-`make test` and all in `make test-all`. To record them anew:
+Recordings of all are diagnosed by the code of now; live, in stages that really hang, three run
+in `make test` and all in `make test-all`. To record them anew:
 `python scripts/scoreboard.py --record tests/data/scoreboard --out docs/scoreboard.md`.
 """
 
@@ -17,11 +17,10 @@ from shakedown.training.fault_acts import SLOW_SECONDS
 from tests.workflow.helpers import processes_that_mention
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "scoreboard"
-# One of each kind: a rank that stands, a file system, a pipeline, a role that is gone.
+# One of each kind: a rank that stands, a file system, a role that is gone.
 LIVE = (
     "stopped rank",
     "file system stalls",
-    "pipeline shape, megatron",
     "dead orchestrator",
 )
 SEED = 1  # other ranks and steps than docs/scoreboard.md

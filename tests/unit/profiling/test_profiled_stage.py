@@ -86,6 +86,7 @@ def test_each_rank_that_the_config_names_leaves_a_chrome_trace_of_the_steps(
     assert str(traces[0].resolve()) in shakedown("debug", "nsys", tmp_path / "run").stdout
 
 
+@pytest.mark.exhaustive
 def test_where_there_is_nsys_the_matching_rank_runs_under_it(
     tmp_path: Path, assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_the_variables_of_nemo_rl_choose_one_rank_and_the_other_is_left_alone(
     assert [(file.first, file.last) for file in record.files] == [(8, 8)]
 
 
+@pytest.mark.exhaustive
 def test_patterns_that_match_no_worker_are_told_with_the_names_there_are(
     tmp_path: Path, assets: Path
 ) -> None:
@@ -130,6 +132,7 @@ def test_patterns_that_match_no_worker_are_told_with_the_names_there_are(
     assert not _attempt(tmp_path).profiles.exists()
 
 
+@pytest.mark.exhaustive
 def test_a_range_behind_the_last_step_leaves_no_file_and_that_is_said(
     tmp_path: Path, assets: Path
 ) -> None:
@@ -159,6 +162,7 @@ def test_a_rank_that_fails_within_the_range_leaves_its_trace(tmp_path: Path, ass
     assert [(f.first, f.last) for each in records for f in each.files] == [(2, 4), (2, 4)]
 
 
+@pytest.mark.exhaustive
 def test_a_stage_that_is_told_to_stop_saves_its_state_and_brings_its_traces(
     tmp_path: Path, assets: Path
 ) -> None:

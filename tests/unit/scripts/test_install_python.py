@@ -145,6 +145,7 @@ def test_venv_that_a_killed_call_left_half_made_is_made_again(project: Path, ind
     assert value_in_torch(project) == "cpu"
 
 
+@pytest.mark.exhaustive
 def test_pip_that_a_killed_call_left_half_replaced_is_made_again_with_its_venv(
     wheels: Path, indexes: str, tmp_path: Path
 ) -> None:
