@@ -6,6 +6,7 @@ enqueue further calls behind the one that holds their GPUs, so that neither the 
 frames of Python tell which one it is.
 """
 
+import json
 import tarfile
 from pathlib import Path
 
@@ -63,8 +64,19 @@ def test_where_the_evidence_does_not_tell_who_it_is_nobody_is_named(jobs: Path, 
     assert (diagnosis["cause"], diagnosis["culprits"]["ranks"]) == ("unknown", [])
 
 
-def test_a_process_that_spins_in_a_driver_stands_still(jobs: Path) -> None:
-    """Its innermost frames are other addresses at each look."""
-    found = diagnose_paths([jobs / "ras_loop"])
-    (waiting,) = (row for row in found.extra["diagnosis"]["classes"] if row["ranks"] == [0])
+def test_a_rank_that_spins_in_the_driver_has_not_moved(jobs: Path) -> None:
+    looks = sorted((jobs / "endless_loop").glob("round*/pyspy-trainer-rank0.json"))
+    paths = [_main_thread(look) for look in looks]
+    assert len({path[0] for path in paths}) > 1  # another address at each look
+
+    diagnosis = diagnose_paths([jobs / "endless_loop"]).extra["diagnosis"]
+
+    (waiting,) = (row for row in diagnosis["classes"] if row["ranks"] == [0])
     assert waiting["waiting_in"].startswith("a synchronisation with the GPU")
+    assert diagnosis["state"] == "hung"
+
+
+def _main_thread(look: Path) -> list[str]:
+    threads = json.loads(look.read_text())
+    (main,) = (row for row in threads if row["thread_name"] == "MainThread")
+    return [frame["name"] for frame in main["frames"]]
