@@ -132,9 +132,10 @@ def launched_less(s: Placed, graph: WaitGraph) -> list[Block]:
     most = max([*launched.values(), *(row.get("most", -1) for row in counts.values())], default=-1)
     behind = sorted(r for r, count in launched.items() if 0 <= count < most)
     ahead = [r for r in s.at("host_sync", "collective") if r not in behind]
-    if graph.roots or not set(behind) <= set(s.at(*_LAUNCHES_NOTHING)):
+    outside = set(behind) <= set(s.at(*_LAUNCHES_NOTHING))
+    if graph.roots or not (behind and ahead and outside):
         return []
-    return [Block(ahead, behind, "launched the call that their GPUs wait in")] if behind else []
+    return [Block(ahead, behind, "launched the call that their GPUs wait in")]
 
 
 def _stood(component: ComponentFacts) -> bool:

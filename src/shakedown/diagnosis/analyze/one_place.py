@@ -186,18 +186,16 @@ def one_place(s: Situation) -> Hypothesis | None:
     dumped = any(s.ranks[r].record for r in ranks)
     # Where the dumps show no open call, the one that all wait in is of a backend that keeps none.
     counted = dumped and any(v.pending for g in s.facts.groups for v in g.views.values())
+    told = " and none is behind: the network or the library, not a branch"
+    if native:
+        told = " and none is behind: inside NCCL's enqueue"
+    elif dumped and not counted:
+        told = ", which is in no dump"
     looks = {stack.sample for r in ranks for stack in s.ranks[r].stacks}
     found = conclude(
         s,
         cause,
-        f"all {len(ranks)} ranks wait in {_common_call(s, ranks[0])}"
-        + (
-            ", which is in no dump"
-            if dumped and not counted
-            else " and none is behind: inside NCCL's enqueue"
-            if native
-            else " and none is behind: the network or the library, not a branch"
-        ),
+        f"all {len(ranks)} ranks wait in {_common_call(s, ranks[0])}{told}",
         sure="likely" if counted else "open",
         evidence=[*[e.place for e in names[:3]], *s.seen_at(ranks)],
         needed=[
