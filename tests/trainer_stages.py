@@ -3,12 +3,17 @@
 The scripts (tests/data/trainers) are ordinary user code, which knows nothing of shakedown.
 """
 
+import fcntl
+import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.trainer_pythons import TRAINERS_PYTHON
+from shakedown.core.paths import StagePaths
+from tests.trainer_pythons import RAY_PYTHON, TRAINERS_PYTHON
 from tests.workflow.helpers import ROOT
 
 SCRIPTS = ROOT / "tests" / "data" / "trainers"
@@ -37,8 +42,7 @@ TRAINERS: dict[str, dict[str, Any]] = {
     },
     "trl_grpo": {
         "launch": "accelerate",
-        "command": "--multi_gpu {script} --model {model} --out {{stage}}/out "
-        "--spin-on {{stage}}/spin",
+        "command": "--multi_gpu {script} --model {model} --out {{stage}}/out",
         "progress": BAR,
     },
     "lightning_ddp": {
@@ -64,11 +68,53 @@ RESUME = {
 }
 
 
+# The same of a driver of Ray's with four actors; its `--steps` is the caller's.
+ACTORS: dict[str, Any] = {
+    "algorithm": "command",
+    "launch": "ray",
+    "python": RAY_PYTHON,
+    "command": f"python {SCRIPTS / 'policy_actors.py'} --out {{stage}}/states "
+    "--cache {stage}/cache",
+    "progress": {"pattern": r"step (?P<step>\d+)"},
+    "resume": {"glob": "{stage}/states/step_*.json", "arguments": "--resume {resume}"},
+    "outputs": ["{stage}/states"],
+    "stall_timeout": 10.0,
+    "start_timeout": 240.0,
+}
+
+
+def pids_of_actors(stage: StagePaths) -> list[int]:
+    """In the order of their ranks, by the driver's newest line of a step."""
+    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
+    # Ray may write a line of its own behind it.
+    return [int(word) for word in log.rpartition("pids=")[2].splitlines()[0].split()]
+
+
+@contextmanager
+def outside(fault: str, pid: int, stage: StagePaths, rank: int = 1) -> Iterator[None]:
+    """Does that to the process of a rank from outside; what lasts is undone at the end."""
+    cache = stage.root / "cache"
+    match fault:
+        case "stopped" | "killed":
+            os.kill(pid, signal.SIGSTOP if fault == "stopped" else signal.SIGKILL)
+            yield
+        case "loop":
+            (cache / f"rank{rank}.busy").touch()
+            yield
+            (cache / f"rank{rank}.busy").unlink()
+        case "lock":
+            with (cache / f"rank{rank}.lock").open("w") as stream:
+                fcntl.flock(stream, fcntl.LOCK_EX)
+                yield
+        case _:
+            raise AssertionError(fault)
+
+
 def trainer_stage(trainer: str, model: Path) -> dict[str, Any]:
     """The keys of its stage, which trains the model of a folder; nodes and ranks are left out."""
     own = {**BASE, "resume": RESUME, **TRAINERS[trainer]}
     words = own["command"].format(script=SCRIPTS / f"{trainer}.py", model=model)
-    return {**own, "command": f"{words} --steps {STEPS}"}
+    return {**own, "command": f"{words} --cache {{stage}}/cache --steps {STEPS}"}
 
 
 def first_step_of_rerun(steps: Sequence[int]) -> int:

@@ -3,42 +3,26 @@
 The driver (tests/data/trainers/policy_actors.py) knows nothing of shakedown.
 """
 
-import os
-import signal
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shakedown.core.paths import StagePaths
 from tests.faults.command_stage import Start, diagnose, finish, rows, wait_for_step
-from tests.trainer_pythons import RAY_PYTHON, needs_ray
-from tests.trainer_stages import first_step_of_rerun
-from tests.workflow.helpers import ROOT, read_json
+from tests.trainer_pythons import needs_ray
+from tests.trainer_stages import ACTORS, first_step_of_rerun, outside, pids_of_actors
+from tests.workflow.helpers import read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, needs_ray]
 
-SCRIPT = ROOT / "tests" / "data" / "trainers" / "policy_actors.py"
 STEPS = 60
 STAGE: dict[str, Any] = {
-    "algorithm": "command",
-    "launch": "ray",
-    "python": RAY_PYTHON,
-    "command": f"python {SCRIPT} --steps {STEPS} --loop-on {{stage}}/loop --out {{stage}}/states",
+    **ACTORS,
+    "command": f"{ACTORS['command']} --steps {STEPS}",
     "steps": STEPS,
-    "resume": {"glob": "{stage}/states/step_*.json", "arguments": "--resume {resume}"},
-    "progress": {"pattern": r"step (?P<step>\d+)"},
-    "stall_timeout": 8.0,
-    "start_timeout": 240.0,
 }
-
-
-def pids(stage: StagePaths) -> list[int]:
-    """Of the actors, in the order of their ranks."""
-    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
-    return [int(word) for word in log.splitlines()[-1].partition("pids=")[2].split()]
 
 
 def roles_of(stage: StagePaths) -> dict[str, str]:
@@ -58,9 +42,9 @@ def test_a_stopped_actor_is_named_by_the_rank_that_it_was_told(
     process = start(**STAGE)
     wait_for_step(stage, 3)
     shown = status(stage)
-    stopped = pids(stage)[3]
-    os.kill(stopped, signal.SIGSTOP)
-    finish(process)
+    stopped = pids_of_actors(stage)[3]
+    with outside("stopped", stopped, stage):
+        finish(process)
 
     assert "dashboard" in shown
     assert "ssh -L 8265:127.0.0.1:" in shown
@@ -76,20 +60,20 @@ def test_a_stopped_actor_is_named_by_the_rank_that_it_was_told(
     assert len(read_json(state)["clusters"][0]["actors"]) == 5
 
 
-def test_an_actor_in_an_endless_loop_is_named_and_no_idle_one_and_a_rerun_goes_on(
-    start: Start, stage: StagePaths
+@pytest.mark.parametrize("fault", ["loop", "lock"])
+def test_an_actor_in_a_loop_or_at_a_lock_is_named_and_no_idle_one_and_a_rerun_goes_on(
+    start: Start, stage: StagePaths, fault: str
 ) -> None:
     process = start(**STAGE)
     wait_for_step(stage, 7)
-    Path(stage.root, "loop").touch()
-    finish(process)
+    with outside(fault, pids_of_actors(stage)[2], stage, rank=2):
+        finish(process)
 
     found = diagnose(stage)
     assert found["diagnosis"]["culprits"] == {"ranks": [2], "nodes": [], "roles": []}
     assert found["diagnosis"]["cause"] == "user_code"
-    assert "policy_actors.py" in found["summary"]
+    assert "read_cache (cache.py:" in found["summary"], found["summary"]
 
-    Path(stage.root, "loop").unlink()
     before = len(rows(stage))
     output = finish(start(**STAGE))
 
@@ -106,9 +90,9 @@ def test_an_actor_in_an_endless_loop_is_named_and_no_idle_one_and_a_rerun_goes_o
 def test_a_killed_actor_is_named_by_its_class_and_process(start: Start, stage: StagePaths) -> None:
     process = start(**STAGE)
     wait_for_step(stage, 3)
-    killed = pids(stage)[1]
-    os.kill(killed, signal.SIGKILL)
-    finish(process)
+    killed = pids_of_actors(stage)[1]
+    with outside("killed", killed, stage):
+        finish(process)
 
     found = diagnose(stage)["diagnosis"]
     assert read_json(stage.outcome)["state"] == "failed"

@@ -4,10 +4,6 @@ Their scripts (tests/data/trainers) are ordinary user code of the Trainer of tra
 and of Lightning, which know nothing of shakedown.
 """
 
-import fcntl
-import os
-import signal
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from shakedown.core.paths import StagePaths
 from shakedown.training.demo import write_model
 from tests.faults.command_stage import Start, diagnose, finish, pid_of_rank, rows, wait_for_step
 from tests.trainer_pythons import needs_trainers
-from tests.trainer_stages import BAR, STEPS, TRAINERS, first_step_of_rerun, trainer_stage
+from tests.trainer_stages import BAR, STEPS, TRAINERS, first_step_of_rerun, outside, trainer_stage
 from tests.workflow.helpers import processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slow, pytest.mark.exhaustive, needs_trainers]
@@ -36,35 +32,6 @@ def begin(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Star
     return run
 
 
-def stop(pid: int, _stage: StagePaths) -> None:
-    os.kill(pid, signal.SIGSTOP)
-
-
-def spin(_pid: int, stage: StagePaths) -> None:
-    Path(stage.root, "spin").touch()
-
-
-def lock(_pid: int, stage: StagePaths) -> None:
-    """Another program takes the lock of rank 1's cache, and keeps it."""
-    HELD.append(os.open(stage.root / "out" / "cache" / "cache-1.lock", os.O_WRONLY))
-    fcntl.flock(HELD[-1], fcntl.LOCK_EX)
-
-
-HELD: list[int] = []
-
-
-def undo(stage: StagePaths) -> None:
-    Path(stage.root, "spin").unlink(missing_ok=True)
-    while HELD:
-        os.close(HELD.pop())
-
-
-@pytest.fixture(autouse=True)
-def undone(stage: StagePaths) -> Iterator[None]:
-    yield
-    undo(stage)
-
-
 @pytest.mark.parametrize("trainer", list(TRAINERS))
 def test_it_completes_with_its_steps_and_its_curves(
     begin: Start, stage: StagePaths, trainer: str
@@ -81,36 +48,23 @@ def test_it_completes_with_its_steps_and_its_curves(
     assert any("loss" in name for name in rows(stage)[-1]) or not has_curves
 
 
-@pytest.mark.parametrize(
-    ("trainer", "fault"),
-    [
-        ("hf_trainer", stop),
-        ("trl_sft", stop),
-        ("trl_grpo", stop),
-        ("trl_grpo", spin),
-        ("lightning_ddp", stop),
-        ("lightning_ddp", lock),
-    ],
-)
+@pytest.mark.parametrize("trainer", list(TRAINERS))
+@pytest.mark.parametrize("fault", ["stopped", "loop", "lock"])
 def test_a_hung_rank_is_named_and_the_stage_goes_on_from_the_trainers_own_checkpoint(
-    begin: Start,
-    stage: StagePaths,
-    tmp_path: Path,
-    trainer: str,
-    fault: Callable[[int, StagePaths], None],
+    begin: Start, stage: StagePaths, tmp_path: Path, trainer: str, fault: str
 ) -> None:
     process = begin(trainer)
     wait_for_step(stage, 13)
-    fault(pid_of_rank(1, tmp_path), stage)
-    finish(process)
+    with outside(fault, pid_of_rank(1, tmp_path), stage):
+        finish(process)
 
-    outcome, found = read_json(stage.outcome), diagnose(stage)["diagnosis"]
+    outcome, found = read_json(stage.outcome), diagnose(stage)
     assert (process.returncode, outcome["state"]) == (1, "hung")
-    assert found["state"] == "hung"
-    assert found["culprits"] == {"ranks": [1], "nodes": [], "roles": []}
+    assert found["diagnosis"]["state"] == "hung"
+    assert found["diagnosis"]["culprits"] == {"ranks": [1], "nodes": [], "roles": []}
+    assert fault == "stopped" or "read_cache (cache.py:" in found["summary"], found["summary"]
     assert not processes_that_mention(str(tmp_path / "r"))
 
-    undo(stage)
     before = len(rows(stage))
     output = finish(begin(trainer))
 
@@ -125,8 +79,8 @@ def test_a_killed_rank_is_named(
 ) -> None:
     process = begin(trainer)
     wait_for_step(stage, 5)
-    os.kill(pid_of_rank(1, tmp_path), signal.SIGKILL)
-    finish(process)
+    with outside("killed", pid_of_rank(1, tmp_path), stage):
+        finish(process)
 
     found = diagnose(stage)["diagnosis"]
     assert read_json(stage.outcome)["state"] == "failed"

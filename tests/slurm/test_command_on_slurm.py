@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,15 @@ from shakedown.core.paths import RunPaths, StagePaths
 from shakedown.training.demo import write_model
 from tests.slurm_fixtures import Workflow, wait_for, workflows
 from tests.trainer_pythons import RAY_PYTHON, needs_ray, needs_trainers
-from tests.trainer_stages import FRONTS, TRAINERS, first_step_of_rerun, trainer_stage
+from tests.trainer_stages import (
+    ACTORS,
+    FRONTS,
+    TRAINERS,
+    first_step_of_rerun,
+    outside,
+    pids_of_actors,
+    trainer_stage,
+)
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -119,15 +128,17 @@ def diagnosed(stage: StagePaths) -> dict[str, Any]:
     return found
 
 
-def hang(flow: Workflow, paths: RunPaths, step: int, fault: Fault = stop) -> dict[str, Any]:
-    """Hang a rank once that step is done, and wait for the stage's end; returns the diagnosis."""
+def fails(
+    flow: Workflow, paths: RunPaths, step: int, fault: Fault, state: str = "hung"
+) -> dict[str, Any]:
+    """Do that once the step is done, and wait for the stage's end; returns the diagnosis."""
     stage = paths.stage("lab")
     snakemake = start(flow, paths)
     wait_for(lambda: max(steps(paths), default=0) >= step, f"step {step}")
     fault(flow, paths)
 
     assert snakemake.wait(240) == 0, flow.read("snakemake.out")
-    assert read_json(stage.outcome)["state"] == "hung"
+    assert read_json(stage.outcome)["state"] == state
     found = diagnosed(stage)
     wait_for(lambda: not processes_that_mention(f"{flow.folder}/results"), "the end of all ranks")
     return found
@@ -176,7 +187,7 @@ def test_a_hung_rank_is_named_and_the_stage_resumes_alone(
     flow = workflow("")
     paths = prepare(flow, **launch)
 
-    found = hang(flow, paths, 12, fault)
+    found = fails(flow, paths, 12, fault)
 
     culprit = 0 if fault is stop_first else 1
     assert found["diagnosis"]["culprits"] == {"ranks": [culprit], "nodes": [], "roles": []}, found
@@ -194,18 +205,24 @@ def test_a_hung_rank_is_named_and_the_stage_resumes_alone(
 @needs_trainers
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("trainer", list(TRAINERS))
+@pytest.mark.parametrize("fault", ["stopped", "loop", "lock", "killed"])
 def test_an_unmodified_trainer_over_two_nodes_is_diagnosed_and_goes_on_from_its_checkpoint(
-    workflow: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: str
+    workflow: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trainer: str, fault: str
 ) -> None:
     write_model(tmp_path / "model", seed=0)
     flow = workflow("")
     monkeypatch.setitem(flow.environment, "HF_HUB_OFFLINE", "1")
     paths = prepare(flow, **trainer_stage(trainer, tmp_path / "model"))
 
-    found = hang(flow, paths, 13)["diagnosis"]
+    def second_rank(flow: Workflow, paths: RunPaths) -> None:
+        undo.enter_context(outside(fault, pid_of_rank(1, flow.folder), paths.stage("lab")))
 
-    assert (found["state"], found["culprits"]["ranks"]) == ("hung", [1]), found
-    assert found["victims"]["ranks"] == [0]
+    with ExitStack() as undo:
+        found = fails(flow, paths, 13, second_rank, "failed" if fault == "killed" else "hung")
+
+    assert found["diagnosis"]["culprits"] == {"ranks": [1], "nodes": [], "roles": []}, found
+    if fault in ("loop", "lock"):
+        assert "read_cache (cache.py:" in found["summary"], found["summary"]
 
     assert first_step_again(flow, paths) >= 10
     assert len(set(read_json(paths.stage("lab").outcome)["rank_nodes"])) == 2
@@ -271,29 +288,30 @@ def test_ray_waits_for_both_nodes_and_all_of_it_ends(workflow: Make) -> None:
 
 @needs_ray
 @pytest.mark.exhaustive
-def test_a_stopped_actor_of_ray_is_named_by_class_and_rank_and_a_rerun_goes_on(
-    workflow: Make,
+@pytest.mark.parametrize("fault", ["stopped", "loop", "lock", "killed"])
+def test_an_actor_of_ray_is_named_by_class_and_rank_or_process_and_a_rerun_goes_on(
+    workflow: Make, fault: str
 ) -> None:
     flow = workflow("")
-    command = (
-        f"python {SCRIPT.with_name('policy_actors.py')} --steps {STEPS} --out {{stage}}/states"
-    )
-    ray = {"launch": "ray", "python": RAY_PYTHON, "command": command, "start_timeout": 240.0}
-    resume = {"glob": "{stage}/states/step_*.json", "arguments": "--resume {resume}"}
-    paths = prepare(flow, **ray, resume=resume, outputs=["{stage}/states"])
+    paths = prepare(flow, **{**ACTORS, "command": f"{ACTORS['command']} --steps {STEPS}"})
     stage = paths.stage("lab")
-    snakemake = start(flow, paths)
+    pids = []
 
-    wait_for(lambda: max(steps(paths), default=0) >= 7, "the seventh step")
-    log = stage.latest.joinpath("logs", "trainer-launch.log").read_text()
-    pids = [int(word) for word in log.splitlines()[-1].partition("pids=")[2].split()]
-    os.kill(pids[3], signal.SIGSTOP)
+    def last_actor(_flow: Workflow, _paths: RunPaths) -> None:
+        pids.extend(pids_of_actors(stage))
+        undo.enter_context(outside(fault, pids[3], stage, rank=3))
 
-    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
-    found = diagnosed(stage)
-    assert found["diagnosis"]["state"] == "hung"
-    assert found["diagnosis"]["culprits"] == {"ranks": [3], "nodes": [], "roles": []}
-    assert f"rank 3 is actor PolicyWorker, process {pids[3]}" in found["summary"]
+    with ExitStack() as undo:
+        found = fails(flow, paths, 7, last_actor, "failed" if fault == "killed" else "hung")
+
+    # The others end with the driver, and with them what tells the rank of one that was killed.
+    killed = fault == "killed"
+    assert found["diagnosis"]["culprits"] == {
+        "ranks": [] if killed else [3],
+        "nodes": [],
+        "roles": [f"actor PolicyWorker process {pids[3]}"] if killed else [],
+    }
+    assert killed or f"rank 3 is actor PolicyWorker, process {pids[3]}" in found["summary"]
     wait_for(lambda: not any(Path(f"/proc/{p}").exists() for p in pids), "the end of the actors")
 
     begin = first_step_again(flow, paths)

@@ -5,7 +5,6 @@ TRAINER_DEVICE=cuda all ranks share a GPU (NCCL 2.30 or later, NCCL_MULTI_RANK_G
 import argparse
 import atexit
 import ctypes
-import fcntl
 import os
 import signal
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from cache import read_cache
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -22,13 +22,6 @@ def work(seconds: float, *, compute: bool) -> None:
     while compute and time.monotonic() < end:
         torch.ones(128, 128).matmul(torch.ones(128, 128))
     time.sleep(max(end - time.monotonic(), 0.0))
-
-
-def read_cache(folder: Path, rank: int) -> None:
-    """Whoever fills it holds the same lock."""
-    folder.mkdir(exist_ok=True)
-    with (folder / f"rank{rank}.lock").open("w") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
 
 
 def endless_loop() -> None:

@@ -1,35 +1,33 @@
 """A Lightning module under DDP on two CPU ranks, as a lab's script does. Run it with torchrun.
 
-It knows nothing of shakedown. Each rank reads its rows from a cache that is locked for it.
+It knows nothing of shakedown.
 """
 
 import argparse
-import fcntl
 import os
 import time
 from pathlib import Path
 
 import lightning
 import torch
+from cache import read_cache
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch.utils.data import DataLoader, Dataset
 
 
 class Cached(Dataset):
-    """Rows of a cache; another program that fills it holds the same lock."""
+    """Rows of a cache."""
 
     def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.lock = folder / f"cache-{os.environ['RANK']}.lock"
+        self.folder = folder
 
     def __len__(self) -> int:
         return 400
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        with self.lock.open("w") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            time.sleep(0.03)
+        read_cache(self.folder, int(os.environ["RANK"]))
+        time.sleep(0.03)
         return torch.full((4,), index / 400)
 
 
@@ -50,6 +48,7 @@ class Lit(lightning.LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--resume", default="")
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
@@ -65,7 +64,7 @@ def main() -> None:
         logger=CSVLogger(args.out, name="metrics", flush_logs_every_n_steps=1),
         callbacks=[ModelCheckpoint(args.out, filename="{step}", every_n_train_steps=10, save_top_k=-1)],
     )
-    loader = DataLoader(Cached(args.out / "cache"), batch_size=4)
+    loader = DataLoader(Cached(args.cache), batch_size=4)
     trainer.fit(Lit(), loader, ckpt_path=args.resume or None)
 
 

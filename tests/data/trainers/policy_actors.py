@@ -1,6 +1,6 @@
 """A driver with a group of Ray actors that have ranks, as trainers on Ray: knows nothing of shakedown.
 
-An actor learns its rank after its process has started. `--loop-on FILE`: rank 2 spins while it is there.
+An actor learns its rank after its process has started; it reads its rows from `--cache FOLDER`.
 `--out FOLDER`: the driver writes the actors' states there at each fifth step; `--resume FILE`: one of them.
 """
 
@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import ray
+from cache import read_cache
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
@@ -27,10 +28,9 @@ class PolicyWorker:
     def state(self) -> int:
         return self.updates
 
-    def step(self, loop_on: str) -> int:
+    def step(self, cache: Path) -> int:
         time.sleep(0.2)
-        while loop_on and self.rank == 2 and Path(loop_on).exists():
-            pass
+        read_cache(cache, self.rank)
         self.updates += 1
         return os.getpid()
 
@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--loop-on", default="")
+    parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--resume", default="")
     args = parser.parse_args()
@@ -72,7 +72,7 @@ def main() -> None:
         ray.get([w.load.remote(n) for w, n in zip(workers, saved["updates"], strict=True)])
         first = saved["step"] + 1
     for step in range(first, args.steps + 1):
-        pids = ray.get([worker.step.remote(args.loop_on) for worker in workers])
+        pids = ray.get([worker.step.remote(args.cache) for worker in workers])
         reward = ray.get(rewards.score.remote())
         print(f"step {step} reward={reward} pids={' '.join(map(str, pids))}", flush=True)
         if args.out and step % 5 == 0:

@@ -1,6 +1,6 @@
 """GRPO with TRL's GRPOTrainer and a reward function, as a lab's script does. Run it with accelerate.
 
-It knows nothing of shakedown. The reward of rank 1 never ends while the file `--spin-on` is there.
+It knows nothing of shakedown.
 """
 
 import argparse
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from cache import read_cache
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
@@ -17,15 +18,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", required=True)
+    parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--resume", default="")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--spin-on", default="")
     args = parser.parse_args()
     torch.set_num_threads(1)
 
     def reward_digits(completions, **kwargs) -> list[float]:
-        while args.spin_on and dist.get_rank() == 1 and Path(args.spin_on).exists():
-            pass
+        read_cache(args.cache, dist.get_rank())
         time.sleep(0.2)  # 14 steps a second leave no time to do something to one of them
         return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
 

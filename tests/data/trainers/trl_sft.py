@@ -5,25 +5,32 @@ It knows nothing of shakedown.
 
 import argparse
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from cache import read_cache
 from datasets import Dataset
 from transformers import TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
 
 class SlowMetrics(TrainerCallback):
-    """Sends each step's numbers to a service that takes its time."""
+    """Sends each step's numbers to a service that takes its time, with rows of a cache."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
         time.sleep(0.2)
+        read_cache(self.cache, dist.get_rank())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
     parser.add_argument("--out", required=True)
+    parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--resume", default="")
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
@@ -47,7 +54,7 @@ def main() -> None:
             bf16=False,
         ),
         train_dataset=Dataset.from_list(rows),
-        callbacks=[SlowMetrics()],
+        callbacks=[SlowMetrics(args.cache)],
     )
     trainer.train(resume_from_checkpoint=args.resume or None)
     # gloo's thread frees the last collective: in the middle of it torch's destructor would wait for
