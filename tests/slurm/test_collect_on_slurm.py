@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from shakedown.core.paths import AttemptPaths
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.records import NodeState, Stack
 from shakedown.monitor.watch import Health
-from shakedown.training.stage.evidence import collect_evidence
+from shakedown.training.stage.evidence import collect_evidence, note_lost_nodes
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.own import OwnLaunched
 from tests.slurm_fixtures import PATIENCE, environment, private_cluster, wait_for
-from tests.workflow.helpers import ROOT
+from tests.workflow.helpers import ROOT, read_json
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -125,24 +126,30 @@ def test_every_node_of_a_job_is_read(job: Job, tmp_path: Path) -> None:
     assert (tmp_path / f"logs/slurm-{job.job_id}-output.out").read_text().count("ready") == 4
 
 
-def test_nodes_that_are_dead_or_frozen_never_stop_the_others(
+def test_nodes_that_are_dead_or_frozen_are_told_and_never_stop_the_others(
     job: Job,
     cluster: private_slurm.Cluster,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own, living, dead, frozen = job.nodes()
+    own, living, dead, frozen = nodes_of_job = job.nodes()
     folder = cluster.plan.folder
     inside = {"SLURM_JOB_ID": job.job_id, "SLURMD_NODENAME": own}
     for name, value in {**job.environment, **inside}.items():
         monkeypatch.setenv(name, value)
+    whole, failed = AttemptPaths(tmp_path / "whole"), AttemptPaths(tmp_path / "failed")
+    note_lost_nodes(whole, nodes_of_job)
     control.kill(folder, f"slurmd-{dead}")
     control.pause(folder, f"slurmd-{frozen}")
     try:
         of_the_job = job.start_collecting(tmp_path)
         stalled = Health("stalled", "no rank moves")
-        collect_evidence(job.launched(), Supervisor(), stalled, job.nodes())
+        # At once: Slurm ends the job as soon as it has missed the dead node.
+        with ThreadPoolExecutor() as threads:
+            noted = threads.submit(note_lost_nodes, failed, nodes_of_job)
+            collect_evidence(job.launched(), Supervisor(), stalled, nodes_of_job)
+            noted.result()
         said, _ = of_the_job.communicate(timeout=PATIENCE)
     finally:
         control.resume(folder, f"slurmd-{frozen}")
@@ -167,6 +174,11 @@ def test_nodes_that_are_dead_or_frozen_never_stop_the_others(
         targets = json.loads((evidence / f"collected-{name}.json").read_text())["targets"]
         assert targets
         assert all(row["sources"] for row in targets)
+
+    assert not whole.evidence.joinpath("collected-job.json").exists()
+    assert set(read_json(failed.evidence / "collected-job.json")["nodes"]) == {dead, frozen}
+    records = read_paths([failed.evidence]).records
+    assert [row.node for row in records if isinstance(row, NodeState) and row.down] == [dead]
 
 
 def test_job_that_has_ended_is_told_from_slurm_and_its_log(job: Job, tmp_path: Path) -> None:

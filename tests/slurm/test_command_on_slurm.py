@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -106,21 +105,6 @@ def test_torchrun_over_two_nodes_completes_and_one_log_a_rank_is_shown(workflow:
     assert not processes_that_mention(f"{flow.folder}/results")
 
 
-Fault = Callable[[Workflow, RunPaths], None]
-
-
-def stop(flow: Workflow, _paths: RunPaths) -> None:
-    os.kill(pid_of_rank(1, flow.folder), signal.SIGSTOP)
-
-
-def stop_first(flow: Workflow, _paths: RunPaths) -> None:
-    os.kill(pid_of_rank(0, flow.folder), signal.SIGSTOP)
-
-
-def loop(_flow: Workflow, paths: RunPaths) -> None:
-    (paths.stage("lab").root / "loop").touch()
-
-
 def diagnosed(stage: StagePaths) -> dict[str, Any]:
     command = [sys.executable, "-m", "shakedown.cli", "hang", "diagnose", "--stage"]
     subprocess.run([*command, str(stage.root)], check=False, timeout=120)
@@ -129,16 +113,16 @@ def diagnosed(stage: StagePaths) -> dict[str, Any]:
 
 
 def fails(
-    flow: Workflow, paths: RunPaths, step: int, fault: Fault, state: str = "hung"
+    flow: Workflow, paths: RunPaths, fault: str, pid: Callable[[], int], rank: int = 1
 ) -> dict[str, Any]:
-    """Do that once the step is done, and wait for the stage's end; returns the diagnosis."""
+    """Do that to a rank once step 12 is done, and wait for the stage's end; the diagnosis."""
     stage = paths.stage("lab")
     snakemake = start(flow, paths)
-    wait_for(lambda: max(steps(paths), default=0) >= step, f"step {step}")
-    fault(flow, paths)
+    wait_for(lambda: max(steps(paths), default=0) >= 12, "step 12")
+    with outside(fault, pid(), stage, rank):
+        assert snakemake.wait(240) == 0, flow.read("snakemake.out")
 
-    assert snakemake.wait(240) == 0, flow.read("snakemake.out")
-    assert read_json(stage.outcome)["state"] == state
+    assert read_json(stage.outcome)["state"] == ("failed" if fault == "killed" else "hung")
     found = diagnosed(stage)
     wait_for(lambda: not processes_that_mention(f"{flow.folder}/results"), "the end of all ranks")
     return found
@@ -153,9 +137,8 @@ def first_step_again(flow: Workflow, paths: RunPaths) -> int:
     return first_step_of_rerun(steps(paths)[before:])
 
 
-LOOP_ON = "--loop-on {stage}/loop"
-TORCHRUN = {"launch": "torchrun", "command": f"{STAGE['command']} {LOOP_ON}"}
-SRUN = {"launch": "srun", "command": f"{FRONTS['srun']}{STAGE['command']} {LOOP_ON}"}
+TORCHRUN = {"launch": "torchrun", "command": f"{STAGE['command']} --cache {{stage}}/cache"}
+SRUN = {"launch": "srun", "command": f"{FRONTS['srun']}{TORCHRUN['command']}"}
 # A lab's own launch lines: of srun over all nodes of the job, and of torchrun on one.
 OWN_SRUN = {
     "launch": "none",
@@ -170,36 +153,43 @@ OWN_TORCHRUN = {
 
 
 @pytest.mark.parametrize(
-    ("launch", "fault"),
+    ("launch", "fault", "culprit"),
     [
-        pytest.param(TORCHRUN, stop, id="torchrun"),
-        pytest.param(SRUN, stop, id="srun", marks=pytest.mark.exhaustive),
-        pytest.param(SRUN, stop_first, id="srun-first", marks=pytest.mark.exhaustive),
-        pytest.param(SRUN, loop, id="srun-loop", marks=pytest.mark.exhaustive),
-        pytest.param(OWN_SRUN, stop, id="none", marks=pytest.mark.exhaustive),
-        pytest.param(OWN_SRUN, loop, id="none-loop", marks=pytest.mark.exhaustive),
-        pytest.param(OWN_TORCHRUN, stop, id="none-one-node", marks=pytest.mark.exhaustive),
+        pytest.param(TORCHRUN, "stopped", 1, id="torchrun"),
+        *(
+            pytest.param(launch, fault, rank, id=name, marks=pytest.mark.exhaustive)
+            for name, launch, fault, rank in (
+                ("torchrun-loop", TORCHRUN, "loop", 1),
+                ("torchrun-lock", TORCHRUN, "lock", 1),
+                ("srun", SRUN, "stopped", 1),
+                ("srun-first", SRUN, "stopped", 0),
+                ("srun-loop", SRUN, "loop", 1),
+                ("srun-lock", SRUN, "lock", 1),
+                ("none", OWN_SRUN, "stopped", 1),
+                ("none-loop", OWN_SRUN, "loop", 1),
+                ("none-lock", OWN_SRUN, "lock", 1),
+                ("none-one-node", OWN_TORCHRUN, "stopped", 1),
+            )
+        ),
     ],
 )
 def test_a_hung_rank_is_named_and_the_stage_resumes_alone(
-    workflow: Make, launch: dict[str, Any], fault: Fault
+    workflow: Make, launch: dict[str, Any], fault: str, culprit: int
 ) -> None:
     flow = workflow("")
     paths = prepare(flow, **launch)
 
-    found = fails(flow, paths, 12, fault)
+    found = fails(flow, paths, fault, lambda: pid_of_rank(culprit, flow.folder), culprit)
 
-    culprit = 0 if fault is stop_first else 1
     assert found["diagnosis"]["culprits"] == {"ranks": [culprit], "nodes": [], "roles": []}, found
     assert found["diagnosis"]["victims"]["ranks"] == [1 - culprit]
-    assert fault is not loop or "endless_loop" in found["summary"]
+    assert fault == "stopped" or "read_cache (cache.py:" in found["summary"], found["summary"]
 
-    (paths.stage("lab").root / "loop").unlink(missing_ok=True)
     begin = first_step_again(flow, paths)
     assert begin > 10
     assert begin % 5 == 1
     outcome = read_json(paths.stage("lab").outcome)
-    assert len(set(outcome["rank_nodes"])) == launch.get("nodes", 2)
+    assert len(outcome["nodes"]) == launch.get("nodes", 2)
 
 
 @needs_trainers
@@ -214,18 +204,14 @@ def test_an_unmodified_trainer_over_two_nodes_is_diagnosed_and_goes_on_from_its_
     monkeypatch.setitem(flow.environment, "HF_HUB_OFFLINE", "1")
     paths = prepare(flow, **trainer_stage(trainer, tmp_path / "model"))
 
-    def second_rank(flow: Workflow, paths: RunPaths) -> None:
-        undo.enter_context(outside(fault, pid_of_rank(1, flow.folder), paths.stage("lab")))
-
-    with ExitStack() as undo:
-        found = fails(flow, paths, 13, second_rank, "failed" if fault == "killed" else "hung")
+    found = fails(flow, paths, fault, lambda: pid_of_rank(1, flow.folder))
 
     assert found["diagnosis"]["culprits"] == {"ranks": [1], "nodes": [], "roles": []}, found
     if fault in ("loop", "lock"):
         assert "read_cache (cache.py:" in found["summary"], found["summary"]
 
     assert first_step_again(flow, paths) >= 10
-    assert len(set(read_json(paths.stage("lab").outcome)["rank_nodes"])) == 2
+    assert len(read_json(paths.stage("lab").outcome)["nodes"]) == 2
 
 
 @pytest.mark.exhaustive
@@ -295,14 +281,13 @@ def test_an_actor_of_ray_is_named_by_class_and_rank_or_process_and_a_rerun_goes_
     flow = workflow("")
     paths = prepare(flow, **{**ACTORS, "command": f"{ACTORS['command']} --steps {STEPS}"})
     stage = paths.stage("lab")
-    pids = []
+    pids: list[int] = []
 
-    def last_actor(_flow: Workflow, _paths: RunPaths) -> None:
+    def of_the_last() -> int:
         pids.extend(pids_of_actors(stage))
-        undo.enter_context(outside(fault, pids[3], stage, rank=3))
+        return pids[3]
 
-    with ExitStack() as undo:
-        found = fails(flow, paths, 7, last_actor, "failed" if fault == "killed" else "hung")
+    found = fails(flow, paths, fault, of_the_last, rank=3)
 
     # The others end with the driver, and with them what tells the rank of one that was killed.
     killed = fault == "killed"

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import private_slurm
 import pytest
@@ -12,8 +13,18 @@ import yaml
 from private_slurm import control
 
 from shakedown.core.paths import RunPaths
-from tests.slurm.test_command_on_slurm import STAGE, prepare, start, steps
+from shakedown.training.demo import write_model
+from tests.slurm.test_command_on_slurm import (
+    STAGE,
+    diagnosed,
+    first_step_again,
+    prepare,
+    start,
+    steps,
+)
 from tests.slurm_fixtures import Workflow, environment, private_cluster, wait_for, workflows
+from tests.trainer_pythons import needs_ray, needs_trainers
+from tests.trainer_stages import ACTORS, FRONTS, TRAINERS, trainer_stage
 from tests.watches import Watch
 from tests.workflow.helpers import ROOT, read_json
 
@@ -31,7 +42,7 @@ def cluster(slurm_programs: None) -> Iterator[private_slurm.Cluster]:
 
 @pytest.fixture(scope="module")
 def variables(cluster: private_slurm.Cluster) -> dict[str, str]:
-    return environment(cluster)
+    return {**environment(cluster), "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture
@@ -83,12 +94,31 @@ def lab(tmp_path: Path, cluster: private_slurm.Cluster, variables: dict[str, str
     wait_for(lambda: not made.run("squeue", "-h"), "an empty queue")
 
 
+TRAINERS_ON_TORCH = [
+    "torchrun",
+    "srun",
+    *(pytest.param(name, marks=needs_trainers) for name in TRAINERS),
+]
+ACTORS_OF_RAY = pytest.param("actors", marks=needs_ray)
+
+
+def stage_of(trainer: str, folder: Path) -> dict[str, Any]:
+    if trainer in ("torchrun", "srun"):
+        return {**STAGE, "launch": trainer, "command": FRONTS[trainer] + STAGE["command"]}
+    if trainer == "actors":
+        return {**STAGE, **ACTORS, "command": f"{ACTORS['command']} --steps 40"}
+    write_model(folder / "model", seed=0)
+    return {**STAGE, **trainer_stage(trainer, folder / "model")}
+
+
+# Of Ray the driver fails as soon as an actor's connection does.
+@pytest.mark.parametrize("trainer", TRAINERS_ON_TORCH)
 def test_the_workflow_goes_on_from_the_checkpoint_without_the_lost_node(
-    workflow: Callable[[str], Workflow], lab: Lab
+    workflow: Callable[[str], Workflow], lab: Lab, trainer: str
 ) -> None:
     flow = workflow("")
     # Slurm is to be the first to see it.
-    paths = prepare(flow, launch="torchrun", stall_timeout=100.0)
+    paths = prepare(flow, **{**stage_of(trainer, lab.folder), "stall_timeout": 100.0})
     snakemake = start(flow, paths)
     wait_for(lambda: max(steps(paths), default=0) >= 12, "step 12")
 
@@ -97,13 +127,38 @@ def test_the_workflow_goes_on_from_the_checkpoint_without_the_lost_node(
 
     outcome = read_json(paths.stage("lab").outcome)
     assert outcome["state"] == "completed"
-    assert lost not in outcome["rank_nodes"]
+    assert lost not in outcome["nodes"]
     assert f"lost {lost}: excluded for the rest of this run" in flow.read("snakemake.out")
     assert "resuming from" in paths.logs.joinpath("train_lab.log").read_text()
 
 
+@pytest.mark.parametrize("trainer", [*TRAINERS_ON_TORCH, ACTORS_OF_RAY])
+def test_where_the_stage_ends_first_the_node_is_named_and_the_next_try_keeps_off_it(
+    workflow: Callable[[str], Workflow], lab: Lab, trainer: str
+) -> None:
+    flow = workflow("")
+    paths = prepare(flow, **stage_of(trainer, lab.folder))
+    snakemake = start(flow, paths)
+    wait_for(lambda: max(steps(paths), default=0) >= 12, "step 12")
+
+    with lab.lost_node() as lost:
+        assert snakemake.wait(240) == 0, flow.read("snakemake.out")
+        assert read_json(paths.stage("lab").outcome)["state"] in ("hung", "failed")
+        found = diagnosed(paths.stage("lab"))
+        begin = first_step_again(flow, paths)
+
+    assert found["diagnosis"]["cause"] == "node_dead", found
+    assert found["diagnosis"]["culprits"] == {"ranks": [], "nodes": [lost], "roles": []}
+    # Which actors were there Ray alone knows.
+    assert ("it ran rank 1" in found["summary"]) == (trainer != "actors")
+    assert begin > 5
+    again = read_json(paths.stage("lab").outcome)
+    assert lost not in again["nodes"]
+    assert len(again["rank_nodes"]) == (0 if trainer == "actors" else 2)
+
+
 def test_a_stage_of_ones_own_batch_job_names_the_lost_node(lab: Lab) -> None:
-    stage = {**STAGE, "launch": "torchrun"}
+    stage = stage_of("torchrun", lab.folder)
     body = {
         "run": "r",
         "results": str(lab.folder),

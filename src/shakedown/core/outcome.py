@@ -36,7 +36,8 @@ class Outcome:
     """`state` and one `sentence`; `exit_codes` by component, negative for a signal.
 
     `stalled` says, for a hung attempt, which components stood still, since when and in which phase.
-    `rank_nodes`: the node of each trainer rank, in the order of ranks. `findings`: what was seen in
+    `nodes`: of the stage. `rank_nodes`: the node of each trainer rank, in the order of ranks, empty
+    where a command places its ranks itself. `findings`: what was seen in
     the stage's own metrics, and `next` the command for it. `done`: of one that did not complete,
     whether all steps were done and its outputs there: only its end went wrong.
     """
@@ -48,6 +49,7 @@ class Outcome:
     failed_component: str = ""
     exit_codes: Mapping[str, int] = field(default_factory=dict)
     stalled: Mapping[str, Any] = field(default_factory=dict)
+    nodes: Sequence[str] = ()
     rank_nodes: Sequence[str] = ()
     steps: int = 0
     metrics: Mapping[str, float] = field(default_factory=dict)

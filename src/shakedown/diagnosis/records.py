@@ -296,7 +296,7 @@ class JobExit:
     """A supervisor's outcome file, or a launcher's exit codes by component name.
 
     `steps_known`: of a hung one, whether steps or beats stood still; a watch from outside sees
-    none.
+    none. `nodes`: of the job; `rank_nodes`: the node of each rank; empty where they are not known.
     """
 
     state: str
@@ -306,16 +306,22 @@ class JobExit:
     place: SourceRef
     done: bool = False  # all steps, and only its end went wrong
     steps_known: bool = True
+    nodes: Sequence[str] = ()
+    rank_nodes: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class NodeState:
-    """One node as Slurm sees it: `down` when it is DOWN, NOT_RESPONDING or failed a job."""
+    """One node as Slurm sees it: `down` when it is DOWN, NOT_RESPONDING or failed a job.
+
+    `unread`: a collector could not look at it, for the reason that is its state.
+    """
 
     node: str
     state: str
     down: bool
     place: SourceRef
+    unread: bool = False
 
 
 @dataclass(frozen=True)

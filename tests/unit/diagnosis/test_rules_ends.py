@@ -222,6 +222,49 @@ def test_a_node_where_srun_found_no_slurmd_failed(tmp_path: Path, said: str, cau
     assert found["cause"] == cause
     assert found["culprits"]["nodes"] == (["n2"] if cause == "node_dead" else [])
     assert found["culprits"]["ranks"] == []
+    assert cause != "unknown" or f"node n2 was not read: {said}; the evidence" in found["summary"]
+
+
+@pytest.mark.parametrize(
+    ("rank_nodes", "ran"),
+    [(["n1", "n1", "n2", "n2"], "node n2 failed; it ran ranks 2 and 3"), ([], "node n2 failed")],
+)
+def test_of_a_node_that_failed_the_stage_itself_knows_the_ranks(
+    tmp_path: Path, rank_nodes: list[str], ran: str
+) -> None:
+    outcome = {"schema": "shakedown/outcome/1", "stage": "lab", "attempt": 1, "state": "failed"}
+    outcome |= {"sentence": "trainer-launch exit code 1 after 14.5 s", "rank_nodes": rank_nodes}
+    said = "not read: srun: error: Application launch failed: Communication connection failure"
+    table = {"schema": "shakedown/collected/1", "job": "7", "nodes": {"n2": said}}
+    files = {"outcome.json": json.dumps(outcome), "collected-job.json": json.dumps(table)}
+
+    found = diagnosed(tmp_path, Case(files, "node_dead"))
+
+    assert (found["cause"], found["summary"]) == ("node_dead", ran)
+    assert found["culprits"] == {"ranks": [], "nodes": ["n2"], "roles": []}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cause"), [(["n1", "n2"], "node_dead"), (["n1", "n3"], "unknown")]
+)
+def test_a_silent_node_of_the_stage_failed_though_nothing_else_tells_of_its_ranks(
+    tmp_path: Path, nodes: list[str], cause: str
+) -> None:
+    outcome = {"schema": "shakedown/outcome/1", "stage": "lab", "attempt": 1, "state": "hung"}
+    outcome |= {"sentence": "command has stood still for 20 s", "nodes": nodes}
+    read = {"name": "trainer-rank0", "pid": 41, "role": "trainer", "rank": 0, "states": []}
+    files = {
+        "outcome.json": json.dumps(outcome),
+        "collected-n1.json": json.dumps(
+            {"schema": "shakedown/collected/1", "host": "n1", "targets": [read]}
+        ),
+        "nodes-slurm.txt": "NodeName=n2 Arch=x86_64\n   State=MIXED+NOT_RESPONDING Weight=1",
+    }
+
+    found = diagnosed(tmp_path, Case(files, cause))
+
+    assert found["cause"] == cause
+    assert found["culprits"]["nodes"] == (["n2"] if cause == "node_dead" else [])
 
 
 def test_a_stage_that_only_ended_badly_is_told_in_its_own_words(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ def node_dead(s: Situation) -> Hypothesis | None:
     if not names and not lists:
         return None
     silent = [r for r, c in s.ranks.items() if c.host in names]
+    # Of a stage's node that nothing was read of the supervisor knows the ranks.
+    placed = s.facts.outcome.rank_nodes if s.facts.outcome else ()
+    silent = silent or [rank for rank, node in enumerate(placed) if node in names]
     places = [n.place for n in down] + [e.place for e in events]
     return conclude(
         s,
@@ -69,5 +72,7 @@ def _short(node: str) -> str:
 def _all_elsewhere(s: Situation, names: set[str]) -> bool:
     """No rank is missing and each is known to run on another node: Slurm lists the cluster."""
     hosts = {c.host for c in s.ranks.values()}
+    if s.facts.outcome and names & set(s.facts.outcome.nodes):
+        return False
     whole = bool(s.ranks) and s.expected_ranks == set(s.ranks)
     return whole and "" not in hosts and not hosts & names

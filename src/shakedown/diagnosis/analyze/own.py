@@ -30,7 +30,7 @@ def measured_of(scope: str, subject: str, diagnosis: Diagnosis, facts: Facts) ->
             rows.append(f"awaited by {few if len(awaited) < 4 else f'{len(awaited)} others'}")
         return "; ".join(rows) or "no evidence of it"
     if scope == "node":
-        rows = [f"{n.node} is {n.state}" for n in facts.nodes if n.node == subject]
+        rows = [f"{n.node}: {n.state}" for n in facts.nodes if n.node == subject]
         return "; ".join(rows[:2]) or "named in a log"
     if scope in ("rank", "role"):
         return "no evidence of it"

@@ -24,6 +24,7 @@ from shakedown.diagnosis.records import (
     clean,
 )
 from shakedown.monitor.collect.proc import TIMERS
+from shakedown.monitor.collect.writer import READ
 from shakedown.monitor.heartbeat import COUNTS, RECORD_BYTES, Beat, decode
 
 # A CRC-32 in hexadecimal, then the record as JSON: see `decode` in monitor/heartbeat.py.
@@ -97,6 +98,8 @@ def exit_of(outcome: Outcome, place: SourceRef) -> JobExit:
         place=place,
         done=outcome.done is True,
         steps_known=bool(outcome.stalled),
+        nodes=[clean(node, 80) for node in outcome.nodes],
+        rank_nodes=[clean(node, 80) for node in outcome.rank_nodes],
     )
 
 
@@ -179,11 +182,17 @@ def _collected(source: EvidenceFile, body: _Collected) -> list[Record]:
         *(record for row in known for record in _target(source, row, host)),
         # Slurm itself marks a node hundreds of seconds after srun has found nobody on it.
         *(
-            NodeState(clean(node, 80), "no slurmd answers", True, source.place(0, clean(str(said))))
+            _unread(clean(node, 80), clean(str(said)), source)
             for node, said in body.nodes.items()
-            if _NO_SLURMD in str(said)
+            if said != READ
         ),
     ]
+
+
+def _unread(node: str, said: str, source: EvidenceFile) -> NodeState:
+    down = _NO_SLURMD in said
+    state = "no slurmd answers" if down else said
+    return NodeState(node, state, down, source.place(0, said), unread=True)
 
 
 def _target(source: EvidenceFile, row: _Target, host: str) -> list[Record]:

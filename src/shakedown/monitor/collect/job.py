@@ -9,7 +9,7 @@ from shakedown.cluster.nodes import expand_nodelist
 from shakedown.core.errors import UsageError
 from shakedown.monitor.collect import logs, slurm
 from shakedown.monitor.collect.report import NodesReport
-from shakedown.monitor.collect.steps import STEP_SECONDS, Step, collect_nodes
+from shakedown.monitor.collect.steps import STEP_SECONDS, Step, collect_nodes, collector
 from shakedown.monitor.collect.writer import NAMES, Writer
 
 _JOB = re.compile(r"[0-9]{1,10}([_+][0-9]{1,7})?")  # 1234, 1234_5 (array), 1234+1 (heterogeneous)
@@ -65,7 +65,8 @@ def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) 
         running = described.get("JobId", job_id)
         arguments = ["--job", running, "--this-node", *options]
         for part in parts:
-            step = Step(running, writer.out, arguments, STEP_SECONDS + seconds, part.srun)
+            command = collector(arguments, writer.out)
+            step = Step(running, writer.out, command, STEP_SECONDS + seconds, part.srun)
             read = collect_nodes(step, part.nodes, writer)
             report.nodes |= read.nodes
             report.tables += read.tables

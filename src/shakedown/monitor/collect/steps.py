@@ -32,15 +32,15 @@ _SILENT = re.compile(r"DOWN|FAIL|NOT_RESPONDING|NO_RESPOND|POWERED|\*")
 
 @dataclass(frozen=True)
 class Step:
-    """How the collector runs on nodes of job `job_id`.
+    """How a command runs on nodes of job `job_id`, a task a node.
 
-    `arguments`: of `hang collect`, beside `--out`, a folder that all nodes see; `limit`: seconds
-    that one step may take. `srun`: more of its options.
+    `out`: a folder that all nodes see; `limit`: seconds that one step may take. `srun`: more of its
+    options.
     """
 
     job_id: str
     out: Path
-    arguments: Sequence[str]
+    command: Sequence[str]
     limit: float
     srun: Sequence[str] = ()
 
@@ -48,6 +48,11 @@ class Step:
         """Seconds that `collect_nodes` may take where none of `nodes` is reached."""
         batches = -(-nodes // MOST_STEPS)
         return slurm.SECONDS + (self.limit + END_SECONDS) * (1 + batches)
+
+
+def collector(arguments: Sequence[str], out: Path) -> Sequence[str]:
+    """The command of `collect_nodes`; `arguments`: of `hang collect`."""
+    return [sys.executable, *COLLECTOR, *arguments, "--out", str(out)]
 
 
 @dataclass
@@ -65,22 +70,36 @@ def collect_nodes(step: Step, nodes: Sequence[str], writer: Writer) -> Collected
     Slurm's view of the nodes is written to `nodes-slurm.txt`; nothing is raised.
     """
     began = time.time()
-    states = _states(nodes, writer)
-    silent = [n for n in nodes if _SILENT.search(states.get(n, ""))]
-    asked = [n for n in nodes if n not in silent]
-    said: dict[str, str] = {n: f"not asked: Slurm says {states[n]}" for n in silent}
+    said = _silent(nodes, writer)
+    asked = [n for n in nodes if n not in said]
     if asked:
         _run(step, asked)
         left = [n for n in asked if _table(writer.out, n, began) is None]
         if len(asked) > 1 and left:
-            jobs = [partial(_run, step, [n]) for n in left]
-            run_bounded(jobs, MOST_STEPS, step.limit * -(-len(left) // MOST_STEPS))
+            _run_each(step, left)
     report = CollectedNodes()
     for name in nodes:
         table = _table(writer.out, name, began)
         report.nodes[name] = said.get(name, READ) if table or name in said else _why(writer, name)
         report.tables += [table] if table else []
     return report
+
+
+def unreached(step: Step, nodes: Sequence[str], writer: Writer) -> Mapping[str, str]:
+    """The nodes on which the job can start nothing, and why: see `collect_nodes`."""
+    said = _silent(nodes, writer)
+    asked = [n for n in nodes if n not in said]
+    if asked and not _run(step, asked):
+        ended = zip(asked, _run_each(step, asked), strict=True)
+        said |= {n: _why(writer, n) for n, reached in ended if reached is not True}
+    return said
+
+
+def _silent(nodes: Sequence[str], writer: Writer) -> dict[str, str]:
+    """The nodes that Slurm itself does not hear of."""
+    states = _states(nodes, writer)
+    found = {n: states.get(n, "") for n in nodes}
+    return {n: f"not asked: Slurm says {s}" for n, s in found.items() if _SILENT.search(s)}
 
 
 def _states(nodes: Sequence[str], writer: Writer) -> Mapping[str, str]:
@@ -95,8 +114,14 @@ def _states(nodes: Sequence[str], writer: Writer) -> Mapping[str, str]:
     return dict(_NODE.findall(text))
 
 
-def _run(step: Step, nodes: Sequence[str]) -> None:
-    """Run the collector on `nodes`; what srun says goes to a file that `_why` reads."""
+def _run_each(step: Step, nodes: Sequence[str]) -> Sequence[object]:
+    """A step a node; its result is True where its command ended well."""
+    jobs = [partial(_run, step, [n]) for n in nodes]
+    return run_bounded(jobs, MOST_STEPS, step.limit * -(-len(nodes) // MOST_STEPS))
+
+
+def _run(step: Step, nodes: Sequence[str]) -> bool:
+    """Whether all of the step's tasks ended well; srun's words go to a file that `_why` reads."""
     srun = srun_argv(
         nodes=nodes,
         tasks=len(nodes),
@@ -106,18 +131,22 @@ def _run(step: Step, nodes: Sequence[str]) -> None:
         # Ctrl-C, not at the second.
         more=[f"--jobid={step.job_id}", *step.srun, "--gres=none", "--quit-on-interrupt"],
     )
-    command = [*srun, sys.executable, *COLLECTOR, *step.arguments, "--out", str(step.out)]
     environment = step_environment()
     log = step.out / f"collect-{nodes[0]}.srun"
     try:
         with os.fdopen(open_own(log, os.O_WRONLY), "wb") as stream:
             stream.truncate()
             process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream
+                [*srun, *step.command],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=stream,
+                stderr=stream,
             )
     except OSError:
-        return  # no file of these nodes appears, and that is told
+        return False
     end(process, step.limit)
+    return process.returncode == 0
 
 
 def step_environment() -> dict[str, str]:

@@ -91,6 +91,11 @@ class CommandLaunched(Launched):
         steps = self.job.config.steps
         return steps is not None and self.signs.step >= steps
 
+    @property
+    def places_ranks(self) -> bool:
+        """Ray places its actors, and a command of `none` over several nodes its own ranks."""
+        return len(self.nodes) == 1 or self.job.config.launch not in ("ray", "none")
+
     def finish(self, outcome: Outcome) -> Outcome:
         """Completed only with every one of `outputs`."""
         self.signs.read()

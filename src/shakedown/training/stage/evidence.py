@@ -9,12 +9,13 @@ from shakedown.cluster.supervise import Supervisor
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import Target, collect_local, from_attempt
-from shakedown.monitor.collect.steps import Step, collect_nodes
+from shakedown.monitor.collect.steps import Step, collect_nodes, collector, unreached
 from shakedown.monitor.collect.writer import COLLECTED, NAMES, READ, Writer
 from shakedown.monitor.watch import Health
 from shakedown.training.stage.launched import Launched
 
 _STEP_SECONDS = 60.0  # one step on other nodes; their ranks have our hook and answer at once
+_REACH_SECONDS = 20.0  # a step that runs nothing, on a node that is there: it takes about one
 _GAP_SECONDS = 2.0  # the watch has looked twice itself, 5 s apart
 
 
@@ -44,9 +45,9 @@ class _OtherNodes:
 
     def __init__(self, launched: Launched, nodes: Sequence[str]) -> None:
         out = launched.job.attempt.evidence.absolute()
-        arguments = [*launched.collected_by, "--gap", str(_GAP_SECONDS)]
+        command = collector([*launched.collected_by, "--gap", str(_GAP_SECONDS)], out)
         self._nodes = nodes
-        self._step = Step(os.environ.get("SLURM_JOB_ID", ""), out, arguments, _STEP_SECONDS)
+        self._step = Step(os.environ.get("SLURM_JOB_ID", ""), out, command, _STEP_SECONDS)
         self._missed: list[str] = []
         # A daemon: a step that never ends must not hold the stage at its end.
         self._thread = threading.Thread(target=self._collect, name="collect-nodes", daemon=True)
@@ -67,14 +68,38 @@ class _OtherNodes:
         return self._missed
 
     def _collect(self) -> None:
-        step = self._step
-        writer = Writer(step.out)
-        report = collect_nodes(step, self._nodes, writer)
+        writer = Writer(self._step.out)
+        report = collect_nodes(self._step, self._nodes, writer)
         lost = [f"node {name}: {said}" for name, said in report.nodes.items() if said != READ]
-        body = {"schema": COLLECTED, "job": step.job_id, "nodes": report.nodes}
-        body |= {"missed": writer.summary(), "files": writer.files}
-        writer.json(NAMES.collected_job, body)
+        _write_nodes(self._step, report.nodes, writer)
         self._missed += [*lost, *writer.summary()]
+
+
+def note_lost_nodes(attempt: AttemptPaths, nodes: Sequence[str]) -> None:
+    """Write down which other nodes of a failed stage Slurm reaches no more, and why.
+
+    The ranks of a lost node end without a word, and their peers fail minutes before Slurm gives
+    the node up.
+    """
+    others = [node for node in nodes if node != node_name()]
+    if not others:
+        return
+    out = attempt.evidence.absolute()
+    step, writer = (
+        Step(os.environ.get("SLURM_JOB_ID", ""), out, ["true"], _REACH_SECONDS),
+        Writer(out),
+    )
+    lost = unreached(step, others, writer)
+    for name, said in lost.items():
+        print(f"node {name}: {said}", flush=True)
+    if lost:
+        _write_nodes(step, lost, writer)
+
+
+def _write_nodes(step: Step, nodes: Mapping[str, str], writer: Writer) -> None:
+    body = {"schema": COLLECTED, "job": step.job_id, "nodes": nodes}
+    body |= {"missed": writer.summary(), "files": writer.files}
+    writer.json(NAMES.collected_job, body)
 
 
 def beating_targets(attempt: AttemptPaths, running: Mapping[str, int]) -> list[Target]:

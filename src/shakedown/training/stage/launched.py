@@ -52,6 +52,11 @@ class Launched(ABC):
         """Whether ranks that ended by themselves, with code 0, had nothing more to do."""
         return True
 
+    @property
+    def places_ranks(self) -> bool:
+        """Whether its ranks fill the nodes in their order."""
+        return True
+
     @abstractmethod
     def finish(self, outcome: Outcome) -> Outcome:
         """The outcome with what the stage's own files say."""

@@ -21,7 +21,7 @@ from shakedown.monitor.watch import Health, Watch
 from shakedown.training.stage import stopping
 from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending, with_server_error
-from shakedown.training.stage.evidence import collect_evidence
+from shakedown.training.stage.evidence import collect_evidence, note_lost_nodes
 from shakedown.training.stage.launched import Launched, Plan
 from shakedown.training.stage.port_race import port_was_taken
 from shakedown.training.stage.results import stage_metrics
@@ -85,7 +85,8 @@ def _run_attempt(plan: Plan) -> Outcome:
         failed_component=ending.component,
         exit_codes={e.component.name: e.returncode for e in exits},
         stalled=_stalled(health) if ending.state == "hung" else {},
-        rank_nodes=rank_nodes(launched.nodes, job.world_size),
+        nodes=launched.nodes,
+        rank_nodes=rank_nodes(launched.nodes, job.world_size) if launched.places_ranks else (),
         started=clock.started,
         seconds=clock.seconds,
     )
@@ -153,6 +154,8 @@ def _supervise(
             ending = monitor.run()
         except LaunchError as error:  # the components that run are ended below, as after a failure
             ending = Ending("failed", str(error))
+        if ending.state == "failed":
+            note_lost_nodes(attempt, nodes)
         grace = _STOP_GRACE_SECONDS if stop.reason else _GRACE_SECONDS
         if ending.state == "hung":
             grace = _HUNG_GRACE_SECONDS
