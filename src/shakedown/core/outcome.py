@@ -37,9 +37,9 @@ class Outcome:
 
     `stalled` says, for a hung attempt, which components stood still, since when and in which phase.
     `nodes`: of the stage. `rank_nodes`: the node of each trainer rank, in the order of ranks, empty
-    where a command places its ranks itself. `findings`: what was seen in
-    the stage's own metrics, and `next` the command for it. `done`: of one that did not complete,
-    whether all steps were done and its outputs there: only its end went wrong.
+    where a command places its ranks itself. `findings`: what was seen in the stage's own metrics,
+    and `next` the command for it. `done`: of one that did not complete, whether all steps were done
+    and its outputs there: only its end went wrong.
     """
 
     stage: str
