@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,8 +90,9 @@ class Job:
 
 @pytest.fixture(scope="module")
 def cluster(slurm_programs: None) -> Iterator[private_slurm.Cluster]:
-    """A cluster of its own, whose clients wait 2 s, not 10 s, for a daemon that is silent."""
-    settings = ["MessageTimeout=2"]
+    """A cluster of its own, whose clients wait 2 s, not 10 s, for a daemon that is silent, and
+    whose controller waits longer than these tests take."""
+    settings = ["MessageTimeout=2", "SlurmdTimeout=300"]
     with private_cluster(accounting="none", nodes=4, cpus=2, settings=settings) as made:
         yield made
 
@@ -145,11 +145,8 @@ def test_nodes_that_are_dead_or_frozen_are_told_and_never_stop_the_others(
     try:
         of_the_job = job.start_collecting(tmp_path)
         stalled = Health("stalled", "no rank moves")
-        # At once: Slurm ends the job as soon as it has missed the dead node.
-        with ThreadPoolExecutor() as threads:
-            noted = threads.submit(note_lost_nodes, failed, nodes_of_job)
-            collect_evidence(job.launched(), Supervisor(), stalled, nodes_of_job)
-            noted.result()
+        collect_evidence(job.launched(), Supervisor(), stalled, nodes_of_job)
+        note_lost_nodes(failed, nodes_of_job)
         said, _ = of_the_job.communicate(timeout=PATIENCE)
     finally:
         control.resume(folder, f"slurmd-{frozen}")
@@ -181,9 +178,19 @@ def test_nodes_that_are_dead_or_frozen_are_told_and_never_stop_the_others(
     assert [row.node for row in records if isinstance(row, NodeState) and row.down] == [dead]
 
 
-def test_job_that_has_ended_is_told_from_slurm_and_its_log(job: Job, tmp_path: Path) -> None:
+def test_job_that_has_ended_is_told_from_slurm_and_its_log_and_no_node_is_blamed(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**job.environment, "SLURM_JOB_ID": job.job_id}.items():
+        monkeypatch.setenv(name, value)
+    nodes = job.nodes()
     job.slurm("scancel", job.job_id)
     wait_for(lambda: job.state().startswith("CANCELLED"), "the end of the job")
     said = job.collect(tmp_path)
     assert f"job {job.job_id} is CANCELLED: no process is looked at" in said
     assert (tmp_path / f"logs/slurm-{job.job_id}-output.out").is_file()
+
+    attempt = AttemptPaths(tmp_path / "failed")
+    note_lost_nodes(attempt, nodes)
+    assert attempt.evidence.joinpath("nodes-slurm.txt").exists()
+    assert not attempt.evidence.joinpath("collected-job.json").exists()

@@ -91,8 +91,17 @@ def unreached(step: Step, nodes: Sequence[str], writer: Writer) -> Mapping[str, 
     asked = [n for n in nodes if n not in said]
     if asked and not _run(step, asked):
         ended = zip(asked, _run_each(step, asked), strict=True)
-        said |= {n: _why(writer, n) for n, reached in ended if reached is not True}
+        failed = {n: _why(writer, n) for n, reached in ended if reached is not True}
+        said |= failed if _runs(step.job_id) else {}
     return said
+
+
+def _runs(job_id: str) -> bool:
+    """Of a job that has ended, or waits to be run again, srun reaches no node, however healthy."""
+    try:
+        return "JobState=RUNNING " in slurm.show(("job", job_id))[0]
+    except LookupError:
+        return False
 
 
 def _silent(nodes: Sequence[str], writer: Writer) -> dict[str, str]:
