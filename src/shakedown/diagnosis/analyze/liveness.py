@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from shakedown.diagnosis.analyze.causes import CONFIDENCE
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.places import bar_of
-from shakedown.diagnosis.analyze.position import python_frames
+from shakedown.diagnosis.analyze.position import is_standard, python_frames
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts
 from shakedown.diagnosis.records import BeatRecord, LogEvent, ProcessState, SourceRef
@@ -81,11 +81,13 @@ def _progress(s: Situation, chosen: Hypothesis) -> Hypothesis | None:
 
 
 def _wanders(component: ComponentFacts) -> bool:
-    """On a CPU, and not in the same functions in all samples: an endless loop has few."""
+    """On a CPU, and not in the same functions in all samples: an endless loop has few. It may ask
+    for a file, a lock or a queue: what the standard library does for it does not count.
+    """
     main = [stack.main for stack in component.stacks if stack.main and stack.sample]
     frames = [python_frames(thread.frames) for thread in main]
-    paths = [tuple((f.file, f.function) for f in path) for path in frames]
-    return bool(main) and main[-1].active is True and len(set(paths)) > 1
+    paths = {tuple((f.file, f.function) for f in path if not is_standard(f)) for path in frames}
+    return len(paths) > 1 and main[-1].active is True
 
 
 def _computes(s: Situation, ranks: Sequence[int]) -> bool:

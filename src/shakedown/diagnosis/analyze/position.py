@@ -158,7 +158,8 @@ _LIBRARIES = frozenset(
 # A user of this package looks for a line of the training loop, which may be ours. The monitor is
 # left out: it watches beside the loop.
 _OURS = re.compile(r"(?:^|/src/|-packages/)shakedown/(?!monitor/)")
-_INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/|/lib/python\d\.\d+/|^<frozen")
+_STANDARD = re.compile(r"/lib/python\d\.\d+/(?!(?:site|dist)-packages/)|^<frozen")
+_INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/")
 
 
 @lru_cache(16384)
@@ -168,10 +169,17 @@ def is_user(frame: Frame) -> bool:
         return True
     if _INSTALLED.search(frame.file) or not frame.file.endswith((".py", ">", ".pyx")):
         return False
-    top = frame.file.split("/", 1)[0].removesuffix(".py")
-    return frame.file.startswith("/") or (
-        top not in sys.stdlib_module_names and top not in _LIBRARIES
-    )
+    return not is_standard(frame) and (frame.file.startswith("/") or _top(frame) not in _LIBRARIES)
+
+
+def is_standard(frame: Frame) -> bool:
+    """Of Python's standard library."""
+    named = not frame.file.startswith("/") and _top(frame) in sys.stdlib_module_names
+    return named or _STANDARD.search(frame.file) is not None
+
+
+def _top(frame: Frame) -> str:
+    return frame.file.split("/", 1)[0].removesuffix(".py")
 
 
 def python_frames(path: Sequence[Frame]) -> list[Frame]:
