@@ -3,7 +3,6 @@
 The script (tests/data/trainers/ddp.py) knows nothing of shakedown.
 """
 
-import fcntl
 import os
 import re
 import signal
@@ -26,7 +25,7 @@ from tests.faults.command_stage import (
     wait_for_step,
 )
 from tests.trainer_pythons import RAY_PYTHON, needs_ray
-from tests.trainer_stages import FRONTS, first_step_of_rerun
+from tests.trainer_stages import FRONTS, first_step_of_rerun, outside
 from tests.workflow.helpers import ROOT, processes_that_mention, read_json
 
 pytestmark = pytest.mark.slow
@@ -104,21 +103,26 @@ def test_a_stopped_rank_is_named_and_the_stage_resumes_alone(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("launch", ["srun", "none"])
-def test_a_rank_in_an_endless_loop_is_named_with_its_line(
-    start: Start, stage: StagePaths, launch: str
+@pytest.mark.parametrize(
+    ("fault", "launch"), [("loop", "srun"), ("loop", "none"), ("lock", "torchrun")]
+)
+def test_a_rank_that_is_held_in_its_own_code_is_named_with_its_line(
+    start: Start, stage: StagePaths, tmp_path: Path, fault: str, launch: str
 ) -> None:
-    command = f"{FRONTS[launch]}{STAGE['command']} --loop-on {{stage}}/loop"
+    command = f"{FRONTS[launch]}{STAGE['command']} --cache {{stage}}/cache"
     process = start(launch=launch, command=command)
     wait_for_step(stage, 7)
-    (stage.root / "loop").touch()
-    finish(process)
+    with outside(fault, pid_of_rank(1, tmp_path), stage):
+        finish(process)
 
     found = diagnose(stage)
     assert found["diagnosis"]["state"] == "hung"
     assert found["diagnosis"]["culprits"] == {"ranks": [1], "nodes": [], "roles": []}
     assert found["diagnosis"]["victims"]["ranks"] == [0]
-    assert "endless_loop (" in found["summary"], found["summary"]
+    assert "read_cache (" in found["summary"], found["summary"]
+
+    assert "resuming from" in finish(start(launch=launch, command=command))
+    assert read_json(stage.outcome)["state"] == "completed"
 
 
 @pytest.mark.exhaustive
@@ -343,24 +347,6 @@ def test_steps_of_a_table_and_a_missing_output(
     assert rows(stage)[-1]["loss"] == 0.2
     assert (process.returncode, outcome["state"], outcome["steps"]) == (1, "failed", 50)
     assert f"left no {stage.root}/model" in outcome["sentence"]
-
-
-@pytest.mark.exhaustive
-def test_a_rank_that_waits_for_anothers_file_lock_is_named(start: Start, stage: StagePaths) -> None:
-    process = start(command=f"{STAGE['command']} --cache {{stage}}/cache")
-    wait_for_step(stage, 7)
-    with (stage.root / "cache" / "rank1.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        finish(process)
-
-    found = diagnose(stage)
-    assert found["diagnosis"]["state"] == "hung"
-    assert found["diagnosis"]["culprits"] == {"ranks": [1], "nodes": [], "roles": []}
-    assert found["diagnosis"]["victims"]["ranks"] == [0]
-    assert "read_cache" in found["summary"], found["summary"]
-
-    assert "resuming from" in finish(start())
-    assert read_json(stage.outcome)["state"] == "completed"
 
 
 @pytest.mark.exhaustive

@@ -24,12 +24,6 @@ def work(seconds: float, *, compute: bool) -> None:
     time.sleep(max(end - time.monotonic(), 0.0))
 
 
-def endless_loop() -> None:
-    number = 0
-    while True:
-        number += 1
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--resume", default="")
@@ -38,9 +32,8 @@ def main() -> None:
     parser.add_argument("--save-on", help="a signal on which every rank saves and stops")
     parser.add_argument("--step-seconds", type=float, default=0.2)
     parser.add_argument("--compute", action="store_true", help="instead of sleeping in a step")
-    parser.add_argument("--loop-on", type=Path, help="once it is there rank 1 is in a loop")
     parser.add_argument("--leave-on", type=Path, help="once it is there rank 1 has no more data")
-    parser.add_argument("--cache", type=Path, help="each rank locks its file of it in each step")
+    parser.add_argument("--cache", type=Path, help="each rank reads its part of it in each step")
     parser.add_argument("--end-by", choices=("abort", "wait"), help="in rank 1's own exit")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -62,8 +55,6 @@ def main() -> None:
         work(args.step_seconds, compute=args.compute)
         if args.cache:
             read_cache(args.cache, rank)
-        if args.loop_on and args.loop_on.exists() and rank == 1:
-            endless_loop()
         if args.leave_on and args.leave_on.exists() and rank == 1:
             os._exit(0)  # as a script that does not destroy its process group
         loss = model(torch.ones(2, 4, device=device)).pow(2).mean()

@@ -197,19 +197,18 @@ def test_a_rank_of_torchrun_in_an_endless_loop_is_named(tmp_path: Path) -> None:
     trainer = ROOT / "tests" / "data" / "trainers" / "ddp.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [str(trainer), "--steps", "1000000", "--out", str(tmp_path / "saved")]
+    command += ["--cache", str(tmp_path / "cache")]
     log = tmp_path / "train.log"
     with log.open("w") as stream:
-        job = subprocess.Popen(
-            [*command, "--loop-on", str(tmp_path / "loop")], stdout=stream, stderr=stream
-        )
+        job = subprocess.Popen(command, stdout=stream, stderr=stream)
     try:
         wait_for(lambda: "step 3 " in log.read_text(), "the first steps")
         own = ["--match", f"{tmp_path}/saved", "--interval", "2", "--stall", "10"]
         with Watch(*own, "--out", str(tmp_path / "watch")) as watch:
             assert "2 ranks (0, 1 on" in watch.until("ranks")[0]
-            (tmp_path / "loop").touch()
+            (tmp_path / "cache" / "rank1.busy").touch()
             assert "processes compute, but none printed" in watch.until("suspect")[-1]
-            assert "rank 1 is busy in host code (endless_loop" in watch.until("ALARM hung")[-1]
+            assert "rank 1 is busy in host code (read_cache" in watch.until("ALARM hung")[-1]
     finally:
         job.terminate()
         job.wait()
