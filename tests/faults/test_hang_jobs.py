@@ -132,6 +132,7 @@ def test_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
     assert diagnosis["victims"]["ranks"] == [0, 2]
 
 
+@pytest.mark.exhaustive
 @of_gloo
 def test_rank_that_raised_is_named_though_the_others_died_of_it(tmp_path: Path) -> None:
     with running("raises", 3, tmp_path / "001") as job:
@@ -145,6 +146,7 @@ def test_rank_that_raised_is_named_though_the_others_died_of_it(tmp_path: Path) 
     assert "loss is not finite" in verdict.summary
 
 
+@pytest.mark.exhaustive
 @of_gloo
 def test_rank_whose_extra_call_makes_gloo_abort_is_named_by_the_dumps(tmp_path: Path) -> None:
     with running("mismatch", 2, tmp_path / "001") as job:

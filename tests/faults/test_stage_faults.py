@@ -91,6 +91,7 @@ def test_killed_rank_ends_its_siblings_and_is_the_one_reported(
     assert not processes_that_mention(str(tmp_path))
 
 
+@pytest.mark.exhaustive
 def test_sigterm_saves_and_the_next_attempt_goes_on(tmp_path: Path, train: Train) -> None:
     process = train(None)
     _wait_for_step(tmp_path, 3)

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 STAGE = {"nodes": 2, "steps": 4, "batch_size": 8, "eval_samples": 0, "checkpoint_every": 50}
 
 
+@pytest.mark.exhaustive
 def test_ranks_on_both_nodes_are_matched_by_their_names_there(
     tmp_path: Path, slurm_env: dict[str, str]
 ) -> None:

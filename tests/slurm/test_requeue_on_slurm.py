@@ -44,6 +44,7 @@ def warn(flow: Workflow, job_id: str) -> None:
     flow.slurm("scancel", "--batch", "--signal=USR2", job_id)
 
 
+@pytest.mark.exhaustive
 def test_a_job_over_its_time_limit_saves_is_requeued_and_resumes(workflow: Make) -> None:
     resources = "runtime=1, checkpoint_seconds=5"
     flow = workflow(f'rule a:\n output: "a.txt"\n resources: {resources}\n shell: {SAVES!r}\n')

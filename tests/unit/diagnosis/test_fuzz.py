@@ -242,6 +242,7 @@ print(len(found.formats) + len(found.skipped))
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_bombs_stay_within_three_gigabytes_and_a_minute_of_cpu(tmp_path: Path) -> None:
     written = bombs()

@@ -105,6 +105,7 @@ def test_where_there_is_nsys_the_matching_rank_runs_under_it(
     assert len(list(attempt.profiles.rglob("*.json.gz"))) == 1
 
 
+@pytest.mark.exhaustive
 def test_the_variables_of_nemo_rl_choose_one_rank_and_the_other_is_left_alone(
     tmp_path: Path, assets: Path
 ) -> None:
@@ -146,6 +147,7 @@ def test_a_range_behind_the_last_step_leaves_no_file_and_that_is_said(
         assert f"{told}no step of 100:102 was seen in it" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_fails_within_the_range_leaves_its_trace(tmp_path: Path, assets: Path) -> None:
     fault = {"kind": "kill_rank", "rank": 1, "step": 5}
 

@@ -41,6 +41,7 @@ def test_losses_are_those_of_plain_torch(
     assert_exact(found[allocation], expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_losses_by_a_token_budget_are_those_of_plain_torch(
     model: Path, expected: list[float]
