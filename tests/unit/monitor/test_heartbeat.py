@@ -239,6 +239,7 @@ def test_forked_child_does_not_beat(tmp_path: Path) -> None:
     )
     with rank(LAST + fork, tmp_path) as process:
         until((tmp_path / "child").exists, "the child")
+        until(lambda: step_of(tmp_path) > 0, "the last beat")  # it waits 0.1 s for its writer
         beat = written(tmp_path)
         assert beat is not None
         assert (beat.pid, beat.step, beat.count) == (process.pid, 7, 2)

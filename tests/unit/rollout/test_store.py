@@ -2,12 +2,12 @@
 
 import dataclasses
 import io
+import itertools
 import json
 import os
 import subprocess
 import sys
 import threading
-import time
 import zipfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -328,25 +328,27 @@ def test_end_of_the_trainer_is_seen_by_the_other_side(tmp_path: Path) -> None:
 
 
 def test_readers_never_see_half_a_version(tmp_path: Path) -> None:
-    exchange, stop = RolloutStore(tmp_path), time.monotonic() + 1.0
+    exchange, enough = RolloutStore(tmp_path), threading.Event()
 
     def publish() -> None:
-        version = 0
-        while time.monotonic() < stop:
-            version += 1
+        for version in itertools.count(1):
             exchange.publish_weights(version, weights(bytes([65 + version % 26])))
+            if enough.is_set():
+                return
 
     writer = threading.Thread(target=publish)
     writer.start()
-    seen = 0
-    while writer.is_alive():
-        found = RolloutStore(tmp_path).latest_weights()
-        if found is not None:
-            assert found.version >= seen
-            seen = found.version
-            exchange.mark_loaded(seen)
-    writer.join()
-    assert seen > 1
+    try:
+        seen: list[int] = []
+        while len(set(seen)) < 10:
+            found = RolloutStore(tmp_path).latest_weights()
+            if found is not None:
+                seen.append(found.version)
+                exchange.mark_loaded(found.version)
+    finally:
+        enough.set()
+        writer.join()
+    assert seen == sorted(seen)
 
 
 def save(folder: Path, **values: float) -> Path:
