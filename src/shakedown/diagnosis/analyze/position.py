@@ -158,7 +158,7 @@ _LIBRARIES = frozenset(
 # A user of this package looks for a line of the training loop, which may be ours. The monitor is
 # left out: it watches beside the loop.
 _OURS = re.compile(r"(?:^|/src/|-packages/)shakedown/(?!monitor/)")
-_STANDARD = re.compile(r"/lib/python\d\.\d+/(?!(?:site|dist)-packages/)|^<frozen")
+_STANDARD = re.compile(r"/lib(?:64)?/python\d\.\d+/(?!(?:site|dist)-packages/)|^<frozen")
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/")
 
 
