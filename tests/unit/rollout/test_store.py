@@ -341,6 +341,7 @@ def test_readers_never_see_half_a_version(tmp_path: Path) -> None:
     try:
         seen: list[int] = []
         while len(set(seen)) < 10:
+            assert writer.is_alive()
             found = RolloutStore(tmp_path).latest_weights()
             if found is not None:
                 seen.append(found.version)
