@@ -275,12 +275,15 @@ class Orchestrator:
         """No generation is in flight meanwhile: every token is of one version."""
         limit = self._settings.weight_update_timeout
         self._controller.pause()
+        # Not part of the update: groups that end meanwhile are progress, and a server that stands
+        # still is noticed.
+        await self._sampler.pause(limit)
+        newest = self._store.latest_version()
+        version = self._curve.next_version(after=self._version, newest=newest)
         self._syncing = True
         try:
-            await self._sampler.pause(limit)
-            self._heartbeat.beat(phase="weight_sync", step=self._step)
-            newest = self._store.latest_version()
-            version = self._curve.next_version(after=self._version, newest=newest)
+            # With the version: two updates within one step are not one that stands still.
+            self._heartbeat.beat(phase="weight_sync", step=self._step, micro_batch=version)
             weights = self._store.weights(version)
             self._faults.at("weights", weights.version)
             self._sync_seconds = await self._sync.apply(weights, within=limit)
@@ -316,23 +319,32 @@ class Orchestrator:
             await asyncio.sleep(_HEALTH_SECONDS)
 
     async def _beats(self) -> None:
-        """A beat only when a group ended or a reward came: a server that hangs must be noticed."""
-        before = (-1, -1, -1)
+        told: tuple[int, ...] = ()
         while True:
-            done = (self._controller.accepted, self._workers.progress, self._curve.progress)
-            running = self._controller.running > 0
-            if not running and not self._curve.measuring and not self._syncing:
-                self._heartbeat.beat(phase="rollout_wait", step=self._step)
-                self._say_held()
-            elif done != before and not self._syncing:
-                self._heartbeat.beat(
-                    phase="data" if running else "eval",
-                    step=self._step,
-                    micro_batch=done[0] % self._job.config.batch_size,
-                    batch_size=self._settings.group_size,
-                )
-            before = done
+            if not self._syncing:  # an update tells of itself
+                told = self._beat(told)
             await asyncio.sleep(_BEAT_SECONDS)
+
+    def _beat(self, told: tuple[int, ...]) -> tuple[int, ...]:
+        """A beat only when something has begun or ended: a server that hangs must be noticed.
+
+        Args:
+            told: what the last one told of. Returns the same of this one.
+        """
+        running, groups = self._controller.running > 0, self._controller.accepted
+        # The version too: the first group after an update may be long in coming.
+        now = (running, groups, self._workers.progress, self._curve.progress, self._version)
+        if not running and not self._curve.measuring:
+            self._heartbeat.beat(phase="rollout_wait", step=self._step)
+            self._say_held()
+        elif now != told:
+            self._heartbeat.beat(
+                phase="data" if running else "eval",
+                step=self._step,
+                micro_batch=groups % self._job.config.batch_size,
+                batch_size=self._settings.group_size,
+            )
+        return now
 
     def _say_held(self) -> None:
         """Rollouts that the staleness rule holds back look like a hang: the log says why."""
