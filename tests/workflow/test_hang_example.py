@@ -14,8 +14,9 @@ from tests.workflow.helpers import ROOT, Demo, Run, processes_that_mention, read
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
 EXAMPLE = ROOT / "config" / "examples" / "hang.yaml"
-# Less work before the hang and after it.
-SMALL = {"stages": {"grpo": {"steps": 6, "eval_samples": 32}}}
+# Less work before the hang and after it, and more patience: other tests share the cores, and an
+# answer of the server has taken 13 s.
+SMALL = {"stages": {"grpo": {"steps": 6, "eval_samples": 32, "stall_timeout": 40.0}}}
 Hang = tuple[RunPaths, subprocess.CompletedProcess[str], Path, Path]
 
 
@@ -30,7 +31,7 @@ def hang(demo: Demo, run_workflow: Run, tmp_path_factory: pytest.TempPathFactory
     small.write_text(yaml.safe_dump({**SMALL, "results": str(folder)}), encoding="utf-8")
     example = folder / "hang.yaml"
     example.write_text(EXAMPLE.read_text(encoding="utf-8"), encoding="utf-8")
-    done = run_workflow("--configfile", str(small), str(example))
+    done = run_workflow("--configfile", str(example), str(small))
     return paths, done, small, example
 
 
@@ -82,7 +83,7 @@ def test_same_command_without_the_fault_reruns_that_stage_from_its_checkpoint(
     del body["stages"]["grpo"]["fault"]
     example.write_text(yaml.safe_dump(body), encoding="utf-8")
 
-    done = run_workflow("--configfile", str(small), str(example))
+    done = run_workflow("--configfile", str(example), str(small))
 
     assert done.returncode == 0
     assert {path: path.stat().st_mtime_ns for path in before} == before

@@ -35,6 +35,7 @@ def killed(flow: Workflow) -> None:
     flow.start()
     wait_for(lambda: flow.has_run("ends") and flow.has_run("runs"), "both jobs")
     flow.kill()
+    flow.touch("killed")
     wait_for(lambda: len(flow.live_jobs()) == 1, "the end of the shorter job")
     assert flow.run("--unlock").returncode == 0
 
@@ -52,7 +53,7 @@ def assert_taken_over(flow: Workflow, *options: str) -> None:
 def two_jobs_and_a_last(longer: str) -> str:
     return (
         rule("last", "true", 'input: "out/ends", "out/runs"')
-        + rule("ends", "sleep 2")
+        + rule("ends", "until [ -e killed ]; do sleep 0.1; done")
         + rule("runs", longer)
     )
 
