@@ -167,7 +167,7 @@ def test_a_job_that_slurm_requeued_after_its_success_does_not_stay_in_the_queue(
     assert flow.runs() == {"a": "start end", "b": "start end"}
 
 
-@pytest.mark.parametrize("name", ["50%j of it", "a b'c", "ü$x"])
+@pytest.mark.parametrize("name", ["50%j of ü$x", "a b'c"])
 def test_a_path_may_hold_what_slurm_and_shells_replace(
     tmp_path: Path, slurm_cluster: private_slurm.Cluster, name: str
 ) -> None:

@@ -138,8 +138,7 @@ def checks_arguments(folder: Path, url: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ids", [True, False], ids=["proxy", "direct"])
-@pytest.mark.parametrize("wish", ["x", "hang"])
+@pytest.mark.parametrize(("wish", "ids"), [("x", False), ("hang", True)], ids=["direct", "proxy"])
 def test_too_few_descriptors_are_the_one_cause_with_the_limit_and_the_remedy(
     tmp_path: Path, wish: str, ids: bool
 ) -> None:

@@ -88,6 +88,7 @@ def served(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mo
         stop(folder, say=lambda _: None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.vllm
 @pytest.mark.parametrize(
     ("agent", "kwargs"), [*WITHOUT_TOOLS.items(), *WITH_TOOLS.items(), *WORKFLOWS.items()]
