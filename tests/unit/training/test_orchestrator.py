@@ -172,11 +172,12 @@ async def test_groups_that_end_before_a_weight_update_are_progress_and_so_is_its
     with stage(tmp_path) as (paths, body, engine):
         engine.RequestHandlerClass = Slow
         async with _orchestrating(paths, body) as (job, store):
-            begun = await _beat(job, lambda one: one.phase == "data")
+            await _beat(job, lambda one: one.phase == "data")
             store.publish_weights(1, _same_weights(tmp_path))
             await paused.wait()
             answers.release()
-            ended = await _beat(job, lambda one: one.count > begun.count)
+            # Its rewards, which come before it, may be told by themselves.
+            ended = await _beat(job, lambda one: one.micro_batch == 1)
             early = [path for path, _ in engine.seen if "update" in path]
             answers.release()
             update = await _beat(job, lambda one: one.phase == "weight_sync")
@@ -184,7 +185,7 @@ async def test_groups_that_end_before_a_weight_update_are_progress_and_so_is_its
             after = await _beat(job, lambda one: one.count > update.count)
             answers.release(100)  # so that the server can end
 
-    assert (ended.phase, ended.micro_batch, early) == ("data", 1, [])
+    assert (ended.phase, early) == ("data", [])
     assert update.micro_batch == 1  # the version
     assert after.phase == "data"  # although no group has ended since
 
