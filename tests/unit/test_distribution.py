@@ -8,14 +8,17 @@ import tomllib
 import zipfile
 from pathlib import Path
 
+import lock
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from shakedown import __version__
 from shakedown.cli import COMMANDS, EXTRAS
 from tests.workflow.report_run import write_run
 
 ROOT = Path(__file__).parents[2]
+PROJECTS = (ROOT / "pyproject.toml", ROOT / "executor" / "pyproject.toml")
 WITHOUT_EXTRAS = (
     "hang lint report status logs accept verdict allocation preflight serve debug watch".split()
 )
@@ -64,6 +67,61 @@ def test_changelog_and_citation_tell_the_version_and_its_date() -> None:
     assert newest
     assert newest.groups() == (citation["version"], citation["date-released"])
     assert newest[1] == __version__
+
+
+def test_the_repositorys_address_is_the_same_everywhere() -> None:
+    address = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["repository-code"]
+
+    for path in PROJECTS:
+        urls = tomllib.loads(path.read_text(encoding="utf-8"))["project"]["urls"]
+        assert urls["Repository"] == address
+        assert all(url.startswith(address) for url in urls.values())
+
+
+def test_addresses_within_the_repository_are_those_of_its_files() -> None:
+    pages = (*PROJECTS, ROOT / "executor" / "README.md", ROOT / "docs" / "intro.md")
+    text = "".join(path.read_text(encoding="utf-8") for path in pages)
+
+    places = re.findall(r"shakedown-rl/shakedown/(?:blob|tree)/main/([\w./-]*\w)", text)
+
+    assert "executor/docs/further.md" in places
+    assert [place for place in places if not (ROOT / place).exists()] == []
+
+
+def test_the_plugin_catalogue_finds_the_executors_introduction() -> None:
+    # It looks for docs/intro.md in the root of a plugin's repository, and follows no link.
+    shown = ROOT / "docs" / "intro.md"
+
+    assert not shown.is_symlink()
+    assert shown.read_text() == (ROOT / "executor" / "docs" / "intro.md").read_text()
+
+
+def test_both_distributions_take_the_same_snakemake_the_pinned_one_among_them() -> None:
+    ours, executor = (
+        tomllib.loads(path.read_text(encoding="utf-8"))["project"] for path in PROJECTS
+    )
+    rows = [*ours["optional-dependencies"]["workflow"], *executor["dependencies"]]
+    pinned = re.search(r"^snakemake==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+
+    found = [need for need in map(Requirement, rows) if need.name == "snakemake"]
+
+    assert pinned
+    assert len(found) == 2
+    assert {str(need.specifier) for need in found} == {"<10,>=9.19"}
+    assert found[0].specifier.contains(pinned[1])
+    assert f"Snakemake {pinned[1]}" in (ROOT / "executor" / "README.md").read_text()
+
+
+def test_the_forge_runs_targets_of_the_makefile_on_every_python_of_the_locks() -> None:
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8")
+    targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+    jobs = yaml.safe_load(text)["jobs"]
+
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands == ["make lint", "make check", "make test"]
+    assert {command.removeprefix("make ") for command in commands} <= set(targets)
+    assert tuple(jobs["check"]["strategy"]["matrix"]["python"]) == lock.PYTHONS
 
 
 @pytest.fixture(scope="module")
