@@ -30,6 +30,7 @@ def main() -> None:
     from snakemake.cli import main as snakemake
 
     _leave_records_to_the_submitter()
+    _leave_retries_to_the_submitter()
     gc.freeze()
     gc.enable()
     try:
@@ -62,6 +63,19 @@ def _leave_records_to_the_submitter() -> None:
     # Before it could keep its records in a database, Snakemake had one class for them.
     base = getattr(persistence, "PersistenceBase", None) or persistence.Persistence
     base.finished = finished
+
+
+def _leave_retries_to_the_submitter() -> None:
+    """A job fails at its first failure, also of a rule with `retries:`, which outranks --retries.
+
+    Here it would be tried again with a higher `attempt`, in the resources of the first one.
+    """
+    from snakemake import rules
+
+    def keep(rule: Any, _times: int) -> None:
+        rule._restart_times = 0
+
+    rules.Rule.restart_times = property(lambda _rule: 0, keep)
 
 
 def _end_timers() -> None:
