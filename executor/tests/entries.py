@@ -21,7 +21,7 @@ def entry(job_id: str, **changes: Any) -> Entry:
         "job_id": job_id,
         "name": NAME,
         "cluster": "",
-        "token": f"token {job_id}",
+        "token": f"1-{job_id}",
         "run": RUN,
         "log": f"logs/rule_train/{job_id}.log",
         **changes,

@@ -24,14 +24,19 @@ class Reports:
         self.job_ids: dict[str, str] = {}
         self.taken: set[str] = set()
         self.words: dict[str, str] = {}
+        self.live: list[str] = []
 
     def submitted(self, job: Any, entry: Entry, *, taken_over: bool) -> None:
         assert job.makes == "+".join(entry.identity.makes)
         self.job_ids[job.makes] = entry.job_id
         self.taken |= {job.makes} if taken_over else set()
+        self.live.append(entry.job_id)
 
     def refused(self, job: Any, words: str) -> None:
         self.words[job.makes] = words
+
+    def living(self) -> int:
+        return len(self.live)
 
 
 class Cluster:
@@ -53,7 +58,10 @@ class Cluster:
 
 
 class Desk:
-    """A sender with a journal of its own; its pauses take no time."""
+    """A sender with a journal of its own; its pauses take no time but on its own clock.
+
+    `meanwhile`: what happens in each of them.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self.journal = journal
@@ -61,6 +69,14 @@ class Desk:
         self.nodes = NodeGuard(lambda _words: None)
         self.candidates = Candidates()
         self.pauses: list[float] = []
+        self.meanwhile: Callable[[], None] = lambda: None
+
+    def clock(self) -> float:
+        return sum(self.pauses)
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.meanwhile()
 
     def sender(self, **settings: Any) -> Sender:
         sender = Sender(
@@ -72,7 +88,7 @@ class Desk:
             report=self.reports,
             logger=logging.getLogger("test"),
         )
-        sender.sleep = self.pauses.append
+        sender.sleep = self.sleep
         return sender
 
 

@@ -271,6 +271,9 @@ while True:
     number += 1
     name = f"job{number}{name_ending(journal.run, 1)}"
     journal.batch(name, "")
+    if number % 2:
+        journal.refused(name)
+        journal.batch(name, "")
     journal.jobs([entry(str(number), name=name, run=journal.run)])
     print(number, flush=True)
 """

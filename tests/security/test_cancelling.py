@@ -168,14 +168,6 @@ def test_scancel_is_given_numbers_of_jobs_alone(programs: Programs, job_id: str)
     assert programs.calls == []
 
 
-@pytest.mark.parametrize("name", ["", "(null)"])
-def test_a_job_is_not_cancelled_by_an_empty_name(programs: Programs, name: str) -> None:
-    with pytest.raises(ValueError, match="no name of a Slurm job"):
-        slurm.cancel(["7"], name=name)
-
-    assert programs.calls == []
-
-
 @pytest.mark.parametrize("run", ["", "run", "run-", "run-(null)", "run-a", "run-.*", "run-a1b2c3d"])
 @pytest.mark.parametrize(
     "name", ["", "(null)", "-.1", "x-.1", "x-(null).1", "x-a.1", "x-a1b2c3d.1"]

@@ -22,8 +22,8 @@ def run_folder(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_job_file_that_others_can_write_runs_nothing(run_folder: Path) -> None:
     mark = run_folder / "ran"
-    path = run_folder / "jobs" / "1-0.json"
-    node.JobFile(f"touch {mark}").write(path)
+    path = run_folder / "jobs" / "1.json"
+    node.write_batch(path, [f"touch {mark}"], node.Work())
     for place, mode in ((path, 0o660), (path.parent, 0o770)):
         before = stat.S_IMODE(place.stat().st_mode)
         place.chmod(mode)
@@ -39,7 +39,7 @@ def test_a_job_file_that_others_can_write_runs_nothing(run_folder: Path) -> None
 def test_a_neighbours_job_file_or_result_is_not_believed(shared: Path) -> None:
     folder = shared / "20260101-000000-deadbeef"
     as_neighbour("mkdir", "-p", folder / "jobs", folder / "results")
-    as_neighbour("sh", "-c", f"""echo '{{"command": "id"}}' > {folder}/jobs/1-0.json""")
+    as_neighbour("sh", "-c", f"""printf '{{"sizes": [5]}}\n"id"\n' > {folder}/jobs/1.json""")
     result = json.dumps(dataclasses.asdict(node.Result(0, "n", "1", 0, 0.0, 1.0)))
     as_neighbour("sh", "-c", f"echo '{result}' > {folder}/results/1-0.json")
 
@@ -64,11 +64,11 @@ def test_a_journal_that_others_can_write_is_refused_and_a_neighbours_is_his_busi
 
 
 def test_a_link_in_the_place_of_an_executors_file_is_replaced(shared: Path, profile: Path) -> None:
-    as_neighbour("ln", "-s", profile, shared / ".1-0.json")
+    as_neighbour("ln", "-s", profile, shared / ".1.json")
 
-    node.JobFile("true").write(shared / ".1-0.json")
+    node.write_batch(shared / ".1.json", ["true"], node.Work())
 
     assert profile.read_text() == "precious"
-    assert (shared / ".1-0.json").stat().st_mode & 0o777 == 0o600
+    assert (shared / ".1.json").stat().st_mode & 0o777 == 0o600
     with pytest.raises(private.UntrustedError, match="can be written by others"):
-        private.append(shared / ".1-0.json")
+        private.append(shared / ".1.json")

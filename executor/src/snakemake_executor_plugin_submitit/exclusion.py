@@ -7,7 +7,7 @@ from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.polling import Answer
 from snakemake_executor_plugin_submitit.resources import Parameters, ResourceError, node_names
 from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
-from snakemake_executor_plugin_submitit.status import INTERRUPTED, LIVE
+from snakemake_executor_plugin_submitit.status import INTERRUPTED
 
 _FILE_LIMIT = 1 << 20
 
@@ -31,7 +31,7 @@ class NodeHistory:
             if job.state == "COMPLETING":  # leaves its nodes one by one; what follows tells why
                 continue
             before = self._ran_on.pop(job_id, "")
-            moved = job.state in LIVE and job.nodes != before
+            moved = not job.has_ended and job.nodes != before
             requeued = job.waits and job.reason == "BeginTime" and job_id not in self._requeued
             if requeued or (before and (moved or job.state in INTERRUPTED)):
                 found[job_id] = before
@@ -39,7 +39,7 @@ class NodeHistory:
                 self._requeued.add(job_id)
             else:
                 self._requeued.discard(job_id)
-            if job.state in LIVE and not job.waits and job.nodes:
+            if not job.has_ended and not job.waits and job.nodes:
                 self._ran_on[job_id] = job.nodes
         return found
 

@@ -1,15 +1,14 @@
 """The executor: Snakemake's ready jobs in, Slurm arrays out, results and failures back."""
 
 import asyncio
+import atexit
 import os
-import signal
-import threading
+import sys
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from snakemake_interface_common.exceptions import WorkflowError
+from snakemake_interface_common.exceptions import ApiError, WorkflowError
 from snakemake_interface_executor_plugins.executors.base import SubmittedJobInfo
 from snakemake_interface_executor_plugins.executors.remote import RemoteExecutor
 
@@ -25,9 +24,10 @@ from snakemake_executor_plugin_submitit.journal import (
 from snakemake_executor_plugin_submitit.logs import Follower, keep, last_lines, remove, remove_old
 from snakemake_executor_plugin_submitit.outbox import Outbox
 from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patience
-from snakemake_executor_plugin_submitit.polling import Poller
+from snakemake_executor_plugin_submitit.polling import Poller, is_named
 from snakemake_executor_plugin_submitit.resources import ResourceError
 from snakemake_executor_plugin_submitit.settings import ExecutorSettings
+from snakemake_executor_plugin_submitit.stopping import Stop, same_command
 from snakemake_executor_plugin_submitit.watching import Watch, Watcher
 from snakemake_executor_plugin_submitit.work import Prepared, prepare
 
@@ -38,13 +38,25 @@ _CANCEL_PATIENCE = 60.0
 # Where Slurm enforces memory without saying so in the state, its word is among these last lines.
 _MEMORY_LINES = 20
 _RUNS_KEPT = 20
+_FAILURES_NAMED = 10
 
 
 class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
     """Runs each job as `snakemake` on a node; see docs/further.md."""
 
     def __post_init__(self) -> None:
+        if self.workflow.remote_execution_settings.immediate_submit:
+            raise WorkflowError(
+                "--immediate-submit is not for this executor: it submits a job when its inputs are"
+                " there, and nothing would wait for the jobs. Leave the option out."
+            )
         self.settings: ExecutorSettings = self.workflow.executor_settings or ExecutorSettings()
+        self._stop = Stop()
+        self._stop.listen()
+        self._is_silent = False
+        # By rule and wildcards. Snakemake's own last lines would hide them: they come after those.
+        self._failures: dict[str, str] = {}
+        atexit.register(self._say_failures)
         file = partitions.config_file(self.settings.partition_config, os.environ)
         self._partitions = partitions.read(file) if file else ()
         self._base = Path(self.settings.folder).absolute()
@@ -55,16 +67,20 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         self._follower = None if follow == "none" else Follower(single=follow == "single")
         self._nodes = NodeGuard(self.logger.warning)
         self._labels: dict[str, dict[str, str]] = {}
-        poller = Poller(
-            seconds=self.workflow.remote_execution_settings.seconds_between_status_checks,
-            patience=self.settings.patience,
-            say=self.logger.warning,
-        )
-        self._watcher = Watcher(self._base, self.settings, poller, self._nodes, self.logger)
         # Snakemake imports this module in each job too, which has no use for submitit.
         from snakemake_executor_plugin_submitit.sending import Sender
 
         self._journal, candidates = self._open()
+        poller = Poller(
+            seconds=self.workflow.remote_execution_settings.seconds_between_status_checks,
+            patience=self.settings.patience,
+            say=self.logger.warning,
+            run=self._journal.run,
+            note_name=self._note_name,
+        )
+        self._watcher = Watcher(
+            self._base, self.settings, poller, self._nodes, logs=self._logs, logger=self.logger
+        )
         self._sender = Sender(
             self._journal,
             self.settings,
@@ -76,6 +92,12 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         )
         self._outbox: Outbox[Prepared] = Outbox(self._send)
         self._sender.sleep = self._outbox.sleep
+        if ignored := slurm.ignored_choices(os.environ):
+            self.logger.warning(
+                f"{', '.join(ignored)} of this shell say nothing to this run: name account,"
+                " partition, cluster and the like as resources (--default-resources"
+                " slurm_account=...). A job finds the variables in its own environment."
+            )
 
     def _open(self) -> tuple[Journal, reattach.Candidates]:
         if "\\" in str(self._base):
@@ -115,6 +137,11 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         """What a job may use: its node's own, whatever the submitting host has."""
         return "all"
 
+    def additional_general_args(self) -> str:
+        """A job's Snakemake says nothing that the submitting one says too."""
+        is_verbose = self.workflow.output_settings.verbose
+        return "" if is_verbose else "--quiet host progress rules reason"
+
     # --- submission
 
     def run_job(self, job: Any) -> None:
@@ -128,7 +155,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
 
     def _put(self, jobs: Sequence[Any]) -> None:
         """Every job ends up reported, submitted or refused: else it keeps its place in --jobs."""
-        _take_sigterm()
+        self._stop.listen()
         defaults = self.settings.resource_defaults
         prepared = []
         for job in jobs:
@@ -163,6 +190,21 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         """The sender's report of a job that cannot be submitted."""
         self.report_job_error(SubmittedJobInfo(job), msg=f"{words}\n")
 
+    def living(self) -> int:
+        """How many of this run's jobs Slurm has."""
+        return len(self._live)
+
+    def _note_name(self, entry: Entry, name: str) -> None:
+        """Slurm shows a job of ours under another name: the next run must know it by that one."""
+        self._watcher.say_once(
+            f"Slurm shows job {entry.job_id} as {name!r}, submitted as {entry.name!r}; it is known"
+            " by its id (a plugin of this cluster, or scontrol, has renamed it)"
+        )
+        try:
+            self._journal.renamed(entry, name)
+        except OSError as error:
+            self._watcher.say_once(f"cannot write the journal: {error}")
+
     def _say_retry(self, words: str, seconds: float) -> None:
         self.logger.warning(f"Slurm: {words}; trying again in {seconds:g} s")
 
@@ -184,15 +226,18 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
             self._follower.poll()
         for info, watch, judgement in zip(active_jobs, watches, judgements, strict=True):
             if judgement.outcome == "succeeded":
+                self._failures.pop(watch.entry.label, None)
                 self._end(watch.entry, "succeeded")
                 self.report_job_success(info)
             elif judgement.outcome == "failed":
                 self._end(watch.entry, "failed")
                 self._report_failure(info, judgement.reason)
-            elif self._watcher.poller.is_given_up:
-                self._report_silence(info)
             else:
                 yield info
+        if self._watcher.poller.is_given_up and not self._is_silent:
+            self._is_silent = True
+            words = f"Slurm has not answered for {self.settings.patience} s"
+            self.workflow.scheduler.executor_error_callback(WorkflowError(words))
 
     def _end(self, entry: Entry, outcome: str) -> None:
         if self._follower is not None:
@@ -201,22 +246,19 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         try:
             self._journal.end(entry, outcome)
         except OSError as error:  # the next run looks at the job again, and finds its result
-            self._watcher.say_once(f"cannot write the journal: {error}")
+            self._watcher.say_once(f"cannot note the end of Slurm job {entry.job_id}: {error}")
         else:
             self._tidy(entry, is_success=outcome == "succeeded")
         self._watcher.poller.note_progress()
 
     def _tidy(self, entry: Entry, *, is_success: bool) -> None:
-        """Remove an ended job's files, but for a log that somebody may want to read."""
+        """Put the log where somebody may want to read it, or remove it."""
         log, link = entry.log_file(self._base), Path(entry.log)
         try:
-            # The first to go: without it a job that Slurm requeues after its end runs nothing.
-            entry.job_file(self._base).unlink(missing_ok=True)
-            entry.result_file(self._base).unlink(missing_ok=True)
             if is_success and not self.settings.keep_successful_logs:
                 remove(log, link, self._logs)
             else:
-                keep(log, link)
+                keep(log, link, self._logs)
         except OSError as error:
             self._watcher.say_once(f"cannot tidy up after Slurm job {entry.job_id}: {error}")
 
@@ -226,28 +268,29 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         lines = last_lines(log, max(self.settings.log_lines, _MEMORY_LINES))
         reason += status.memory_remark(reason, lines)
         shown = lines[-self.settings.log_lines :] if self.settings.log_lines else []
+        self._failures[entry.label] = status.failure_line(
+            entry.label, entry.job_id, reason, str(log)
+        )
         message = status.failure_message(entry.job_id, reason, str(log), shown)
         self.report_job_error(info, msg=message, aux_logs=[str(log)])
 
-    def _report_silence(self, info: SubmittedJobInfo) -> None:
-        """Give the job up without ending it: a retry or the next run takes it over."""
-        self._sender.keep(info.aux["watch"].entry)
-        self.report_job_error(
-            info,
-            msg=f"Slurm has not answered for {self.settings.patience} s. Job {info.external_jobid}"
-            " may still run: the same command takes it over when Slurm answers again.\n",
-        )
+    def _say_failures(self) -> None:
+        lines = list(self._failures.values())
+        rest = len(lines) - _FAILURES_NAMED
+        more = [f"failed: {rest} more, see above"] if rest > 0 else []
+        for line in [*more, *lines[-_FAILURES_NAMED:]]:
+            print(line, file=sys.stderr)
 
     # --- the end
 
     def cancel_jobs(self, active_jobs: list[SubmittedJobInfo]) -> None:  # noqa: ARG002
-        """Cancel every job of this run.
+        """Cancel every job of this run, or leave them all running where the process alone is ended.
 
         Snakemake's own list lacks those that are being checked at this moment, and a batch
         whose sbatch was interrupted: ours and the name have them.
         """
         self._outbox.stop(_CANCEL_PATIENCE)
-        if not self._live and not self._sender.has_submitted:
+        if self._leaves_jobs or not (self._live or self._sender.has_submitted):
             return
         try:
             with_patience(self._cancel_all, patience=_CANCEL_PATIENCE, on_retry=self._say_retry)
@@ -258,18 +301,48 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         for entry in list(self._live):
             self._end(entry, "cancelled")
 
+    @property
+    def _leaves_jobs(self) -> bool:
+        """Whether this run ends without its jobs: they are the next one's."""
+        return self._is_silent or self._stop.leaves_jobs
+
+    def _leave(self) -> None:
+        """
+        Raises:
+            ApiError: always. After an end without an exception Snakemake would remove folders that
+                are empty, in which running jobs are about to write.
+        """
+        why = self._stop.by.name if self._stop.by else "Slurm does not answer"
+        command = same_command(
+            sys.argv, reruns_incomplete=self.workflow.dag_settings.force_incomplete
+        )
+        raise ApiError(
+            f"{why}: {len(self._live)} job(s) of this run go on in Slurm. This command takes them"
+            f" over: {command}"
+        )
+
     def _cancel_all(self) -> None:
-        """By name: an id alone might be another cluster's job."""
+        """Own jobs by their ids, those taken over where Slurm has them so named.
+
+        And by this run's names: there may be a batch whose sbatch was not heard to the end.
+        """
         live = list(self._live)  # the polling thread goes on
         for cluster in self._clusters():
-            taken = {e.job_id: e.name for e in live if e.cluster == cluster}
-            ids = {
-                # The whole array where all of it is this run's, single tasks of one taken over.
-                job_id.partition("_")[0] if is_name_of(self._journal.run, job.name) else job_id
-                for job_id, job in slurm.unfinished(cluster).items()
-                if is_name_of(self._journal.run, job.name) or taken.get(job_id) == job.name
-            }
-            slurm.cancel(sorted(ids), cluster=cluster)
+            members = [entry for entry in live if entry.cluster == cluster]
+            ids = {entry.job_id for entry in members if entry.run == self._journal.run}
+            taken = {e.job_id: e for e in members if e.run != self._journal.run}
+            try:
+                unfinished = slurm.unfinished(cluster)
+            except slurm.SlurmError:
+                slurm.cancel(sorted(ids), cluster=cluster)  # an id is enough
+                raise
+            for job_id, job in unfinished.items():
+                entry = taken.get(job_id)
+                if is_name_of(self._journal.run, job.name) or (entry and is_named(entry, job)):
+                    ids.add(job_id)
+            # The whole array where all of it is this run's, single tasks of one taken over.
+            whole = {i if i in taken else i.partition("_")[0] for i in ids}
+            slurm.cancel(sorted(whole), cluster=cluster)
 
     def _clusters(self) -> set[str]:
         """Every cluster that has or may have a job of this run."""
@@ -291,11 +364,12 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         if self._journal.is_closed:
             return
         self._sender.forget_unused()
-        # Jobs that were given up are still in it: their journal stays open for the run that
-        # takes them over.
         if not self._live:
             self._close()
+        # With jobs in it, a journal stays open for the run that takes them over.
         self._journal.close()
+        if self._live and self._leaves_jobs:
+            self._leave()
 
     def _close(self) -> None:
         try:
@@ -305,26 +379,10 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         if self._nodes.lost:
             nodes = ", ".join(sorted(self._nodes.lost))
             self.logger.warning(f"nodes that were lost in this run: {nodes}")
-        path = efficiency.report_path(self.settings.efficiency_report_path, self._journal.run)
         for cluster, labels in self._labels.items():
-            report = path.with_stem(f"{path.stem}_{cluster}") if cluster else path
-            threshold = self.settings.efficiency_threshold
-            efficiency.report(labels, report, threshold, self.logger.info, cluster)
+            efficiency.report(labels, self.logger.info, cluster)
         self._journal.close_run(self._journal.run)
 
 
 def _key(entry: Entry) -> str:
     return f"{entry.run}/{entry.token}"
-
-
-def _take_sigterm() -> None:
-    """SIGTERM ends the run as Ctrl-C does; Snakemake's own way is to wait for running jobs.
-
-    Snakemake sets its handler after it has made the executor, so this is done at the first jobs.
-    """
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

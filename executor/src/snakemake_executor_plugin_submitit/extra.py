@@ -1,30 +1,15 @@
-"""The resource `slurm_extra`: sbatch's options in a text. Pure.
+"""The resource `slurm_extra`: options of sbatch that stand last on its command line. Pure.
 
-| written | read as |
-|---|---|
-| `--name=value`, `--name value`, `--name` | the option; what takes no value takes no next word |
-| `-q long`, `-qlong`, `-HO` | short options of Slurm 22.05 |
-| `'--mail-type=END --mail-user=a@b -q long'` | a quoted word that holds options: each of them |
-| `--comm=x` | what it abbreviates, as for sbatch |
-| an option that has a resource (`--partition`, `--time`, ...) | that resource |
-| `--ntasks` | tasks of the whole job, with GPUs too |
-| `--gpus=[model:]N` | `gpu`, `gpu_model` |
-| `--requeue`, `--no-requeue` | `requeue` |
-| `--signal=SIG@N` | `--signal=B:SIG@N`: the command runs in the batch step |
-| `_REFUSED` | an error that says why |
-| any other | passed on: sites add options |
-
-Of an option that is given twice the last one counts, as for sbatch.
+What sbatch knows it knows best: options pass as they are, whatever release or site they are of.
+Refused are those on which the executor relies, in every spelling.
 """
 
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from snakemake_executor_plugin_submitit.values import ResourceError, line, number, option
-
-Options = dict[str, str | bool]
+from snakemake_executor_plugin_submitit.values import ResourceError, line
 
 _WHERE = "resource slurm_extra"
 _ANSWER = "sbatch's answer is read for the job's id"
@@ -56,232 +41,120 @@ _REFUSED = {
     "workdir": _FOLDER,
     "uid": "a job's files are open to their owner alone",
 }
-# sbatch's option -> the resource that is the same.
-_RESOURCES = {
-    "account": "slurm_account",
-    "partition": "slurm_partition",
-    "qos": "qos",
-    "constraint": "constraint",
-    "reservation": "reservation",
-    "clusters": "clusters",
-    "exclude": "exclude",
-    "nodelist": "nodelist",
-    "exclusive": "exclusive",
-    "gres": "gres",
-    "nodes": "nodes",
-    "ntasks-per-node": "tasks_per_node",
-    "ntasks-per-gpu": "tasks_per_gpu",
-    "cpus-per-task": "cpus_per_task",
-    "cpus-per-gpu": "cpus_per_gpu",
-}
-_SHORT = dict(
-    pair.split("=")
-    for pair in (
-        "a=array A=account b=begin B=extra-node-info c=cpus-per-task C=constraint d=dependency"
-        " D=chdir e=error F=nodefile G=gpus h=help H=hold i=input J=job-name k=no-kill"
-        " L=licenses m=distribution M=clusters n=ntasks N=nodes o=output O=overcommit"
-        " p=partition q=qos Q=quiet s=oversubscribe S=core-spec t=time v=verbose V=version"
-        " w=nodelist W=wait x=exclude"
-    ).split()
-)
-# Options of sbatch up to 25.05: which take no value, which only behind `=`, which always one.
-_FLAGS = frozenset(
-    "consolidate-segments contiguous help hold ignore-pbs no-requeue overcommit oversubscribe"
-    " parsable quiet reboot requeue spread-job spread-segments stepmgr test-only usage"
-    " use-min-nodes verbose version wait".split()
-)
-_OPTIONAL = frozenset(
-    "exclusive get-user-env nice no-kill oom-kill-step propagate resv-ports".split()
-)
-_WITH_VALUE = frozenset(
-    "account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment"
-    " constraint container container-id core-spec cores-per-socket cpu-freq cpus-per-gpu"
-    " cpus-per-task deadline delay-boot dependency distribution error exclude export export-file"
-    " extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task"
-    " gres gres-flags hint input job-name kill-on-invalid-dep licenses mail-type mail-user"
-    " mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nodefile nodelist nodes"
-    " ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket open-mode output"
-    " partition power prefer priority profile qos reservation segment signal sockets-per-node"
-    " switches thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid"
-    " wait-all-nodes wckey workdir wrap".split()
-)
-_KNOWN = _FLAGS | _OPTIONAL | _WITH_VALUE
+# Read as the resource of that name: the executor asks that cluster, and adds lost nodes.
+_RESOURCES = ("clusters", "exclude")
+# Short options that are refused or read, and those without a value, behind which others may stand.
+_SHORT = {
+    "J": "job-name", "o": "output", "e": "error", "a": "array", "W": "wait", "Q": "quiet",
+    "h": "help", "V": "version", "D": "chdir", "M": "clusters", "x": "exclude", "n": "ntasks",
+}  # fmt: skip
+_FLAGS = "HOQVWhksv"
 _LONG = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(?:=(.*))?", re.DOTALL)
-_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)
-# A size without a unit is in MB, as for sbatch; Slurm's MB has 1024 KiB.
-_SIZE = re.compile(r"(\d{1,12})([KMGT]?)B?", re.ASCII | re.IGNORECASE)
-_KIB = {"K": 1, "": 1 << 10, "M": 1 << 10, "G": 1 << 20, "T": 1 << 30}
-# `2` or `a100:2`.
-_GPUS = re.compile(r"(?:([^:,]+):)?(\d{1,9})", re.ASCII)
 # `USR1@120`, `B:USR1@120`, `RB:10`: B is the batch step, R an overlap with a reservation.
 _SIGNAL = re.compile(r"(?:([RB]{1,2}):)?([A-Za-z0-9]+(?:@\d{1,5})?)", re.ASCII)
 
 
-def split(text: str) -> tuple[dict[str, Any], Options]:
-    """What the text asks for: as resources, and as options that have no resource.
+@dataclass(frozen=True)
+class Extra:
+    """Words for sbatch, each one option with its value; `names`: which options they are.
+
+    Apart are `signal`, its value for sbatch, empty where none is asked for, and `resources`, the
+    options that are read as resources.
+    """
+
+    words: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+    signal: str = ""
+    resources: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse(text: str) -> Extra:
+    """Read `slurm_extra`.
 
     Raises:
-        ResourceError: no options, one that is refused, or a value that is not of its kind.
+        ResourceError: no option, or one that is refused.
     """
-    resources: dict[str, Any] = {}
-    options: Options = {}
-    for name, value in parse(text).items():
-        if name in _REFUSED:
-            raise ResourceError(f"{_WHERE}: --{name}: {_REFUSED[name]}")
-        if name in _SPECIAL:
-            resources |= _SPECIAL[name](_value_of(name, value))
-        elif name in _RESOURCES:
-            resources[_RESOURCES[name]] = value
-        elif name in _REWRITTEN:
-            options[name] = _REWRITTEN[name](_value_of(name, value))
+    words: list[str] = []
+    names: set[str] = set()
+    signal = ""
+    resources: dict[str, str] = {}
+    for word in _joined(_split(line(_WHERE, text))):
+        found = list(_names(word))
+        for name in found:
+            _check(name)
+        if found == ["signal"]:
+            signal = _signal(word.partition("=")[2])
+        elif resource := "".join(name for name in found if name in _RESOURCES):
+            if word[1] in _FLAGS:
+                raise ResourceError(f"{_WHERE}: {word}: give --{resource} an option of its own")
+            resources[resource] = word.partition("=")[2] if word.startswith("--") else word[2:]
         else:
-            options[name] = value
-    # One key for both: the last one counts.
-    if "requeue" in options:
-        resources["requeue"] = options.pop("requeue")
-    return resources, options
+            words.append(word)
+            names.update(found)
+    return Extra(tuple(words), frozenset(names), signal, resources)
 
 
-def parse(text: str) -> Options:
-    """Options by their long names; True for one without a value.
-
-    Raises:
-        ResourceError: a word that is no option, a value that is missing or not of one line.
-    """
-    words = _words(line(_WHERE, text))
-    options: Options = {}
-    while words:
-        word = words.pop(0)
-        if len(inner := _nested(word)) > 1:
-            words[:0] = inner
-            continue
-        for name, value in _read(word, words):
-            # Put last, so that the last one of two counts.
-            key, kept = _switched(name, value)
-            options.pop(key, None)
-            options[key] = kept
-    return options
-
-
-def slurm_seconds(text: str) -> int | None:
-    """Slurm's time as seconds: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for anything else."""
-    match = _TIME.fullmatch(text)
-    if match is None:
-        return None
-    days, first, second, third = (int(part or 0) for part in match.groups())
-    if match[1] is not None:
-        return ((days * 24 + first) * 60 + second) * 60 + third
-    if match[4] is not None:
-        return (first * 60 + second) * 60 + third
-    return first * 60 + second
-
-
-def _words(text: str) -> list[str]:
+def _split(text: str) -> Iterator[str]:
+    """The words; those of a quoted word that holds options, too: `'--mail-type=END -q long'`."""
     try:
-        return shlex.split(text)
+        words = shlex.split(text)
     except ValueError as error:
         raise ResourceError(f"{_WHERE}={text[:80]!r}: {error}") from error
+    for word in words:
+        yield from _nested(word)
 
 
 def _nested(word: str) -> list[str]:
-    """The options that a quoted word holds; the word itself when it is one option."""
+    if not word.startswith("-"):  # a value of the option before it
+        return [word]
     try:
         inner = shlex.split(word)
     except ValueError:  # a value with a quotation mark
         return [word]
-    if len(inner) < 2:
-        return [word]
-    is_value = word.startswith("--") and "=" in inner[0]
-    if is_value and not any(re.match(r"--?[A-Za-z]", part) for part in inner[1:]):
-        return [word]
-    return inner
+    holds_options = any(re.match(r"--?[A-Za-z]", part) for part in inner[1:])
+    return inner if len(inner) > 1 and ("=" not in inner[0] or holds_options) else [word]
 
 
-def _read(word: str, following: list[str]) -> Iterator[tuple[str, str | bool]]:
-    """The options of one word; a value of its own is taken from the following words."""
+def _joined(words: Iterator[str]) -> list[str]:
+    """Each option with its value in one word: sbatch would take a word of its own for a script."""
+    found: list[str] = []
+    may_follow = False
+    for word in words:
+        if len(word) > 1 and word.startswith("-") and word != "--":
+            found.append(word)
+            may_follow = "=" not in word if word[1] == "-" else not word[1:-1].strip(_FLAGS)
+        elif may_follow:
+            found[-1] += f"={word}" if found[-1].startswith("--") else word
+            may_follow = False
+        else:
+            raise ResourceError(
+                f"{_WHERE}: {word[:80]!r} is no option; expected --name, --name=value, --name value"
+                " or a short option of sbatch"
+            )
+    return found
+
+
+def _names(word: str) -> Iterator[str]:
+    """Which options a word holds, as far as that matters here."""
     if match := _LONG.fullmatch(word):
-        name = _full_name(match[1])
-        if match[2] is not None:
-            yield name, option(f"{_WHERE}: --{name}", match[2])
-        else:
-            yield name, _following(name, following)
+        yield match[1]
         return
-    letters = word[1:] if word.startswith("-") else ""
-    if not letters or letters[0] not in _SHORT:
-        raise ResourceError(
-            f"{_WHERE}: {word[:80]!r} is no option; expected --name, --name=value, --name value"
-            " or a short option of sbatch"
-        )
-    while letters:
-        name = _SHORT.get(letters[0], "")
-        if not name:
-            raise ResourceError(f"{_WHERE}: {word[:80]!r}: sbatch has no option -{letters[0]}")
-        letters = letters[1:]
-        if name in _FLAGS:
-            yield name, True
-        elif letters:
-            yield name, option(f"{_WHERE}: --{name}", letters.strip())
+    for letter in word[1:]:
+        if letter in _SHORT:
+            yield _SHORT[letter]
+        if letter not in _FLAGS:
             return
-        else:
-            yield name, _following(name, following)
 
 
-def _following(name: str, words: list[str]) -> str | bool:
-    if name in _FLAGS or name in _OPTIONAL:
-        return True
-    if name in _WITH_VALUE:
-        if not words:
-            raise ResourceError(f"{_WHERE}: --{name} needs a value")
-        return option(f"{_WHERE}: --{name}", words.pop(0))
-    # A site's own: a next word that is no option is its value.
-    if words and not words[0].startswith("-"):
-        return option(f"{_WHERE}: --{name}", words.pop(0))
-    return True
-
-
-def _full_name(name: str) -> str:
-    if name in _KNOWN:
-        return name
-    candidates = sorted(known for known in _KNOWN if known.startswith(name))
-    if len(candidates) > 1:
-        raise ResourceError(f"{_WHERE}: --{name} may stand for {', '.join(candidates)}")
-    return candidates[0] if candidates else name
-
-
-def _switched(name: str, value: str | bool) -> tuple[str, str | bool]:
-    if name not in ("requeue", "no-requeue"):
-        return name, value
-    if value is not True:
-        raise ResourceError(f"{_WHERE}: --{name} takes no value")
-    return "requeue", name == "requeue"
-
-
-def _value_of(name: str, value: str | bool) -> str:
-    if isinstance(value, bool):
-        raise ResourceError(f"{_WHERE}: --{name} needs a value")
-    return value
-
-
-def _time(value: str) -> dict[str, Any]:
-    seconds = slurm_seconds(value)
-    if not seconds:
-        raise ResourceError(f"{_WHERE}: --time={value!r}: expected minutes, H:M:S or D-H:M:S")
-    # Rounded up: `runtime` is in minutes, and no job shall get less time than it asked for.
-    return {"runtime": -(-seconds // 60)}
-
-
-def _megabytes(name: str, value: str) -> int:
-    match = _SIZE.fullmatch(value)
-    if match is None:
-        raise ResourceError(f"{_WHERE}: --{name}={value!r}: expected a size such as 4000 or 4G")
-    return -(-int(match[1]) * _KIB[match[2].upper()] // 1024)
-
-
-def _gpus(value: str) -> dict[str, Any]:
-    match = _GPUS.fullmatch(value)
-    if match is None:
-        raise ResourceError(f"{_WHERE}: --gpus={value!r}: expected a number or MODEL:NUMBER")
-    return {"gpu": int(match[2]), **({"gpu_model": match[1]} if match[1] else {})}
+def _check(name: str) -> None:
+    # sbatch takes an abbreviation too.
+    for refused, reason in _REFUSED.items():
+        if refused.startswith(name):
+            short = f"--{name} may stand for " if name != refused else ""
+            raise ResourceError(f"{_WHERE}: {short}--{refused}: {reason}")
+    for read in ("signal", *_RESOURCES):
+        if name != read and read.startswith(name):
+            raise ResourceError(f"{_WHERE}: --{name} may stand for --{read}: write it in full")
 
 
 def _signal(value: str) -> str:
@@ -290,16 +163,3 @@ def _signal(value: str) -> str:
     if match is None:
         raise ResourceError(f"{_WHERE}: --signal={value!r}: expected SIGNAL@SECONDS")
     return f"{'RB' if 'R' in (match[1] or '') else 'B'}:{match[2]}"
-
-
-_REWRITTEN: Mapping[str, Callable[[str], str]] = {
-    "signal": _signal,
-    # `tasks` are those of each GPU in some jobs: this is no other word for it.
-    "ntasks": lambda value: str(number(f"{_WHERE}: --ntasks", value, 1)),
-}
-_SPECIAL: Mapping[str, Callable[[str], dict[str, Any]]] = {
-    "time": _time,
-    "mem": lambda value: {"mem_mb": _megabytes("mem", value)},
-    "mem-per-cpu": lambda value: {"mem_mb_per_cpu": _megabytes("mem-per-cpu", value)},
-    "gpus": _gpus,
-}

@@ -4,11 +4,15 @@ Each run of snakemake has its own folder below the executor's, with `journal.jso
 
     {"event": "run", "place": ...}                         the working directory
     {"event": "batch", "name": ..., "cluster": ...}        before sbatch
+    {"event": "refused", "name": ...}                      sbatch said no
     {"event": "job", "name": ..., "job_id": ..., ...}      after sbatch
+    {"event": "renamed", "name": ..., "as": ...}           Slurm shows a batch under another name
     {"event": "end", "token": ..., "outcome": ...}         the job needs no more attention
     {"event": "closed"}                                    nothing of this run is left
 
-A batch without jobs is one whose sbatch may or may not have come through.
+A batch without jobs is one whose sbatch may or may not have come through. Beside it are the files
+of its jobs: `jobs/BATCH.json` with what a batch runs, `results/TOKEN.json` with how a job went, and
+`jobs/TOKEN.ended` of a job that has ended while others of its batch have not.
 """
 
 import fcntl
@@ -19,9 +23,10 @@ import secrets
 import shutil
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -40,8 +45,8 @@ class Entry:
     """One submitted job.
 
     `name` is that of its Slurm job, by which alone it is known to be ours; `cluster` is empty for
-    this host's own; `token` names its files within its run's folder; `log` is where its log is
-    shown.
+    this host's own; `token`, BATCH-INDEX, names its files within its run's folder; `log` is where
+    its log is shown. `known_as`: the name that a plugin of the site has given it instead.
     """
 
     identity: Identity
@@ -52,13 +57,23 @@ class Entry:
     token: str
     run: str
     log: str
+    known_as: str = ""
+
+    @property
+    def batch(self) -> str:
+        """The number of its batch, in its run."""
+        return self.token.partition("-")[0]
 
     def result_file(self, base: Path) -> Path:
         return base / self.run / "results" / f"{self.token}.json"
 
-    def job_file(self, base: Path) -> Path:
+    def batch_file(self, base: Path) -> Path:
         """What its node reads; without it, a job that Slurm runs once more does nothing."""
-        return base / self.run / "jobs" / f"{self.token}.json"
+        return base / self.run / "jobs" / f"{self.batch}.json"
+
+    def end_mark(self, base: Path) -> Path:
+        """With it, too, a job that Slurm runs once more does nothing."""
+        return base / self.run / "jobs" / f"{self.token}.ended"
 
     def log_file(self, base: Path) -> Path:
         """What the job writes to its standard output and error."""
@@ -122,19 +137,58 @@ class Journal:
             fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # The outbox's thread notes jobs; Snakemake's own and the polling one note ends.
         self._lock = threading.Lock()
+        # Tokens of jobs without an end, by run and batch.
+        self._open: dict[tuple[str, str], set[str]] = defaultdict(set)
         self._append_to(self.run, {"event": "run", "place": asdict(self.place)})
 
     def batch(self, name: str, cluster: str) -> None:
         """Note that a batch of jobs is about to be submitted under this name."""
         self._append_to(self.run, {"event": "batch", "name": name, "cluster": cluster})
 
+    def refused(self, name: str) -> None:
+        """Note that nothing was submitted under this name."""
+        self._append_to(self.run, {"event": "refused", "name": name})
+
     def jobs(self, entries: Iterable[Entry]) -> None:
         """Note jobs that Slurm has accepted."""
-        self._append_to(self.run, *({"event": "job", **asdict(entry)} for entry in entries))
+        noted = list(entries)
+        self._append_to(self.run, *({"event": "job", **asdict(entry)} for entry in noted))
+        self.adopt(noted)
+
+    def renamed(self, entry: Entry, name: str) -> None:
+        """Note the name under which Slurm shows the entry's batch."""
+        self._append_to(entry.run, {"event": "renamed", "name": entry.name, "as": name})
+
+    def adopt(self, entries: Iterable[Entry]) -> None:
+        """Answer for the files of these jobs, of this run or an earlier one, until they end."""
+        with self._lock:
+            for entry in entries:
+                self._open[entry.run, entry.batch].add(entry.token)
 
     def end(self, entry: Entry, outcome: str) -> None:
-        """Note the end where the job was submitted, which may be an earlier run's journal."""
+        """Note the end where the job was submitted, which may be an earlier run's journal.
+
+        Its files go with it: whatever Slurm does with the job from now on, it runs nothing.
+
+        Raises:
+            OSError: the end cannot be noted, or a file not be removed.
+        """
         self._append_to(entry.run, {"event": "end", "token": entry.token, "outcome": outcome})
+        with self._lock:
+            others = self._open[entry.run, entry.batch]
+            others.discard(entry.token)
+            is_last = not others
+        if is_last:
+            self._remove_batch(entry)
+        else:
+            _mark_ended(entry, self.base)
+
+    def _remove_batch(self, entry: Entry) -> None:
+        # First what the jobs run, then what keeps them from running it.
+        entry.batch_file(self.base).unlink(missing_ok=True)
+        entry.result_file(self.base).unlink(missing_ok=True)
+        for mark in entry.batch_file(self.base).parent.glob(f"{entry.batch}-*.ended"):
+            mark.unlink(missing_ok=True)
 
     def close_run(self, run: str) -> None:
         """Note that nothing of `run` is left."""
@@ -155,6 +209,13 @@ class Journal:
                 return
             with _trusted(private.append, self.base / run / _FILE) as stream:
                 _append(stream, *events)
+
+
+def _mark_ended(entry: Entry, base: Path) -> None:
+    try:
+        entry.result_file(base).rename(entry.end_mark(base))
+    except FileNotFoundError:  # it has none, such as one that ran into its time limit
+        entry.end_mark(base).touch(mode=0o600)
 
 
 def _append(stream: IO[str], *events: Mapping[str, Any]) -> None:
@@ -226,6 +287,8 @@ def _apply(run: OldRun, event: dict[str, Any]) -> None:
         case "batch":
             _check_name(run, event["name"])
             run.lost[event["name"]] = event["cluster"]
+        case "refused":
+            run.lost.pop(event["name"], None)
         case "job":
             made = event.pop("identity")
             entry = Entry(Identity(tuple(made["makes"]), made["how"]), **event)
@@ -234,6 +297,10 @@ def _apply(run: OldRun, event: dict[str, Any]) -> None:
                 raise ValueError(f"job id {entry.job_id!r} of run {entry.run!r}")
             run.jobs[entry.token] = entry
             run.lost.pop(entry.name, None)
+        case "renamed":
+            for token, entry in run.jobs.items():
+                if entry.name == event["name"]:
+                    run.jobs[token] = replace(entry, known_as=str(event["as"]))
         case "end":
             run.jobs.pop(event["token"], None)
 

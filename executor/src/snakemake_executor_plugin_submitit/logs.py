@@ -37,15 +37,20 @@ def file_name(text: str) -> str:
 
 def show(log: Path, link: Path, top: Path) -> None:
     """Let `link`, below `top`, lead to a job's log, which need not be there yet."""
-    top.mkdir(mode=0o700, parents=True, exist_ok=True)  # logs may hold what is nobody's business
-    link.parent.mkdir(parents=True, exist_ok=True)
+    _make_folders(link, top)
     link.unlink(missing_ok=True)  # of a cluster whose ids begin anew
     link.symlink_to(os.path.relpath(log, link.parent.resolve()))
 
 
-def keep(log: Path, link: Path) -> None:
-    """Put an ended job's log where its link stands."""
-    with suppress(FileNotFoundError):  # Slurm may not have made it
+def _make_folders(link: Path, top: Path) -> None:
+    top.mkdir(mode=0o700, parents=True, exist_ok=True)  # logs may hold what is nobody's business
+    link.parent.mkdir(parents=True, exist_ok=True)
+
+
+def keep(log: Path, link: Path, top: Path) -> None:
+    """Put an ended job's log where its link, below `top`, stands or would stand."""
+    if log.exists():  # Slurm may not have made it
+        _make_folders(link, top)
         log.replace(link)
 
 

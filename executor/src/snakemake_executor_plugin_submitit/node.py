@@ -23,9 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -72,31 +72,48 @@ def read_result(path: Path) -> Result | None:
 
 
 @dataclass(frozen=True)
-class JobFile:
-    """What a job's node has to do.
+class Work:
+    """What jobs of one batch have in common.
 
-    `command`: for `/bin/sh`; a plain `PYTHON -m snakemake ARGUMENTS` is run without a shell.
-    `requeue_limit`: how often the job may be requeued after Slurm's warning. `signal`: the name
-    of the warning, empty where none was asked for.
+    `requeue_limit`: how often a job may be requeued after Slurm's warning. `signal`: the name of
+    the warning, empty where none was asked for. `environment`: variables of the submitting shell
+    that sbatch was not to see.
     """
 
-    command: str
     requeue_limit: int = 0
     signal: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
-        """For the user alone: a command may hold what others must not see."""
-        with private.create(path) as stream:
-            json.dump(asdict(self), stream)
 
-    @classmethod
-    def read(cls, path: Path) -> "JobFile":
-        """
-        Raises:
-            OSError, ValueError, TypeError: it is not there, or of another form.
-            UntrustedError: another user could have written it.
-        """
-        return cls(**json.loads(private.read(path)))
+def write_batch(path: Path, commands: Sequence[str], work: Work) -> None:
+    """Write what the jobs of a batch run: a line of JSON about all, then a line for each command.
+
+    A command is for `/bin/sh`; a plain `PYTHON -m snakemake ARGUMENTS` is run without a shell. The
+    file is for the user alone: a command may hold what others must not see.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lines = [f"{json.dumps(command)}\n" for command in commands]
+    with private.create(path) as stream:
+        # JSON is ASCII: its length is its size. So a node reads no more than its own line.
+        stream.write(f"{json.dumps({**asdict(work), 'sizes': [len(line) for line in lines]})}\n")
+        stream.writelines(lines)
+
+
+def read_job(path: Path, index: int) -> tuple[str, Work]:
+    """The command of a batch's job, and what it has in common with the others.
+
+    Raises:
+        OSError, ValueError, TypeError, LookupError: it is not there, or of another form.
+        UntrustedError: another user could have written it.
+    """
+    with private.open_to_read(path) as stream:
+        head = json.loads(stream.readline())
+        sizes = head.pop("sizes")
+        stream.seek(sum(sizes[:index]), os.SEEK_CUR)
+        command: str = json.loads(stream.read(sizes[index]))
+    return command, Work(**head)
 
 
 def main(folder: Path, batch: str) -> None:
@@ -105,21 +122,24 @@ def main(folder: Path, batch: str) -> None:
     Raises:
         SystemExit: always; with the command's own exit code where it came to its end.
     """
-    token = f"{batch}-{os.environ.get('SLURM_ARRAY_TASK_ID', '0')}"
-    path = folder / "jobs" / f"{token}.json"
+    index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
+    token, path = f"{batch}-{index}", folder / "jobs" / f"{batch}.json"
     deadline = time.monotonic() + _FILE_PATIENCE
     while not path.exists():
         if time.monotonic() > deadline:
-            sys.exit(f"no {path}: its job has succeeded before, or its submission was taken back")
+            sys.exit(f"no {path}: its jobs have ended before, or their submission was taken back")
         time.sleep(0.5)
+    if (folder / "jobs" / f"{token}.ended").exists():
+        print("the job had ended before Slurm requeued it: nothing is run", flush=True)
+        return
     try:
-        job = JobFile.read(path)
+        command, work = read_job(path, int(index))
     except private.UntrustedError as error:
         sys.exit(f"nothing was run: {error}")
-    run_job(job, folder / "results" / f"{token}.json")
+    run_job(command, work, folder / "results" / f"{token}.json")
 
 
-def run_job(job: JobFile, path: Path) -> None:
+def run_job(command: str, work: Work, path: Path) -> None:
     """Run a job's command and write its result to `path`.
 
     Raises:
@@ -131,16 +151,16 @@ def run_job(job: JobFile, path: Path) -> None:
         return
     path.unlink(missing_ok=True)  # an interrupted attempt's
     started = time.time()
-    watch = _Watch(job.signal)
-    with _hidden(job.command) as (argv, descriptor):
-        code = _shell_code(watch.run(argv, descriptor))
+    watch = _Watch(work.signal)
+    with _hidden(command) as (argv, descriptor):
+        code = _shell_code(watch.run(argv, descriptor, {**work.environment, **_own_variables()}))
     if code:
         watch.pause(_SIGNAL_LAG)
     note = ""
     watch.leave_if_told()
     # A success needs no second run, warned or not.
-    if code and watch.warned and job.requeue_limit > 0:
-        note = _go_back(watch, job.requeue_limit)
+    if code and watch.warned and work.requeue_limit > 0:
+        note = _go_back(watch, work.requeue_limit)
     # Again: SIGTERM may have come while the requeue was refused.
     watch.leave_if_told()
     _write(path, code, started, note)
@@ -186,7 +206,7 @@ def _snakemake_call(command: str) -> list[str]:
     return words if words[1:3] == ["-m", "snakemake"] else []
 
 
-def _environment() -> dict[str, str]:
+def _own_variables() -> dict[str, str]:
     # A profile of the submitting shell must not change what the job runs.
     dropped = {"SNAKEMAKE_PROFILE", "SUBMITIT_EXECUTOR"}
     # An srun inside the job would take it for its own, and for more than its -n.
@@ -219,13 +239,12 @@ class _Watch:
             if number is not None:
                 signal.signal(number, self._hear)
 
-    def run(self, argv: Sequence[str], descriptor: int) -> int:
+    def run(self, argv: Sequence[str], descriptor: int, environment: Mapping[str, str]) -> int:
         """Run a command to its end; its return code, negative for a signal.
 
         Once told to stop, wait for all of its processes: they may be saving their state, and
         Slurm kills what is left when this process ends.
         """
-        environment = _environment()
         with subprocess.Popen(argv, env=environment, pass_fds=[descriptor]) as child:
             while child.poll() is None or (self.told and checkpoint.descendants(os.getpid())):
                 self._pass_on()

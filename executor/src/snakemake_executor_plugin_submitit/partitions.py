@@ -1,31 +1,9 @@
 """The choice of a partition by its limits, which a file names. Pure but for `read`.
 
-```yaml
-partitions:
-  short:
-    max_runtime: 2h          # minutes, 2h, 2d12h30m, D-HH, D-HH:MM:SS, HH:MM, unlimited
-    max_mem_mb: 64000
-  gpu:
-    max_gpu: 8
-    available_gpu_models: [a100, h200]
-    cluster: other
-```
-
-| key | a job fits when | in its score |
-|---|---|---|
-| `max_runtime`, `max_mem_mb`, `max_mem_mb_per_cpu`, `max_nodes`, `max_tasks`, `max_tasks_per_node` | the resource without `max_` is not above it | resource / limit |
-| `max_mpi_tasks` | its `mpi_tasks` is not above it | resource / limit |
-| `max_threads` | its threads and its CPUs a task are not above it | both / limit |
-| `max_cpus_per_task`, `max_cpus_per_gpu` | its CPUs a task or a GPU are not above it | CPUs / limit |
-| `max_gpu` (0) | its GPUs are not above it | GPUs / limit; -1 for a job without GPUs on a partition with some |
-| `available_gpu_models`, `available_constraints` | its model, its constraints are among them | |
-| `supports_mpi` (true) | it has no `mpi`, or this is true | |
-| `cluster`, `clusters`, `slurm_cluster` | it names this cluster; without one it names none | |
-
-What is not limited fits and adds nothing. The fitting partition with the highest score is chosen,
-of equals the first one: the more of a partition's room a job needs, the better it belongs there.
-The form, the rule and the variable are those of snakemake-executor-plugin-slurm.
-"""  # noqa: E501  # a row of a table is one line
+Form, rule and variable are those of snakemake-executor-plugin-slurm; docs/further.md has the table
+of limits. The fitting partition with the highest score is chosen, of equals the first one: the
+more of a partition's room a job needs, the better it belongs there.
+"""
 
 import difflib
 import reprlib
@@ -39,8 +17,8 @@ from typing import Any
 import yaml
 from snakemake_interface_common.exceptions import WorkflowError
 
-from snakemake_executor_plugin_submitit.extra import slurm_seconds
 from snakemake_executor_plugin_submitit.request import Request
+from snakemake_executor_plugin_submitit.values import slurm_seconds
 
 VARIABLE = "SNAKEMAKE_SLURM_PARTITIONS"
 

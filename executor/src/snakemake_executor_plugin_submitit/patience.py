@@ -143,13 +143,15 @@ def with_patience(
     patience: float,
     on_retry: Callable[[str, float], None],
     clean_up: Callable[[], None] = lambda: None,
+    passes: Callable[[str], bool] = lambda _words: False,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> _T:
     """Call `attempt` until it succeeds, with growing pauses, for `patience` seconds at most.
 
     Before each further attempt `clean_up` runs: a call that timed out may have come through.
-    `on_retry` is told the error's words and the pause in seconds.
+    `on_retry` is told the error's words and the pause in seconds. Words that `passes` is true of
+    cost no patience: what they tell of will pass, whenever that is.
 
     Raises:
         GaveUpError: a lasting refusal, an error of ours such as a full disk, or the patience
@@ -165,10 +167,13 @@ def with_patience(
             return attempt()
         except (OSError, RuntimeError) as error:
             words = str(error).strip() or type(error).__name__
+            is_passing = passes(words)
+            if is_passing:
+                deadline = max(deadline, clock() + max(patience, delay))
             left = deadline - clock()
             if _lasts(error):
                 raise GaveUpError(words, lasting=True) from error
-            if left <= 0:
+            if left <= 0 and not is_passing:
                 raise GaveUpError(words, lasting=False) from error
         # The last attempt is made when the patience ends, not a pause before it.
         pause = min(delay, left)

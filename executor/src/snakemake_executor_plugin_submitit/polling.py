@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.journal import Entry
 from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
-from snakemake_executor_plugin_submitit.status import LIVE
 
 # Slurm's word by job; None where it knows of no such job of ours.
 Answer = dict[Entry, JobState | None]
@@ -26,6 +25,8 @@ class Poller:
         seconds: between two polls.
         patience: seconds of silence after which `is_given_up`.
         say: told once when Slurm falls silent, and once when it answers again.
+        run: the run whose jobs this process has submitted itself: their ids are enough.
+        note_name: told when Slurm shows such a job under another name than it was given.
     """
 
     def __init__(
@@ -33,11 +34,17 @@ class Poller:
         seconds: float,
         patience: float,
         say: Callable[[str], None],
+        *,
+        run: str = "",
+        note_name: Callable[[Entry, str], None] = lambda _entry, _name: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds = seconds
         self._patience = patience
         self._say = say
+        self._run = run
+        self._note_name = note_name
+        self._names: dict[str, str] = {}
         self._clock = clock
         self._asked = self._progress = clock()
         self._silent_since: float | None = None
@@ -69,7 +76,7 @@ class Poller:
     def ask(self, entries: Collection[Entry]) -> Answer | None:
         """Slurm's word about `entries`; None when it does not answer."""
         try:
-            known = ask(entries)
+            known = ask(entries, self._is_ours)
         except SlurmError as error:
             self._note_silence(error)
             return None
@@ -80,6 +87,27 @@ class Poller:
             self._silent_since = None
         forgotten = [entry for entry in entries if entry not in known]
         return {**dict.fromkeys(forgotten), **known, **self._look_up(forgotten)}
+
+    def cancel(self, entries: Iterable[Entry]) -> None:
+        """Cancel jobs: own ones by their ids, those of earlier runs where Slurm has them so named.
+
+        Raises:
+            SlurmError: a controller does not answer.
+        """
+        own = [entry for entry in entries if entry.run == self._run]
+        earlier = [entry for entry in entries if entry.run != self._run]
+        for cluster, members in by_cluster([*own, *ask(earlier)]).items():
+            slurm.cancel([entry.job_id for entry in members], cluster=cluster)
+
+    def _is_ours(self, entry: Entry, job: JobState) -> bool:
+        if is_named(entry, job):
+            return True
+        if entry.run != self._run:
+            return False
+        if self._names.get(entry.name) != job.name:
+            self._names[entry.name] = job.name
+            self._note_name(entry, job.name)
+        return True
 
     def _note_silence(self, error: SlurmError) -> None:
         if self._silent_since is None:
@@ -93,7 +121,7 @@ class Poller:
         if not entries or not self.has_accounting:
             return {}
         try:
-            found = _accounted(entries)
+            found = _accounted(entries, self._names)
         except NoAccountingError:
             self.has_accounting = False
             return {}
@@ -101,7 +129,7 @@ class Poller:
             return self._without_database(entries, error)
         self._database_silent_since = None
         # Of a job that the controller has lost the database may say for ever that it runs.
-        return {entry: job for entry, job in found.items() if job.state not in LIVE}
+        return {entry: job for entry, job in found.items() if job.has_ended}
 
     def _without_database(
         self, entries: Collection[Entry], error: SlurmError
@@ -116,7 +144,14 @@ class Poller:
         return dict.fromkeys(entries, waiting)
 
 
-def ask(entries: Iterable[Entry]) -> Mapping[Entry, slurm.JobState]:
+def is_named(entry: Entry, job: JobState) -> bool:
+    """Whether Slurm's job has the entry's name, or the one that Slurm was seen to give it."""
+    return job.name == entry.name or (bool(entry.known_as) and job.name == entry.known_as)
+
+
+def ask(
+    entries: Iterable[Entry], is_ours: Callable[[Entry, JobState], bool] = is_named
+) -> Mapping[Entry, JobState]:
     """Slurm's word about jobs, by one squeue a cluster; what it has forgotten is left out.
 
     An id begins anew in a cluster that was set up again: the name tells our job.
@@ -125,16 +160,16 @@ def ask(entries: Iterable[Entry]) -> Mapping[Entry, slurm.JobState]:
         SlurmError: a controller does not answer.
     """
     found = {}
-    for cluster, members in _by_cluster(entries).items():
+    for cluster, members in by_cluster(entries).items():
         states = slurm.states({entry.job_id for entry in members}, cluster)
         for entry in members:
             state = states.get(entry.job_id)
-            if state is not None and state.name == entry.name:
+            if state is not None and is_ours(entry, state):
                 found[entry] = state
     return found
 
 
-def _by_cluster(entries: Iterable[Entry]) -> Mapping[str, list[Entry]]:
+def by_cluster(entries: Iterable[Entry]) -> Mapping[str, list[Entry]]:
     """Jobs by the cluster that has to be asked about them."""
     groups: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -142,10 +177,11 @@ def _by_cluster(entries: Iterable[Entry]) -> Mapping[str, list[Entry]]:
     return groups
 
 
-def _accounted(entries: Collection[Entry]) -> dict[Entry, JobState]:
+def _accounted(entries: Collection[Entry], names: Mapping[str, str]) -> dict[Entry, JobState]:
     found = {}
-    for cluster, members in _by_cluster(entries).items():
-        names = {entry.name for entry in members}
-        jobs = slurm.accounted({entry.job_id for entry in members}, names, cluster)
+    for cluster, members in by_cluster(entries).items():
+        given = {entry.name for entry in members}
+        known = given | {entry.known_as for entry in members} | {names.get(n, n) for n in given}
+        jobs = slurm.accounted({entry.job_id for entry in members}, known - {""}, cluster)
         found.update({entry: jobs[entry.job_id] for entry in members if entry.job_id in jobs})
     return found

@@ -49,8 +49,17 @@ def read(path: Path, *, errors: str = "strict") -> str:
         OSError: it cannot be read.
         ValueError: it is not UTF-8.
     """
-    with os.fdopen(_open(path, os.O_RDONLY), encoding="utf-8", errors=errors) as stream:
-        return stream.read()
+    with open_to_read(path) as stream:
+        return stream.read().decode(errors=errors)
+
+
+def open_to_read(path: Path) -> IO[bytes]:
+    """
+    Raises:
+        UntrustedError: another user could have written it.
+        OSError: it cannot be opened.
+    """
+    return os.fdopen(_open(path, os.O_RDONLY), "rb")
 
 
 def is_own(path: Path) -> bool:

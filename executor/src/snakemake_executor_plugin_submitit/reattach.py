@@ -1,7 +1,7 @@
 """Jobs of an earlier snakemake that was killed: which of them this run may take over."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from snakemake_executor_plugin_submitit import slurm
@@ -63,8 +63,9 @@ def find(journal: Journal) -> list[Candidate]:
     """
     candidates: list[Candidate] = []
     for run in open_runs(journal.base, journal.place):
-        for name, cluster in run.lost.items():
-            cancel_named(name, cluster)
+        for cluster in set(run.lost.values()):
+            cancel_named([name for name, at in run.lost.items() if at == cluster], cluster)
+        journal.adopt(run.jobs.values())
         found = _of_run(run, journal)
         candidates += found
         if not found:
@@ -72,14 +73,14 @@ def find(journal: Journal) -> list[Candidate]:
     return candidates
 
 
-def cancel_named(name: str, cluster: str) -> None:
-    """Cancel whatever was submitted under this name, if anything was.
+def cancel_named(names: Collection[str], cluster: str) -> None:
+    """Cancel whatever was submitted under these names, if anything was.
 
     Raises:
         SlurmError: the controller does not answer.
     """
     jobs = slurm.unfinished(cluster)
-    ids = [job_id for job_id, job in jobs.items() if job.name == name]
+    ids = [job_id for job_id, job in jobs.items() if job.name in names]
     slurm.cancel(sorted({job_id.partition("_")[0] for job_id in ids}), cluster=cluster)
 
 
@@ -96,7 +97,8 @@ def _of_run(run: OldRun, journal: Journal) -> list[Candidate]:
             found.append(Candidate(entry, live=True))
         else:
             # Should it run in spite of what is known of it, its successor must not run beside it.
-            slurm.cancel([entry.job_id], name=entry.name, cluster=entry.cluster)
+            if entry in states:
+                slurm.cancel([entry.job_id], cluster=entry.cluster)
             journal.end(entry, "lost")
     return found
 
@@ -109,7 +111,8 @@ def cancel_and_wait(
     clock: Callable[[], float],
 ) -> bool:
     """Cancel a job and wait until Slurm has ended it; False when that takes too long."""
-    slurm.cancel([entry.job_id], name=entry.name, cluster=entry.cluster)
+    if _is_live(entry):
+        slurm.cancel([entry.job_id], cluster=entry.cluster)
     deadline = clock() + seconds
     while _is_live(entry):
         if clock() > deadline:

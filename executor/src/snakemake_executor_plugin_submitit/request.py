@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from snakemake_executor_plugin_submitit import extra
+from snakemake_executor_plugin_submitit.extra import Extra, parse
 from snakemake_executor_plugin_submitit.values import (
     ResourceError,
     line,
@@ -68,10 +68,10 @@ _LONGEST_WARNING = 65535
 
 @dataclass(frozen=True)
 class Request:
-    """What a job asks for, checked: resources by one name each, and other options of sbatch."""
+    """What a job asks for, checked: resources by one name each, and further options of sbatch."""
 
     resources: Mapping[str, Any]
-    options: extra.Options
+    extra: Extra
     threads: int
 
     @property
@@ -79,11 +79,6 @@ class Request:
         """The accounts to try, in order."""
         names = re.split(r"[,\s]+", self.resources.get("slurm_account", ""))
         return tuple(name for name in names if name)
-
-    @property
-    def ntasks(self) -> int:
-        """Tasks of the whole job as an option says it; 0: none does."""
-        return int(self.options.get("ntasks", 0))
 
     @property
     def gpus(self) -> tuple[int, str]:
@@ -116,18 +111,20 @@ def request(
         ResourceError: a value of the wrong type or range, or a contradiction.
     """
     given = _canonical(resources.items())
-    asked, options = extra.split(given.pop("slurm_extra", ""))
-    for name, value in _canonical(asked.items()).items():
+    extra = parse(given.pop("slurm_extra", ""))
+    for name, value in _canonical(extra.resources.items()).items():
         if given.setdefault(name, value) != value:
             raise ResourceError(
                 f"resource {name}={given[name]!r} and slurm_extra, which says {value!r}, differ:"
                 " keep one"
             )
+    if "no-requeue" in extra.names and given.setdefault("requeue", False):
+        raise ResourceError("resource requeue and slurm_extra's --no-requeue differ: keep one")
     standing = _canonical((defaults or {}).items())
     if seconds := given.get("checkpoint_seconds"):
-        _check_warning(given, options, seconds)
+        _check_warning(given, extra, seconds)
         standing.pop("requeue", None)  # a warned job saves, and is requeued
-    found = Request({**standing, **given}, options, max(1, threads))
+    found = Request({**standing, **given}, extra, max(1, threads))
     _check_tasks(found)
     return found
 
@@ -199,14 +196,14 @@ _READERS: Mapping[str, Callable[[str, Any], Any]] = {
 }
 
 
-def _check_warning(given: Mapping[str, Any], options: extra.Options, seconds: int) -> None:
+def _check_warning(given: Mapping[str, Any], extra: Extra, seconds: int) -> None:
     where = f"resource checkpoint_seconds={seconds}"
     if seconds > _LONGEST_WARNING:
         raise ResourceError(f"{where}: expected at most {_LONGEST_WARNING}")
     runtime = given.get("runtime")
     if runtime and seconds >= runtime * 60:
         raise ResourceError(f"{where}: expected less than runtime={runtime} minutes")
-    if "signal" in options:
+    if extra.signal:
         raise ResourceError(f"{where} and slurm_extra's --signal are both given: keep one")
     if given.get("requeue") is False:
         raise ResourceError(f"{where} needs a requeue, which requeue=false forbids: keep one")
@@ -214,13 +211,10 @@ def _check_warning(given: Mapping[str, Any], options: extra.Options, seconds: in
 
 def _check_tasks(asked: Request) -> None:
     given = asked.resources
+    if not given.get("mpi"):
+        return
     tasks, per_node = given.get("tasks"), given.get("tasks_per_node")
-    if given.get("mpi"):
-        if tasks and per_node:
-            raise ResourceError("resources tasks and tasks_per_node of an mpi job: keep one")
-        if not (tasks or per_node or asked.ntasks or given.get("tasks_per_gpu")):
-            raise ResourceError("resource mpi: expected tasks or tasks_per_node beside it")
-    if tasks and asked.ntasks and (tasks != asked.ntasks or asked.is_gpu_job):
-        raise ResourceError(
-            f"resource tasks={tasks} and slurm_extra's --ntasks={asked.ntasks}: keep one"
-        )
+    if tasks and per_node:
+        raise ResourceError("resources tasks and tasks_per_node of an mpi job: keep one")
+    if not (tasks or per_node or given.get("tasks_per_gpu") or "ntasks" in asked.extra.names):
+        raise ResourceError("resource mpi: expected tasks or tasks_per_node beside it")

@@ -11,7 +11,6 @@ from snakemake_executor_plugin_submitit import reattach, slurm
 from snakemake_executor_plugin_submitit.accounts import Accounts, guess, wants_account
 from snakemake_executor_plugin_submitit.exclusion import NodeGuard, nodes_of_file, with_excluded
 from snakemake_executor_plugin_submitit.journal import Entry, Journal, name_ending
-from snakemake_executor_plugin_submitit.logs import show
 from snakemake_executor_plugin_submitit.outbox import StoppedError
 from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patience
 from snakemake_executor_plugin_submitit.resources import Parameters, ResourceError
@@ -20,6 +19,7 @@ from snakemake_executor_plugin_submitit.submit import (
     Batch,
     Submitted,
     is_array_too_large,
+    is_queue_full,
     job_comment,
     job_name,
     submit,
@@ -38,10 +38,11 @@ class Report(Protocol):
 
     def submitted(self, job: Any, entry: Entry, *, taken_over: bool) -> None: ...
     def refused(self, job: Any, words: str) -> None: ...
+    def living(self) -> int: ...
 
 
 class Sender:
-    """Runs in the outbox's thread, all but `keep` and `forget_unused`."""
+    """Runs in the outbox's thread, all but `forget_unused`."""
 
     def __init__(
         self,
@@ -67,6 +68,9 @@ class Sender:
         self._accounts = Accounts()
         self._guessed: str | None = None
         self._largest = settings.array_size
+        # Jobs that go out at once after a full queue; None: as many as there are.
+        self._room: int | None = None
+        self._is_full = self._has_said_full = False
 
     @property
     def has_submitted(self) -> bool:
@@ -153,7 +157,7 @@ class Sender:
     def _array_size(self, wanted: int) -> int:
         if not self._largest and wanted > _USUAL_ARRAY:
             self._largest = self._ask_largest()
-        return min(wanted, self._largest or _USUAL_ARRAY)
+        return min(wanted, self._largest or _USUAL_ARRAY, self._room or wanted)
 
     def _ask_largest(self) -> int:
         return self._patiently(slurm.largest_array)
@@ -166,8 +170,22 @@ class Sender:
             patience=self._settings.patience,
             on_retry=self._say_retry,
             clean_up=clean_up,
-            sleep=self.sleep,
+            passes=self._passes,
+            sleep=self._pause,
         )
+
+    def _passes(self, words: str) -> bool:
+        """Whether it is this run's own jobs that fill the queue: they end."""
+        return is_queue_full(words) and self._report.living() > 0
+
+    def _pause(self, seconds: float) -> None:
+        """Less than `seconds` where the queue is full and a job of ours ends."""
+        living = self._report.living()
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            self.sleep(min(left, 1.0) if self._is_full else left)
+            if self._is_full and self._report.living() < living:
+                return
 
     def _submit(self, jobs: Sequence[Prepared], parameters: Parameters) -> bool:
         """One sbatch; False when it must be tried again: smaller, or with an account."""
@@ -175,7 +193,7 @@ class Sender:
         try:
             submitted = self._patiently(
                 lambda: self._try(tries, jobs, parameters),
-                clean_up=lambda: _take_back(tries[-1]),
+                clean_up=lambda: None if self._is_full else _take_back(tries[-1]),
             )
         except GaveUpError as error:
             return self._is_given_up(jobs, parameters, error)
@@ -203,25 +221,37 @@ class Sender:
         """
         tries.append(self._batch(jobs, parameters))
         self._journal.batch(tries[-1].name, tries[-1].cluster)
+        self._is_full = False
         try:
-            return submit(tries[-1])
+            submitted = submit(tries[-1])
         except slurm.SlurmError as error:
-            if len(jobs) > 1 and is_array_too_large(str(error)):
-                raise GaveUpError(str(error), lasting=True) from error
+            self._is_full = is_queue_full(str(error))
+            if self._is_full or is_array_too_large(str(error)):
+                self._journal.refused(tries[-1].name)
+                if len(jobs) > 1:
+                    raise GaveUpError(str(error), lasting=True) from error
             raise
+        if self._room is not None:
+            self._room = 2 * len(jobs)
+        return submitted
 
     def _is_given_up(
         self, jobs: Sequence[Prepared], parameters: Parameters, error: GaveUpError
     ) -> bool:
         """Whether the jobs were reported as refused; else they may be tried in another way."""
-        if is_array_too_large(str(error)) and len(jobs) > 1:
+        if len(jobs) > 1 and is_queue_full(str(error)):
+            self._room = len(jobs) // 2
+            return False
+        if len(jobs) > 1 and is_array_too_large(str(error)):
             allowed = self._ask_largest()
-            # SchedulerParameters or a limit on queued jobs may allow fewer than MaxArraySize does.
+            # SchedulerParameters may allow fewer than MaxArraySize does.
             self._largest = allowed if allowed < len(jobs) else len(jobs) // 2
             return False
         if self._guess_account(str(error), parameters):
             return False
         words = "sbatch did not accept it" if error.lasting else "no answer to sbatch"
+        if is_queue_full(str(error)):
+            words = f"the queue stayed full for {self._settings.patience} s"
         for prepared in jobs:
             self._report.refused(prepared.job, f"{words}: {error}")
         return True
@@ -241,8 +271,6 @@ class Sender:
             for prepared, job_id, token in zip(jobs, submitted.job_ids, batch.tokens, strict=True)
         ]
         self._journal.jobs(entries)
-        for entry in entries:
-            show(entry.log_file(self._journal.base), Path(entry.log), self._logs)
         return entries
 
     def _batch(self, jobs: Sequence[Prepared], parameters: Parameters) -> Batch:
@@ -264,7 +292,19 @@ class Sender:
         return batch
 
     def _say_retry(self, words: str, seconds: float) -> None:
+        if self._passes(words):
+            self._say_full(words)
+            return
         self._logger.warning(f"Slurm: {words}; trying again in {seconds:g} s")
+
+    def _say_full(self, words: str) -> None:
+        """Once: the queue may stay full for hours."""
+        if not self._has_said_full:
+            self._has_said_full = True
+            self._logger.info(
+                f"the queue takes no more jobs ({' '.join(words.split())});"
+                f" {self._report.living()} of this run are in it: waiting until they end"
+            )
 
     # --- jobs of an earlier run
 
@@ -304,10 +344,6 @@ class Sender:
                 )
         self._journal.end(entry, "outdated")
 
-    def keep(self, entry: Entry) -> None:
-        """Offer a job that was given up, but may still run, to a retry of the same job."""
-        self._candidates.add(reattach.Candidate(entry, live=True))
-
     def forget_unused(self) -> None:
         """Close the book on jobs that nobody asked for: their outputs were found complete."""
         for candidate in self._candidates:
@@ -316,7 +352,7 @@ class Sender:
 
 
 def _take_back(batch: Batch) -> None:
-    reattach.cancel_named(batch.name, batch.cluster)
+    reattach.cancel_named([batch.name], batch.cluster)
 
 
 def _log_name(job_id: str, cluster: str) -> str:

@@ -96,15 +96,10 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
     )
     efficiency_report: bool = field(
         default=False,
-        metadata={"help": "Write how much of their CPUs and memory the jobs used, at the end."},
-    )
-    efficiency_report_path: str = field(
-        default="",
-        metadata={"help": "File or folder of that report; default: the working directory."},
-    )
-    efficiency_threshold: float = field(
-        default=0.8,
-        metadata={"help": "CPU efficiency, above 0 to 1, below which that report names a job."},
+        metadata={
+            "help": "At the end print, for each rule, how much of their CPUs and memory its jobs "
+            "used. `reportseff` or `seff` tell it of each job."
+        },
     )
     logdir: str = field(
         default="",
@@ -125,11 +120,6 @@ class ExecutorSettings(ExecutorSettingsBase):  # type: ignore[misc]  # untyped b
         for name, value in asdict(self).items():
             if isinstance(value, int) and name != "delete_logfiles_older_than":
                 _at_least(name, value, 0)
-        if not 0 < self.efficiency_threshold <= 1:
-            raise WorkflowError(
-                f"--submitit-efficiency-threshold {self.efficiency_threshold}: expected a number"
-                " above 0, at most 1"
-            )
         for name in ("qos", "reservation"):
             _check_option(name, getattr(self, name))
         if not _PREFIX.fullmatch(self.jobname_prefix):

@@ -1,11 +1,16 @@
-"""The questions to Slurm: what my jobs do, which jobs have a name, how nodes are; and to cancel."""
+"""The questions to Slurm: what my jobs do, which jobs have a name, how nodes are; and to cancel.
+
+Slurm's programs take options from variables of the environment, which outrank what a batch script
+says. So each of them gets an environment without any (`environment`), and every option as an
+argument.
+"""
 
 import os
 import re
 import signal
 import subprocess
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 # Slurm's clients give up by themselves after MessageTimeout, 10 s by default; this ends one that
@@ -20,19 +25,24 @@ _ATTEMPTS_FORMAT = "JobID,State,End,NodeList,JobName"
 _SACCT_COLUMNS = 5
 # What a job or an array task is called; scancel takes much more for one.
 _JOB_ID = re.compile(r"[0-9]+(_[0-9]+)?")
-# Slurm's words for no name.
-_NO_NAME = ("", "(null)")
 # Slurm's words for "on no node".
 _NO_NODES = ("(null)", "none assigned")
 # Arguments of one call: far below the kernel's limit.
 _IDS_AT_ONCE = 500
-# Inside a job of another allocation these point at Slurm itself, not at that job.
-_KEPT = ("SLURM_CONF", "SLURM_TIME_FORMAT")
+# What Slurm's programs read their options from.
+_OPTION_VARIABLE = re.compile(
+    r"S(LURMD?|BATCH|RUN|ALLOC|QUEUE|ACCT|ACCTMGR|INFO|CANCEL|CONTROL|DIAG|STAT|PRIO|SHARE)_"
+)
+# These say where Slurm is and who asks, not what is asked.
+_KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
+# scancel's words for a job that needs no cancelling any more.
+_GONE = ("invalid job id", "already completing or completed")
 # sacct's words for no database, and ours for no sacct.
 _ABSENT = " is not installed"
 _NO_RECORDS = ("accounting storage is disabled", f"sacct{_ABSENT}")
-# States that a job does not leave any more.
-_ENDED = frozenset(
+# States that a job does not leave by itself. Every other word is one of a job that lives: Slurm
+# gets new ones with its releases (EXPEDITING in 25.11).
+ENDED = frozenset(
     {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}
     | {"DEADLINE", "OUT_OF_MEMORY", "REVOKED"}
 )
@@ -56,6 +66,11 @@ class JobState:
         """Whether it may still be kept off a node."""
         return self.state in WAITS
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether only Slurm itself, by a requeue, could run it again."""
+        return self.state in ENDED
+
 
 class SlurmError(RuntimeError):
     """A Slurm command failed or did not answer; the message has its own words."""
@@ -66,7 +81,11 @@ class NoAccountingError(SlurmError):
 
 
 def states(job_ids: Collection[str], cluster: str = "") -> dict[str, JobState]:
-    """One squeue call about these jobs and array tasks; what Slurm has forgotten is left out.
+    """What squeue says about these jobs and array tasks; what Slurm has forgotten is left out.
+
+    One call, which the controller answers with this user's jobs alone. Only those that are not
+    among them cost another one, by their ids and without any filter: absence is an answer to that
+    question alone.
 
     Args:
         cluster: one of several that share a database; empty: the one of this host.
@@ -74,17 +93,34 @@ def states(job_ids: Collection[str], cluster: str = "") -> dict[str, JobState]:
     Raises:
         SlurmError: the controller does not answer.
     """
-    main_ids = sorted({job_id.partition("_")[0] for job_id in job_ids})
-    if not main_ids:
+    ids = _main_ids(job_ids)
+    if not ids:
         return {}
     # Very many ids are not named: all of this user's jobs are cheaper then.
-    named = ("--jobs", ",".join(main_ids)) if len(main_ids) <= _IDS_AT_ONCE else ()
+    found = _by_id(cluster, ids if len(ids) <= _IDS_AT_ONCE else (), *_of_user())
+    missing = _main_ids(set(job_ids) - found.keys())
+    for first in range(0, len(missing), _IDS_AT_ONCE):
+        found |= _by_id(cluster, missing[first : first + _IDS_AT_ONCE])
+    return found
+
+
+def _main_ids(job_ids: Collection[str]) -> list[str]:
+    """The ids of arrays and single jobs."""
+    return sorted({job_id.partition("_")[0] for job_id in job_ids})
+
+
+def _by_id(cluster: str, ids: Sequence[str], *selection: str) -> dict[str, JobState]:
     try:
-        return _squeue(cluster, *named)
+        return _squeue(cluster, *(("--jobs", ",".join(ids)) if ids else ()), *selection)
     except SlurmError as error:
         if "Invalid job id" in str(error):  # a single id that Slurm has forgotten
             return {}
         raise
+
+
+def _of_user() -> tuple[str, str]:
+    """The controller sends this user's jobs alone. By number: LOGNAME and USER may lie."""
+    return "--user", str(os.getuid())
 
 
 def unfinished(cluster: str = "") -> dict[str, JobState]:
@@ -93,14 +129,13 @@ def unfinished(cluster: str = "") -> dict[str, JobState]:
     Raises:
         SlurmError: the controller does not answer.
     """
-    return {job_id: job for job_id, job in _squeue(cluster).items() if job.state not in _ENDED}
+    return {i: job for i, job in _squeue(cluster, *_of_user()).items() if not job.has_ended}
 
 
 def _squeue(cluster: str, *selection: str) -> dict[str, JobState]:
-    # --user makes the controller send this user's jobs alone. By number: LOGNAME and USER may
-    # name somebody else.
-    command = ["squeue", "--noheader", "--array", "--user", str(os.getuid()), *_at(cluster)]
-    return parse_squeue(run([*command, "--states", "all", "--format", _SQUEUE_FORMAT, *selection]))
+    # --all: of hidden partitions, too.
+    command = ["squeue", "--noheader", "--array", "--all", *_at(cluster), *selection]
+    return parse_squeue(run([*command, "--states", "all", "--format", _SQUEUE_FORMAT]))
 
 
 def _at(cluster: str) -> list[str]:
@@ -122,9 +157,8 @@ def accounted(
         NoAccountingError: the cluster has no accounting database, or this host no sacct.
         SlurmError: the database does not answer.
     """
-    main_ids = sorted({job_id.partition("_")[0] for job_id in job_ids})
     command = ["sacct", "--noheader", "--parsable2", "--allocations", *_at(cluster)]
-    command += ["--format", _SACCT_FORMAT, "--jobs", ",".join(main_ids)]
+    command += ["--format", _SACCT_FORMAT, "--jobs", ",".join(_main_ids(job_ids))]
     return parse_sacct(_records(command), names)
 
 
@@ -228,7 +262,7 @@ def exclude_from(job_ids: Collection[str], nodes: str) -> None:
     """
     if not job_ids:
         return
-    command = ["squeue", "--noheader", "--array", "--user", str(os.getuid())]
+    command = ["squeue", "--noheader", "--array", "--all", *_of_user()]
     rows = run([*command, "--states", "PENDING", "--format", "%i|%x"]).splitlines()
     # An update replaces the list, so jobs with equal lists are updated together.
     alike: dict[str, list[str]] = {}
@@ -254,33 +288,30 @@ def largest_array() -> int:
     return max(1, int(match[1]) - 1)
 
 
-def cancel(job_ids: Sequence[str], *, name: str | None = None, cluster: str = "") -> None:
-    """scancel; jobs that have ended meanwhile are no error.
+def cancel(job_ids: Sequence[str], *, cluster: str = "") -> None:
+    """scancel by ids that sbatch gave; jobs that have ended meanwhile are no error.
+
+    An id of an earlier run may be another cluster's job: then ask Slurm for its name just before.
 
     Args:
         job_ids: of single jobs, arrays or array tasks.
-        name: cancel only those that have it: an id alone may be another cluster's job. None: Slurm
-            was asked just now, and the ids are those of our names.
 
     Raises:
         SlurmError: the controller does not answer.
-        ValueError: an id that is none, or an empty name; nothing was cancelled.
+        ValueError: an id that is none; nothing was cancelled.
     """
     for job_id in job_ids:
         # To scancel `--user=x` or an empty list of names means many jobs.
         if _JOB_ID.fullmatch(job_id) is None:
             raise ValueError(f"{job_id!r} is no id of one Slurm job")
-    command = ["scancel", "--quiet", *_at(cluster)]
-    if name is not None:
-        if name in _NO_NAME:
-            raise ValueError(f"{name!r} is no name of a Slurm job")
-        command += ["--user", str(os.getuid()), "--name", name]
     for first in range(0, len(job_ids), _IDS_AT_ONCE):
         try:
-            run([*command, *job_ids[first : first + _IDS_AT_ONCE]])
+            run(["scancel", "--quiet", *_at(cluster), *job_ids[first : first + _IDS_AT_ONCE]])
         except SlurmError as error:
-            # With a name, scancel fails without a word where no such job is left.
-            if name is None or str(error) != "scancel: ":
+            refusals = [line for line in str(error).splitlines() if "error:" in line]
+            if not refusals or not all(
+                any(words in line.lower() for words in _GONE) for line in refusals
+            ):
                 raise
 
 
@@ -294,6 +325,7 @@ def run(command: Sequence[str]) -> str:
         # A session of its own: Ctrl-C must not cut an sbatch short, whose job would be unheard.
         process = subprocess.Popen(
             command,
+            env=environment(os.environ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -336,17 +368,28 @@ def _so_far(error: subprocess.TimeoutExpired) -> str:
     return f": {text}" if text else ""
 
 
-@contextmanager
-def outside_of_any_job() -> Iterator[None]:
-    """Hide this process's own allocation: sbatch would hand its variables to the new jobs."""
-    hidden = {
+def environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` without what Slurm's programs would read options from."""
+    return {name: value for name, value in environ.items() if not _is_option(name)}
+
+
+def options_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """What `environment` leaves out and a job is to find in its own environment all the same.
+
+    `SBATCH_ACCOUNT` and the like are the user's, for programs that the job calls. `SLURM_...` tells
+    of the allocation in which a process runs, and Slurm gives the job its own.
+    """
+    return {
         name: value
-        for name, value in os.environ.items()
-        if name.startswith("SLURM_") and name not in _KEPT
+        for name, value in environ.items()
+        if _is_option(name) and not name.startswith("SLURM")
     }
-    for name in hidden:
-        del os.environ[name]
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
+
+
+def ignored_choices(environ: Mapping[str, str]) -> list[str]:
+    """Variables by which a user chooses, for plain sbatch, what the executor has resources for."""
+    return sorted(name for name in environ if re.match(r"SBATCH_|SLURM_CLUSTERS$", name))
+
+
+def _is_option(name: str) -> bool:
+    return name not in _KEPT and _OPTION_VARIABLE.match(name) is not None

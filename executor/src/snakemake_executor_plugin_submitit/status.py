@@ -15,11 +15,6 @@ from snakemake_executor_plugin_submitit.slurm import JobState
 Outcome = Literal["running", "succeeded", "failed", "unclear"]
 Patience = Literal["none", "requeue", "result"]
 
-LIVE = frozenset(
-    {"PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "RESIZING"}
-    | {"REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"}
-    | {"SIGNALING", "STAGE_OUT"}
-)
 # Slurm's own doing; with JobRequeue=1 the job is PENDING again soon.
 INTERRUPTED = frozenset({"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "REVOKED"})
 
@@ -63,7 +58,7 @@ def judge(result: Result | None, job: JobState | None) -> Judgement:
         return Judgement("succeeded")
     if job is None:
         return _forgotten(result)
-    if job.state in LIVE:
+    if not job.has_ended:
         return Judgement("running")
     reason = _reason(job, result)
     if job.state in INTERRUPTED:
@@ -113,3 +108,8 @@ def failure_message(job_id: str, reason: str, log: str, lines: list[str]) -> str
         return f"{message}\nlog: {log}\n"
     quoted = "\n".join(f"  | {line}" for line in lines)
     return f"{message}\nend of {log}:\n{quoted}\n"
+
+
+def failure_line(label: str, job_id: str, reason: str, log: str) -> str:
+    """All that matters of a failed job in one line: rule and wildcards, Slurm's id, reason, log."""
+    return f"failed: {label}, Slurm job {job_id}: {reason}; log {log}"

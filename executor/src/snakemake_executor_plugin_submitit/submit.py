@@ -12,16 +12,25 @@ from typing import Any
 from submitit import Job, SlurmExecutor
 
 from snakemake_executor_plugin_submitit import slurm
-from snakemake_executor_plugin_submitit.node import JobFile
+from snakemake_executor_plugin_submitit.node import Work, write_batch
 from snakemake_executor_plugin_submitit.private import create
 from snakemake_executor_plugin_submitit.resources import Parameters
 from snakemake_executor_plugin_submitit.slurm import SlurmError
 
 _NAME_LENGTH = 60
 _COMMENT_LENGTH = 200
+_OPTION = "#SBATCH "
+_ONE_NODE = f"{_OPTION}--nodes=1\n"
 _NODE = "snakemake_executor_plugin_submitit.node"
-# sbatch's words for an array of more tasks than the cluster, or a limit on queued jobs, allows.
-_ARRAY_TOO_LARGE = re.compile(r"invalid job array specification|\b\w*SubmitJob\w*Limit", re.I)
+# sbatch's words for an array of more tasks than the cluster allows.
+_ARRAY_TOO_LARGE = "invalid job array specification"
+# And for a queue that is full: of a user's, an account's or a QOS's jobs, or of all (MaxJobCount).
+_QUEUE_FULL = re.compile(
+    r"\b\w*SubmitJob\w*Limit|job submit limit\b|temporarily (?:unavailable|unable to accept job)",
+    re.I,
+)
+# Linux takes no longer argument; what is longer stands in the script alone.
+_LONGEST_ARGUMENT = 128 * 1024 - 1
 # What `sbatch --parsable` prints, on a line of its own: a site's own words may stand around it.
 _PARSABLE = re.compile(r"(?P<id>\d+)(?:;(?P<cluster>[\w.-]+))?")
 
@@ -74,8 +83,19 @@ class _Sbatch(SlurmExecutor):  # type: ignore[misc]  # untyped base
         python = shlex.join([sys.executable, "-P", "-u", "-m", _NODE])
         return f"exec {python} {shlex.quote(str(self._batch.folder))} {self._batch.number}"
 
+    def _make_submission_file_text(self, command: str, uid: str) -> str:
+        text: str = super()._make_submission_file_text(command, uid)
+        # Submitit's own default, where a job may need more nodes than one.
+        return text if "nodes" in self._batch.parameters else text.replace(_ONE_NODE, "")
+
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return ["sbatch", "--parsable", str(submission_file_path)]
+        """All options as arguments, too: nothing outranks these."""
+        script = submission_file_path.read_text(encoding="utf-8")
+        lines = (line for line in script.splitlines() if line.startswith(_OPTION))
+        options = [word for line in lines for word in shlex.split(line.removeprefix(_OPTION))]
+        short = [word for word in options if len(os.fsencode(word)) <= _LONGEST_ARGUMENT]
+        extra = self._batch.parameters.get("extra", [])
+        return ["sbatch", "--parsable", *short, *extra, str(submission_file_path)]
 
     def _submit_command(self, command: str) -> Job[Any]:
         raise NotImplementedError("`send` is the only way to submit")
@@ -90,8 +110,7 @@ class _Sbatch(SlurmExecutor):  # type: ignore[misc]  # untyped base
         with create(path) as stream:
             stream.write(self._make_submission_file_text(self._submitit_command_str, ""))
         try:
-            with slurm.outside_of_any_job():
-                text = slurm.run(self._make_submission_command(path))
+            text = slurm.run(self._make_submission_command(path))
         finally:
             path.unlink()  # Slurm has a copy: `scontrol write batch_script ID`
         main, cluster = self._answered(text)
@@ -126,25 +145,26 @@ def submit(batch: Batch) -> Submitted:
     sbatch.update_parameters(**_submitit_parameters(batch))
     if len(batch.commands) > 1:
         sbatch.parameters["map_count"] = len(batch.commands)
-    signal = _signal(batch)
-    jobs = [JobFile(command, batch.requeue_limit, signal) for command in batch.commands]
-    paths = [batch.folder / "jobs" / f"{token}.json" for token in batch.tokens]
-    hidden = [path.with_name(f".{path.name}") for path in paths]
+    work = Work(batch.requeue_limit, _signal(batch), slurm.options_of(os.environ))
+    path = batch.folder / "jobs" / f"{batch.number}.json"
+    hidden = path.with_name(f".{path.name}")
     try:
-        for path, job in zip(hidden, jobs, strict=True):
-            job.write(path)
+        write_batch(hidden, batch.commands, work)
         submitted = sbatch.send()
-        for old, new in zip(hidden, paths, strict=True):
-            old.rename(new)
+        hidden.rename(path)
     finally:
-        for path in hidden:
-            path.unlink(missing_ok=True)
+        hidden.unlink(missing_ok=True)
     return submitted
 
 
 def is_array_too_large(words: str) -> bool:
     """Whether sbatch refused because of the number of tasks."""
-    return _ARRAY_TOO_LARGE.search(words) is not None
+    return _ARRAY_TOO_LARGE in words.lower()
+
+
+def is_queue_full(words: str) -> bool:
+    """Whether sbatch refused because of the number of jobs in the queue."""
+    return _QUEUE_FULL.search(words) is not None
 
 
 def job_name(names: Sequence[str], *, prefix: str, ending: str) -> str:
@@ -168,10 +188,10 @@ def _signal(batch: Batch) -> str:
 
 
 def _submitit_parameters(batch: Batch) -> dict[str, Any]:
-    own = dict(batch.parameters)
-    extra = own.pop("additional_parameters", {})
-    if "no-requeue" not in extra:
-        extra = {"requeue": True, **extra}
+    own = {name: value for name, value in batch.parameters.items() if name != "extra"}
+    further = own.pop("additional_parameters", {})
+    if "no-requeue" not in further:
+        further = {"requeue": True, **further}
     index = "%a" if len(batch.commands) > 1 else "0"
     # Slurm replaces %X in the path, and in one without a backslash %% stands for itself.
     logs = os.fspath(batch.folder / "logs").replace("%", "%%")
@@ -193,5 +213,5 @@ def _submitit_parameters(batch: Batch) -> dict[str, Any]:
         "wckey": None,
         # Slurm may warn before the batch process listens: that must not end it.
         "setup": [f"trap '' {signal}"] if signal else None,
-        "additional_parameters": {**extra, "output": f"{logs}/{batch.number}-{index}.log"},
+        "additional_parameters": {**further, "output": f"{logs}/{batch.number}-{index}.log"},
     }

@@ -9,6 +9,7 @@ class ResourceError(ValueError):
 
 
 _WHOLE = re.compile(r"[+-]?[0-9]{1,15}")
+_TIME = re.compile(r"(?:(\d{1,6})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", re.ASCII)
 _YES, _NO = ("1", "true", "yes"), ("0", "false", "no")
 # A node's name or Slurm's short form of several: n[1-4,7],gpu-01. Linear in the text's length.
 _NODE_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[0-9,-]+\][A-Za-z0-9._-]*)*")
@@ -46,7 +47,7 @@ def line(where: str, value: Any) -> str:
 
 
 def option(where: str, value: Any) -> str:
-    """A text that may stand, quoted, behind `#SBATCH --name=`.
+    """A text that may stand, quoted, behind `#SBATCH --name=` in the script that Slurm keeps.
 
     Raises:
         ResourceError: it may not. sbatch reads a backslash as an escape also inside quotes, where
@@ -56,6 +57,19 @@ def option(where: str, value: Any) -> str:
     if "\\" in text:
         raise ResourceError(f"{where}={_short(text)}: sbatch takes no backslash here")
     return text
+
+
+def slurm_seconds(text: str) -> int | None:
+    """Slurm's time as seconds: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S; None for anything else."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        return None
+    days, first, second, third = (int(part or 0) for part in match.groups())
+    if match[1] is not None:
+        return ((days * 24 + first) * 60 + second) * 60 + third
+    if match[4] is not None:
+        return (first * 60 + second) * 60 + third
+    return first * 60 + second
 
 
 def switch(where: str, value: Any) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from snakemake_executor_plugin_submitit import slurm, status
 from snakemake_executor_plugin_submitit.exclusion import NodeGuard
 from snakemake_executor_plugin_submitit.journal import Entry
+from snakemake_executor_plugin_submitit.logs import show
 from snakemake_executor_plugin_submitit.node import Result, read_result
 from snakemake_executor_plugin_submitit.polling import Answer, Poller
 from snakemake_executor_plugin_submitit.settings import ExecutorSettings
@@ -24,23 +25,32 @@ class Watch:
     """A submitted job under watch; `unclear_since` is monotonic seconds.
 
     `doomed`: why it counts as failed as soon as Slurm says that it is gone, for which it is
-    `cancelled` first.
+    `cancelled` first. `is_shown`: its log has a link by rule and wildcards.
     """
 
     entry: Entry
     unclear_since: float | None = None
     doomed: str = ""
     cancelled: bool = False
+    is_shown: bool = False
 
 
 class Watcher:
     """Watches jobs by their files, twice a second, and by Slurm's word, when the poller asks."""
 
     def __init__(
-        self, base: Path, settings: ExecutorSettings, poller: Poller, nodes: NodeGuard, logger: Any
+        self,
+        base: Path,
+        settings: ExecutorSettings,
+        poller: Poller,
+        nodes: NodeGuard,
+        *,
+        logs: Path,
+        logger: Any,
     ) -> None:
         self.poller = poller
         self._base = base
+        self._logs = logs
         self._grace = {"requeue": settings.requeue_grace, "result": settings.result_grace}
         self._nodes = nodes
         self._logger = logger
@@ -105,9 +115,7 @@ class Watcher:
     def _ask(self, watches: Sequence[Watch]) -> Answer | None:
         doomed = [watch for watch in watches if watch.doomed and not watch.cancelled]
         try:
-            for watch in doomed:
-                entry = watch.entry
-                slurm.cancel([entry.job_id], name=entry.name, cluster=entry.cluster)
+            self.poller.cancel([watch.entry for watch in doomed])
         except slurm.SlurmError as error:
             self._logger.warning(f"cannot make sure that a lost job does not run: {error}")
             # Not counted as cancelled: the next question tries again.
@@ -116,9 +124,22 @@ class Watcher:
         if answer is not None:
             for watch in doomed:
                 watch.cancelled = True
+            self._show_logs(watches, answer)
             self._waiting.update(_pending(answer))
             self._nodes.look(answer, has_accounting=self.poller.has_accounting)
         return answer
+
+    def _show_logs(self, watches: Sequence[Watch], answer: Answer) -> None:
+        """Link the logs of jobs that run; one in the queue has no file yet."""
+        for watch in watches:
+            entry, job = watch.entry, answer[watch.entry]
+            if watch.is_shown or job is None or job.waits or job.has_ended:
+                continue
+            watch.is_shown = True
+            try:
+                show(entry.log_file(self._base), Path(entry.log), self._logs)
+            except OSError as error:
+                self.say_once(f"cannot link the log of Slurm job {entry.job_id}: {error}")
 
     def _judge(self, watch: Watch, result: Result | None, answer: Answer | None) -> Judgement:
         """`status.judge`, with an unclear state that has lasted too long counted as failed.

@@ -1,6 +1,8 @@
 """A real Slurm's words for what it refuses: which of them end the patience at once."""
 
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import private_slurm
 import pytest
@@ -8,7 +10,7 @@ from private_slurm import control
 
 from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patience
-from tests.slurm_fixtures import private_cluster, wait_for
+from tests.slurm_fixtures import Workflow, environment, private_cluster, rule, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
@@ -143,6 +145,43 @@ def test_a_job_beyond_a_qos_is_refused_for_good_but_one_too_many_is_not(limited_
     assert not too_many.lasting
 
 
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [
+        ("qos normal set MaxSubmitJobsPerUser", "QOSMaxSubmitJobPerUserLimit"),
+        pytest.param(
+            "user {user} set MaxSubmitJobs", "AssocMaxSubmitJobLimit", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "account main set GrpSubmitJobs",
+            "AssocGrpSubmitJobsLimit",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_queue_that_is_full_of_the_runs_own_jobs_is_waited_for(
+    on_cluster: private_slurm.Cluster, tmp_path: Path, limit: str, words: str
+) -> None:
+    """Far longer than the patience: these jobs end."""
+    command = limit.format(user=on_cluster.plan.user).split()
+    flow = Workflow(
+        tmp_path,
+        environment(on_cluster),
+        'rule all:\n    input: expand("out/part{i}", i=range(9))\n'
+        + rule("part{i}", "sleep 4", "resources: slurm_account='main'"),
+    )
+    slurm.run(["sacctmgr", "-i", "modify", *command[:-1], f"{command[-1]}=3"])
+    try:
+        done = flow.run("--submitit-patience", "3", "--jobs", "50")
+    finally:
+        slurm.run(["sacctmgr", "-i", "modify", *command[:-1], f"{command[-1]}=-1"])
+
+    assert done.returncode == 0, done.stdout
+    assert flow.runs() == {f"part{i}": "start end" for i in range(9)}
+    assert done.stdout.count("the queue takes no more jobs") == 1
+    assert words in done.stdout
+
+
 def test_a_requeue_that_can_never_succeed_is_not_tried_again() -> None:
     job_id = sbatch("--hold", "--no-requeue")
 
@@ -178,7 +217,8 @@ def test_nodes_that_are_not_available_refuse_no_job(state: str) -> None:
         job_id = sbatch("--nodes=2")
         slurm.run(["scancel", job_id])
     finally:
-        slurm.run(["scontrol", "update", "NodeName=n1,n2", "State=RESUME"])
+        with suppress(slurm.SlurmError):  # a node that is down returns by itself
+            slurm.run(["scontrol", "update", "NodeName=n1,n2", "State=RESUME"])
 
     assert job_id.isdigit()
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sender_desk import Cluster, Desk
@@ -30,6 +31,9 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Iterator[Desk]:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     with closing(Journal(tmp_path / "submitit")) as journal:
-        yield Desk(journal)
+        desk = Desk(journal)
+        clock = SimpleNamespace(monotonic=desk.clock, sleep=desk.sleep)
+        monkeypatch.setattr(sending, "time", clock)
+        yield desk

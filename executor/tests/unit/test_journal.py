@@ -89,7 +89,7 @@ def test_a_line_that_a_crash_cut_short_is_skipped(
         stream.write('{"event": "job", "name": "ha')
 
     (run,) = open_runs(tmp_path, Place.here())
-    journal.end(run.jobs["token 7_0"], "failed")
+    journal.end(run.jobs["1-7_0"], "failed")
 
     (run,) = open_runs(tmp_path, Place.here())
     assert [entry.job_id for entry in run.jobs.values()] == ["7_1"]
@@ -141,6 +141,74 @@ def test_the_runs_of_another_working_directory_are_left_alone(
     assert open_runs(tmp_path, Place.here()) == []
 
 
+def test_a_refused_batch_is_not_lost_and_a_renamed_job_is_known_by_both_names(
+    tmp_path: Path, journal: Journal
+) -> None:
+    refused, given = of(journal.run, "refused"), of(journal.run, "given")
+    for name in (refused, given):
+        journal.batch(name, "")
+    journal.refused(refused)
+    noted = entry("7", name=given, run=journal.run)
+    journal.jobs([noted])
+    journal.renamed(noted, "lab_given")
+    journal.close()
+
+    (run,) = open_runs(tmp_path, Place.here())
+
+    (found,) = run.jobs.values()
+    assert run.lost == {}
+    assert (found.name, found.known_as) == (given, "lab_given")
+
+
+# --- files
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_jobs_result_becomes_a_mark_and_all_files_of_a_batch_go_with_its_last_job(
+    journal: Journal,
+) -> None:
+    jobs, results = journal.folder / "jobs", journal.folder / "results"
+    own = {"name": of(journal.run, "a"), "run": journal.run}
+    batch = [entry(f"7_{index}", token=f"1-{index}", **own) for index in range(3)]
+    journal.jobs([*batch, entry("8", token="11-0", **own)])
+    for path in (jobs / "1.json", jobs / "11.json", jobs / "11-0.ended", results / "1-0.json"):
+        path.write_text(path.name)
+
+    journal.end(batch[0], "succeeded")
+    journal.end(batch[1], "failed")  # without a result
+    journal.end(batch[1], "failed")
+    marked, left = names(jobs), names(results)
+    (results / "1-2.json").touch()
+    journal.end(batch[2], "succeeded")
+
+    assert marked == {"1.json", "1-0.ended", "1-1.ended", "11.json", "11-0.ended"}
+    assert left == set()
+    assert names(jobs) == {"11.json", "11-0.ended"}
+    assert names(results) == set()
+
+
+def test_the_files_of_an_earlier_run_go_as_its_jobs_end(
+    tmp_path: Path, dead_run: str, journal: Journal
+) -> None:
+    jobs = tmp_path / dead_run / "jobs"
+    (jobs / "1.json").touch()
+    (run,) = open_runs(tmp_path, Place.here())
+    journal.adopt(run.jobs.values())
+
+    journal.end(run.jobs["1-7_0"], "succeeded")
+    first = names(jobs)
+    journal.end(run.jobs["1-7_1"], "outdated")
+
+    assert {"1.json", "1-7_0.ended"} <= first
+    assert names(jobs) == set()
+
+
+# --- jobs of an earlier run
+
+
 class FakeSlurm:
     """Slurm's answers, and what it was told to cancel."""
 
@@ -155,9 +223,9 @@ class FakeSlurm:
         monkeypatch.setattr(slurm, "unfinished", lambda _cluster: known)
         monkeypatch.setattr(slurm, "cancel", self._cancel)
 
-    def _cancel(self, ids: list[str], *, name: str = "", cluster: str = "") -> None:
+    def _cancel(self, ids: list[str], *, cluster: str = "") -> None:
         assert cluster == ""
-        self.cancelled += [f"{job_id} {name}".strip() for job_id in ids]
+        self.cancelled += ids
 
 
 def write_success(path: Path) -> None:
@@ -174,7 +242,7 @@ def test_live_and_succeeded_jobs_are_candidates_and_lost_batches_are_cancelled(
     tmp_path: Path, dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeSlurm(monkeypatch, dead_run, {"7_0": JobState("RUNNING", name=of(dead_run, "a"))})
-    write_success(tmp_path / dead_run / "results" / "token 7_1.json")
+    write_success(tmp_path / dead_run / "results" / "1-7_1.json")
 
     found = reattach.find(journal)
 
@@ -206,9 +274,7 @@ def test_a_running_job_of_the_same_id_but_another_name_is_not_taken_over(
     found = reattach.find(journal)
 
     assert found == []
-    # Our own jobs of these ids, should they be alive after all, and nobody else's.
-    ours = of(dead_run, "a")
-    assert fake.cancelled == ["9", f"7_0 {ours}", f"7_1 {ours}"]
+    assert fake.cancelled == ["9"]
 
 
 def test_an_interrupted_job_may_be_taken_over(
@@ -246,8 +312,8 @@ class Cancelling:
         monkeypatch.setattr(slurm, "states", self._states)
         monkeypatch.setattr(slurm, "cancel", self._cancel)
 
-    def _cancel(self, ids: list[str], *, name: str, cluster: str) -> None:
-        assert (name, cluster) == (self._job.name, self._job.cluster)
+    def _cancel(self, ids: list[str], *, cluster: str) -> None:
+        assert cluster == self._job.cluster
         self.cancelled += ids
 
     def _states(self, ids: list[str], _cluster: str) -> dict[str, JobState]:
@@ -270,8 +336,8 @@ def test_an_outdated_job_is_cancelled_and_waited_for(
     gone = cluster.wait()
 
     assert gone is ends
-    assert cluster.cancelled == ["7_1"]
-    assert len(cluster.pauses) == min(questions, 11)
+    assert cluster.cancelled == (["7_1"] if questions else [])
+    assert len(cluster.pauses) == max(0, min(questions - 1, 11))
 
 
 def test_the_newest_of_equal_jobs_is_taken_and_the_others_are_in_its_way() -> None:

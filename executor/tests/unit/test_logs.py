@@ -195,7 +195,7 @@ def test_a_link_leads_to_a_running_jobs_log_and_a_kept_log_takes_its_place(
 
     show(log, link, top)
     running = link.read_text()
-    keep(log, link)
+    keep(log, link, top)
 
     assert running == "step one"
     assert link.read_text() == "step one"

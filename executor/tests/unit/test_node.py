@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from snakemake_executor_plugin_submitit.node import Result, read_result
+from snakemake_executor_plugin_submitit.node import Result, Work, read_result, write_batch
 
 # Slurm's job has no command in its own command line either.
 RUN = """
 import os, sys
 from pathlib import Path
-from snakemake_executor_plugin_submitit.node import JobFile, run_job
-run_job(JobFile(os.environ.pop("COMMAND")), Path(sys.argv[1]))
+from snakemake_executor_plugin_submitit.node import Work, run_job
+run_job(os.environ.pop("COMMAND"), Work(), Path(sys.argv[1]))
 """
 # A Snakefile's own view of all processes, and of its config.
 LISTS_COMMAND_LINES = """
@@ -190,3 +190,58 @@ def test_the_result_is_private_and_the_commands_files_are_as_the_umask_says(
 
     assert path.stat().st_mode & 0o777 == 0o600
     assert (tmp_path / "output").stat().st_mode & 0o777 == 0o640
+
+
+# --- the jobs of a batch
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The folder of a run, with a batch of three jobs."""
+    folder = tmp_path / "run"
+    for name in ("jobs", "results"):
+        (folder / name).mkdir(parents=True)
+    told = '"$SBATCH_ACCOUNT $SLURM_NTASKS"'
+    commands = [f"printf '%s ' 'é 世 {index}' {told} > {tmp_path}/{index}" for index in range(3)]
+    given = {"SBATCH_ACCOUNT": "lab", "SLURM_NTASKS": "8"}
+    write_batch(folder / "jobs" / "1.json", commands, Work(environment=given))
+    return folder
+
+
+def run_main(folder: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "snakemake_executor_plugin_submitit.node", folder, "1"],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_each_job_of_a_batch_runs_its_own_command_with_the_users_variables(
+    tmp_path: Path, run: Path
+) -> None:
+    ends = [run_main(run, SLURM_ARRAY_TASK_ID=index, SLURM_NTASKS="2") for index in ("2", "1")]
+    single = run_main(run)
+
+    assert [end.returncode for end in (*ends, single)] == [0, 0, 0]
+    assert (tmp_path / "2").read_text() == "é 世 2 lab 2 "
+    assert (tmp_path / "1").read_text() == "é 世 1 lab 2 "
+    assert (tmp_path / "0").read_text() == "é 世 0 lab 8 "
+    assert len(list((run / "results").iterdir())) == 3
+
+
+def test_a_job_that_had_ended_runs_nothing_and_writes_no_result(tmp_path: Path, run: Path) -> None:
+    (run / "jobs" / "1-1.ended").touch()
+
+    end = run_main(run, SLURM_ARRAY_TASK_ID="1")
+
+    assert end.returncode == 0
+    assert "nothing is run" in end.stdout
+    assert not (tmp_path / "1").exists()
+    assert list((run / "results").iterdir()) == []
+
+
+def test_a_batch_is_the_users_own_business(run: Path) -> None:
+    assert (run / "jobs" / "1.json").stat().st_mode & 0o777 == 0o600

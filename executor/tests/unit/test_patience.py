@@ -370,3 +370,25 @@ def test_a_program_that_is_missing_or_cannot_be_run_is_not_tried_again(
 
     assert caught.value.lasting
     assert clock.pauses == []
+
+
+def test_what_passes_costs_no_patience() -> None:
+    """Its time does not count, and what follows has the whole patience again."""
+    clock = Clock()
+    words = iter(["full"] * 50 + ["down"] * 500)
+
+    def attempt() -> None:
+        raise SlurmError(next(words))
+
+    with pytest.raises(GaveUpError, match="down"):
+        with_patience(
+            attempt,
+            patience=600,
+            on_retry=lambda _words, _seconds: None,
+            passes=lambda said: said == "full",
+            sleep=clock.pauses.append,
+            clock=clock.now,
+        )
+
+    assert clock.now() > 50 * 50 + 600
+    assert next(words) == "down"

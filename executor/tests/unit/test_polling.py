@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from entries import NAME, entry
+from entries import NAME, RUN, entry
 from slurm_programs import Programs
 
 from snakemake_executor_plugin_submitit.polling import Poller
@@ -72,7 +72,7 @@ def test_all_that_squeue_has_forgotten_cost_one_sacct(programs: Programs, watche
         entry("7_0"): JobState("TIMEOUT", "", "n2", name=NAME),
         entry("7_1"): None,
     }
-    assert programs.called("squeue") == 1
+    assert programs.called("squeue") == 2  # that they are gone is asked for by their ids alone
     assert programs.called("sacct") == 1
 
 
@@ -82,6 +82,60 @@ def test_a_job_of_another_name_is_not_ours(programs: Programs, watched: Watched,
     programs.answer("sacct")
 
     assert watched.poller.ask([entry("8")]) == {entry("8"): None}
+
+
+def test_own_jobs_are_known_by_their_ids_whatever_slurm_calls_them(programs: Programs) -> None:
+    """A site's plugin may rename jobs."""
+    noted: list[tuple[str, str]] = []
+    poller = Poller(
+        10.0,
+        PATIENCE,
+        say=lambda _words: None,
+        run=RUN,
+        note_name=lambda job, name: noted.append((job.name, name)),
+    )
+    programs.answer("squeue", "7_0|RUNNING|None|n1|N/A|lab\n7_1|RUNNING|None|n1|N/A|lab\n")
+    programs.answer("sacct", "8|TIMEOUT|0:0|n2|lab\n")
+
+    first = poller.ask(ENTRIES)
+    second = poller.ask(ENTRIES)
+
+    assert first == second
+    assert first is not None
+    assert {job.job_id: state.state for job, state in first.items() if state} == {
+        "7_0": "RUNNING",
+        "7_1": "RUNNING",
+        "8": "TIMEOUT",
+    }
+    assert noted == [(NAME, "lab")]
+
+
+@pytest.mark.parametrize(("known_as", "found"), [("lab", True), ("", False), ("other", False)])
+def test_an_earlier_runs_job_is_known_by_the_name_that_it_was_seen_under(
+    programs: Programs, watched: Watched, known_as: str, found: bool
+) -> None:
+    programs.answer("squeue", "7_0|RUNNING|None|n1|N/A|lab\n")
+    programs.answer("sacct", "8|FAILED|1:0|n1|lab\n")
+    jobs = [entry(job_id, known_as=known_as) for job_id in ("7_0", "8")]
+
+    answer = watched.poller.ask(jobs)
+
+    assert answer is not None
+    assert [answer[job] is not None for job in jobs] == [found, found]
+
+
+def test_own_jobs_are_cancelled_by_id_and_earlier_ones_where_slurm_has_them(
+    programs: Programs,
+) -> None:
+    programs.answer("squeue", f"8|RUNNING|None|n1|N/A|{NAME}\n9|RUNNING|None|n1|N/A|stranger\n")
+    programs.answer("scancel")
+    earlier = [entry(job_id, run="20260101-000000-ffffffff") for job_id in ("8", "9")]
+    poller = Poller(10.0, PATIENCE, say=lambda _words: None, run=RUN)
+
+    poller.cancel([entry("7_0"), entry("1", cluster="east"), *earlier])
+
+    cancelled = [call for call in programs.calls if call.startswith("scancel")]
+    assert cancelled == ["scancel --quiet 7_0 8", "scancel --quiet --clusters east 1"]
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PENDING"])

@@ -1,16 +1,27 @@
 """Snakemake's resources become Slurm's parameters, or a sentence that says why not."""
 
+import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from snakemake_executor_plugin_submitit.request import doubtful_names, request
+from snakemake_executor_plugin_submitit.partitions import _KEYS
+from snakemake_executor_plugin_submitit.request import (
+    _ALIASES,
+    _READERS,
+    doubtful_names,
+    request,
+)
 from snakemake_executor_plugin_submitit.resources import (
     Parameters,
     ResourceError,
     checkpoint_seconds,
     slurm_parameters,
 )
+
+FURTHER = Path(__file__).parents[2] / "docs" / "further.md"
 
 
 def parameters(given: dict[str, Any], threads: int = 1, **defaults: Any) -> Parameters:
@@ -57,10 +68,8 @@ def test_every_resource_reaches_its_parameter() -> None:
         "exclude": "n7",
         "nodelist": "n1,n2",
         "exclusive": True,
+        "extra": ["--licenses=x:1", "--hold", "--comment2=a b"],
         "additional_parameters": {
-            "licenses": "x:1",
-            "hold": True,
-            "comment2": "a b",
             "reservation": "night",
             "clusters": "north,south",
             "ntasks": 16,
@@ -224,15 +233,12 @@ def test_gpus_that_cannot_be_spread_evenly_are_spread_by_slurm() -> None:
     ("given", "expected"),
     [
         # Of the whole job, on as many nodes as needed.
-        ({"tasks": 6}, {"ntasks": 6, "nodes": "1-6", "use-min-nodes": True}),
+        ({"tasks": 6}, {"ntasks": 6}),
         ({"tasks": 1}, {"ntasks": 1}),
         ({"tasks": 6, "nodes": 2}, {"ntasks": 6}),
         ({"tasks": 1, "nodes": 2}, {"ntasks": 2}),
         ({"tasks_per_node": 4, "nodes": 2}, {"ntasks-per-node": 4}),
-        (
-            {"tasks": 8, "tasks_per_node": 4},
-            {"ntasks": 8, "ntasks-per-node": 4, "nodes": "1-8", "use-min-nodes": True},
-        ),
+        ({"tasks": 8, "tasks_per_node": 4}, {"ntasks": 8, "ntasks-per-node": 4}),
         # With GPUs.
         ({"gpu": 4, "tasks": 2}, {"ntasks-per-gpu": 2}),
         ({"gres": "gpu:4", "tasks": 2}, {"ntasks-per-gpu": 2}),
@@ -242,18 +248,15 @@ def test_gpus_that_cannot_be_spread_evenly_are_spread_by_slurm() -> None:
         ({"gpu": 4, "tasks": 2, "tasks_per_gpu": -1}, {}),
         ({"gpu": 4, "tasks_per_node": 2}, {"ntasks-per-node": 2}),
         ({"tasks_per_gpu": 2}, {}),
-        ({"gpu": 4, "slurm_extra": "--ntasks=8"}, {"ntasks": 8}),
+        ({"mpi": "srun", "slurm_extra": "-n 8"}, {}),
         # MPI.
-        ({"mpi": "srun", "tasks": 6}, {"ntasks": 6, "nodes": "1-6", "use-min-nodes": True}),
+        ({"mpi": "srun", "tasks": 6}, {"ntasks": 6}),
         ({"mpi": True, "tasks_per_node": 4}, {"ntasks-per-node": 4}),
         ({"mpi": "mpirun", "tasks_per_node": 4, "nodes": 2}, {"ntasks-per-node": 4}),
-        (
-            {"mpi": "srun", "gpu": 8, "tasks_per_node": 4},
-            {"gpus": "8", "ntasks-per-node": 4, "nodes": "1-8", "use-min-nodes": True},
-        ),
+        ({"mpi": "srun", "gpu": 8, "tasks_per_node": 4}, {"gpus": "8", "ntasks-per-node": 4}),
         (
             {"mpi": "srun", "gpu": 2, "gpu_model": "x", "tasks": 2},
-            {"gpus": "x:2", "ntasks-per-gpu": 2, "nodes": "1-4", "use-min-nodes": True},
+            {"gpus": "x:2", "ntasks-per-gpu": 2},
         ),
         ({"mpi": "srun", "gpu": 4, "tasks": 4, "nodes": 2}, {"ntasks": 4}),
         ({"mpi": "srun", "gres": "gpu:2", "tasks": 2}, {"ntasks-per-gpu": 2}),
@@ -295,31 +298,21 @@ def test_a_resource_outranks_a_setting() -> None:
     }
     assert parameters({}, 1, **settings)["qos"] == "low"
     assert options({}, **settings) == {"reservation": "night", "no-requeue": True}
-    assert options({"slurm_extra": "-q high"}, qos="low") == {}
 
 
 def test_a_job_that_saves_is_requeued_whatever_the_setting() -> None:
     assert options({"checkpoint_seconds": 60}, requeue=False) == {"signal": "B:USR2@60"}
 
 
-def test_an_option_is_the_resource_that_it_names() -> None:
-    found = parameters({"slurm_extra": "-p main -t 1:00:00 --mem=2G -G a100:2 -M north -x n1"})
+def test_an_option_stands_beside_resources_and_sbatch_takes_the_last() -> None:
+    found = parameters({"slurm_partition": "main", "slurm_extra": "-p other --signal=USR1@9"})
 
     assert found == {
         "cpus_per_task": 1,
         "partition": "main",
-        "time": 60,
-        "mem": "2048M",
-        "gres": "gpu:a100:2",
-        "exclude": "n1",
-        "additional_parameters": {"clusters": "north"},
+        "extra": ["-pother"],
+        "additional_parameters": {"signal": "B:USR1@9"},
     }
-
-
-def test_an_option_may_repeat_a_resource() -> None:
-    given = {"slurm_partition": "main", "nodes": 2, "slurm_extra": "-p main -N 2"}
-
-    assert parameters(given) == parameters({"slurm_partition": "main", "nodes": 2})
 
 
 @pytest.mark.parametrize(
@@ -353,12 +346,12 @@ def test_an_option_may_repeat_a_resource() -> None:
         ({"tasks": -1}, "at least 0"),
         ({"mpi": "srun"}, "expected tasks or tasks_per_node"),
         ({"mpi": "srun", "tasks": 2, "tasks_per_node": 2}, "keep one"),
-        ({"tasks": 2, "slurm_extra": "--ntasks=4"}, "keep one"),
-        ({"tasks": 4, "gpu": 1, "slurm_extra": "--ntasks=4"}, "keep one"),
+        ({"requeue": True, "slurm_extra": "--no-requeue"}, "keep one"),
+        ({"checkpoint_seconds": 60, "slurm_extra": "--no-requeue"}, "requeue=false forbids"),
         ({"cluster": "a", "slurm_cluster": "b"}, "resources cluster and slurm_cluster differ"),
-        ({"mem_mb": 200, "slurm_extra": "--mem=4G"}, "mem_mb=200 and slurm_extra, which says 4096"),
         ({"slurm_extra": "--output=x"}, "slurm_extra: --output: "),
         ({"slurm_extra": 3.5}, "expected a text of one line"),
+        ({"exclude": "n1", "slurm_extra": "-x n2"}, "slurm_extra, which says 'n2', differ"),
         ({"slurm_extra": "-x n1;id"}, "resource exclude: 'n1;id' is not a node's name"),
     ],
 )
@@ -367,3 +360,23 @@ def test_a_mistake_is_named(given: dict[str, Any], words: str) -> None:
         parameters(given)
 
     assert words in str(caught.value)
+
+
+# --- the documentation
+
+
+def documented(header: str) -> set[str]:
+    """What stands between backticks in the first column of the table with this header."""
+    lines = FURTHER.read_text(encoding="utf-8").splitlines()
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[lines.index(header) + 2 :])
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row.split("|")[1])}
+
+
+def test_every_resource_stands_in_the_table_of_resources() -> None:
+    assert {*_READERS, *_ALIASES} - documented("| resource | Slurm |") == set()
+
+
+def test_every_limit_stands_in_the_table_of_partitions() -> None:
+    header = "| key | a job fits when | in its score |"
+
+    assert set(_KEYS) - documented(header) == set()

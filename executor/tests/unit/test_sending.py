@@ -1,6 +1,7 @@
 """What the outbox's thread does with ready jobs: every one is reported, whatever happens."""
 
 import errno
+import logging
 from pathlib import Path
 
 import pytest
@@ -63,15 +64,6 @@ def test_the_journal_has_every_job_that_was_reported(desk: Desk, cluster: Cluste
     assert noted == desk.reports.job_ids
     assert run.lost == {}
     assert {entry.name for entry in run.jobs.values()} == {cluster.batches[0].name}
-
-
-def test_a_link_by_rule_and_wildcards_leads_to_each_jobs_log(desk: Desk, cluster: Cluster) -> None:
-    desk.sender().send([ready("a", log_folder=Path("rule_train/7"))])
-    (desk.journal.folder / "logs" / "1-0.log").write_text("step one")
-
-    link = desk.journal.base / "logs" / "rule_train" / "7" / "1_0.log"
-
-    assert link.read_text() == "step one"
 
 
 def test_an_array_is_no_larger_than_the_setting(desk: Desk, cluster: Cluster) -> None:
@@ -299,7 +291,7 @@ def test_an_array_above_a_limit_on_queued_jobs_goes_out_in_parts(
 
     desk.sender().send(many(8))
 
-    assert cluster.tried == [8, 4, 2, 2, 2, 2]
+    assert cluster.tried == [8, 4, 2, 4, 2, 4, 2, 2]
     assert len(desk.reports.job_ids) == 8
     assert desk.pauses == []
 
@@ -312,7 +304,73 @@ def test_a_full_queue_is_waited_for_with_a_single_job(
 
     desk.sender().send([ready("a")])
 
-    assert desk.pauses == [2]
+    assert desk.clock() == pytest.approx(2)
+    assert desk.reports.job_ids == {"a": "1_0"}
+
+
+def test_a_queue_full_of_own_jobs_costs_no_patience(
+    desk: Desk, cluster: Cluster, programs: Programs, caplog: pytest.LogCaptureFixture
+) -> None:
+    def end_one() -> None:
+        if len(desk.pauses) % 50 == 0:
+            desk.reports.live.pop()
+
+    caplog.set_level(logging.INFO)
+    desk.meanwhile = end_one
+    cluster.refuse = lambda batch: (
+        SlurmError(TOO_MANY) if desk.reports.living() + len(batch.commands) > 3 else None
+    )
+
+    desk.sender(patience=0).send(many(8))
+
+    assert len(desk.reports.job_ids) == 8
+    assert desk.reports.words == {}
+    assert desk.clock() > 200
+    assert caplog.text.count("waiting until they end") == 1
+    assert "trying again" not in caplog.text
+    # Nothing was submitted by a refusal: there is nothing to look for.
+    assert programs.calls == []
+    desk.journal.close()
+    (run,) = open_runs(desk.journal.base, desk.journal.place)
+    assert run.lost == {}
+
+
+def test_a_job_that_ends_makes_room_at_once(desk: Desk, cluster: Cluster) -> None:
+    """Not after a pause of a minute, which grows while the queue is full."""
+    desk.meanwhile = lambda: desk.reports.live.clear() if desk.clock() > 200 else None
+    cluster.refuse = lambda _batch: SlurmError(TOO_MANY) if desk.reports.living() else None
+
+    desk.sender().send([ready("a")])
+    desk.sender().send([ready("b")])
+
+    assert set(desk.reports.job_ids) == {"a", "b"}
+    assert desk.clock() < 203
+
+
+def test_a_queue_full_of_other_jobs_is_given_up_after_the_patience(
+    desk: Desk, cluster: Cluster
+) -> None:
+    cluster.refuse = lambda _batch: SlurmError(TOO_MANY)
+
+    desk.sender(patience=0).send(many(2))
+
+    assert set(desk.reports.words) == {"0", "1"}
+    assert "AssocMaxSubmitJobLimit" in desk.reports.words["0"]
+    assert cluster.tried == [2, 1, 1]
+
+
+def test_after_a_full_queue_too_what_came_through_unheard_is_cancelled(
+    desk: Desk, cluster: Cluster, programs: Programs
+) -> None:
+    """Such as a batch whose file could not be put into its place."""
+    answers = iter([SlurmError(TOO_MANY), OSError(errno.EIO, "Input/output error"), None])
+    cluster.refuse = lambda _batch: next(answers)
+    unheard = f"train{name_ending(desk.journal.run, 2)}"
+    programs.answer("squeue", f"5|PENDING|None||N/A|{unheard}\n")
+
+    desk.sender().send([ready("a")])
+
+    assert "scancel --quiet 5" in programs.calls
     assert desk.reports.job_ids == {"a": "1_0"}
 
 

@@ -1,7 +1,6 @@
 """The executor as a plugin: found by Snakemake, its settings checked, a world of its own."""
 
 import ast
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from snakemake_interface_common.exceptions import WorkflowError
 from snakemake_interface_executor_plugins.registry import ExecutorPluginRegistry
 
 import snakemake_executor_plugin_submitit as plugin
-from snakemake_executor_plugin_submitit.slurm import outside_of_any_job
 
 PACKAGE = Path(plugin.__file__).parent
 
@@ -65,17 +63,3 @@ def imported(source: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names.add(node.module.partition(".")[0])
     return names
-
-
-def test_an_outer_allocation_is_hidden_from_sbatch_and_comes_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
-    monkeypatch.setenv("SLURM_NTASKS", "8")
-    monkeypatch.setenv("SBATCH_ACCOUNT", "lab")
-
-    with outside_of_any_job():
-        inside = {name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))}
-
-    assert inside == {"SLURM_CONF", "SBATCH_ACCOUNT"}
-    assert os.environ["SLURM_NTASKS"] == "8"

@@ -1,6 +1,7 @@
 """The questions to Slurm, asked of programs that answer as Slurm does."""
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -87,9 +88,34 @@ def test_very_many_jobs_are_not_named_one_by_one(programs: Programs) -> None:
     slurm.states([str(number) for number in range(500)])
     slurm.states([str(number) for number in range(501)])
 
-    few, many = programs.calls
+    few, *rest, many = [call for call in programs.calls if "--user" in call]
     assert "--jobs" in few
     assert "--jobs" not in many
+    assert rest == []
+
+
+def test_jobs_that_are_not_among_this_users_are_asked_for_by_their_ids(programs: Programs) -> None:
+    """Only where squeue filters nothing does it mean that a job is gone."""
+    squeue = Path(os.environ["PATH"]) / "squeue"
+    programs.answer("squeue", "7_0|RUNNING|None|n1|N/A|a\n")
+    assert set(slurm.states(["7_0"])) == {"7_0"}
+    squeue.write_text(
+        squeue.read_text().replace(
+            "/bin/cat",
+            'case "$*" in *--user*) ;; *) echo "8|RUNNING|None|n1|N/A|b";; esac\n/bin/cat',
+            1,
+        )
+    )
+
+    found = slurm.states(["7_0", "8", "9_1"])
+
+    first, second, third = programs.calls
+    assert set(found) == {"7_0", "8"}
+    assert f"--user {os.getuid()}" in first
+    assert f"--user {os.getuid()}" in second
+    assert "--jobs 7,8,9" in second
+    assert "--user" not in third
+    assert "--jobs 8,9" in third
 
 
 def test_jobs_that_are_held_after_a_requeue_are_unfinished(programs: Programs) -> None:
@@ -97,10 +123,11 @@ def test_jobs_that_are_held_after_a_requeue_are_unfinished(programs: Programs) -
     programs.answer(
         "squeue",
         f"1|PENDING|{held}||N/A|a\n2|SPECIAL_EXIT|{held}||N/A|b\n3|REQUEUE_HOLD|{held}||N/A|c\n"
-        "4|COMPLETED|None|n1|N/A|d\n5|CANCELLED|None|n1|N/A|e\n6|COMPLETING|None|n1|N/A|f\n",
+        "4|COMPLETED|None|n1|N/A|d\n5|CANCELLED|None|n1|N/A|e\n6|COMPLETING|None|n1|N/A|f\n"
+        "7|A_STATE_OF_THE_FUTURE|None|n1|N/A|g\n",
     )
 
-    assert set(slurm.unfinished()) == {"1", "2", "3", "6"}
+    assert set(slurm.unfinished()) == {"1", "2", "3", "6", "7"}
 
 
 def test_jobs_are_those_of_the_user_who_runs_this_whatever_he_calls_himself(
@@ -115,20 +142,37 @@ def test_jobs_are_those_of_the_user_who_runs_this_whatever_he_calls_himself(
     assert f"--user {os.getuid()} " in programs.calls[0]
 
 
-def test_a_job_is_cancelled_by_id_and_name_and_one_that_is_gone_is_no_error(
-    programs: Programs,
-) -> None:
-    scancel = Path(os.environ["PATH"]) / "scancel"
-    programs.answer("scancel")
-    scancel.write_text(scancel.read_text().replace("exit 0", "exit 1"))
+@pytest.mark.parametrize(
+    "words",
+    [
+        "scancel: error: Kill job error on job id 7_1: Invalid job id specified",
+        "scancel: error: Kill job error on job id 8: Job/step already completing or completed\n"
+        "Welcome to MoonCluster\n"
+        "scancel: error: Kill job error on job id 7_1: Invalid job id specified",
+    ],
+)
+def test_jobs_that_are_gone_need_no_cancelling(programs: Programs, words: str) -> None:
+    programs.answer("scancel", error=words)
 
-    slurm.cancel(["7_1"], name=OURS, cluster="east")
+    slurm.cancel(["7_1", "8"], cluster="east")
 
-    (call,) = programs.calls
-    who = f"--user {os.getuid()} --name {OURS}"
-    assert call == f"scancel --quiet --clusters east {who} 7_1"
-    with pytest.raises(SlurmError):
-        slurm.cancel(["7_1"])
+    assert programs.calls == ["scancel --quiet --clusters east 7_1 8"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "scancel: error: Unable to contact slurm controller (connect failure)",
+        "scancel: error: Kill job error on job id 7_1: Invalid job id specified\n"
+        "scancel: error: Kill job error on job id 8: Access/permission denied",
+        "Invalid job id specified",
+    ],
+)
+def test_a_job_that_may_live_is_not_cancelled_in_silence(programs: Programs, words: str) -> None:
+    programs.answer("scancel", error=words)
+
+    with pytest.raises(SlurmError, match=re.escape(words)):
+        slurm.cancel(["7_1", "8"])
 
 
 @pytest.mark.parametrize("command", [["absent"], ["folder"], ["refusing"]])
@@ -227,3 +271,45 @@ def test_very_many_jobs_are_cancelled_by_few_calls(programs: Programs) -> None:
     slurm.cancel([str(number) for number in range(1001)])
 
     assert programs.called("scancel") == 3
+
+
+# --- the environment
+
+# Of each man page's section "input environment variables".
+OPTIONS = (
+    *("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_EXPORT", "SBATCH_NO_REQUEUE", "SBATCH_WAIT"),
+    *("SALLOC_QOS", "SRUN_ERROR", "SLURMD_DEBUG", "SQUEUE_USERS", "SQUEUE_STATES", "SACCT_FORMAT"),
+    *("SACCTMGR_X", "SINFO_ALL", "SCANCEL_NAME", "SCANCEL_INTERACTIVE", "SCONTROL_FEDERATION"),
+    *("SDIAG_X", "SSTAT_X", "SPRIO_FORMAT", "SSHARE_X", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT"),
+    *("SLURM_NTASKS", "SLURM_EXIT_ERROR", "SLURM_UMASK", "SLURM_HINT", "SLURM_DEBUG_FLAGS"),
+)
+KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "PATH", "HOME", "MY_SLURM_X", "SLURMS")
+
+
+def test_programs_see_where_slurm_is_and_no_option_of_the_users_shell(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = {**dict.fromkeys(OPTIONS, "1"), **dict.fromkeys(KEPT, "2"), "PATH": os.environ["PATH"]}
+    programs.answer("squeue")
+    squeue = Path(os.environ["PATH"]) / "squeue"
+    squeue.write_text("#!/bin/sh\n/usr/bin/env\n")
+    for name, value in shell.items():
+        monkeypatch.setenv(name, value)
+
+    seen = {line.partition("=")[0] for line in slurm.run(["squeue"]).splitlines()}
+
+    assert set(KEPT) <= seen
+    assert not seen & set(OPTIONS)
+    assert set(slurm.environment(shell)) == set(KEPT)
+
+
+def test_a_job_finds_what_the_programs_do_not_see_but_nothing_of_an_allocation() -> None:
+    found = slurm.options_of(dict.fromkeys((*OPTIONS, *KEPT, "SLURM_JOB_ID"), "1"))
+
+    assert set(found) == {name for name in OPTIONS if not name.startswith("SLURM")}
+
+
+def test_choices_that_plain_sbatch_would_take_from_the_shell_are_named() -> None:
+    shell = dict.fromkeys(("SLURM_CLUSTERS", "SBATCH_QOS", "SLURM_CONF", "SLURM_NTASKS"), "1")
+
+    assert slurm.ignored_choices(shell) == ["SBATCH_QOS", "SLURM_CLUSTERS"]

@@ -3,16 +3,22 @@
 import pytest
 
 from snakemake_executor_plugin_submitit.node import Result
-from snakemake_executor_plugin_submitit.slurm import JobState, parse_squeue
+from snakemake_executor_plugin_submitit.slurm import ENDED, JobState, parse_squeue
 from snakemake_executor_plugin_submitit.status import (
     INTERRUPTED,
-    LIVE,
+    failure_line,
     failure_message,
     judge,
     memory_remark,
 )
 
 GOOD = Result(exit_code=0, host="n1", slurm_job="7", restart=0, started=0.0, ended=1.0)
+# Of Slurm 22.05 to 26.11, and a word of a later one.
+LIVE = (
+    *("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+    *("CONFIGURING", "RUNNING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"),
+    *("COMPLETING", "POWER_UP_NODE", "UPDATE_DB", "EXPEDITING", "A_STATE_OF_THE_FUTURE", ""),
+)
 BAD = Result(exit_code=3, host="n1", slurm_job="7", restart=0, started=0.0, ended=1.0)
 
 
@@ -21,12 +27,17 @@ def test_a_success_on_file_stands_whatever_slurm_says(job: JobState | None) -> N
     assert judge(GOOD, job).outcome == "succeeded"
 
 
-@pytest.mark.parametrize("state", sorted(LIVE))
+@pytest.mark.parametrize("state", LIVE)
 @pytest.mark.parametrize("result", [None, BAD])
 def test_a_live_job_runs_even_if_an_interrupted_attempt_left_a_failure(
     state: str, result: Result | None
 ) -> None:
     assert judge(result, JobState(state)).outcome == "running"
+
+
+@pytest.mark.parametrize("state", sorted(ENDED))
+def test_an_ended_job_does_not_run(state: str) -> None:
+    assert judge(BAD, JobState(state)).outcome in ("failed", "unclear")
 
 
 @pytest.mark.parametrize("state", sorted(INTERRUPTED))
@@ -44,7 +55,6 @@ def test_slurms_own_doing_gets_time_for_a_requeue(state: str, result: Result | N
         ("OUT_OF_MEMORY", "more `mem_mb`"),
         ("CANCELLED", "cancelled"),
         ("FAILED", ""),
-        ("A_STATE_OF_THE_FUTURE", ""),
     ],
 )
 def test_slurms_end_is_a_failure_with_a_reason(state: str, advice: str) -> None:
@@ -89,6 +99,12 @@ def test_a_failures_message_has_reason_log_and_its_end() -> None:
 
 def test_a_failure_without_a_log_still_names_where_it_should_be() -> None:
     assert "log: /x/log" in failure_message("12", "FAILED", "/x/log", [])
+
+
+def test_a_failures_line_says_where_to_look() -> None:
+    line = failure_line("train seed=1", "12_3", "TIMEOUT, on n1", "/x/log")
+
+    assert line == "failed: train seed=1, Slurm job 12_3: TIMEOUT, on n1; log /x/log"
 
 
 @pytest.mark.parametrize(

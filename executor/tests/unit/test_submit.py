@@ -7,9 +7,14 @@ from typing import Any
 import pytest
 from slurm_programs import Programs
 
-from snakemake_executor_plugin_submitit.node import JobFile
+from snakemake_executor_plugin_submitit.node import read_job
 from snakemake_executor_plugin_submitit.slurm import SlurmError
-from snakemake_executor_plugin_submitit.submit import Batch, submit
+from snakemake_executor_plugin_submitit.submit import (
+    Batch,
+    is_array_too_large,
+    is_queue_full,
+    submit,
+)
 
 NAME = "train-a1b2c3d4.7"
 
@@ -30,19 +35,20 @@ def batch(folder: Path, *commands: str, **parameters: Any) -> Batch:
     return Batch(7, NAME, "train", parameters, commands, folder, requeue_limit=2)
 
 
-def script(programs: Programs, folder: Path) -> dict[str, str]:
-    """What sbatch is given, by option; it leaves a copy of its script."""
+def sbatch_of(programs: Programs, folder: Path, sent: Batch) -> tuple[str, str]:
+    """The script and the arguments that sbatch is given for a batch."""
     copy = folder / "copy.sh"
     sbatch = folder / "bin" / "sbatch"
     programs.answer("sbatch", "12\n")
-    text = sbatch.read_text().replace(
-        "/bin/cat", f"/bin/cp $2 {shlex.quote(str(copy))}; /bin/cat", 1
-    )
-    sbatch.write_text(text)
-    submit(batch(folder, "a", "b", mem="1M", additional_parameters={"signal": "B:USR1@60"}))
-    lines = copy.read_text().splitlines()
-    options = (line.removeprefix("#SBATCH --").partition("=") for line in lines if "--" in line)
-    return {"text": copy.read_text(), **{name: value for name, _, value in options}}
+    keep = f'for last; do :; done; /bin/cp "$last" {shlex.quote(str(copy))}'
+    sbatch.write_text(sbatch.read_text().replace("/bin/cat", f"{keep}; /bin/cat", 1))
+    submit(sent)
+    return copy.read_text(), programs.calls[-1]
+
+
+def options(script: str) -> dict[str, str]:
+    lines = (line.removeprefix("#SBATCH --") for line in script.splitlines() if "#SBATCH" in line)
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
 @pytest.mark.parametrize(
@@ -84,15 +90,25 @@ def test_no_id_anywhere_is_an_error_and_the_jobs_find_no_files(
     assert list((tmp_path / "jobs").iterdir()) == []
 
 
-def test_a_job_finds_its_file_by_batch_and_index_and_the_script_is_gone(
-    tmp_path: Path, programs: Programs
+def test_jobs_find_their_batch_and_what_sbatch_did_not_see_and_the_script_is_gone(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs.answer("sbatch", "12\n")
+    sbatch = tmp_path / "bin" / "sbatch"
+    seen = shlex.quote(str(tmp_path / "seen"))
+    sbatch.write_text(sbatch.read_text().replace("/bin/cat", f"/usr/bin/env > {seen}; /bin/cat", 1))
+    monkeypatch.setenv("SBATCH_ACCOUNT", "lab")
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
 
-    submit(batch(tmp_path, "make a", "make b"))
+    submit(batch(tmp_path, "make a", "make é 世"))
 
-    assert JobFile.read(tmp_path / "jobs" / "7-1.json") == JobFile("make b", 2)
-    assert sorted(path.name for path in (tmp_path / "jobs").iterdir()) == ["7-0.json", "7-1.json"]
+    command, work = read_job(tmp_path / "jobs" / "7.json", 1)
+    assert (command, work.requeue_limit, work.signal) == ("make é 世", 2, "")
+    assert work.environment["SBATCH_ACCOUNT"] == "lab"
+    assert "SLURM_CONF" not in work.environment
+    assert "SBATCH_ACCOUNT" not in (tmp_path / "seen").read_text()
+    assert "SLURM_CONF=/etc/slurm.conf\n" in (tmp_path / "seen").read_text()
+    assert [path.name for path in (tmp_path / "jobs").iterdir()] == ["7.json"]
     assert not list(tmp_path.glob("*.sh"))
 
 
@@ -108,12 +124,74 @@ def test_a_refused_batch_leaves_no_files(tmp_path: Path, programs: Programs) -> 
 def test_the_script_asks_for_what_was_given_and_the_executors_own(
     tmp_path: Path, programs: Programs
 ) -> None:
-    given = script(programs, tmp_path)
+    warned = {"signal": "B:USR1@60"}
+    sent = batch(tmp_path, "secret a", "secret b", mem="1M", additional_parameters=warned)
 
+    script, _ = sbatch_of(programs, tmp_path, sent)
+
+    given = options(script)
     assert (given["mem"], given["job-name"], given["comment"]) == ("1M", NAME, "train")
     assert given["array"] == "0-1%2"
     assert given["output"].endswith("/logs/7-%a.log")
     assert given["signal"] == "B:USR1@60"
     assert "requeue" in given
-    assert "trap '' USR1" in given["text"]
-    assert "secret" not in given["text"]
+    assert "trap '' USR1" in script
+    assert "secret" not in script
+    assert read_job(tmp_path / "jobs" / "7.json", 0)[1].signal == "USR1"
+
+
+def test_every_option_is_an_argument_too_and_the_users_own_are_the_last(
+    tmp_path: Path, programs: Programs
+) -> None:
+    """Variables and a script's own lines are outranked by arguments alone."""
+    sent = batch(tmp_path, "a", mem="1M", constraint="a&b c", extra=["--hold", "--nice=a b"])
+
+    script, call = sbatch_of(programs, tmp_path, sent)
+
+    given = [shlex.split(line)[1] for line in script.splitlines() if "#SBATCH" in line]
+    assert "--constraint=a&b c" in given
+    assert call == f"sbatch --parsable {' '.join(given)} --hold --nice=a b {tmp_path}/7.sh"
+
+
+def test_an_option_that_is_too_long_for_an_argument_stands_in_the_script(
+    tmp_path: Path, programs: Programs
+) -> None:
+    nodes = {length: "n" * (length - len("--exclude=")) for length in (128 * 1024 - 1, 128 * 1024)}
+
+    calls = {
+        length: sbatch_of(programs, tmp_path, batch(tmp_path, "a", exclude=names))
+        for length, names in nodes.items()
+    }
+
+    assert all(options(script)["exclude"] == nodes[length] for length, (script, _) in calls.items())
+    assert ["--exclude" in call for _, call in calls.values()] == [True, False]
+
+
+@pytest.mark.parametrize(("given", "nodes"), [({}, None), ({"nodes": 2}, "2"), ({"nodes": 1}, "1")])
+def test_the_number_of_nodes_is_slurms_where_nobody_asks(
+    tmp_path: Path, programs: Programs, given: dict[str, Any], nodes: str | None
+) -> None:
+    script, call = sbatch_of(programs, tmp_path, batch(tmp_path, "a", **given))
+
+    assert options(script).get("nodes") == nodes
+    assert ("--nodes" in call) == (nodes is not None)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_full", "is_too_large"),
+    [
+        ("Batch job submission failed: Invalid job array specification", False, True),
+        ("sbatch: error: AssocMaxSubmitJobLimit", True, False),
+        ("sbatch: error: QOSMaxSubmitJobPerUserLimit", True, False),
+        ("Job violates accounting/QOS policy (job submit limit, user's size)", True, False),
+        ("Resource temporarily unavailable", True, False),
+        ("Slurm temporarily unable to accept job, sleeping and retrying", True, False),
+        ("sbatch: error: QOSMaxCpuPerJobLimit", False, False),
+        ("Invalid partition name specified", False, False),
+        ("Socket timed out on send/recv operation", False, False),
+    ],
+)
+def test_a_full_queue_is_told_from_an_array_that_is_too_large(
+    words: str, is_full: bool, is_too_large: bool
+) -> None:
+    assert (is_queue_full(words), is_array_too_large(words)) == (is_full, is_too_large)

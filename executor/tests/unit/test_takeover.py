@@ -1,6 +1,7 @@
 """What the outbox's thread does with jobs of an earlier run that wait to be taken over."""
 
 import os
+from pathlib import Path
 
 import pytest
 from entries import entry, identity
@@ -18,6 +19,13 @@ def earlier(desk: Desk, *makes: str, live: bool, how: str = "so") -> Entry:
     (desk.journal.base / found.run).mkdir(exist_ok=True)
     desk.candidates.add(Candidate(found, live=live))
     return found
+
+
+def runs_until_cancelled(programs: Programs, job: Entry) -> None:
+    programs.answer("squeue", f"{job.job_id}|RUNNING|None|n1|N/A|{job.name}\n")
+    scancel = Path(os.environ["PATH"]) / "scancel"
+    forget = f": > {scancel.with_name('squeue.out')}"
+    scancel.write_text(scancel.read_text().replace("exit 0", f"{forget}\nexit 0"))
 
 
 def noted_ends(desk: Desk, ended: Entry) -> list[str]:
@@ -46,11 +54,12 @@ def test_an_outdated_job_is_ended_before_its_successor_is_submitted(
     desk: Desk, cluster: Cluster, programs: Programs
 ) -> None:
     old = earlier(desk, "a", live=True, how="otherwise")
+    runs_until_cancelled(programs, old)
 
     desk.sender().send([ready("a")])
 
     (call,) = [call for call in programs.calls if call.startswith("scancel")]
-    assert call == f"scancel --quiet --user {os.getuid()} --name {old.name} 90_0"
+    assert call == "scancel --quiet 90_0"
     assert desk.reports.job_ids == {"a": "1_0"}
     assert desk.reports.taken == set()
     assert "outdated" in noted_ends(desk, old)[-1]
@@ -101,6 +110,7 @@ def test_a_job_that_makes_a_part_of_the_same_is_ended_first(
 ) -> None:
     """Else it would write its old version over the new one when it ends."""
     old = earlier(desk, *makes, live=True)
+    runs_until_cancelled(programs, old)
 
     desk.sender().send([ready("a", "d")])
 

@@ -10,6 +10,7 @@ from snakemake_executor_plugin_submitit.values import (
     node_names,
     number,
     option,
+    slurm_seconds,
     switch,
 )
 
@@ -86,3 +87,24 @@ def test_a_huge_list_of_nodes_is_refused_in_few_words(text: str) -> None:
         node_names("," * 10**6 + text, "resource exclude")
 
     assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("5", 300),
+        ("5:30", 330),
+        ("1:0:0", 3600),
+        ("2-12", 216000),
+        ("2-12:30", 217800),
+        ("2-12:30:45", 217845),
+        ("0-1", 3600),
+    ],
+)
+def test_slurms_times_are_read(text: str, seconds: int) -> None:
+    assert slurm_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "1-", "-1", "1:2:3:4", "1h", "²", "INFINITE", "1:2-3"])
+def test_what_is_no_time_of_slurms_is_none(text: str) -> None:
+    assert slurm_seconds(text) is None

@@ -69,7 +69,6 @@ PARTITIONS = (Partition("short", {"max_runtime": 60}), Partition("long", {"max_r
         ({"runtime": 30}, "short"),
         ({"runtime": 300}, "long"),
         ({"runtime": 300, "slurm_partition": "mine"}, "mine"),
-        ({"runtime": 300, "slurm_extra": "-p mine"}, "mine"),
     ],
 )
 def test_a_job_that_names_no_partition_gets_the_one_that_fits(

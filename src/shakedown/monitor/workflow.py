@@ -108,10 +108,22 @@ def noted_jobs(jobs: Path, run: Path) -> list[NotedJob]:
                 case {"event": "job", "token": str(token)}:
                     tokens[token] = list(_jobs_of(event, place, root))
                     found |= {job.folder: job for job in tokens[token]}
+                case {"event": "renamed", "name": str(name), "as": str(shown)}:
+                    for token, noted in tokens.items():
+                        if any(job.name == name for job in noted):
+                            tokens[token] = _changed(found, noted, name=shown)
                 case {"event": "end", "token": str(token), "outcome": str(outcome)}:
-                    ended = [job for job in tokens.get(token, []) if found[job.folder] == job]
-                    found |= {job.folder: replace(job, outcome=outcome) for job in ended}
+                    _changed(found, tokens.get(token, []), outcome=outcome)
     return list(found.values())
+
+
+def _changed(found: dict[str, NotedJob], jobs: list[NotedJob], **changes: str) -> list[NotedJob]:
+    """The jobs with `changes`, also in `found` where no newer one has taken their place."""
+    changed = [replace(job, **changes) for job in jobs]  # type: ignore[arg-type]  # texts alone
+    for old, new in zip(jobs, changed, strict=True):
+        if found[old.folder] == old:
+            found[old.folder] = new
+    return changed
 
 
 def _journals(jobs: Path) -> list[Path]:

@@ -57,6 +57,8 @@ def test_jobs_are_found_by_what_they_make_from_any_folder(
     second = entry(journal, 2, "12_3", str(folder / "results/demo/stages/sft/outcome.json"))
     other = entry(journal, 3, "13", "results/other/stages/sft/outcome.json")
     journal.jobs([first, second, other])
+    journal.refused(f"train{name_ending(journal.run, 4)}")
+    journal.renamed(second, "lab_train")
     journal.end(first, "failed")
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
@@ -66,7 +68,7 @@ def test_jobs_are_found_by_what_they_make_from_any_folder(
     assert set(found) == {"preflight", ".", "stages/sft"}
     assert (found["preflight"].job_id, found["preflight"].outcome) == ("11", "failed")
     assert found["stages/sft"] == NotedJob(
-        "stages/sft", "12_3", second.name, "", Path("/logs/12_3.log")
+        "stages/sft", "12_3", "lab_train", "", Path("/logs/12_3.log")
     )
 
 
