@@ -65,7 +65,7 @@ def test_ctrl_c_after_sigterm_still_leaves_the_jobs(workflow: Make) -> None:
     time.sleep(0.3)
     flow.started[-1].send_signal(signal.SIGINT)
 
-    assert flow.started[-1].wait(PATIENCE) == 1
+    assert flow.started[-1].wait(PATIENCE) != 0
     assert len(flow.live_jobs()) == 3
     again = flow.start("--rerun-incomplete")
     flow.touch("go")
