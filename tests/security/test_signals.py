@@ -15,9 +15,10 @@ import pytest
 from shakedown.agents.worker_pool import Worker
 from shakedown.cluster import guard
 from shakedown.cluster.nodes import node_name
-from shakedown.cluster.recorded import Recorded, boot_id
+from shakedown.cluster.recorded import Recorded
 from shakedown.cluster.supervise import Component, Supervisor
 from shakedown.core.errors import ServerError
+from shakedown.core.identity import boot_id
 from shakedown.core.paths import EvidencePaths, ServerPaths
 from shakedown.inference import processes
 from shakedown.inference.folder import State

@@ -1,21 +1,10 @@
 """A process that was written down, found again later: a number alone may be another process's."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from shakedown.cluster.guard import Process, look, send
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def boot_id() -> str:
-    """Changes at every start of the machine; its name where the kernel does not show it."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:  # not every container shows it
-        return os.uname().nodename
+from shakedown.core.identity import boot_id
 
 
 @dataclass(frozen=True)

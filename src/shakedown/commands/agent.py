@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shakedown.cluster.held import hold
 from shakedown.commands.arguments import (
     Actions,
     above_zero,
@@ -205,7 +206,7 @@ def _run(args: argparse.Namespace) -> int:
 
     given = args.base_url or os.environ.get("OPENAI_BASE_URL", "")
     key = os.environ.get("OPENAI_API_KEY", "")
-    with relayed(given, key, sticky=HEADER) as servers:
+    with hold(args.out, "shakedown agent run"), relayed(given, key, sticky=HEADER) as servers:
         return _run_on(servers, args)
 
 
@@ -287,6 +288,11 @@ def _run_again(args: argparse.Namespace, kwargs: Mapping[str, Any], row: int) ->
 
 
 def _checks(args: argparse.Namespace) -> int:
+    with hold(args.out, "shakedown agent checks"):
+        return _run_checks(args)
+
+
+def _run_checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.checks import (
         CHECKS,
         ROW_CHECK,

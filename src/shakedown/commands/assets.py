@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from shakedown.cluster.held import hold
 from shakedown.commands.arguments import add_config, add_strict, run_config
 from shakedown.core.paths import AssetsPaths
 from shakedown.core.verdict import finish
@@ -23,5 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    verdict = prepare_assets(run_config(args.config), args.out)
-    return finish(verdict, AssetsPaths(args.out).verdict, strict=args.strict)
+    config = run_config(args.config)
+    with hold(args.out, "shakedown assets"):
+        verdict = prepare_assets(config, args.out)
+        return finish(verdict, AssetsPaths(args.out).verdict, strict=args.strict)

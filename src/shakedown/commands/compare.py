@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shakedown.cluster.held import hold
 from shakedown.commands.arguments import (
     above_zero,
     add_config,
@@ -148,12 +149,13 @@ def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Compare and return the exit code."""
     watch = Stopwatch()
-    try:
-        return _compare(args, watch)
-    except BlockedError as error:
-        # Written down too: the workflow's gate reads the verdict, whatever came of the comparison.
-        verdict = blocked_verdict("consistency", "compare", error, watch)
-        return finish(verdict, ComparisonPaths(args.out).verdict)
+    with hold(args.out, "shakedown compare"):
+        try:
+            return _compare(args, watch)
+        except BlockedError as error:
+            # Written down too: the workflow's gate reads the verdict, whatever came of it.
+            verdict = blocked_verdict("consistency", "compare", error, watch)
+            return finish(verdict, ComparisonPaths(args.out).verdict)
 
 
 def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:

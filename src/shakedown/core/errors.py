@@ -4,6 +4,7 @@ ShakedownError
 ├── UsageError            exit 2: what the user gave cannot be used
 │   └── ConfigError       exit 2: a config file or key
 ├── UntrustedError        exit 2: a file or folder of a run that others can have changed
+├── RefusedError          exit 2: another process holds the folder
 └── BlockedError          exit 3: could not be judged; says what is missing
     ├── ServerError       an inference server that did not start, answer or obey
     ├── StorageError      a file system that is full, read-only or unreadable
@@ -68,6 +69,12 @@ class ConfigError(UsageError):
 # No UsageError: what only ignores a damaged file must not pass over one that is not trusted.
 class UntrustedError(ShakedownError):
     """A file or folder that steers a run, and that another user could have written."""
+
+    exit_code = ExitCode.USAGE
+
+
+class RefusedError(ShakedownError):
+    """Another process holds what was asked for; the message names it."""
 
     exit_code = ExitCode.USAGE
 

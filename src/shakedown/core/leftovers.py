@@ -14,6 +14,8 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from shakedown.core.identity import boot_id, pid_space, started
+
 _TAGGED = re.compile(r"\..*\.tmp-([0-9a-f]{8})-([0-9a-f]+)-([0-9a-f]+)\.[a-z0-9_]+", re.DOTALL)
 # A Unix socket's path has at most 107 bytes (unix(7)). The folder's own name takes some 45 of them,
 # and vLLM's sockets in it 37.
@@ -95,33 +97,20 @@ def sweep(folder: Path) -> None:
 
 
 def _orphaned(machine: str, pid: str, start: str) -> bool:
-    return machine == _machine() and _start(int(pid, 16)) != int(start, 16)
+    return machine == _machine() and started(int(pid, 16)) != int(start, 16)
 
 
 @functools.cache
 def _tag(pid: int) -> str:
     """By process id: a forked child is a process of its own."""
-    return f"tmp-{_machine()}-{pid:x}-{_start(pid):x}"
+    return f"tmp-{_machine()}-{pid:x}-{started(pid):x}"
 
 
 @functools.cache
 def _machine() -> str:
     """This boot of this machine, and the space of its process ids (a container has its own)."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        space = Path("/proc/self/ns/pid").stat().st_ino
-    except OSError:  # a sandbox that hides them: like no other machine, so that nothing is swept
+    boot, space = boot_id(), pid_space()
+    # A sandbox that hides them: like no other machine, so that nothing is swept.
+    if not space or boot == os.uname().nodename:
         return os.urandom(4).hex()
     return f"{zlib.crc32(f'{boot}{space}'.encode()):08x}"
-
-
-def _start(pid: int) -> int:
-    """When a living process started, in clock ticks since the boot; 0 where there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    # A program's name, in brackets, may hold blanks and brackets; behind it, from the third field
-    # on, stand the state and as the 22nd the start (proc(5)).
-    fields = text.rpartition(")")[2].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])

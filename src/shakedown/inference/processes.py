@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shakedown.cluster.guard import Process, living, send
 from shakedown.cluster.nodes import node_name
-from shakedown.cluster.recorded import boot_id
 from shakedown.core.errors import ServerError, UsageError
+from shakedown.core.identity import boot_id
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import read_own
 from shakedown.inference import slurm

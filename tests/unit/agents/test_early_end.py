@@ -90,6 +90,26 @@ def test_a_signal_writes_the_verdict_with_what_was_done(
 
 
 @pytest.mark.slow
+def test_a_second_run_into_one_folder_is_refused_and_the_first_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with wire_server() as server:
+        running = started(arguments(tmp_path, server.url, [{"texts": ["hang"]}]))
+        wait_for(lambda: "hang" in server.asked)
+
+        second = main(arguments(tmp_path, server.url, [{"texts": ["x"]}]))
+
+        said = capsys.readouterr().err
+        running.send_signal(signal.SIGINT)
+        running.wait(PATIENCE)
+        _, (line,) = found(tmp_path)
+        third = main(arguments(tmp_path, server.url, [{"texts": ["x"]}]))
+    assert f"is in use: shakedown agent run (pid {running.pid} on " in said
+    assert line["cause"] == "not_asked"
+    assert (second, third) == (2, 0)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize(
     ("check", "before"), [("single", 0), ("concurrent", 1), ("controller", 1 + 4 + 3)]

@@ -1,0 +1,27 @@
+"""A folder's lease on a cluster: Slurm is asked whether the job of a holder elsewhere is over."""
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from shakedown.cluster.squeue import ask
+from shakedown.core import lease
+from shakedown.core.errors import LaunchError
+
+_SECONDS = 20.0  # a busy controller answers late; without an answer nothing is proven
+
+
+def hold(folder: Path, what: str) -> AbstractContextManager[lease.Fence]:
+    """As `core.lease.hold`."""
+    return lease.hold(folder, what, job_ended=job_ended)
+
+
+def job_ended(job: str, cluster: str) -> bool:
+    """Whether Slurm says so; no answer, and a cluster that nobody knows, say nothing."""
+    here = os.environ.get("SLURM_CLUSTER_NAME", "")
+    try:
+        # Of another cluster the same number is another job's.
+        found = ask([job], cluster="" if cluster == here else cluster, seconds=_SECONDS)
+    except (LaunchError, ValueError):
+        return False
+    return bool(cluster) and (job not in found or found[job].ended)

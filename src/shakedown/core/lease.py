@@ -1,0 +1,275 @@
+"""Who may write a folder now: one process at a time, and the next one only when it is gone.
+
+`.lease/N` in the folder is the N-th holder's; it is made with a hard link, which one process alone
+gets, on NFS too, and becomes `.lease/N.released` at its end. Nothing is ever written over or
+removed under a name that somebody else could have by then, so no two can take the same number over.
+N grows with each holder: a writer whose number is not the newest must stop (`Fence`).
+
+A holder is gone when that is proven: on its own machine no process has its number and start; its
+machine was started again; Slurm says that its job has ended. Silence proves nothing (a stopped
+process, a network that is cut): whoever knows that it is gone says so, by the command in the
+message.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shlex
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Self
+
+from shakedown.core.errors import RefusedError, UsageError
+from shakedown.core.files import read_json_as
+from shakedown.core.folders import storage_errors
+from shakedown.core.identity import boot_id, pid_space, started
+from shakedown.core.leftovers import temporary_file
+from shakedown.core.private import own_folder, write_secret
+
+RENEW_SECONDS = 30.0  # a file server may be away for a moment: a sign of life, never a proof
+_FOLDER = ".lease"
+_RELEASED = ".released"
+_ENDINGS = ("", _RELEASED)
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+_TRIES = 100  # a number is lost to somebody else only when that one has taken it
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that writes a folder: `what` it does, since when, and what proves that it is gone.
+
+    `job`, `restarts` and `cluster`: its Slurm job, which keeps its number when it is requeued.
+    """
+
+    what: str
+    host: str
+    pid: int
+    started: int
+    boot: str
+    space: int
+    since: str
+    job: str = ""
+    restarts: int = 0
+    cluster: str = ""
+
+    @classmethod
+    def here(cls, what: str) -> Self:
+        """This process."""
+        pid, environment = os.getpid(), os.environ
+        count = environment.get("SLURM_RESTART_COUNT", "")
+        return cls(
+            what,
+            os.uname().nodename,
+            pid,
+            started(pid),
+            boot_id(),
+            pid_space(),
+            f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC",
+            _job(environment),
+            int(count) if count.isdecimal() else 0,
+            environment.get("SLURM_CLUSTER_NAME", ""),
+        )
+
+    def __str__(self) -> str:
+        job = f", Slurm job {self.job}" if self.job else ""
+        return f"{self.what} (pid {self.pid} on {self.host}{job}), since {self.since}"
+
+    def within_reach(self, here: "Holder") -> bool:
+        """Whether its process can be looked at from here."""
+        return (self.boot, self.space) == (here.boot, here.space)
+
+    def is_gone(self, here: "Holder", job_ended: "JobEnded") -> bool:
+        """Whether it is proven that it writes no more."""
+        if self.within_reach(here):
+            return started(self.pid) != self.started
+        if self.host == here.host and self.boot != here.boot:
+            return True
+        if not self.job:
+            return False
+        # Slurm starts a job again once it has ended the run before.
+        if (self.job, self.cluster) == (here.job, here.cluster):
+            return self.restarts < here.restarts
+        return job_ended(self.job, self.cluster)
+
+
+JobEnded = Callable[[str, str], bool]  # a Slurm job and its cluster: whether Slurm says it is over
+
+
+def _job(environment: Mapping[str, str]) -> str:
+    """The id by which Slurm's lists have this process's job; none of a heterogeneous one."""
+    if "SLURM_HET_SIZE" in environment:
+        return ""
+    array, task = (environment.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK"))
+    return f"{array}_{task}" if array and task else environment.get("SLURM_JOB_ID", "")
+
+
+def _not_known(_job: str, _cluster: str) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The number under which a folder is written; 0: by whoever asked nobody."""
+
+    folder: Path
+    number: int = 0
+
+    def check(self) -> None:
+        """Refuse to go on where somebody else has taken the folder since.
+
+        Raises:
+            RefusedError: the folder is another one's now.
+        """
+        newest = max(_numbers(self.folder / _FOLDER), default=self.number)
+        if self.number and newest != self.number:
+            raise RefusedError(
+                f"{self.folder} has been taken over by another process (its lease is number "
+                f"{newest}, this one's was {self.number}): nothing more is written here"
+            )
+
+
+@contextlib.contextmanager
+def hold(folder: Path, what: str, *, job_ended: JobEnded = _not_known) -> Iterator[Fence]:
+    """Be the only one that writes the folder, which is made where it is missing.
+
+    Args:
+        what: what the holder does, for whoever comes second.
+
+    Raises:
+        RefusedError: another one holds it, or cannot be proven to be gone.
+        StorageError: the folder cannot be written.
+        UntrustedError: others could have written the lease.
+    """
+    folder = folder.absolute()
+    place = folder / _FOLDER
+    with storage_errors("write", place):
+        own_folder(place)
+        number = _take(place, Holder.here(what), job_ended)
+    mine = place / str(number)
+    done = threading.Event()
+    renewal = threading.Thread(target=_renew, args=(mine, done), name="lease", daemon=True)
+    renewal.start()
+    try:
+        yield Fence(folder, number)
+    finally:
+        done.set()
+        renewal.join()
+        # A rename needs no room on a full disk. A lease that stays is that of a process that ends.
+        with contextlib.suppress(OSError):
+            mine.rename(f"{mine}{_RELEASED}")
+
+
+def _take(place: Path, holder: Holder, job_ended: JobEnded) -> int:
+    """The number that is the holder's from now on."""
+    for _ in range(_TRIES):
+        newest = max(_numbers(place), default=0)
+        last = place / str(newest)
+        if last.exists():
+            _require_gone(last, holder, job_ended)
+        mine = place / str(newest + 1)
+        if not _create(mine, holder):
+            continue
+        # Whoever looked long ago may have made a number that others have had by now.
+        if _is_newest(place, newest + 1):
+            _tidy(place, newest)
+            return newest + 1
+        mine.unlink(missing_ok=True)
+    raise RefusedError(f"{place.parent} is taken by one process after the other: try again")
+
+
+def _require_gone(last: Path, here: Holder, job_ended: JobEnded) -> None:
+    try:
+        holder = read_json_as(Holder, last, "lease", unknown="ignore")
+    except UsageError as error:
+        if not last.exists():  # released meanwhile
+            return
+        raise RefusedError(
+            f"{last.parent.parent} is in use: {error.args[0]}", hint=_clear(last)
+        ) from error
+    if holder.is_gone(here, job_ended):
+        return
+    if holder.within_reach(here):
+        raise RefusedError(
+            f"{last.parent.parent} is in use: {holder}",
+            hint=f"wait for it, or end it: kill {holder.pid}",
+        )
+    raise RefusedError(
+        f"{last.parent.parent} is in use: {holder}; its last sign of life is {_silence(last):.0f} "
+        f"s old (one comes every {RENEW_SECONDS:.0f} s), and from here it is not proven to be gone",
+        hint=f"wait for it; once you know that it is gone: {_clear(last)}",
+    )
+
+
+def _clear(last: Path) -> str:
+    return shlex.join(["mv", str(last), f"{last}{_RELEASED}"])
+
+
+def _silence(last: Path) -> float:
+    """Seconds by the file server's clock, which may not be this machine's."""
+    try:
+        with tempfile.TemporaryFile(dir=last.parent) as now:
+            return max(0.0, os.fstat(now.fileno()).st_mtime - last.stat().st_mtime)
+    except OSError:
+        return 0.0
+
+
+def _numbers(place: Path) -> list[int]:
+    """Of all holders whose files are there."""
+    try:
+        names = os.listdir(place)
+    except FileNotFoundError:
+        return []
+    found = (name.removesuffix(_RELEASED) for name in names)
+    return [int(name) for name in found if name.isascii() and name.isdecimal() and len(name) < 16]
+
+
+def _is_newest(place: Path, number: int) -> bool:
+    numbers = _numbers(place)
+    return max(numbers) == number and numbers.count(number) == 1
+
+
+def _create(mine: Path, holder: Holder) -> bool:
+    """Make the lease, whole, if nobody has its number."""
+    text = json.dumps(asdict(holder)).encode()
+    handle, draft = temporary_file(mine)
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(text)
+        os.link(draft, mine)
+    except FileExistsError:
+        # A file server that was asked twice refuses what it has done.
+        return Path(draft).stat().st_nlink > 1
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_plainly(mine, text)
+    finally:
+        os.unlink(draft)
+    return True
+
+
+def _create_plainly(mine: Path, text: bytes) -> bool:
+    """Where a file has one name only; a reader in between finds no holder in it, and is refused."""
+    try:
+        write_secret(mine, text)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _tidy(place: Path, newest: int) -> None:
+    """The holder before stays, for people; who comes late must find its number taken."""
+    for number in _numbers(place):
+        for ending in _ENDINGS if number < newest else ():
+            (place / f"{number}{ending}").unlink(missing_ok=True)
+
+
+def _renew(mine: Path, done: threading.Event) -> None:
+    while not done.wait(RENEW_SECONDS):
+        with contextlib.suppress(OSError):  # a file server that is away: the work matters more
+            os.utime(mine)
