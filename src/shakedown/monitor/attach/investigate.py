@@ -3,6 +3,7 @@
 As processes of their own they are bounded, and what goes wrong in them ends no watch.
 """
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from shakedown.core.errors import BlockedError, ShakedownError
 from shakedown.core.files import write_json
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths, EvidencePaths, StagePaths
-from shakedown.core.private import make_folders, open_own
+from shakedown.core.private import make_folders, new_folder, open_own
 from shakedown.core.verdict import read_verdict
 from shakedown.monitor.attach.judge import Judgement, Key
 from shakedown.monitor.attach.sampler import Process
@@ -61,8 +62,7 @@ def investigate(
     Raises:
         BlockedError: no diagnosis came of it, with the reason.
     """
-    stamp = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ")
-    folder = StagePaths(out.absolute() / stamp)
+    folder = StagePaths(_new_folder(out.absolute()))
     evidence = AttemptPaths(folder.root).evidence
     make_folders(evidence)
     rounds, gap = _BUSY_SAMPLES if judgement.kind in _COMPUTES else _SAMPLES
@@ -75,6 +75,18 @@ def investigate(
     analyze += ["--json", str(folder.diagnosis), "--html", str(folder.diagnosis_html)]
     said = _run(analyze, folder.root / "analyze.log", _ANALYSIS_SECONDS)
     return _found(folder, said)
+
+
+def _new_folder(out: Path) -> Path:
+    """Named by the second; two watches may suspect something in the same one."""
+    make_folders(out)  # first: a file in its place must not look like a name that is taken
+    stamp, number = datetime.now(UTC).strftime("%Y%m%dT%H%M%SZ"), 1
+    while True:
+        folder = out / (stamp if number == 1 else f"{stamp}-{number}")
+        with contextlib.suppress(FileExistsError):
+            new_folder(folder)
+            return folder
+        number += 1
 
 
 def _found(folder: StagePaths, said: str) -> Found:
