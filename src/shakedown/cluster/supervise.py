@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from shakedown.cluster.guard import MARK, Process, living, look, send
+from shakedown.cluster.roster import Roster
 from shakedown.core.errors import LaunchError, StorageError
 from shakedown.core.folders import storage_errors
 from shakedown.core.leftovers import private_folder
@@ -111,9 +112,12 @@ class Supervisor:
     Use it from one thread.
     """
 
-    def __init__(self, *, grace: float = 10.0) -> None:
-        """`grace`: seconds between SIGTERM and SIGKILL when the block is left, and in the guard."""
-        self._grace = grace
+    def __init__(self, *, grace: float = 10.0, roster: Path | None = None) -> None:
+        """`grace`: seconds between SIGTERM and SIGKILL when the block is left, and in the guard.
+
+        `roster`: where the processes are written down while there are any.
+        """
+        self._grace, self._roster = grace, roster
         self._children: dict[str, _Child] = {}
         self._sessions: dict[int, _Child] = {}  # that may still have members, by their leaders
         self._guard: subprocess.Popen[bytes] | None = None
@@ -136,6 +140,8 @@ class Supervisor:
             self._reap()
             self._dismiss_guard()
             self._folders.close()
+            if self._roster is not None:
+                self._roster.unlink(missing_ok=True)
 
     def start(self, component: Component) -> int:
         """Start a component and return its pid, which is also its group's and session's id.
@@ -164,7 +170,17 @@ class Supervisor:
         child = _Child(component, process, started, time.monotonic(), mark)
         self._children[component.name] = self._sessions[process.pid] = child
         self._tell_guard(f"+{process.pid} {started} {mark}")
+        self._write_roster()
         return process.pid
+
+    def _write_roster(self) -> None:
+        if self._roster is None or self._guard is None:
+            return
+        guard = look(self._guard.pid)
+        sessions = {str(pid): child.leader for pid, child in self._sessions.items()}
+        marks = [child.mark for child in self._sessions.values() if child.mark]
+        known = (guard.pid, guard.started) if guard is not None else (0, 0)
+        Roster(known, sessions, marks).write(self._roster)
 
     def _temporary(self, component: Component) -> dict[str, str]:
         """Removed when the block is left: until then a process of its session may use it."""

@@ -154,6 +154,11 @@ class AttemptPaths:
     # what the stage's own server asks every request for; its owner alone can read it
     secret = Below("secret")
     stop = Below("stop")  # empty until somebody asks the ranks to save and stop
+    fence = Below(
+        "fence"
+    )  # the number of the stage's lease that its writers hold; see `core.lease`
+    # the supervisor's processes while it lives, for whoever finds it killed; see `cluster.roster`
+    roster = Below("roster.json")
     # processes that stand for a debugger, and their tokens; see `debug.stops`
     debug = Below("debug")
     # rollout batches and weights that trainer and orchestrator hand each other

@@ -52,6 +52,7 @@ class Trainer:
             fingerprint=fingerprint(job),
             keep=job.config.keep_checkpoints,
             beat=lambda: context.beat("checkpoint"),
+            fence=job.fence.check,
         )
         self._evaluator = self._build_evaluator()
         self._served = ServedScores(job.attempt.evals)
@@ -288,6 +289,7 @@ class Trainer:
         weights = context.engine.gather(context.engine.torch_dtype)  # collective, as in `_measure`
 
         def write() -> str:
+            context.job.fence.check()
             with staged_folder(target) as staged:
                 context.engine.export(staged, weights)
             return str(target)

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from shakedown.config import FaultConfig, OptimizerConfig, StageConfig
-from shakedown.core.errors import StorageError
+from shakedown.core.errors import RefusedError, StorageError
 from shakedown.core.folders import publish_folder
+from shakedown.core.lease import hold
 from shakedown.training.checkpoint.checkpoints import Checkpoints, Found, find, read_meta
 from shakedown.training.checkpoint.fingerprint import differences, fingerprint
 from shakedown.training.checkpoint.random_state import load_random, random_state
@@ -328,12 +329,31 @@ def paper() -> Iterator[Paper]:
     paper.may_write.set()
 
 
-def _checkpoints(root: Path, paper: Any, ranks: Ranks, *, keep: int = 2) -> Checkpoints:
-    return Checkpoints(root, engine=paper, ranks=ranks, fingerprint=OURS, keep=keep)
+def _checkpoints(root: Path, paper: Any, ranks: Ranks, **more: Any) -> Checkpoints:
+    return Checkpoints(root, engine=paper, ranks=ranks, fingerprint=OURS, **{"keep": 2, **more})
 
 
 def _names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
+
+
+def test_a_writer_whose_folder_was_taken_over_adds_no_row_and_no_checkpoint(
+    tmp_path: Path, paper: Paper, alone: Ranks
+) -> None:
+    with hold(tmp_path, "an attempt") as mine:
+        log = MetricsLog(tmp_path / "metrics.jsonl", fence=mine.check)
+        checkpoints = _checkpoints(tmp_path / "checkpoints", paper, alone, fence=mine.check)
+        log.append({"step": 4})
+        checkpoints.begin(4)
+    with hold(tmp_path, "the next attempt"):
+        with pytest.raises(StorageError, match="has been taken over"):
+            checkpoints.wait()
+        for write in (lambda: log.append({"step": 5}), lambda: log.keep_until(0)):
+            with pytest.raises(RefusedError, match="its lease is number 2, this one's was 1"):
+                write()
+
+    assert not any(name.startswith("step_") for name in _names(tmp_path / "checkpoints"))
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == '{"step": 4}\n'
 
 
 def test_a_checkpoint_appears_at_the_first_step_after_it_is_written_with_the_state_of_its_own(

@@ -140,6 +140,7 @@ class Checkpoints:
         root: the stage's `checkpoints` folder.
         keep: how many of the newest stay.
         beat: called while a checkpoint is looked for.
+        fence: raises where somebody else writes the folder by now.
 
     `data`: the place in the data of the checkpoint that was resumed from. `changed`: the settings
     that were others when it was written, by name with both values.
@@ -154,8 +155,9 @@ class Checkpoints:
         fingerprint: Mapping[str, str],
         keep: int,
         beat: Callable[[], None] = lambda: None,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
-        self._root = root
+        self._root, self._fence = root, fence
         self._engine = engine
         self._ranks = ranks
         self._fingerprint = fingerprint
@@ -214,6 +216,7 @@ class Checkpoints:
         staged = self._root / f"{STAGED}{_PREFIX}{step:06d}"
 
         def stage() -> str:
+            self._fence()
             with storage_errors("write", staged):
                 new_folder(staged)
                 # Now, not by the thread: used rollouts are removed while the training goes on.
@@ -323,6 +326,7 @@ class Checkpoints:
 
         They are kept, one of each step: a file system may have told wrongly that they are broken.
         """
+        self._fence()
         with storage_errors("tidy", self._root):
             self._sweep()
             for folder in _folders(self._root):
@@ -353,6 +357,7 @@ class Checkpoints:
         # In this order a kill at any moment leaves whole checkpoints: meta.json is the last file,
         # the rename shows the folder, and only then the oldest goes.
         write_json(staged / _META, asdict(replace(meta, digest=meta.own_digest())))
+        self._fence()
         publish_folder(staged, target)
         write_text(self._root / "latest", target.name + "\n")
         with storage_errors("tidy", self._root):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +14,18 @@ from shakedown.core.private import open_own
 class MetricsLog:
     """Appends rows; each is on its way to disk before `append` returns."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, *, fence: Callable[[], None] = lambda: None) -> None:
+        """`fence`: raises where somebody else writes the file by now."""
+        self._path, self._fence = path, fence
 
     def keep_until(self, step: int) -> int:
         """Drop the rows past `step` and a last row that was cut off; returns how many went.
 
         Raises:
             StorageError: the file cannot be read or written.
+            RefusedError: somebody else writes it by now; so in `append`.
         """
+        self._fence()
         rows, dropped = [], 0
         for line in self._lines():
             row = _parse(line)
@@ -39,6 +42,7 @@ class MetricsLog:
         Raises:
             StorageError: the file cannot be written.
         """
+        self._fence()
         line = json.dumps(row, allow_nan=False) + "\n"
         with storage_errors("write", self._path):
             handle = open_own(self._path, os.O_WRONLY | os.O_APPEND)

@@ -19,8 +19,8 @@ class Record:
     """
 
     def __init__(self, job: StageJob) -> None:
-        self._metrics = MetricsLog(job.paths.metrics)
-        self._job, self._changes = job, MetricsLog(job.paths.changes)
+        self._metrics = MetricsLog(job.paths.metrics, fence=job.fence.check)
+        self._job, self._changes = job, MetricsLog(job.paths.changes, fence=job.fence.check)
         self._table = ProgressTable(job.config.steps)
         self._sinks: dict[str, Sink] = {
             name: open_sink(name, job) for name in dict.fromkeys(job.config.sinks)

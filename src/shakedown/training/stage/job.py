@@ -7,8 +7,11 @@ from typing import Any
 
 from shakedown.agents.reward_pool import RewardLimits
 from shakedown.config import StageConfig, SupervisedStage
+from shakedown.core.errors import UsageError
 from shakedown.core.files import read_json_as, write_json
+from shakedown.core.lease import Fence
 from shakedown.core.paths import AttemptPaths, StagePaths
+from shakedown.core.private import read_own
 
 
 class SupervisedJob:
@@ -28,9 +31,24 @@ class SupervisedJob:
     def attempt(self) -> AttemptPaths:
         return AttemptPaths(Path(self.attempt_root))
 
+    @property
+    def fence(self) -> Fence:
+        """Under which the attempt may write the stage's folder."""
+        return Fence(self.paths.root, _number(self.attempt.fence))
+
     def write(self, path: Path) -> None:
         """Write the job atomically as JSON."""
         write_json(path, {**vars(self), "config": self.config.model_dump(mode="json")})
+
+
+def _number(path: Path) -> int:
+    """0 where the attempt has no lease: it was begun without a supervisor."""
+    try:
+        return int(read_own(path))
+    except FileNotFoundError:
+        return 0
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} holds no number of a lease: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,14 @@ The attempt always ends with an outcome, and no process outlives it.
 from collections.abc import Sequence
 from dataclasses import replace
 
+from shakedown.cluster.held import hold
 from shakedown.cluster.nodes import allocation_nodes, node_name
+from shakedown.cluster.roster import end_left
 from shakedown.cluster.supervise import Component, Exit, Supervisor
 from shakedown.core.errors import LaunchError, UsageError
+from shakedown.core.files import write_text
 from shakedown.core.folders import storage_errors
+from shakedown.core.lease import Fence
 from shakedown.core.outcome import Outcome, judge_outcome
 from shakedown.core.paths import AttemptPaths
 from shakedown.core.private import own_folder, own_tree
@@ -45,6 +49,7 @@ def run_stage(plan: Plan) -> Outcome:
         UsageError: the stage wants more nodes or GPUs than there are; the recorded rollouts are
             not all there, or cannot be replayed here.
         UntrustedError: others can change the stage's folder or a checkpoint.
+        RefusedError: another process writes the stage's folder, or one of a killed attempt is left.
     """
     for _ in range(_PORT_TRIES - 1):
         outcome = _run_attempt(plan)
@@ -57,17 +62,27 @@ def run_stage(plan: Plan) -> Outcome:
 
 
 def _run_attempt(plan: Plan) -> Outcome:
+    nodes, root = _nodes(plan.job.config.nodes), plan.job.paths.root
+    plan.check(nodes)
+    with storage_errors("write", root):
+        own_folder(root)
+    with hold(root, f"shakedown train {plan.job.stage}") as fence:
+        return _run_alone(plan, nodes, fence)
+
+
+def _run_alone(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
+    """With the stage's folder held: nobody else writes it."""
     job, paths = plan.job, plan.job.paths
     clock = Stopwatch()
-    nodes = _nodes(job.config.nodes)
-    plan.check(nodes)
     with storage_errors("write", paths.root):
-        own_folder(paths.root)
         own_tree(paths.checkpoints)
+    for number in paths.attempt_numbers():
+        end_left(paths.attempt(number).roster)
     # Gone before the attempt begins: if this process is killed, no older outcome speaks for it.
     paths.outcome.unlink(missing_ok=True)
     paths.verdict.unlink(missing_ok=True)
     attempt = paths.new_attempt()
+    write_text(attempt.fence, f"{fence.number}\n")
     stopping.prepare(attempt.stop)
     launched = plan.launch(attempt, nodes)
     print(
@@ -95,6 +110,7 @@ def _run_attempt(plan: Plan) -> Outcome:
     if outcome.state == "interrupted":
         outcome = replace(outcome, sentence=f"{outcome.sentence}; {plan.resume_hint()}")
     outcome.write(attempt.outcome)
+    fence.check()
     # Without a stage outcome Snakemake's job fails, and its next run goes on from the checkpoint.
     if outcome.state != "interrupted":
         judge_outcome(outcome, None, paths.root).write(paths.verdict)
@@ -135,11 +151,15 @@ def _debuggable(components: Sequence[Component], attempt: AttemptPaths) -> Seque
     ]
 
 
+def _supervisor(attempt: AttemptPaths) -> Supervisor:
+    return Supervisor(grace=_GRACE_SECONDS, roster=attempt.roster)
+
+
 def _supervise(
     launched: Launched, nodes: Sequence[str]
 ) -> tuple[Ending, list[Exit], Health | None]:
     attempt, config = launched.job.attempt, launched.job.config
-    with stop_signals() as stop, Supervisor(grace=_GRACE_SECONDS) as supervisor:
+    with stop_signals() as stop, _supervisor(attempt) as supervisor:
         monitor = Monitor(
             supervisor=supervisor,
             launched=launched,

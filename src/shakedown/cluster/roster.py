@@ -1,0 +1,86 @@
+"""The processes of a supervisor, written down: whoever finds it killed sees that they are gone."""
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from shakedown.cluster.guard import Process, end, living, look
+from shakedown.core.errors import RefusedError
+from shakedown.core.files import read_json_as, write_json
+from shakedown.core.identity import boot_id, pid_space
+
+_GUARD_SECONDS = 30.0  # above the guard's own grace time and its kill
+_GRACE_SECONDS = 2.0  # of what the guard, killed as well, has left
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Roster:
+    """`sessions`: their leaders' numbers with their starts in clock ticks since `boot`.
+
+    `guard`: of the guard, who ends them all; as long as it lives it is at it. `marks`: of
+    components whose descendants lead sessions of their own.
+    """
+
+    guard: Sequence[int] = (0, 0)
+    sessions: Mapping[str, int] = field(default_factory=dict)
+    marks: Sequence[str] = ()
+    boot: str = field(default_factory=boot_id)
+    space: int = field(default_factory=pid_space)
+
+    def write(self, path: Path) -> None:
+        """Write it atomically as JSON."""
+        write_json(path, asdict(self))
+
+
+def end_left(path: Path) -> None:
+    """See that nothing of a roster that is there runs here any more; then it is removed.
+
+    What a supervisor on another machine left, whose lease was taken over, ended with its machine or
+    its Slurm job.
+
+    Raises:
+        RefusedError: processes are left that could not be ended, or that may be somebody else's.
+        UsageError: the roster cannot be read.
+        UntrustedError: others could have written it.
+    """
+    if not path.exists():
+        return
+    roster = read_json_as(Roster, path, "roster")
+    if (roster.boot, roster.space) == (boot_id(), pid_space()):
+        _end(roster, path)
+    path.unlink(missing_ok=True)
+
+
+def _end(roster: Roster, path: Path) -> None:
+    deadline = time.monotonic() + _GUARD_SECONDS
+    while _lives(*roster.guard) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    known = {int(number): started for number, started in roster.sessions.items()}
+    # Without its leader a session of that number may be a later one: it is not signalled.
+    proven = {number: start for number, start in known.items() if _lives(number, start)}
+    if living(proven, roster.marks):
+        print(f"{path.parent}: ending processes of an attempt that was killed", flush=True)
+        end(proven, _GRACE_SECONDS, roster.marks)
+    left = [each for each in living(known, roster.marks) if _is_own(each)]
+    if left:
+        numbers = ",".join(str(each.pid) for each in left)
+        raise RefusedError(
+            f"{path.parent}: processes {numbers} may be left of an attempt that was killed",
+            hint=f"ps -o pid,user,lstart,stat,wchan,args -p {numbers}; if they are: kill -9 "
+            + numbers.replace(",", " "),
+        )
+
+
+def _lives(pid: int, started: int) -> bool:
+    found = look(pid) if pid > 0 else None
+    return found is not None and found.started == started and not found.ended
+
+
+def _is_own(process: Process) -> bool:
+    try:
+        return Path(f"/proc/{process.pid}").stat().st_uid == os.geteuid()
+    except OSError:  # ended meanwhile
+        return False
