@@ -1,5 +1,6 @@
 """One process writes a folder: a second one is told of it, and one that is gone hinders nobody."""
 
+import errno
 import json
 import os
 import shlex
@@ -172,3 +173,17 @@ def test_a_lease_that_says_nothing_is_refused_with_the_command_that_clears_it(
     subprocess.run(shlex.split(refused.value.hint), check=True)
     with hold(tmp_path, "the next") as fence:
         assert fence.number == 8
+
+
+def test_where_a_file_has_one_name_only_the_folder_is_held_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_names: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+
+    with hold(tmp_path, "the first") as first:
+        with pytest.raises(RefusedError, match="in use: the first"), hold(tmp_path, "second"):
+            pass
+        first.check()
