@@ -5,7 +5,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from shakedown.core.errors import ShakedownError, UsageError, did_you_mean
 from shakedown.core.private import open_own
 
 if TYPE_CHECKING:
-    from shakedown.monitor.attach.actions import Actions
+    from shakedown.monitor.attach.actions import Actions, Command
     from shakedown.monitor.attach.subjects import Subject
     from shakedown.monitor.attach.watcher import Options
 
@@ -82,7 +82,8 @@ def add_arguments(parser: CommandParser) -> None:
         "--command",
         metavar="WORDS",
         help="run this without a shell; {job} {state} {cause} {sentence} {ranks} {nodes} "
-        "{evidence} {subject} {at} are filled in",
+        "{evidence} {subject} {at} are filled in, `_` for what a shell would read; the exact "
+        "texts are in $SHAKEDOWN_SENTENCE and so on",
     )
     then.add_argument("--webhook", metavar="URL", help="POST it as JSON to an https address")
     then.add_argument(
@@ -163,13 +164,13 @@ def _actions(args: argparse.Namespace) -> "Actions":
     return Actions(args.then == "scancel", command, webhook)
 
 
-def _command(text: str) -> Callable[..., list[str]]:
-    """A command whose placeholders are known.
+def _command(text: str) -> "Callable[[Mapping[str, str]], Command]":
+    """A command whose placeholders are known, each a word or a part of one.
 
     Raises:
         UsageError: it cannot be cut into words, or a placeholder is not known.
     """
-    from shakedown.config.command import is_a_command, placeholders_in, words_of
+    from shakedown.config.command import is_a_command, placeholders_in
     from shakedown.monitor.attach.actions import Alarm
 
     valid = Alarm.placeholders()
@@ -184,7 +185,15 @@ def _command(text: str) -> Callable[..., list[str]]:
             raise ValueError("it is empty")
     except ValueError as error:
         raise UsageError(f"--command {text[:80]!r}: {error}") from error
-    return partial(words_of, text)
+    return partial(_filled, text)
+
+
+def _filled(text: str, values: Mapping[str, str]) -> "Command":
+    """An alarm's sentence is text of others: as words it is harmless, as variables exact."""
+    from shakedown.config.command import environment_of, harmless, words_of
+
+    words = words_of(text, {name: harmless(value) for name, value in values.items()})
+    return words, environment_of(values)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from shakedown.config.values import Place, Positive, Seconds, Section, SupervisedStage
-from shakedown.core.errors import did_you_mean
+from shakedown.core.errors import UsageError, did_you_mean
 
 # What stands for each; docs/any-trainer.md has the table for users.
 PLACEHOLDERS: Mapping[str, str] = {
@@ -30,7 +30,11 @@ PLACEHOLDERS: Mapping[str, str] = {
 _OF_AN_ATTEMPT = frozenset({"resume", "hosts", "head", "port"})
 # `${name}` is the shell's and OmegaConf's; `{{` and `}}` are braces of the command itself.
 _BRACES = re.compile(r"\{\{|\}\}|(?<!\$)\{([A-Za-z_]+)\}")
-_SHELLS = frozenset({"sh", "bash", "dash", "zsh", "ksh"})
+# Beside a placeholder in its word: paths and options, of which no shell or interpreter makes code.
+_PLAIN = re.compile(r"[\w.,:/@%+=-]*")
+# What a shell, or a second one on another host, would read as more than text.
+_READ_BY_SHELLS = re.compile(r"""[\x00-\x1f\x7f$`"'\\;&|<>(){}*?!#~^]""")
+_ENVIRONMENT = "SHAKEDOWN_"  # + the placeholder's name in capitals
 
 
 def placeholders_in(text: str) -> list[str]:
@@ -48,8 +52,35 @@ def fill(text: str, values: Mapping[str, str]) -> str:
 
 
 def words_of(command: str, values: Mapping[str, str]) -> list[str]:
-    """The words of a command. It is cut first: a value never becomes two of them."""
+    """The words of a command. It is cut first: a value never becomes two of them.
+
+    Raises:
+        UsageError: a value that it asks for has characters that a shell reads.
+    """
+    for name in placeholders_in(command):
+        if found := _READ_BY_SHELLS.search(values[name]):
+            raise UsageError(
+                f"{{{name}}} of the command is {values[name]!r}: a shell that the command starts "
+                f"would read {found[0]!r} in it; expected a name without such characters",
+                hint=f"rename it, or leave {{{name}}} out and read "
+                f'"${variable(name)}" in a script, which has the exact text',
+            )
     return [fill(word, values) for word in shlex.split(command)]
+
+
+def harmless(text: str) -> str:
+    """The text as a word of a command: `_` for each character that a shell would read."""
+    return _READ_BY_SHELLS.sub("_", text)
+
+
+def variable(name: str) -> str:
+    """The environment variable that has a placeholder's exact value."""
+    return f"{_ENVIRONMENT}{name.upper()}"
+
+
+def environment_of(values: Mapping[str, str]) -> dict[str, str]:
+    """All values as variables, which a script reads safely; none has room for a NUL."""
+    return {variable(name): value.replace("\0", "") for name, value in values.items()}
 
 
 def _known(text: str) -> str:
@@ -64,21 +95,22 @@ def _known(text: str) -> str:
 
 
 def is_a_command(text: str) -> str:
-    """The text, which can be cut into words and hands no value to a shell.
+    """The text, which can be cut into words and has no placeholder inside a text of its own.
 
     Raises:
-        ValueError: it cannot, or does.
+        ValueError: it cannot, or has.
     """
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ValueError(f"cannot be cut into words as a shell does: {error}") from error
-    for before, option, word in zip(words, words[1:], words[2:], strict=False):
-        is_shell = before.rpartition("/")[2] in _SHELLS and re.fullmatch(r"-[a-z]*c", option)
-        if is_shell and placeholders_in(word):
+    for word in words:
+        names = placeholders_in(word)
+        if names and not _PLAIN.fullmatch(_BRACES.sub(lambda m: "" if m[1] else m[0], word)):
             raise ValueError(
-                "a placeholder inside the text of `sh -c` would be read by the shell again: give "
-                "it as an argument, as in bash -c 'exec ./train.sh \"$1\"' bash {resume}"
+                f"{word!r} has {{{names[0]}}} inside a text, which a shell may read as commands: "
+                f"expected a word of its own or a part of a path or option, such as {{{names[0]}}} "
+                f'or --option={{{names[0]}}}; in a script write "${variable(names[0])}"'
             )
     return text
 

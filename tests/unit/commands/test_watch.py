@@ -45,7 +45,7 @@ step() if sys.argv[1] == "steps" else waits_for_the_others()
         (["--match", "x", "--hosts", "-x"], "--hosts"),
         (["--job", "1", "--command", "mail {jib}"], "did you mean 'job'"),
         (["--job", "1", "--command", "mail 'x"], "cannot be cut"),
-        (["--job", "1", "--command", "sh -c 'mail {sentence}'"], "read by the shell again"),
+        (["--job", "1", "--command", "sh -c 'mail {sentence}'"], "inside a text"),
         (["--job", "1", "--command", ""], "it is empty"),
         (["--job", "1", "--webhook", "http://h/"], "expected https"),
         (["--job", "1", "--webhook-secret", "s"], "needs --webhook"),

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from shakedown.config import CommandStage, Config, load_config, parse_config
-from shakedown.config.command import PLACEHOLDERS, words_of
-from shakedown.core.errors import ConfigError
+from shakedown.config.command import PLACEHOLDERS, environment_of, words_of
+from shakedown.core.errors import ConfigError, UsageError
 from shakedown.training.lint import findings_of
 
 EXAMPLES = Path(__file__).parents[3] / "config" / "examples"
@@ -51,8 +51,7 @@ def test_a_command_stands_beside_stages_of_our_own(tmp_path: Path) -> None:
     [
         ({"command": "train.py {resum}"}, "unknown placeholder {resum} (did you mean 'resume'?)"),
         ({"command": "train.py 'x"}, "cannot be cut into words"),
-        ({"command": "bash -c 'train.sh {stage}'"}, "would be read by the shell again"),
-        ({"command": "bash -lc 'train.sh {stage}'"}, "would be read by the shell again"),
+        ({"resume": {"glob": "x", "arguments": "-x 'a {stage}'"}}, "{stage} inside a text"),
         ({"command": "train.py {resume}"}, "{resume} needs `resume: {glob: ...}`"),
         ({"outputs": ["out/{port}"]}, "{port} is another one in each attempt"),
         ({"resume": {"glob": "{hosts}/*"}}, "{hosts} is another one in each attempt"),
@@ -73,21 +72,58 @@ def test_a_section_that_is_wrong_says_where_and_what_is_valid(
     assert told in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bash -c 'echo {run}'",
+        "bash -euo pipefail -c 'echo {run}'",
+        "fish -c 'echo {run}'",
+        "/bin/busybox sh -c 'echo {run}'",
+        "ssh n1 'train.py {run}'",
+        "sbatch --wrap='x {run}'",
+        "env -S 'bash -c {run}'",
+        "python -c 'print(\"{run}\")'",
+        "bash -c cd${{IFS}}{run}",
+        "bash -c {run};id",
+        "python -c print({run})",
+    ],
+)
+def test_a_placeholder_inside_a_text_is_refused_whoever_reads_it(command: str) -> None:
+    with pytest.raises(ConfigError, match=r'\{run\} inside a text.*write "\$SHAKEDOWN_RUN"'):
+        run_of(command=command)
+
+
 def test_a_value_never_becomes_two_words_nor_a_placeholder() -> None:
-    values = dict.fromkeys(PLACEHOLDERS, "a 'b' {model} $(c)")
+    given = "/a b/ü,c=1"
+    values = dict.fromkeys(PLACEHOLDERS, given)
 
-    words = words_of("train.py --resume {resume} --out={stage}/x '{data} y'", values)
+    words = words_of("train.py --resume {resume} --out={stage}/x +a.b={data},{run}", values)
 
-    given = "a 'b' {model} $(c)"
-    assert words == ["train.py", "--resume", given, f"--out={given}/x", f"{given} y"]
+    assert words == [
+        "train.py",
+        "--resume",
+        given,
+        f"--out={given}/x",
+        f"+a.b={given},{given}",
+    ]
+
+
+@pytest.mark.parametrize("value", ["/s_$(id)", "/s_`id`", "/s;id", "/s\nid", "/a'b", "{model}"])
+def test_a_value_that_a_shell_would_read_is_no_word_but_a_variable(value: str) -> None:
+    values = {"resume": value, "stage": "/plain"}
+
+    with pytest.raises(UsageError, match=r"would read (?s:.)*SHAKEDOWN_RESUME") as raised:
+        words_of("bash -c 'eval $0' {resume}", values)
+
+    assert repr(value) in str(raised.value)
+    assert words_of("train.sh {stage}", values) == ["train.sh", "/plain"]
+    assert environment_of(values)["SHAKEDOWN_RESUME"] == value
 
 
 def test_an_empty_value_stays_a_word_and_other_braces_stay_as_they_are() -> None:
-    values = dict.fromkeys(PLACEHOLDERS, "")
-
-    assert words_of("t {resume} end", values) == ["t", "", "end"]
+    assert words_of("t {resume} end", {"resume": ""}) == ["t", "", "end"]
     kept = '${oc.env:HOME} ${stage} {"a":1} {{stage}}'
-    assert words_of(f"'{kept}'", values) == ['${oc.env:HOME} ${stage} {"a":1} {stage}']
+    assert words_of(f"'{kept}'", {}) == ['${oc.env:HOME} ${stage} {"a":1} {stage}']
 
 
 def test_progress_none_is_the_same_as_no_progress() -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import hmac
 import json
+import os
 import ssl
 import subprocess
 import urllib.error
@@ -22,6 +23,7 @@ SCHEMA = "shakedown/alarm/1"
 SIGNATURE = "X-Shakedown-Signature"
 COMMAND_SECONDS = 60.0
 WEBHOOK_SECONDS = 10.0  # for each of connecting, sending and the first byte of the answer
+_NOTHING: Mapping[str, str] = {}
 _LATE = 3.0  # times as long for all of them together
 
 
@@ -49,6 +51,9 @@ class Alarm:
         return list(Alarm.__dataclass_fields__)
 
 
+Command = tuple[Sequence[str], Mapping[str, str]]  # the words, and variables beside its own
+
+
 @dataclass(frozen=True)
 class Webhook:
     """Where an alarm is posted to; `secret`: a file whose content signs the body."""
@@ -59,17 +64,17 @@ class Webhook:
 
 @dataclass(frozen=True)
 class Actions:
-    """What to do at an alarm. `command`: makes its words of the alarm's values."""
+    """What to do at an alarm. `command`: its words and variables, of the alarm's values."""
 
     scancel: bool = False
-    command: Callable[[Mapping[str, str]], list[str]] | None = None
+    command: Callable[[Mapping[str, str]], Command] | None = None
     webhook: Webhook | None = field(default=None)
 
     def act(self, alarm: Alarm) -> list[str]:
         """Do all of it, scancel last; a line for each that says what came of it."""
         said = []
         if self.command is not None:
-            said.append(f"command: {run_command(self.command(alarm.values()))}")
+            said.append(f"command: {run_command(*self.command(alarm.values()))}")
         if self.webhook is not None:
             said.append(f"webhook: {post(self.webhook, alarm)}")
         if self.scancel:
@@ -163,11 +168,12 @@ def _is_here(host: str) -> bool:
     return host in ("127.0.0.1", "localhost", "::1")
 
 
-def run_command(words: Sequence[str]) -> str:
-    """Run it without a shell; what came of it, with its last line."""
+def run_command(words: Sequence[str], more: Mapping[str, str] = _NOTHING) -> str:
+    """Run it without a shell, with `more` variables; what came of it, with its last line."""
     try:
         done = subprocess.run(
             words,
+            env={**os.environ, **more},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -12,7 +12,7 @@ from shakedown.cluster.guard import Process
 from shakedown.cluster.nodes import node_address, node_name, quiet_port
 from shakedown.cluster.supervise import Supervisor
 from shakedown.config import CommandStage
-from shakedown.config.command import fill, words_of
+from shakedown.config.command import environment_of, fill, words_of
 from shakedown.core import at_start
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
@@ -123,15 +123,12 @@ class CommandPlan:
     srun_args: Sequence[str] = ()
 
     def check(self, nodes: Sequence[str]) -> None:
-        """Nothing is left to be refused: nodes and words are judged where they are looked up."""
+        """Refuse values that a shell would read, before an attempt begins."""
+        self._words(self._values(nodes))
 
     def launch(self, attempt: AttemptPaths, nodes: Sequence[str]) -> CommandLaunched:
         config, values = self.job.config, self._values(nodes)
-        checkpoint = newest_checkpoint(self.job)
-        values |= {"resume": str(checkpoint) if checkpoint else ""}
-        words = words_of(config.command, values)
-        if checkpoint and config.resume:
-            words += words_of(config.resume.arguments, values)
+        checkpoint, words = values["resume"], self._words(values)
         ray: dict[str, str | int] = {}
         if config.launch == "ray":
             address = f"{values['head']}:{values['port']}"
@@ -149,7 +146,7 @@ class CommandPlan:
             port=int(values["port"]),
             python=config.python or sys.executable,
             attempt=attempt,
-            env=_environment(config, attempt),
+            env={**environment_of(values), **_environment(config, attempt)},
             srun_args=self.srun_args,
             start_timeout=config.start_timeout,
             dashboard=int(ray.get("dashboard", 0)),
@@ -183,13 +180,20 @@ class CommandPlan:
         resume = self.job.config.resume
         return fill(resume.glob, self.job.values) if resume else ""
 
+    def _words(self, values: Mapping[str, str]) -> list[str]:
+        config = self.job.config
+        more = config.resume.arguments if values["resume"] and config.resume else ""
+        return words_of(config.command, values) + words_of(more, values)
+
     def _values(self, nodes: Sequence[str]) -> dict[str, str]:
+        checkpoint = newest_checkpoint(self.job)
         head = node_address(nodes[0]) if len(nodes) > 1 else "127.0.0.1"
         return {
             **self.job.values,
             "hosts": ",".join(nodes),
             "head": head,
             "port": str(quiet_port()),
+            "resume": str(checkpoint) if checkpoint else "",
         }
 
 

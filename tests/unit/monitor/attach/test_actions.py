@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -171,13 +171,47 @@ def test_a_secret_is_looked_at_before_it_is_needed(tmp_path: Path, secret: Path)
         actions.check_secret(secret)
 
 
-def test_a_command_gets_the_values_as_words_of_their_own(tmp_path: Path) -> None:
-    code = "import json, sys; print(json.dumps(sys.argv[1:]))"
+def test_a_command_gets_the_values_as_words_that_are_harmless_and_as_variables(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import json, os, sys; print(json.dumps([*sys.argv[1:], os.environ['SHAKEDOWN_SENTENCE']]))"
+    )
     (tmp_path / "show.py").write_text(code)
     text = f"{sys.executable} {tmp_path}/show.py {{sentence}} {{job}}:{{ranks}} {{evidence}}"
     (said,) = Actions(command=_command(text)).act(ALARM)
     got = said.partition("ended with 0: ")[2]
-    assert json.loads(got) == ["rank 1; `touch x` $(y)", "7:1,2", "/e f"]
+    assert json.loads(got) == ["rank 1_ _touch x_ __y_", "7:1,2", "/e f", ALARM.sentence]
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("bash -c {sentence}", "bash ended with 127"),
+        (
+            "bash -c 'eval \"echo $0\"' {sentence}",
+            "ended with 0: ALARM __touch PWNED_",
+        ),
+        ("env --split-string={sentence}", "env ended with 127"),
+        (
+            "bash -c 'echo \"$SHAKEDOWN_SENTENCE\" | head -1'",
+            "ALARM $(touch PWNED) `touch",
+        ),
+    ],
+)
+def test_no_shell_runs_the_text_of_an_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    alarm = replace(ALARM, sentence="ALARM $(touch PWNED) `touch PWNED`\ntouch PWNED;touch PWNED")
+    (line,) = Actions(command=_command(command)).act(alarm)
+    assert said in line
+    assert not (tmp_path / "PWNED").exists()
+
+
+def test_a_command_with_a_value_inside_a_text_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--command .*\{sentence\} inside a text"):
+        _command("bash -euo pipefail -c 'echo ALARM {sentence}'")
 
 
 def test_a_command_that_fails_or_is_not_there_is_said(tmp_path: Path) -> None:
