@@ -24,7 +24,8 @@ class Listener:
 
     @property
     def loopback(self) -> bool:
-        return ipaddress.ip_address(self.address).is_loopback
+        address = ipaddress.ip_address(self.address)
+        return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 class Census:

@@ -151,7 +151,7 @@ class AttemptPaths:
     outcome = Below("outcome.json")
     job = Below("job.json")  # what the attempt's processes are told; see `training.stage.job`
     key = Below("key")  # signs what rank 0 tells the others; see `training.stage.key`
-    # what the stage's own server asks every request for; its owner alone can read it
+    # what the stage's own server, or its Ray cluster, asks every request for; only its owner's
     secret = Below("secret")
     stop = Below("stop")  # empty until somebody asks the ranks to save and stop
     fence = Below(

@@ -258,6 +258,7 @@ def lines(live: Live) -> list[str]:
         address, node, port = live.ray
         found.append(f"  ray: {address} on {node}, whose dashboard (ray[default]) comes by")
         found.append(f"    ssh -L 8265:127.0.0.1:{port} {node}   to http://127.0.0.1:8265")
+        found.append(f"    which asks for the token in stages/{live.name}/latest/secret")
     found += [f"  stands: {describe(stop)}" for stop in live.stops]
     return found + [f"  warning: {warning}" for warning in live.warnings]
 

@@ -20,6 +20,8 @@ from shakedown.monitor.collect import proc, ray_state
 SCHEMA = "shakedown/ray/1"
 ACTOR, TASK = "actor", "task"  # begin the role of a worker
 DRIVER = "driver"  # the role of the program that made them
+# `ray start` gives them to what it starts, also where it found the token in ~/.ray by itself.
+_TOKEN = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "HOME")
 _STATE_SECONDS = 20.0  # the head's store gives up on itself after 15
 _HEAD_BYTES, _TAIL_BYTES = 4096, 256 * 1024
 _MOST_LINES = 40  # of a log
@@ -82,11 +84,13 @@ def _begin_of(pid: int) -> str:
 
 @dataclass(frozen=True)
 class _Cluster:
-    """Of one raylet of this host: the head's address, the session's folder, Ray's Python."""
+    """Of one raylet of this host: the head's address, the session's folder, Ray's Python, and
+    the variables by which the head believes who asks."""
 
     address: str
     session: Path
     python: str
+    token: tuple[tuple[str, str], ...]
 
 
 def query(pids: Collection[int], address: str = "") -> tuple[str, str, str]:
@@ -133,18 +137,24 @@ def _clusters(pids: Collection[int], address: str) -> Iterator[_Cluster]:
             continue
         own = pid in parents or proc.parent(pid) in pids or head[1].rpartition(":")[2] in ports
         if own:
-            yield _Cluster(head[1], Path(session[1]), python[1])
+            token = tuple(_environ(pid, *_TOKEN).items())
+            yield _Cluster(head[1], Path(session[1]), python[1], token)
 
 
 def _address_of(pid: int) -> str:
     """What it was told of its cluster; empty without a port."""
+    found = _environ(pid, "RAY_ADDRESS").get("RAY_ADDRESS", "")
+    return found if found.rpartition(":")[2].isdecimal() else ""
+
+
+def _environ(pid: int, *names: str) -> dict[str, str]:
+    """Of these variables those that its program was started with."""
     try:
         rows = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return ""
-    told = next((row for row in rows if row.startswith(b"RAY_ADDRESS=")), b"")
-    found = told.decode("utf-8", "replace").partition("=")[2]
-    return found if found.rpartition(":")[2].isdecimal() else ""
+        return {}
+    pairs = (os.fsdecode(row).partition("=") for row in rows)
+    return {name: value for name, _, value in pairs if name in names}
 
 
 def _tables(cluster: _Cluster) -> tuple[dict[str, object], str]:
@@ -155,7 +165,12 @@ def _tables(cluster: _Cluster) -> tuple[dict[str, object], str]:
     command = [cluster.python, "-c", Path(ray_state.__file__).read_text("utf-8"), cluster.address]
     try:
         done = subprocess.run(
-            command, capture_output=True, timeout=_STATE_SECONDS, check=False, cwd="/"
+            command,
+            capture_output=True,
+            timeout=_STATE_SECONDS,
+            check=False,
+            cwd="/",
+            env={**os.environ, **dict(cluster.token)},
         )
     except subprocess.TimeoutExpired:
         return {}, f"the head does not answer within {_STATE_SECONDS:.0f} s"

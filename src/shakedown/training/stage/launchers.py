@@ -1,7 +1,9 @@
 """How the ranks of a command are started: by each launcher, here or over a Slurm job."""
 
 import os
+import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +11,9 @@ from pathlib import Path
 from shakedown.cluster.bootstrap import NODE_RANK
 from shakedown.cluster.ranks import loopback_of, rank_components, srun_argv
 from shakedown.cluster.supervise import Component
+from shakedown.core.folders import storage_errors
 from shakedown.core.paths import AttemptPaths
+from shakedown.core.private import write_secret
 from shakedown.training.stage import ray_driver
 
 LAUNCH = "trainer-launch"
@@ -144,7 +148,7 @@ def _ray(launch: Launch) -> list[Component]:
         "--block",
         "--disable-usage-stats",
     ]
-    env = {**loopback_of(launch.nodes), **launch.env}
+    env = {**loopback_of(launch.nodes), **_closed_ray(launch), **launch.env}
     head = [*start, "--head", f"--node-ip-address={launch.head}", f"--port={launch.port}"]
     head += ["--dashboard-host=127.0.0.1", f"--dashboard-port={launch.dashboard}"]
     wait = [str(len(launch.nodes)), str(launch.start_timeout)]
@@ -165,6 +169,25 @@ def _ray(launch: Launch) -> list[Component]:
         join = replace(launch, nodes=others)
         found.insert(1, _node_tasks(join, [*start, f"--address={address}"], RAY))
     return found
+
+
+def _closed_ray(launch: Launch) -> dict[str, str]:
+    """What keeps other users out: a token, a session folder of this user, and loopback on one node.
+
+    Whoever reaches a cluster without a token runs what he likes as its owner.
+    """
+    token = launch.attempt.secret.absolute()
+    parent = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    with storage_errors("write", token):
+        write_secret(token, secrets.token_hex(32).encode("ascii"))
+    with storage_errors("write", Path(parent)):
+        # Others could have made a folder whose name they can guess. A short one: Ray's sockets
+        # are in it, and a path of more than 107 characters is too long for a socket.
+        folder = tempfile.mkdtemp(prefix="sd-ray-", dir=parent)
+    closed = {"RAY_TMPDIR": folder, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token)}
+    # Ray's own switch for "no more than this machine"; else it takes the host's address for
+    # 127.0.0.1 and listens on all.
+    return closed | ({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if len(launch.nodes) == 1 else {})
 
 
 def _rank_tasks(launch: Launch) -> list[Component]:

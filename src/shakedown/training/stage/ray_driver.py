@@ -8,6 +8,18 @@ import os
 import sys
 import time
 
+_FIRST_WITH_TOKENS = (2, 52)
+
+
+def say_if_open(version: str) -> None:
+    """Ray that knows no token lets everybody in who reaches it."""
+    if tuple(map(int, version.split(".")[:2])) < _FIRST_WITH_TOKENS:
+        print(
+            f"ray: WARNING {version} asks for no token: every user of this machine can run "
+            "programs as you while it runs; expected ray 2.52 or later",
+            flush=True,
+        )
+
 
 def wait_for_nodes(wanted: int, seconds: float) -> None:
     """Return once as many nodes live; tell each change.
@@ -17,6 +29,7 @@ def wait_for_nodes(wanted: int, seconds: float) -> None:
     """
     import ray
 
+    say_if_open(ray.__version__)
     deadline, seen = time.monotonic() + seconds, -1
     while True:
         try:
