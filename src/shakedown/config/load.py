@@ -75,10 +75,12 @@ def parse_config(
         return _in_order(Config.model_validate(_tuples(dict(body))))
     except ValidationError as error:
         written = Written(paths)
-        faults = [_explain(fault, written) for fault in error.errors()]
+        given = error.errors()
+        faults = [_explain(fault, written) for fault in given[:_MOST_FAULTS]]
+        faults += [f"and {len(given) - _MOST_FAULTS} more"] if len(given) > _MOST_FAULTS else []
         listed = "\n  ".join(faults)
         raise ConfigError(
-            f"{where}: {len(faults)} fault(s)\n  {listed}",
+            f"{where}: {len(given)} fault(s)\n  {listed}",
             hint=f"fix the file, then: shakedown lint {where.replace(' + ', ' ')}",
         ) from None
 
@@ -103,14 +105,17 @@ def write_resolved(config: Config, path: Path) -> None:
     write_text(path, dump_config(config))
 
 
-def read_yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path, *, shared: bool = False) -> Mapping[str, Any]:
     """The mapping of one file.
+
+    Args:
+        shared: whoever reads it bounds his own way through aliases of aliases.
 
     Raises:
         ConfigError: missing, not YAML, or no mapping.
     """
     try:
-        body = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
+        body = _constructed(path.read_text(encoding="utf-8"), shared)
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:  # also no UTF-8, and dates that do not exist
@@ -122,17 +127,86 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
     return body
 
 
+_MOST_FAULTS = 50  # that are shown
+_MOST_NODES = 20_000  # also with what aliases and `<<` stand for, which 1 kB can make 10^30
+_LONGEST_NUMBER = 1000  # characters; Python prints none of more than 4300 digits
+_LONGEST_KEY = 200
+
+
+def _constructed(text: str, shared: bool) -> Any:
+    """What the text says, once its size is known to be one that its readers can walk through."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is not None and not shared and _size(node, {}) > _MOST_NODES:
+            raise _refused(f"its aliases make more than {_MOST_NODES} values of it")
+        return None if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _size(node: yaml.Node, known: dict[int, int]) -> int:
+    """Nodes of a tree in which each alias is written out: too many where it contains itself."""
+    if id(node) not in known:
+        known[id(node)] = _MOST_NODES + 1  # until it is counted
+        parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in parts for part in pair]
+        known[id(node)] = min(_MOST_NODES + 1, 1 + sum(_size(part, known) for part in parts))
+    return known[id(node)]
+
+
+def _short(node: yaml.ScalarNode, what: str, most: int) -> None:
+    if (length := len(node.value)) > most:
+        found = f"the {what} {node.value[:20]}... has {length} characters: expected at most {most}"
+        raise _refused(found, node.start_mark)
+
+
+def _refused(why: str, mark: yaml.Mark | None = None) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, why, mark)
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML's own rule, which PyYAML does not keep: a key stands once in a mapping."""
+    """YAML's own rule, which PyYAML does not keep: a key stands once in a mapping.
+
+    Numbers and keys are as long as somebody writes them: what is made of a longer one never ends.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = 0
+
+    def _count(self, more: int) -> None:
+        self._nodes += more
+        if self._nodes > _MOST_NODES:
+            raise _refused(f"it has more than {_MOST_NODES} keys and values, with those of `<<`")
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._count(1)
+        return super().compose_node(parent, index)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                merged = value.value if isinstance(value, yaml.SequenceNode) else [value]
+                for each in merged:
+                    if isinstance(each, yaml.MappingNode) and each is not node:
+                        self.flatten_mapping(each)
+                        self._count(len(each.value))
+        super().flatten_mapping(node)
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+            _short(node, "number", _LONGEST_NUMBER)
+        return super().construct_scalar(node)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         # Only keys that are written here: what `<<` brings in may be overruled.
         for key in (key for key, _ in node.value if key.tag == "tag:yaml.org,2002:str"):
+            _short(key, "key", _LONGEST_KEY)
             if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r:.40} stands twice", key.start_mark
-                )
+                raise _refused(f"the key {key.value!r:.40} stands twice", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
 

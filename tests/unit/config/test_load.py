@@ -1,5 +1,6 @@
 """The config is strict, and its errors name the key and the nearest valid one."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -330,3 +331,48 @@ def test_the_urls_of_several_external_servers_are_a_list_or_a_text_with_commas()
     for wrong in (["http://a:1", 2], ["http://a:1", "b"], ["http://me:key@a"]):
         with pytest.raises(ValueError, match="url"):
             ServeConfig.model_validate({"engine": "external", "url": wrong})
+
+
+def _nested(row: str) -> str:
+    """Twelve rows, each with ten aliases of the one before: 10^11 values in a kB."""
+    rows = [f"a{n}: &a{n} " + row.replace("?", f"*a{n - 1}") for n in range(1, 12)]
+    return "\n".join(["run: r", "a0: &a0 {k: 1}", *rows])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("c.yaml", _nested(f"{{<<: [{', '.join('?' * 10)}]}}"), "with those of `<<`"),
+        ("c.yaml", _nested(f"[{', '.join('?' * 10)}]"), "aliases make more than 20000"),
+        ("c.yaml", "stages: &a {<<: *a, x: *a}", "aliases make more than 20000"),
+        ("c.yaml", "\n".join(f"k{n}: 1" for n in range(20_000)), "more than 20000 keys and values"),
+        ("c.yaml", f"seed: 0x{'f' * 400_000}", "number .* has 400002 characters"),
+        ("c.yaml", f"seed: 0{'7' * 5000}", "number .* has 5001 characters"),
+        ("c.yaml", f"seed: 1{':1' * 200_000}", "number .* has 400001 characters"),
+        ("c.yaml", f"seed: !!float '1{':1' * 5000}.0'", "number .* has 10003 characters"),
+        ("c.yaml", f"a: {{? {'stage' * 100_000} : 1}}", "key .* has 500000 characters"),
+        ("c.toml", f"{'a.' * 100_000}a = 1", "a key has more than 50 dots"),
+        ("c.toml", f"a = {'9' * 400_000}", "is not TOML"),
+    ],
+)
+def test_a_small_file_that_stands_for_endless_much_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, told: str
+) -> None:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+
+    assert main(["lint", str(path)]) == ExitCode.USAGE
+
+    said = capsys.readouterr().err
+    assert re.search(told, said)
+    assert len(said) < 1000
+
+
+def test_of_very_many_faults_the_first_are_shown(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("\n".join(f"k{n}: 1" for n in range(5000)), encoding="utf-8")
+
+    with pytest.raises(ConfigError, match=r"fault\(s\)(?s:.)*and \d+ more") as raised:
+        load_config(SHIPPED, path)
+
+    assert len(str(raised.value).splitlines()) < 60

@@ -17,8 +17,11 @@ from shakedown.config.foreign.document import Document
 from shakedown.config.foreign.prime_rl import kind_of as kind_of_prime_rl
 from shakedown.config.foreign.prime_rl import lint_prime_rl
 from shakedown.config.load import Written, merge, read_yaml
+from shakedown.config.toml_places import is_deep
 from shakedown.core.errors import ConfigError
 from shakedown.core.verdict import Finding, Stopwatch, Verdict, counted, status_of
+
+_MOST_DOTS = 50  # of a key in TOML
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ def judge_foreign(paths: Sequence[Path]) -> Verdict | None:
     clock = Stopwatch()
     body: dict[str, Any] = {}
     for path in paths:
-        body = merge(body, read_toml(path) if path.suffix == ".toml" else read_yaml(path))
+        body = merge(
+            body, read_toml(path) if path.suffix == ".toml" else read_yaml(path, shared=True)
+        )
     suffixes = {path.suffix for path in paths}
     for project in PROJECTS:
         kind = project.kind_of(body) if suffixes <= set(project.suffixes) else ""
@@ -75,7 +80,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         ConfigError: missing, or not TOML.
     """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if is_deep(text, _MOST_DOTS):
+            raise ConfigError(f"{path}: a key has more than {_MOST_DOTS} dots")
+        return tomllib.loads(text)
     except OSError as error:
         raise ConfigError(f"cannot read config {path}: {error.strerror}") from error
     except ValueError as error:  # no TOML, no UTF-8, or a number of thousands of digits
