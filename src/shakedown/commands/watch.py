@@ -85,7 +85,11 @@ def add_arguments(parser: CommandParser) -> None:
         "{evidence} {subject} {at} are filled in, `_` for what a shell would read; the exact "
         "texts are in $SHAKEDOWN_SENTENCE and so on",
     )
-    then.add_argument("--webhook", metavar="URL", help="POST it as JSON to an https address")
+    then.add_argument(
+        "--webhook",
+        metavar="URL|@FILE",
+        help="POST it as JSON to an https address; @FILE has it, where `ps` does not show it",
+    )
     then.add_argument(
         "--webhook-secret",
         type=Path,
@@ -153,13 +157,13 @@ def _subject(args: argparse.Namespace) -> "Subject":
 
 
 def _actions(args: argparse.Namespace) -> "Actions":
-    from shakedown.monitor.attach.actions import Actions, Webhook, check_secret, check_webhook
+    from shakedown.monitor.attach.actions import Actions, Webhook, check_secret, webhook_address
 
     if args.webhook_secret is not None:
         if args.webhook is None:
             raise UsageError("--webhook-secret needs --webhook URL")
         check_secret(args.webhook_secret)
-    webhook = args.webhook and Webhook(check_webhook(args.webhook), args.webhook_secret)
+    webhook = args.webhook and Webhook(webhook_address(args.webhook), args.webhook_secret)
     command = _command(args.command) if args.command is not None else None
     return Actions(args.then == "scancel", command, webhook)
 

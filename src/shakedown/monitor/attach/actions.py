@@ -82,12 +82,16 @@ class Actions:
         return said
 
 
-def check_webhook(url: str) -> str:
-    """An https address, or http of this machine itself.
+def webhook_address(given: str) -> str:
+    """An https address, or http of this machine itself; of `@FILE` the one in the file.
 
     Raises:
         UsageError: any other: the evidence's sentence and the signature would go in the clear.
+        UntrustedError: others can read the file, whose address often lets in whoever knows it.
     """
+    url, said = given, repr(given[:80])
+    if given.startswith("@"):
+        url, said = _secret_of("--webhook", Path(given[1:])), f"{given}: what is in it"
     try:
         parts = urllib.parse.urlsplit(url)
         host = parts.hostname or ""
@@ -95,7 +99,7 @@ def check_webhook(url: str) -> str:
         parts, host = urllib.parse.urlsplit(""), ""
     if not host or not (parts.scheme == "https" or (parts.scheme == "http" and _is_here(host))):
         raise UsageError(
-            f"--webhook {url[:80]!r}: expected https://HOST/..., or http://127.0.0.1:PORT/...",
+            f"--webhook {said}: expected https://HOST/..., or http://127.0.0.1:PORT/...",
             hint="--webhook https://hooks.example.org/alarm --webhook-secret FILE",
         )
     return url
@@ -108,12 +112,17 @@ def check_secret(path: Path) -> None:
         UsageError: it cannot be read, or is empty.
         UntrustedError: others can read it.
     """
+    _secret_of("--webhook-secret", path)
+
+
+def _secret_of(option: str, path: Path) -> str:
     try:
         content = read_secret(path).strip()
     except OSError as error:
-        raise UsageError(f"--webhook-secret {path}: {error.strerror or error}") from error
+        raise UsageError(f"{option} {path}: {error.strerror or error}") from error
     if not content:
-        raise UsageError(f"--webhook-secret {path}: the file is empty")
+        raise UsageError(f"{option} {path}: the file is empty")
+    return content.decode("utf-8", "replace")
 
 
 def signature(secret: bytes, body: bytes) -> str:
@@ -147,7 +156,7 @@ class _Stay(urllib.request.HTTPRedirectHandler):
 def _send(url: str, body: bytes, headers: Mapping[str, str]) -> str:
     here = _is_here(urllib.parse.urlsplit(url).hostname or "")
     handlers = [_Stay(), *([urllib.request.ProxyHandler({})] if here else [])]
-    request = urllib.request.Request(url, body, dict(headers))  # noqa: S310  # `check_webhook`
+    request = urllib.request.Request(url, body, dict(headers))  # noqa: S310  # `webhook_address`
     try:
         with urllib.request.build_opener(*handlers).open(request, timeout=WEBHOOK_SECONDS) as got:
             return f"answered {got.status}"

@@ -156,7 +156,23 @@ def test_a_secret_that_became_readable_for_others_sends_nothing(
 )
 def test_an_address_that_is_not_https_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="expected https"):
-        actions.check_webhook(url)
+        actions.webhook_address(url)
+
+
+def test_an_address_comes_from_a_file_that_nobody_else_reads(secret: Path) -> None:
+    secret.write_text("https://hooks.example.org/T0/very-secret\n")
+    assert actions.webhook_address(f"@{secret}") == "https://hooks.example.org/T0/very-secret"
+
+    secret.write_text("http://hooks.example.org/T0/very-secret\n")
+    with pytest.raises(UsageError, match="expected https") as raised:
+        actions.webhook_address(f"@{secret}")
+    assert "very-secret" not in str(raised.value)
+
+    with pytest.raises(UsageError, match=r"--webhook .*No such file"):
+        actions.webhook_address(f"@{secret}-none")
+    secret.chmod(0o644)
+    with pytest.raises(UntrustedError):
+        actions.webhook_address(f"@{secret}")
 
 
 def test_a_secret_is_looked_at_before_it_is_needed(tmp_path: Path, secret: Path) -> None:
