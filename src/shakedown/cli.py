@@ -19,6 +19,7 @@ from shakedown.core.errors import (
     StorageError,
     UsageError,
     did_you_mean,
+    storage_hint,
 )
 from shakedown.core.private import close_to_others
 from shakedown.core.visible import visible_output
@@ -93,7 +94,7 @@ def _unforeseen(error: Exception) -> int:
         return int(ExitCode.USAGE)
     if isinstance(error, OSError) and error.errno in _STORAGE:
         where = f"cannot use {error.filename}: " if error.filename else ""
-        hint = "free space on that file system or choose another folder"
+        hint = storage_hint(error, "choose another folder")
         print(f"shakedown: {StorageError(f'{where}{error.strerror}', hint=hint)}", file=sys.stderr)
         return int(StorageError.exit_code)
     traceback.print_exc()

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from shakedown.core.errors import StorageError, UsageError
+from shakedown.core.errors import StorageError, UsageError, storage_hint
 from shakedown.core.files import read_object, write_json
 from shakedown.core.private import file_mode, make_folders
 
@@ -152,5 +152,5 @@ def state_of(model: str) -> list[tuple[str, int, int]]:
 def _cannot(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"cannot use {path}: {error.strerror or error}",
-        hint="free space on that file system or choose another results folder: --out",
+        hint=storage_hint(error, "choose another results folder: --out"),
     )

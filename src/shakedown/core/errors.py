@@ -14,6 +14,8 @@ Every message says what was given, what was expected, where, and what to run nex
 """
 
 import difflib
+import errno
+import os
 from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import TypeVar
@@ -107,6 +109,14 @@ def look_up(
         guess = did_you_mean(name, table)
         raise error(f"unknown {what} {name!r}{guess}; valid: {', '.join(table)}")
     return table[name]
+
+
+def storage_hint(error: Exception, otherwise: str = "choose another results folder") -> str:
+    """What helps: free space where the file system, or this user's share of it, is full."""
+    full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    # safetensors hands on the system's words without its number.
+    full = full or any(os.strerror(n) in str(error) for n in (errno.ENOSPC, errno.EDQUOT))
+    return f"free space on that file system or {otherwise}" if full else otherwise
 
 
 def did_you_mean(given: str, valid: Iterable[str]) -> str:

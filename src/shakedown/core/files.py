@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from shakedown.core.errors import ShakedownError, StorageError, UsageError
+from shakedown.core.errors import ShakedownError, StorageError, UsageError, storage_hint
 from shakedown.core.leftovers import temporary_file
 from shakedown.core.private import file_mode, make_folders, read_own
 
@@ -43,7 +43,7 @@ def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
     except OSError as error:
         raise StorageError(
             f"cannot write {path}: {error.strerror or error}",
-            hint="free space on that file system or choose another results folder",
+            hint=storage_hint(error),
         ) from error
     finally:
         if temporary:

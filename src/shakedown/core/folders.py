@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from shakedown.core.errors import StorageError
+from shakedown.core.errors import StorageError, storage_hint
 from shakedown.core.leftovers import temporary_prefix
 from shakedown.core.private import make_folders
 
@@ -26,7 +26,7 @@ def storage_errors(action: str, path: Path) -> Iterator[None]:
     except _failures() as error:
         raise StorageError(
             f"cannot {action} {path}: {getattr(error, 'strerror', None) or error}",
-            hint="free space on that file system or choose another results folder",
+            hint=storage_hint(error),
         ) from error
 
 

@@ -22,7 +22,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shakedown.core.errors import BlockedError, StorageError, UsageError
+from shakedown.core.errors import BlockedError, StorageError, UsageError, storage_hint
 from shakedown.core.files import read_json_as, write_json
 from shakedown.core.integrity import Manifest, damage, file_sums, files_below, wrong_size
 from shakedown.core.private import new_folder
@@ -121,7 +121,7 @@ class RolloutStore:
         except OSError as error:
             raise StorageError(
                 f"cannot publish weights {target}: {error.strerror or error}",
-                hint="free space on that file system",
+                hint=storage_hint(error),
             ) from error
         finally:
             shutil.rmtree(staged, ignore_errors=True)

@@ -21,13 +21,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
-from shakedown.core.errors import StorageError
+from shakedown.core.errors import StorageError, storage_hint
 from shakedown.core.folders import storage_errors, sync_file
 from shakedown.models.load_progress import loaded
 from shakedown.training.engines.base import UNREADABLE_HINT
 from shakedown.training.engines.dcp_pickle import read_records
-
-_FULL_HINT = "free space on that file system; the checkpoint before it is kept"
 
 
 class DcpStore:
@@ -132,7 +130,8 @@ class DcpSnapshot:
             sync_file(results)
         except (OSError, RuntimeError) as error:
             raise StorageError(
-                f"cannot write checkpoint {folder}: {_plain_reason(error)}", hint=_FULL_HINT
+                f"cannot write checkpoint {folder}: {_plain_reason(error)}",
+                hint=f"{storage_hint(error)}; the checkpoint before it is kept",
             ) from error
         return sorted(folder.glob(f"__{self.rank}_*"))  # torch's names: __3_0.distcp of rank 3
 
