@@ -195,8 +195,11 @@ class _Loader(yaml.SafeLoader):
                         self._count(len(each.value))
         super().flatten_mapping(node)
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
-        if node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if isinstance(node, yaml.ScalarNode) and node.tag in (
+            "tag:yaml.org,2002:int",
+            "tag:yaml.org,2002:float",
+        ):
             _short(node, "number", _LONGEST_NUMBER)
         return super().construct_scalar(node)
 
