@@ -326,8 +326,8 @@ CASES: Mapping[str, Case] = {
         ),
         Case(
             "a key that the server refuses",
-            _FAIL,
-            ("failed_api_status",),
+            ("BLOCKED",),
+            ("server",),
             "Swallows",
             key="wrong",
             good=0,

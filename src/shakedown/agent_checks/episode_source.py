@@ -41,6 +41,7 @@ def episode_source(
     share_tls: bool = True,
     grpo: GrpoConfig | None = None,
     own_lengths: bool = False,
+    refused: frozenset[str] = frozenset(),
     kwargs: Mapping[str, Any] | None = None,
 ) -> AbstractAsyncContextManager[EpisodeSource]:
     """The workers, and the recording proxy where `grpo` is given; entering starts them.
@@ -51,6 +52,7 @@ def episode_source(
         grpo: a stage's sampling, for an engine whose chat replies have token ids; None: agents
             talk to the endpoint itself.
         own_lengths: with `grpo`: replies are as long as the agent asks.
+        refused: with `grpo`: as in `Sampling`.
         kwargs: for the class's constructor, of what JSON has a form for.
 
     Raises:
@@ -63,7 +65,8 @@ def episode_source(
                 target, endpoint, seconds, measure=True, share_tls=share_tls, kwargs=kwargs or {}
             )
         )
-    server = ModelServer(endpoint.base_url.removesuffix("/v1"), endpoint.model, endpoint.api_key)
+    url = endpoint.base_url.removesuffix("/v1")
+    server = ModelServer(url, endpoint.model, endpoint.api_key, refused)
     settings = grpo.model_copy(
         update={"agent": target, "agent_timeout": seconds, "agent_kwargs": dict(kwargs or {})}
     )

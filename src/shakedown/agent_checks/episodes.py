@@ -1,6 +1,6 @@
 """Episodes and what was measured around them: the data that checks are judged by."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ class Episode:
     `group` is the data row, `member` the sample of that row; `seconds` is the time of the call
     alone, without the wait for a place among the concurrent ones. `trace`: the traceback of an
     exception in the agent. `on_purpose`: a check made it fail. `tokens`: sampled for it, as far as
-    that is known. `log`: its calls of the server. `calls_made`,
-    `calls_failed`, `answered`: as in `AgentResult`.
+    that is known. `log`: its calls of the server. `calls_made`, `calls_failed`, `answered`, `hop`,
+    `lost`, `resent`: as in `AgentResult`.
     """
 
     index: int
@@ -35,6 +35,9 @@ class Episode:
     calls_made: int = 0
     calls_failed: int = 0
     answered: float = 0.0
+    hop: str = ""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    resent: int = 0
 
     @property
     def ok(self) -> bool:

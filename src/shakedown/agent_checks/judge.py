@@ -7,7 +7,12 @@ from typing import Any
 
 from shakedown.agent_checks.early_end import judged_episodes, stop_findings, stop_sentence
 from shakedown.agent_checks.episodes import Episode, RunResult
-from shakedown.agent_checks.wire_findings import WIRE_REMEDIES, failed_calls
+from shakedown.agent_checks.wire_findings import (
+    WIRE_REMEDIES,
+    calls_sent_again,
+    failed_calls,
+    lost_on_the_way,
+)
 from shakedown.agents.causes import CAUSES
 from shakedown.agents.event_loop_lag import percentile
 from shakedown.agents.http_calls import HttpCall
@@ -77,7 +82,7 @@ def judge_run(
         episodes = [episode for episode in result.episodes if episode.cause == cause]
         if episodes:
             findings.append(_cause_finding(cause, episodes, result, server, failed_as))
-    findings += failed_calls(result)
+    findings += [*failed_calls(result), *calls_sent_again(result)]
     return [*findings, *_client_findings(result.measured), *_reward_findings(result)]
 
 
@@ -188,6 +193,9 @@ def _short(episode: Episode) -> str:
 def _remedy(
     cause: str, episodes: Sequence[Episode], result: RunResult, server: ServerProbe
 ) -> tuple[Blame, str]:
+    found = lost_on_the_way(cause, episodes)
+    if found is not None and server.reachable:
+        return found
     if cause in ("connect_timeout", "pool_timeout", "read_timeout", "connection"):
         return _transport_remedy(cause, result, server)
     served = ", ".join(server.models) or "unknown"

@@ -2,50 +2,70 @@
 
 from dataclasses import dataclass
 
-import httpx
+import aiohttp
 
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.core.verdict import Finding
-from shakedown.inference.secret import bearer
-from shakedown.rollout.agent_calls import Sampling, prepare, read_reply
+from shakedown.inference.upstream.calls import AT_ONCE, Upstream
+from shakedown.inference.upstream.sampling import NEUTRAL
+from shakedown.rollout.agent_calls import Body, Sampling, prepare, read_reply
 from shakedown.rollout.engine_replies import read_object, said_of_error
 
 _VERSION = "/v1"  # the recording proxy asks below it
 _ASKED = {"messages": [{"role": "user", "content": "1+1="}]}
+_NOT_TAKEN = (400, 422)
 
 
 @dataclass(frozen=True)
 class Recordable:
-    """`answered`: the server said anything; `why_not`: empty where its replies can be recorded."""
+    """`answered`: the server said anything; `why_not`: empty where its replies can be recorded.
+
+    `refused`: neutral values of sampling that it does not take.
+    """
 
     answered: bool = False
     why_not: str = "no server was named"
+    refused: frozenset[str] = frozenset()
 
     @property
     def yes(self) -> bool:
         return not self.why_not
 
-    def finding(self) -> list[Finding]:
+    def findings(self) -> list[Finding]:
         """Nothing where no server said anything."""
         if not self.answered:
             return []
-        return [
-            Finding(
-                check="recorded_as_in_training",
-                status="pass" if self.yes else "warn",
-                scope="role",
-                subject="server",
-                measured="through the recording proxy"
-                if self.yes
-                else f"the agent talked to the server itself: {self.why_not}",
-                expected="chat replies with token ids and log-probabilities",
-                blame="none" if self.yes else "environment",
-                remedy=""
-                if self.yes
-                else "training with the agent needs a vLLM that tells token ids in chat replies; "
-                "what this run says of the agent's logic and load holds",
-            )
-        ]
+        recorded = Finding(
+            check="recorded_as_in_training",
+            status="pass" if self.yes else "warn",
+            scope="role",
+            subject="server",
+            measured="through the recording proxy"
+            if self.yes
+            else f"the agent talked to the server itself: {self.why_not}",
+            expected="chat replies with token ids and log-probabilities",
+            blame="none" if self.yes else "environment",
+            remedy=""
+            if self.yes
+            else "training with the agent needs a vLLM that tells token ids in chat replies; "
+            "what this run says of the agent's logic and load holds",
+        )
+        return [recorded, *([_narrowed(self.refused)] if self.refused else [])]
+
+
+def _narrowed(refused: frozenset[str]) -> Finding:
+    values = ", ".join(f"{name} {NEUTRAL[name]:g}" for name in NEUTRAL if name in refused)
+    return Finding(
+        check="sampling_not_neutral",
+        status="warn",
+        scope="role",
+        subject="server",
+        measured=f"the server refuses {values}: its own defaults hold, whatever they are",
+        expected="tokens drawn from the model's own distribution",
+        blame="environment",
+        remedy="start it with --generation-config vllm, so that the checkpoint's "
+        "generation_config.json narrows nothing",
+    )
 
 
 async def ask_recordable(endpoint: AgentEndpoint, *, seconds: float = 60.0) -> Recordable:
@@ -60,23 +80,44 @@ async def ask_recordable(endpoint: AgentEndpoint, *, seconds: float = 60.0) -> R
         return Recordable(
             True, f"the proxy asks below {_VERSION}, where {endpoint.base_url} is not"
         )
-    sent, _, _ = prepare({"model": endpoint.model, **_ASKED}, Sampling(1.0, 1))
     try:
-        async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
-            answer = await client.post(
-                f"{endpoint.base_url}/chat/completions", json=sent, headers=bearer(endpoint.api_key)
-            )
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        async with Upstream(endpoint.api_key) as upstream:
+            return await _tried(upstream, endpoint, seconds)
+    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
         return Recordable(why_not=f"{type(error).__name__} {error}".strip())
-    return Recordable(True, _why_not(answer))
 
 
-def _why_not(answer: httpx.Response) -> str:
-    fault = said_of_error(answer.status_code, answer.content)
+async def _tried(upstream: Upstream, endpoint: AgentEndpoint, seconds: float) -> Recordable:
+    """Asked without what the server refuses, while that helps."""
+    refused, first = frozenset[str](), ""
+    while True:
+        sent, _, _ = prepare({"model": endpoint.model, **_ASKED}, Sampling(1.0, 1, refused=refused))
+        status, why_not = await _answer(upstream, endpoint, sent, seconds)
+        first = first or why_not
+        if status not in _NOT_TAKEN or refused >= NEUTRAL.keys():
+            return Recordable(True, why_not and first, frozenset() if why_not else refused)
+        named = {name for name in NEUTRAL if name in why_not} - refused
+        refused |= named or NEUTRAL.keys()
+
+
+async def _answer(
+    upstream: Upstream, endpoint: AgentEndpoint, sent: Body, seconds: float
+) -> tuple[int, str]:
+    """The status, and why the reply cannot be recorded; empty where it can be."""
+    async with upstream.ask(
+        "POST",
+        f"{endpoint.base_url}/chat/completions",
+        seconds=seconds,
+        pauses=AT_ONCE,
+        whole=True,
+        json=sent,
+    ) as answer:
+        status, content = answer.status, await answer.read()
+    fault = said_of_error(status, content)
     if fault:
-        return f"status {answer.status_code}: {fault}"
+        return status, f"status {status}: {fault}"
     try:
-        read_reply(read_object(answer.content, answer.headers.get("content-type", "")), 0)
+        read_reply(read_object(content, answer.content_type), 0)
     except ValueError as error:
-        return str(error)
-    return ""
+        return status, str(error)
+    return status, ""

@@ -7,6 +7,7 @@ from shakedown.agent_checks.checks import CheckResult, check_metrics
 from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agent_checks.judge import ServerProbe, judge_run, metrics, summary, to_extra
 from shakedown.agents.episode_lines import EpisodeLines
+from shakedown.core.errors import ShakedownError, UsageError
 from shakedown.core.verdict import (
     Finding,
     Stopwatch,
@@ -15,6 +16,7 @@ from shakedown.core.verdict import (
     installed_versions,
     status_of,
 )
+from shakedown.inference.upstream.models import NoListError
 
 
 def run_verdict(
@@ -37,6 +39,31 @@ def run_verdict(
         seconds=watch.seconds,
         versions=_versions(),
         extra=to_extra(result),
+    )
+
+
+def unasked_verdict(error: ShakedownError, watch: Stopwatch) -> Verdict:
+    """The verdict where the server cannot be asked: it says nothing of the agent."""
+    users = isinstance(error, UsageError) or (isinstance(error, NoListError) and error.key_refused)
+    finding = Finding(
+        check="server",
+        status="error",
+        scope="role",
+        subject="server",
+        measured=error.args[0],
+        expected="a server that answers, takes the key and serves the model",
+        blame="user" if users else "environment",
+        remedy=error.hint,
+    )
+    return Verdict(
+        stage="agents",
+        status="BLOCKED",
+        summary=f"no episode was run: {error.args[0]}",
+        findings=[finding],
+        metrics={},
+        started=watch.started,
+        seconds=watch.seconds,
+        versions=_versions(),
     )
 
 

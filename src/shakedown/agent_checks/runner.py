@@ -102,6 +102,9 @@ class EpisodeRunner:
             calls_made=result.calls_made,
             calls_failed=result.calls_failed,
             answered=result.answered,
+            hop=result.hop,
+            lost=result.lost,
+            resent=result.resent,
         )
         self._settings.on_end(episode)
         # It may be one of very many: what people read of it is in the file now.

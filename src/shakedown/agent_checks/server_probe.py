@@ -1,16 +1,16 @@
 """Ask an OpenAI-compatible server which models it serves: once before a run, once after faults."""
 
-import asyncio
 import os
 import time
+from dataclasses import replace
 
-import httpx
+import aiohttp
 
 from shakedown.agent_checks.judge import ServerProbe
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.wire import out_of_descriptors
 from shakedown.core.errors import UsageError
-from shakedown.inference.secret import bearer
+from shakedown.inference.upstream.models import NoListError, UnreachableError, ask_models
 
 _NO_KEY = "None"  # a local server wants some key; the guides give this one
 
@@ -26,28 +26,26 @@ async def ask_server(base_url: str, api_key: str = "", *, seconds: float = 10.0)
     if not base_url:
         return ServerProbe()
     begin = time.perf_counter()
+    names: list[str] = []
     try:
-        async with httpx.AsyncClient(timeout=seconds, trust_env=False) as client:
-            answer = await client.get(f"{base_url}/models", headers=bearer(api_key))
-        body = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        said = f"{base_url}: {type(error).__name__} {error}".strip()
+        names += (await ask_models(base_url, api_key, seconds=seconds)).models
+    except UnreachableError as error:
         # Without a descriptor nothing is known of the server.
-        gone = isinstance(error, httpx.ConnectError) and not out_of_descriptors(error)
+        why = error.__cause__
+        gone = isinstance(why, aiohttp.ClientConnectorError) and not out_of_descriptors(why)
+        said = f"{base_url}: {type(why).__name__} {why}".strip()
         return ServerProbe(asked=True, error=said, gone=gone)
-    except ValueError:
-        body = {}
-    rows = body.get("data") if isinstance(body, dict) else None
-    names = [str(row["id"]) for row in rows or [] if isinstance(row, dict) and row.get("id")]
+    except NoListError:
+        pass  # it answers
     return ServerProbe(True, True, names, time.perf_counter() - begin)
 
 
 def find_endpoint(base_url: str | None, model: str, api_key: str = "") -> AgentEndpoint:
-    """Normalise the URL and ask for the served model's name; a dead server is judged later.
+    """The normalised URL; nothing is asked.
 
     Args:
         base_url: None takes OPENAI_BASE_URL of the environment.
-        model: empty takes the first that the server names.
+        model: the name to give to the agent; empty: see `asked_first`.
         api_key: empty takes OPENAI_API_KEY of the environment.
 
     Raises:
@@ -58,6 +56,22 @@ def find_endpoint(base_url: str | None, model: str, api_key: str = "") -> AgentE
         raise UsageError(f"--base-url {url!r}: expected http://HOST:PORT or https://...")
     url = with_version(url)
     key = api_key or os.environ.get("OPENAI_API_KEY") or (_NO_KEY if url else "")
-    if url and not model:
-        model = next(iter(asyncio.run(ask_server(url, key)).models), "")
     return AgentEndpoint(url, key, model)
+
+
+async def asked_first(endpoint: AgentEndpoint) -> AgentEndpoint:
+    """The endpoint with the model that the server serves: nobody's agent is run without one.
+
+    Raises:
+        ServerError: it is not there, refuses the key, fails, or names no model.
+        UsageError: it does not serve the endpoint's model.
+    """
+    if not endpoint.base_url:
+        return endpoint
+    try:
+        served = await ask_models(endpoint.base_url, endpoint.api_key)
+    except NoListError as error:
+        if endpoint.model and not error.final:  # the name was given, and need not be asked for
+            return endpoint
+        raise
+    return replace(endpoint, model=served.pick(endpoint.model))

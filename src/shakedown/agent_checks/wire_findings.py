@@ -1,8 +1,10 @@
 """What to do about causes seen on the wire, and calls that failed in good episodes (pure)."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from shakedown.agent_checks.episodes import RunResult
+from shakedown.agent_checks.episodes import Episode, RunResult
+from shakedown.agents.wire import TO_ENGINE
 from shakedown.core.verdict import Blame, Finding
 
 # Of causes that are seen on the wire alone.
@@ -30,6 +32,43 @@ WIRE_REMEDIES: Mapping[str, tuple[Blame, str]] = {
 }
 
 
+_LOST_ON_THE_WAY = frozenset({"connection", "connect_timeout", "truncated"})
+
+
+def lost_on_the_way(cause: str, episodes: Sequence[Episode]) -> tuple[Blame, str] | None:
+    """Of episodes that lost a call between the recording proxy and the engine; None: of others."""
+    if cause not in _LOST_ON_THE_WAY or any(each.hop != TO_ENGINE for each in episodes):
+        return None
+    return (
+        "environment",
+        "the calls reached the recording proxy and were lost between it and the engine, each "
+        "sent again in vain: read the engine's log, and that of any proxy before it, at that time",
+    )
+
+
+def calls_sent_again(result: RunResult) -> list[Finding]:
+    """Calls that the recording proxy sent again and had answered: the agent saw nothing of it."""
+    again = sum(episode.resent for episode in result.episodes)
+    made = sum(episode.calls_made for episode in result.episodes)
+    if not again:
+        return []
+    return [
+        Finding(
+            check="calls_sent_again",
+            status="pass",
+            scope="role",
+            subject="server",
+            measured=f"{again} of {made} calls were lost from {TO_ENGINE}, sent again and answered",
+            expected="few: a server may close a kept connection just as a call is sent",
+        )
+    ]
+
+
+def _by_hop(episodes: Sequence[Episode]) -> str:
+    hops = sum((Counter(episode.lost) for episode in episodes), Counter[str]())
+    return ", ".join(f"{count} at: {hop}" for hop, count in hops.most_common())
+
+
 def failed_calls(result: RunResult) -> list[Finding]:
     """Calls that failed in episodes that went well: the agent bore it, retries perhaps."""
     borne = [episode for episode in result.episodes if episode.ok and episode.calls_failed]
@@ -43,7 +82,8 @@ def failed_calls(result: RunResult) -> list[Finding]:
             status="warn",
             scope="role",
             subject="agent",
-            measured=f"{failed} of {made} calls failed in {len(borne)} episodes that went well",
+            measured=f"{failed} of {made} calls failed in {len(borne)} episodes that went well "
+            f"({_by_hop(borne)})",
             expected="none; such an episode is rewarded for what it did without them",
             remedy="their status and error stand in episodes.jsonl",
         )

@@ -15,6 +15,7 @@ import dataclasses
 import itertools
 import json
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -64,8 +65,9 @@ class AgentResult:
     that failed it, else 0; `trace` is the traceback of an exception in the agent. `seconds`: wall
     time. `log`: its calls, where they are kept. `sent`: what its worker saw of them, None where
     that cannot be told. `calls_made`, `calls_failed`: its requests for
-    replies, and those of them that the server did not answer well; `answered`: when it last
-    answered one, as Unix time, 0 for never.
+    replies, and those of them that the server did not answer well; `lost`: how many of these by
+    hop, `resent`: those that were sent again and answered; `answered`: when it last answered one,
+    as Unix time, 0 for never. `hop`: of the call that failed the episode.
     """
 
     reward: Reward | None = None
@@ -79,6 +81,9 @@ class AgentResult:
     calls_made: int = 0
     calls_failed: int = 0
     answered: float = 0.0
+    hop: str = ""
+    lost: Mapping[str, int] = field(default_factory=dict)
+    resent: int = 0
 
     def by_wire(self, sent: Sent) -> "AgentResult":
         """What became of it by what came back of its requests."""
@@ -95,6 +100,8 @@ class AgentResult:
             calls_made=len(calls),
             calls_failed=sum(call.failed for call in calls),
             answered=last_answer(calls),
+            lost=Counter(call.hop for call in calls if call.failed),
+            resent=sum(call.outcome == "retried and answered" for call in calls),
         )
 
 

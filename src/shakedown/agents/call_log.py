@@ -28,7 +28,8 @@ class LoggedCall:
     sent), without the first `repeats` ones, which are those of the call before; `messages_left_out`
     counts others that are not kept. `replies`: one a choice, `text`, `finish_reason` and, where
     there are any, `reasoning` and `tool_calls`. `status`: as the agent saw it, 0 without an answer.
-    `seconds`: to the reply's end; of a client, to its headers.
+    `seconds`: to the reply's end; of a client, to its headers. `hop`: where it failed or had to be
+    sent again; `outcome`: of a call that the proxy saw; `resent`: how often it was sent again.
     """
 
     protocol: str
@@ -42,6 +43,9 @@ class LoggedCall:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     seconds: float = 0.0
+    hop: str = ""
+    outcome: str = ""
+    resent: int = 0
 
 
 @dataclass

@@ -5,6 +5,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from shakedown.inference.upstream.limits import CONNECT_SECONDS, IDLE_SECONDS
+
 _POOLS = 64  # of the shared client
 
 
@@ -47,9 +49,11 @@ def shared_client() -> Any:
     library = sys.modules[base.__mro__[1].__module__.split(".")[0]]
     options = {
         # No limit: the server queues calls itself, and episodes are bounded elsewhere.
-        "limits": library.Limits(max_connections=None, max_keepalive_connections=None),
+        "limits": library.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=IDLE_SECONDS
+        ),
         # OpenAI's own 600 s for a reply; its 5 s to connect are short for a thousand at once.
-        "timeout": library.Timeout(600.0, connect=60.0),
+        "timeout": library.Timeout(600.0, connect=CONNECT_SECONDS),
         "verify": library.create_ssl_context(),  # once: building one costs 20 ms
     }
 

@@ -15,6 +15,10 @@ from typing import Any, Self
 _EXPLAINED = frozenset(
     {"connection", "connect_timeout", "read_timeout", "api_status", "exception", "bad_return"}
 )
+# Where a call fails: on its way, or at its end. The last one is there without the proxy alone.
+TO_PROXY, TO_ENGINE, ENGINE = "agent to proxy", "proxy to engine", "engine"
+TO_SERVER = "agent to server"
+_AT_ENGINE = frozenset({"api_status", "unknown_model", "bad_reply", "read_timeout"})
 _AT_ONCE = 2.0  # seconds between the end of an episode's time and of the call that it was in
 _MOST_LISTED = 5  # ids in a message
 
@@ -25,7 +29,8 @@ class WireCall:
 
     `status`: of the answer, 0 without one. `fault`: a key of `causes.CAUSES`, empty for a good
     reply. `reply`: the id of a good one. `ended`: Unix time of its end, 0 while it is open;
-    `heard`: when the server began to answer, 0: never. `unsent`: it had no connection.
+    `heard`: when the server began to answer, 0: never. `unsent`: it had no connection. `hop`: where
+    it failed or had to be sent again; `resent`: how often it was.
     """
 
     status: int = 0
@@ -36,6 +41,15 @@ class WireCall:
     ended: float = 0.0
     heard: float = 0.0
     unsent: bool = False
+    hop: str = ""
+    resent: int = 0
+
+    @property
+    def outcome(self) -> str:
+        """What became of it, for people."""
+        if self.good:
+            return "retried and answered" if self.resent else "answered"
+        return "lost" if self.failed else "left"
 
     @property
     def good(self) -> bool:
@@ -51,13 +65,22 @@ class WireCall:
         """It is open, or was left by the agent before its end."""
         return not self.ended or self.fault == "no_call"
 
-    def end(self, status: int, fault: str = "", detail: str = "", reply: str = "") -> None:
-        """It is over; only the first call of this counts."""
+    def end(
+        self, status: int, fault: str = "", detail: str = "", reply: str = "", hop: str = ""
+    ) -> None:
+        """It is over; only the first call of this counts. `hop`: as the recording proxy knows."""
         if not self.ended:
             self.status, self.fault, self.reply = status, fault, reply
+            if fault and fault != "no_call":
+                self.hop = hop or (ENGINE if fault in _AT_ENGINE else TO_SERVER)
+            detail = detail or self.detail
             if fault == "file_descriptors":
                 detail = f"{descriptor_limit()}: {detail}"
             self.detail, self.ended = " ".join(detail.split())[:400], time.time()
+
+    def resend(self, why: str) -> None:
+        """The recording proxy had no answer of the engine, and asks it again."""
+        self.resent, self.hop, self.detail = self.resent + 1, TO_ENGINE, why
 
     def leave(self, status: int = 0) -> None:
         """The agent left it before the reply's end."""
@@ -93,6 +116,7 @@ class Outcome:
     cause: str = ""
     detail: str = ""
     status: int = 0
+    hop: str = ""
 
 
 def judged(told: Outcome, sent: Sent, seconds: float) -> Outcome:
@@ -115,7 +139,7 @@ def judged(told: Outcome, sent: Sent, seconds: float) -> Outcome:
         return Outcome("no_call", _no_call(sent))
     last = failed[-1]
     what = f"run returned a reward and none of its {len(calls)} calls was answered well"
-    return Outcome(last.fault, f"{what}, the last one: {last.detail}", last.status)
+    return Outcome(last.fault, f"{what}, the last one: {last.detail}", last.status, last.hop)
 
 
 def with_lost(
@@ -131,11 +155,12 @@ def with_lost(
     waiting = [call for call in unanswered if not call.unsent]
     # One that arrived and was not answered is open on both sides; the first come first.
     not_accepted = waiting[sum(call.unanswered for call in arrived) :]
-    lost = [call for call in unanswered if call.unsent]
+    lost = [replace(call, hop=TO_PROXY) for call in unanswered if call.unsent]
     for call in not_accepted:
         if call.began <= full_at:
             found = WireCall(began=call.began)
-            found.end(0, "file_descriptors", "no connection of the agent's was accepted any more")
+            detail = "no connection of the agent's was accepted any more"
+            found.end(0, "file_descriptors", detail, hop=TO_PROXY)
             lost.append(found)
     return sorted([*arrived, *lost], key=lambda call: call.began)
 
@@ -201,9 +226,11 @@ def _raised(told: Outcome, sent: Sent) -> Outcome:
     last = calls[-1]
     # A reward that is none, after good replies, is the agent's own.
     own = told.cause == "bad_return" and any(call.good for call in calls)
-    if own or (last.status and last.status == told.status):
+    if own:
         return told
-    return Outcome(last.fault, f"{last.detail}; in the agent: {told.detail}", last.status)
+    if last.status and last.status == told.status:
+        return replace(told, hop=last.hop)
+    return Outcome(last.fault, f"{last.detail}; in the agent: {told.detail}", last.status, last.hop)
 
 
 def _late(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcome:
@@ -213,7 +240,7 @@ def _late(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcome:
     if failed and failed[-1].ended - failed[0].began > seconds / 2:
         last = failed[-1]
         what = f"{told.detail}; {len(failed)} calls were not answered well, the last one"
-        return Outcome(last.fault, f"{what}: {last.detail}", last.status)
+        return Outcome(last.fault, f"{what}: {last.detail}", last.status, last.hop)
     return _hanging(told, calls, seconds)
 
 
@@ -225,9 +252,13 @@ def _hanging(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcom
         if call.unanswered and (not call.ended or now - call.ended < _AT_ONCE)
     ]
     waited = max(((call.ended or now) - call.began for call in open_now), default=0.0)
+    again = max((call.resent for call in open_now if not call.heard), default=0)
+    if waited > seconds / 2 and again:
+        detail = f"{told.detail}; a call was lost {again} times from {TO_ENGINE}"
+        return Outcome("connection", detail, told.status, TO_ENGINE)
     if waited > seconds / 2:
         detail = f"{told.detail}; a call had waited {waited:.1f} s for the server's reply"
-        return Outcome("hanging", detail, told.status)
+        return Outcome("hanging", detail, told.status, ENGINE)
     good = sum(call.good for call in calls)
     # Who calls without an end is mostly in the middle of a call.
     more = f"; one had waited {waited:.1f} s for the server's reply" if waited else ""

@@ -28,7 +28,7 @@ from shakedown.commands.arguments import (
     run_config,
     whole,
 )
-from shakedown.core.errors import UsageError
+from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.paths import AgentsPaths
 from shakedown.core.private import make_folders
 from shakedown.core.verdict import Stopwatch, Verdict, finish, with_findings
@@ -215,15 +215,21 @@ def _run_on(servers: "Servers", args: argparse.Namespace) -> int:
     from shakedown.agent_checks.episode_source import episode_source
     from shakedown.agent_checks.halt import Halt
     from shakedown.agent_checks.recordable import ask_recordable
-    from shakedown.agent_checks.results import EpisodeWriter, run_verdict
+    from shakedown.agent_checks.results import EpisodeWriter, run_verdict, unasked_verdict
     from shakedown.agent_checks.runner import RunSettings, run_episodes
-    from shakedown.agent_checks.server_probe import ask_server, find_endpoint
+    from shakedown.agent_checks.server_probe import ask_server, asked_first, find_endpoint
 
     watch = Stopwatch()
     kwargs = {key: value for given in args.kwargs for key, value in given.items()}
     rows = _rows(args.data, args, args.limit)
     sampling = _run_sampling(args)
-    endpoint = find_endpoint(servers.url, args.model)
+    endpoint, paths = find_endpoint(servers.url, args.model), AgentsPaths(args.out)
+    try:
+        endpoint = asyncio.run(asked_first(endpoint))
+    except (ServerError, UsageError) as error:
+        with _lines(paths):  # of no episode
+            told = servers.explained(error) if isinstance(error, ServerError) else error
+            return _finish(unasked_verdict(told, watch), paths, args)
     recordable = asyncio.run(ask_recordable(endpoint, seconds=args.episode_timeout))
     opened = episode_source(
         args.target,
@@ -232,10 +238,11 @@ def _run_on(servers: "Servers", args: argparse.Namespace) -> int:
         share_tls=not args.separate_tls,
         grpo=sampling if recordable.yes else None,
         own_lengths=not args.config,
+        refused=recordable.refused,
         kwargs=kwargs,
     )
 
-    paths, halt = AgentsPaths(args.out), Halt(endpoint)
+    halt = Halt(endpoint)
 
     async def run_rows() -> "RunResult":
         async with opened as source:
@@ -254,7 +261,7 @@ def _run_on(servers: "Servers", args: argparse.Namespace) -> int:
     # Asked only after failures, which its state may explain; with an empty URL nothing is asked.
     server = asyncio.run(ask_server(endpoint.base_url if failed else "", endpoint.api_key))
     verdict = run_verdict(
-        result, server, watch, recordable.finding(), min_success_rate=args.min_success_rate
+        result, server, watch, recordable.findings(), min_success_rate=args.min_success_rate
     )
     again = _run_again(args, kwargs, (args.row or 0) + failed.group % len(rows)) if failed else ""
     about = {"target": args.target, "base_url": endpoint.base_url}

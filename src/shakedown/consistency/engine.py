@@ -9,20 +9,17 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import httpx
-
 from shakedown.consistency.images import with_images
 from shakedown.consistency.journal import Act, Journal, recalled
 from shakedown.consistency.logprobs import read_logprobs
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Generated
 from shakedown.core.errors import BlockedError, ServerError, UsageError
-from shakedown.inference.client import Client, tls_context
+from shakedown.inference.client import Client
 from shakedown.inference.engines import Request, get_token_engine
-from shakedown.inference.secret import bearer
+from shakedown.inference.upstream import models
+from shakedown.inference.upstream.models import ask_models
+from shakedown.inference.upstream.sampling import NEUTRAL
 
-# Without these a server may fill in the checkpoint's generation_config.json: tokens would be drawn
-# from another distribution than the one that the log-probabilities describe.
-_NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 _CONNECT = 30.0  # seconds
 
 
@@ -33,34 +30,8 @@ async def find_engine(url: str, *, model: str = "", api_key: str = "") -> tuple[
         ServerError: it does not answer, or serves no model.
         UsageError: `model` is not among those it serves.
     """
-    try:
-        async with httpx.AsyncClient(
-            timeout=_CONNECT, trust_env=False, verify=tls_context()
-        ) as client:
-            answer = await client.get(f"{url}/v1/models", headers=bearer(api_key))
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ServerError(
-            f"no server answers at {url}: {type(error).__name__} {error}".strip(),
-            hint="start one: shakedown serve --help",
-        ) from error
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
-        raise ServerError(
-            f"{url} asks for a key: HTTP 401",
-            hint='export OPENAI_API_KEY="$(cat FOLDER/secret)", FOLDER being the server\'s',
-        )
-    try:
-        rows = answer.json()["data"]
-        served = [str(row["id"]) for row in rows]
-        owners = {str(row.get("owned_by", "")).lower() for row in rows}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ServerError(
-            f"{url}/v1/models: HTTP {answer.status_code}, not an OpenAI-compatible model list"
-        ) from error
-    if not served:
-        raise ServerError(f"{url} serves no model")
-    if model and model not in served:
-        raise UsageError(f"{url} does not serve {model!r}; it serves {', '.join(served)}")
-    return "sglang" if "sglang" in owners else "vllm", model or served[0]
+    served = await ask_models(f"{url}/v1", api_key)
+    return "sglang" if served.sglang else "vllm", served.pick(model)
 
 
 def make_client(
@@ -177,7 +148,7 @@ async def see_alive(client: Client) -> None:
     Raises:
         ServerError: it answers nothing any more.
     """
-    await client.send(Request("/v1/models", method="GET"), within=_CONNECT)
+    await client.send(Request(models.PATH, method="GET"), within=_CONNECT)
 
 
 async def server_text(client: Client, ids: Sequence[int]) -> str:
@@ -202,7 +173,7 @@ async def _from_text(
         "max_tokens": max_tokens,
         "temperature": temperature,
         "return_token_ids": True,
-        **_NEUTRAL,
+        **NEUTRAL,
     }
     if prompt.messages:
         body |= {

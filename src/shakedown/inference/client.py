@@ -1,34 +1,19 @@
-"""A thin asynchronous client of an inference server, for rollouts and scoring.
-
-By aiohttp a request takes 0.33 ms of CPU; by httpx 0.28, which searches all connections of a pool
-for each and had to be spread over 64 of them, 0.94 (measured with 128 at once).
-"""
+"""A thin asynchronous client of an inference server, for rollouts and scoring."""
 
 import asyncio
 import copy
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import aiohttp
-import httpx
 
 from shakedown.core.errors import ServerError
 from shakedown.inference import metrics
 from shakedown.inference.engines import Completion, GenerationRequest, Request, TokenEngine
-from shakedown.inference.secret import bearer
+from shakedown.inference.upstream.calls import AT_ONCE, PAUSES, Upstream
 
-# Measured with 2048 requests at once: with a client's usual limits (1000 connections, 100 of them
-# kept, 5 s to connect) 999 of them timed out, with these all were answered.
-CONNECTIONS = 4096
-CONNECT_SECONDS = 60.0  # thousands of requests at once wait in the server's accept queue
-# Sent again after these: the server did not get the request, or its answer was lost, which does
-# no harm: sampling changes nothing on the server, nor does loading the same weights twice.
-_RETRIED = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 _SAFE_LENGTH = 200  # tokens
-_RETRY_SECONDS = (0.2, 1.0, 3.0)
-tls_context = functools.cache(httpx.create_ssl_context)  # once a process: building one costs 20 ms
 
 
 class Client:
@@ -56,21 +41,16 @@ class Client:
         timeout: float = 600.0,
     ) -> None:
         self.engine, self.base_url, self.model = engine, base_url, model
-        self._headers = bearer(api_key)
+        self._upstream = Upstream(api_key)
         self._timeout = timeout
         self.each = (self,)
-        self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # No proxy of the environment: it has no business between a trainer and its server.
-        connector = aiohttp.TCPConnector(limit=CONNECTIONS, ssl=tls_context())
-        self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
+        await self._upstream.__aenter__()
         return self
 
-    async def __aexit__(self, *_error: object) -> None:
-        if self._session is not None:
-            await self._session.close()
-        self._session = None
+    async def __aexit__(self, *error: object) -> None:
+        await self._upstream.__aexit__(*error)
 
     def of_replica(self, replica: int) -> Self:
         """The same server by the same connections, answered by one of its replicas."""
@@ -188,7 +168,7 @@ class Client:
         """Why the health check is not good; empty when it is."""
         request = Request(self.engine.health_path, method="GET")
         try:
-            await self._once(request, within)
+            await self._asked(request, within, AT_ONCE)
         except (aiohttp.ClientError, TimeoutError, ServerError) as error:
             return str(error) or type(error).__name__
         return ""
@@ -201,41 +181,28 @@ class Client:
         """
         limit = self._timeout if within is None else within
         try:
-            # Limits the request with all its tries; aiohttp limits the connect alone.
-            async with asyncio.timeout(limit):
-                return await self._patiently(request, limit)
+            return await self._asked(request, limit, PAUSES)
+        except aiohttp.ClientError as error:
+            name = type(error).__name__
+            raise ServerError(
+                f"{self.base_url}{request.path}: {name} {error}".strip(),
+                hint="is the server still running? shakedown serve status FOLDER",
+            ) from error
         except TimeoutError as error:
             raise ServerError(
                 f"{self.base_url}{request.path} did not answer within {limit:g} s",
                 hint="is the server paused or overloaded? its log says",
             ) from error
 
-    async def _patiently(self, request: Request, limit: float) -> Any:
-        # None: the last try, no pause after it.
-        for pause in (*_RETRY_SECONDS, None):
-            try:
-                return await self._once(request, limit)
-            except aiohttp.ClientError as error:
-                if pause is None or not isinstance(error, _RETRIED):
-                    name = type(error).__name__
-                    raise ServerError(
-                        f"{self.base_url}{request.path}: {name} {error}".strip(),
-                        hint="is the server still running? shakedown serve status FOLDER",
-                    ) from error
-            await asyncio.sleep(pause)
-        raise AssertionError("the loop returns or raises")
-
-    async def _once(self, request: Request, limit: float) -> Any:
-        if self._session is None:
-            raise ValueError("Client used outside its `async with` block")
-        async with self._session.request(
+    async def _asked(self, request: Request, limit: float, pauses: Sequence[float]) -> Any:
+        async with self._upstream.ask(
             request.method,
             f"{self.base_url}{request.path}",
+            seconds=limit,
+            pauses=pauses,
+            whole=True,
             json=dict(request.body) if request.method == "POST" else None,
             headers=request.headers,
-            # The secret goes to no other place.
-            allow_redirects=False,
-            timeout=aiohttp.ClientTimeout(limit, sock_connect=min(limit, CONNECT_SECONDS)),
         ) as reply:
             content = await reply.read()
         text = content.decode("utf-8", "replace")

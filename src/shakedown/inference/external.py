@@ -26,6 +26,7 @@ from shakedown.inference.folder import Endpoint, ServerOrder, read_endpoint, wit
 from shakedown.inference.ready import generation_fault
 from shakedown.inference.relay import relayed, split_urls
 from shakedown.inference.secret import make_secret, read_secret
+from shakedown.inference.upstream.models import ask_models
 
 KIND = "external"
 _SPOKEN = ("vllm", "sglang")  # protocols with token ids, in the order in which they are tried
@@ -166,7 +167,7 @@ async def _ask(url: str, key: str, order: ServerOrder) -> _Seen:
     for name in _SPOKEN:
         engine = token_engine(name)
         async with Client(engine, url, "", api_key=key, timeout=_SECONDS) as client:
-            client.model = await _served(client, order)
+            client.model = await _served(url, key, order)
             try:
                 await client.generate(_TOKENS, max_tokens=2)
             except ServerError:
@@ -175,20 +176,16 @@ async def _ask(url: str, key: str, order: ServerOrder) -> _Seen:
     return _Seen(KIND, client.model, get_engine(KIND).capabilities)
 
 
-async def _served(client: Client, order: ServerOrder) -> str:
+async def _served(url: str, key: str, order: ServerOrder) -> str:
     """The name to ask for: the one ordered, the model's, or the only one that is served."""
-    reply = await client.send(Request("/v1/models", method="GET"))
-    try:
-        names = [str(each["id"]) for each in reply["data"]]
-    except (KeyError, TypeError) as error:
-        raise ServerError(f"{client.base_url}/v1/models lists no models: {reply!s:.200}") from error
+    names = list((await ask_models(f"{url}/v1", key)).models)
     for name in (order.spec.served_name, order.spec.model):
         if name in names:
             return name
     if len(names) == 1:
         return names[0]
     raise UsageError(
-        f"{client.base_url} serves {', '.join(names[:10]) or 'nothing'}: which one is meant?",
+        f"{url} serves {', '.join(names[:10]) or 'nothing'}: which one is meant?",
         hint="give --served-name, or set model.source to one of them",
     )
 

@@ -22,6 +22,12 @@ class Servers:
     def findings(self) -> list[Finding]:
         return self.relay.findings() if self.relay else []
 
+    def explained(self, error: ServerError) -> ServerError:
+        """The error, with what became of each server where all of several are put aside."""
+        if self.relay is None or not self.relay.all_aside:
+            return error
+        return ServerError(f"{self.relay.told()}; {error.args[0]}", hint=error.hint)
+
 
 @contextlib.contextmanager
 def relayed(
@@ -41,12 +47,13 @@ def relayed(
 
     relay = Relay(urls, api_key, sticky=sticky, every=every, patience=patience)
     with relay.serving():
+        servers = Servers(relay.url, relay)
         try:
-            yield Servers(relay.url, relay)
+            yield servers
         except ServerError as error:
             if not relay.all_aside:
                 raise
-            raise ServerError(f"{relay.told()}; {error.args[0]}", hint=error.hint) from error
+            raise servers.explained(error) from error
 
 
 def split_urls(text: str) -> list[str]:

@@ -20,15 +20,16 @@ from aiohttp import web
 from shakedown.core.errors import BlockedError
 from shakedown.core.verdict import Finding
 from shakedown.inference.secret import bearer
+from shakedown.inference.upstream import models
+from shakedown.inference.upstream.calls import AT_ONCE, Upstream
 
 _LARGEST = 1 << 26  # bytes of a request
 _BACKLOG = 4096  # a thousand episodes connect at once
-_CONNECT_SECONDS = 60.0
 _STUCK = 100_000  # keys whose server is remembered
 _MISSES = 2  # looks at a server in a row without an answer until it counts as hanging
 # Of one connection, or set anew for the next one.
 _HOPS = frozenset({"host", "content-length", "transfer-encoding", "connection", "keep-alive"})
-_LOST = (aiohttp.ClientError, OSError, TimeoutError)
+_FAILED = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 @dataclass
@@ -130,18 +131,13 @@ class Relay:
                 self._ready.set()
 
     async def _serve(self, stop: asyncio.Event) -> None:
-        times = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-        # No limit: the servers queue by themselves. uvicorn closes a connection after 5 s.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0)
         app = web.Application(client_max_size=_LARGEST)
         app.router.add_route("*", "/{path:.*}", self._handle)
         # A client that is gone ends its request in the server too.
         runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
         )
-        async with aiohttp.ClientSession(
-            connector=connector, timeout=times, auto_decompress=False
-        ) as self._session:
+        async with Upstream(auto_decompress=False) as self._upstream:
             await runner.setup()
             try:
                 await web.TCPSite(runner, "127.0.0.1", 0, backlog=_BACKLOG).start()
@@ -166,15 +162,18 @@ class Relay:
 
     async def _look(self, server: _Server) -> str:
         """Why the server does not answer; empty when it does."""
-        times = aiohttp.ClientTimeout(total=self._patience)
         try:
-            async with self._session.get(
-                f"{server.url}/v1/models", headers=self._headers, timeout=times
+            async with self._upstream.ask(
+                "GET",
+                f"{server.url}{models.PATH}",
+                seconds=self._patience,
+                pauses=AT_ONCE,
+                headers=self._headers,
             ) as reply:
                 return f"HTTP {reply.status}" if reply.status >= 500 else ""
         except TimeoutError:
             return f"no answer within {self._patience:g} s"
-        except _LOST as error:
+        except _FAILED as error:
             return _text(error)
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
@@ -234,7 +233,7 @@ class Relay:
         gone = server.gone
         try:
             return await _unless(gone, self._hand_on(server, request, body, begun))
-        except _LOST as error:
+        except _FAILED as error:
             why = server.why if gone.is_set() else _text(error)
             if not begun:
                 raise _FailedError(why) from error
@@ -245,12 +244,12 @@ class Relay:
     async def _hand_on(
         self, server: _Server, request: web.Request, body: bytes, begun: list[web.StreamResponse]
     ) -> web.StreamResponse:
-        async with self._session.request(
+        async with self._upstream.ask(
             request.method,
             server.url + request.path_qs,
+            pauses=AT_ONCE,  # then another server is asked
             headers=_passed(request.headers),
             data=body,
-            allow_redirects=False,
         ) as reply:
             headers = _passed(reply.headers)
             if "event-stream" not in reply.headers.get("Content-Type", ""):

@@ -9,13 +9,14 @@ from typing import Any
 
 from shakedown.core.errors import UsageError
 from shakedown.inference.engines import Completion
+from shakedown.inference.upstream.sampling import NEUTRAL
 from shakedown.rollout.groups import TokenSequence
 
 Body = dict[str, Any]
 
 # They change the distribution that tokens are drawn from. Trained is the stage's own: the model's
-# at the stage's temperature. vLLM's defaults are neutral, so leaving them out is enough. `seed`
-# would make samples of a group equal (and kills vLLM on a CPU).
+# at the stage's temperature, and nothing narrows it. `seed` would make samples of a group equal
+# (and kills vLLM on a CPU).
 SAMPLING = (
     "temperature",
     "top_p",
@@ -49,11 +50,18 @@ class RefusedCallError(UsageError):
 class Sampling:
     """The stage's own sampling: every call's temperature, and the most tokens of a reply.
 
-    `max_tokens`: None: as the agent asks.
+    `max_tokens`: None: as the agent asks. `refused`: neutral values that the server does not take.
     """
 
     temperature: float
     max_tokens: int | None
+    refused: frozenset[str] = frozenset()
+
+    @property
+    def parameters(self) -> Body:
+        """What every call says, so that the server fills nothing in."""
+        neutral = {name: value for name, value in NEUTRAL.items() if name not in self.refused}
+        return {"temperature": self.temperature, **neutral}
 
 
 @dataclass(frozen=True)
@@ -92,13 +100,13 @@ def prepare(body: Mapping[str, Any], sampling: Sampling) -> tuple[Body, ReplyOpt
     sent = {name: value for name, value in body.items() if value is not None}
     _refuse(sent)
     changed = [f"{name} {sent.pop(name)!r:.40}" for name in SAMPLING if name in sent]
-    if body.get("temperature") == sampling.temperature:
-        changed = [each for each in changed if not each.startswith("temperature ")]
+    same = [name for name, value in sampling.parameters.items() if body.get(name) == value]
+    changed = [each for each in changed if each.split(" ", 1)[0] not in same]
     asked = [int(sent.pop(name)) for name in _LENGTHS if _is_count(sent, name)]
     limits = [] if sampling.max_tokens is None else [sampling.max_tokens]
     if asked and limits and asked[0] > limits[0]:
         changed.append(f"max_tokens {asked[0]}")
-    sent["temperature"] = sampling.temperature
+    sent |= sampling.parameters
     if any(map(_is_strict, _objects(sent.get("tools")))):
         changed.append("strict tools")
         sent["tools"] = [_relaxed(tool) for tool in sent["tools"]]

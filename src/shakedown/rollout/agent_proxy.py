@@ -21,7 +21,8 @@ from aiohttp import web
 from shakedown.agents.call_log import CallLog
 from shakedown.agents.episode_tag import HEADER
 from shakedown.agents.wire import WireCall
-from shakedown.inference.secret import bearer
+from shakedown.inference.upstream import models
+from shakedown.inference.upstream.calls import Upstream
 from shakedown.rollout.agent_calls import (
     Body,
     Call,
@@ -51,9 +52,7 @@ from shakedown.rollout.shared_history import SharedHistory
 
 _LARGEST = 1 << 26  # bytes of a request, and of one line of a stream
 _BACKLOG = 4096  # a thousand episodes connect at once
-_CONNECT_SECONDS = 60.0
 _CHAT = "/v1/chat/completions"
-_MODELS = "/v1/models"
 # What a call may end by; the agent is told which.
 _TOLD = (RefusedCallError, CallError, RecursionError, TimeoutError, aiohttp.ClientError)
 _VERSIONS = re.compile(r"(v1/)*")  # clients add it to a base URL that ends in it
@@ -88,9 +87,10 @@ class AgentProxy:
         log_calls: bool = False,
     ) -> None:
         self._model = {"model": model} if model else {}
-        self._headers, self.api_key = bearer(api_key), secrets.token_hex(16)
-        self._upstream, self._sampling, self._version = upstream, sampling, version
-        self._times = aiohttp.ClientTimeout(total=timeout, sock_connect=_CONNECT_SECONDS)
+        self.api_key = secrets.token_hex(16)
+        self._engine = Upstream(api_key, read_bufsize=_LARGEST)
+        self._url, self._sampling, self._version = upstream, sampling, version
+        self._seconds = timeout
         self._episodes: dict[str, list[Call]] = {}
         self._log_calls, self._logs = log_calls, dict[str, CallLog]()
         self._wires = dict[str, list[WireCall]]()
@@ -103,16 +103,7 @@ class AgentProxy:
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            # No limit: the engine queues calls itself, and episodes are bounded elsewhere.
-            connector = aiohttp.TCPConnector(limit=0)
-            self._session = await stack.enter_async_context(
-                aiohttp.ClientSession(
-                    connector=connector,
-                    headers=self._headers,
-                    timeout=self._times,
-                    read_bufsize=_LARGEST,
-                )
-            )
+            await stack.enter_async_context(self._engine)
             self._listening = stack.enter_context(ListeningSocket(self.host))
             app = web.Application(client_max_size=_LARGEST)
             app.router.add_route("*", "/e/{key}/{path:.*}", self._handle)
@@ -184,8 +175,8 @@ class AgentProxy:
             self._check_key(key)
             return await self._passed_on(request, entry, protocol)
         except _TOLD as error:
-            failed = told(error, self._times.total or 0.0)
-            entry.ended(failed.status, str(failed), failed.fault)
+            failed = told(error, self._seconds)
+            entry.ended(failed.status, str(failed), failed.fault, failed.hop)
             body = protocol.reply.error(failed.status, str(failed))
             return web.json_response(body, status=failed.status)
         finally:
@@ -265,8 +256,13 @@ class AgentProxy:
             version = self._version()
             # A relay of several servers keeps an episode with one of them by it.
             episode = {HEADER: entry.key}
-            async with self._session.post(
-                self._upstream + path, json=sent, headers=episode
+            async with self._engine.ask(
+                "POST",
+                self._url + path,
+                seconds=self._seconds,
+                lost=entry.lost,
+                json=sent,
+                headers=episode,
             ) as reply:
                 entry.heard()
                 yield reply, version
@@ -302,12 +298,13 @@ class AgentProxy:
         except (aiohttp.ClientError, TimeoutError, CallError, *MALFORMED) as error:
             failed = not_recorded(error)
             last = [shown.failed(failed.status, str(failed))]
-            entry.ended(failed.status, str(failed), failed.fault)
+            entry.ended(failed.status, str(failed), failed.fault, failed.hop)
         for event in last:
             yield event
 
     async def _models(self) -> web.StreamResponse:
-        async with self._session.get(self._upstream + _MODELS) as reply:
+        url = self._url + models.PATH
+        async with self._engine.ask("GET", url, seconds=self._seconds) as reply:
             return web.Response(
                 body=await reply.read(), status=reply.status, content_type="application/json"
             )

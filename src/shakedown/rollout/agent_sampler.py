@@ -37,11 +37,15 @@ class AgentFailedError(ShakedownError):
 
 @dataclass(frozen=True)
 class ModelServer:
-    """The inference server of the policy: its base URL without `/v1`, its model's name, its key."""
+    """The inference server of the policy: its base URL without `/v1`, its model's name, its key.
+
+    `refused`: as in `Sampling`.
+    """
 
     url: str
     model: str
     api_key: str = field(default="", repr=False)
+    refused: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -146,7 +150,7 @@ class AgentGroupSampler:
         self._server, self._settings = server, settings
         self._measure, self._share_tls = measure, share_tls
         most = None if own_lengths else settings.max_tokens
-        sampling = Sampling(settings.temperature, most)
+        sampling = Sampling(settings.temperature, most, server.refused)
         self._proxy = AgentProxy(
             server.url,
             sampling,

@@ -66,15 +66,19 @@ class CallEntry:
             self._call.completion_tokens = sum(len(call.completion.tokens) for call in calls)
             self._log.tokens += self._call.completion_tokens
 
+    def lost(self, error: BaseException) -> None:
+        """A try of it that the engine did not answer; it is asked again."""
+        self._wire.resend(f"{type(error).__name__} {error}".strip())
+
     def heard(self) -> None:
         """The engine has begun to answer."""
         self._wire.heard = time.time()
 
-    def ended(self, status: int, error: str = "", fault: str = "") -> None:
+    def ended(self, status: int, error: str = "", fault: str = "", hop: str = "") -> None:
         """What the agent was told, at last; `fault`: a key of `causes.CAUSES`."""
         seen = status if fault in ("", "api_status") else 0
         said = f"status {status}: {error}" if fault == "api_status" else error
-        self._wire.end(seen, fault, said, f"{self._prefix}{self._reply_id}")
+        self._wire.end(seen, fault, said, f"{self._prefix}{self._reply_id}", hop)
         if self._log is None or self._call is None:
             return
         self._call.status, self._call.error = status, self._log.cut(error, 2000) or self._call.error
@@ -90,6 +94,8 @@ class CallEntry:
         if self._call is not None:
             replies = [reply for _, reply in sorted(self._replies.items())[:MOST_REPLIES]]
             self._call.replies = [self._shown(reply) for reply in replies]
+            self._call.hop, self._call.resent = self._wire.hop, self._wire.resent
+            self._call.outcome = self._wire.outcome
             self._call.seconds = round(time.monotonic() - self._began, 6)
 
     def _add(self, chunk: Body) -> None:

@@ -6,17 +6,23 @@ from collections.abc import AsyncIterator
 import aiohttp
 
 from shakedown.agents.reply_watch import fault_of
+from shakedown.agents.wire import ENGINE, TO_ENGINE, TO_PROXY
 from shakedown.rollout.agent_calls import Body, RefusedCallError
 
 MALFORMED = (ValueError, TypeError, AttributeError, KeyError)  # what an engine may tell
 
 
 class CallError(Exception):
-    """What the agent is told instead of a reply; `fault`: a key of `causes.CAUSES`."""
+    """What the agent is told instead of a reply; `fault`: a key of `causes.CAUSES`.
 
-    def __init__(self, status: int, message: str, fault: str = "api_status") -> None:
+    `hop`: where the call failed; by default the proxy itself refuses it.
+    """
+
+    def __init__(
+        self, status: int, message: str, fault: str = "api_status", *, hop: str = TO_PROXY
+    ) -> None:
         super().__init__(message)
-        self.status, self.fault = status, fault
+        self.status, self.fault, self.hop = status, fault, hop
 
 
 class BrokenOffError(ValueError):
@@ -32,28 +38,31 @@ def told(error: BaseException, seconds: float) -> CallError:
     if isinstance(error, RecursionError):
         return CallError(400, "the body is nested too deeply")
     if isinstance(error, aiohttp.ConnectionTimeoutError):
-        return CallError(504, f"the engine: {error}", "connect_timeout")
+        return CallError(504, f"the engine: {error}", "connect_timeout", hop=TO_ENGINE)
     if isinstance(error, TimeoutError):
-        return CallError(504, f"the engine did not answer within {seconds:g} s", "read_timeout")
+        message = f"the engine did not answer within {seconds:g} s"
+        return CallError(504, message, "read_timeout", hop=ENGINE)
     return _cut_off(error)
 
 
 def _cut_off(error: BaseException) -> CallError:
     broke = isinstance(error, aiohttp.ClientPayloadError)
     message = f"the engine: {type(error).__name__} {error}".strip()
-    return CallError(502, message, fault_of(error, answered=broke))
+    return CallError(502, message, fault_of(error, answered=broke), hop=TO_ENGINE)
 
 
 def not_recorded(error: BaseException) -> CallError:
     """What an agent is told of a reply that had begun and cannot be kept."""
+    hop = TO_ENGINE
     if isinstance(error, CallError):
-        fault = error.fault
+        fault, hop = error.fault, error.hop
     elif isinstance(error, BrokenOffError):
         fault = "truncated"
+    elif isinstance(error, MALFORMED):
+        fault, hop = "bad_reply", ENGINE
     else:
-        malformed = isinstance(error, MALFORMED)
-        fault = "bad_reply" if malformed else fault_of(error, answered=True)
-    return CallError(502, f"not recorded: {error}", fault)
+        fault = fault_of(error, answered=True)
+    return CallError(502, f"not recorded: {error}", fault, hop=hop)
 
 
 def read_object(content: bytes, kind: str) -> Body:
@@ -102,7 +111,7 @@ def check_status(reply: aiohttp.ClientResponse, content: bytes) -> None:
     """
     message = said_of_error(reply.status, content)
     if message:
-        raise CallError(reply.status, message)
+        raise CallError(reply.status, message, hop=ENGINE)
 
 
 def said_of_error(status: int, content: bytes) -> str:

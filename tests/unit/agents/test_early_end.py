@@ -51,7 +51,7 @@ def test_after_a_server_has_died_nothing_more_is_asked_and_what_was_done_is_kept
     assert causes.count("") == 10
     assert (causes[10] != "not_asked", causes[11:]) == (True, ["not_asked"] * 29)
     (gone,) = [each for each in verdict.findings if each.check == "server_gone"]
-    assert "ConnectError" in str(gone.measured)
+    assert "ClientConnectorError" in str(gone.measured)
     assert "it last answered at " in str(gone.measured)
     assert f"{causes.count('not_asked')} were not run" in verdict.summary
     assert verdict.metrics["reward_mean"] == 1.0

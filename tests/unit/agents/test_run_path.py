@@ -49,7 +49,10 @@ def test_a_server_that_tells_token_ids_is_asked_through_the_proxy(tmp_path: Path
     # GRPO's temperature, the agent's own lengths.
     assert {body["temperature"] for body in asked} == {1.0}
     assert sorted(body.get("max_tokens", 0) for body in asked) == [0, 0, 64]
-    assert all("top_p" not in body and body["return_token_ids"] for body in asked)
+    assert all(body["return_token_ids"] for body in asked)
+    # A checkpoint's generation_config.json would fill in what is left out.
+    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert all(body | neutral == body for body in asked)
 
 
 def test_another_model_name_is_answered_and_said(
@@ -163,3 +166,54 @@ def test_rewards_are_by_the_ids_that_the_agent_sees_in_every_protocol(
     assert (code, good["cause"], len(good["reward"])) == (1, "", 2), good
     assert foreign["cause"] == "bad_return"
     assert f"the replies' ids are {min(good['reward'])!r}" in foreign["detail"]
+
+
+def test_a_server_that_closes_kept_connections_costs_no_episode(tmp_path: Path) -> None:
+    rows: list[Row] = [{"texts": ["x", "y", "z"], "by": by} for by in ("openai", "stream")] * 4
+    with wire_server(once=True) as server:
+        code, verdict = agent_run(tmp_path, server.url, rows)
+
+    assert (code, verdict.status) == (0, "PASS"), verdict.summary
+    again = finding(verdict, "calls_sent_again")
+    assert (again.status, again.blame) == ("pass", "none")
+    assert "proxy to engine" in str(again.measured)
+    calls = [call for line in read_episodes(tmp_path / "episodes.jsonl") for call in line["calls"]]
+    assert {call["status"] for call in calls} == {200}
+    assert sum(call["resent"] > 0 for call in calls) == int(str(again.measured).split()[0]) > 0
+
+
+@pytest.mark.parametrize(
+    ("models", "more", "said"),
+    [
+        (401, (), "refuses the key: HTTP 401"),
+        (500, (), "models: HTTP 500, no list of models"),
+        (404, (), "models: HTTP 404, no list of models"),
+        (200, ("--model", "other"), "does not serve 'other'; it serves policy"),
+        (0, (), "no server answers at"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_told_before_the_agent_is_run(
+    tmp_path: Path, models: int, more: tuple[str, ...], said: str
+) -> None:
+    with wire_server(models=models) as server:
+        if not models:
+            server.die()
+        code, verdict = agent_run(tmp_path, server.url, [{"texts": ["x"]}], *more)
+
+    assert (code, verdict.status, server.asked) == (3, "BLOCKED", [])
+    assert said in verdict.summary
+    assert finding(verdict, "server").subject == "server"
+    assert not list(read_episodes(tmp_path / "episodes.jsonl"))
+
+
+@pytest.mark.parametrize("names", [("min_p",), ("top_k", "repetition_penalty")])
+def test_what_a_server_does_not_let_be_neutral_is_warned_of_by_name(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    with wire_server(not_taken=names) as server:
+        code, verdict = agent_run(tmp_path, server.url, [{"texts": ["x"]}])
+
+    told = finding(verdict, "sampling_not_neutral")
+    assert (code, verdict.status, seen_by(tmp_path)) == (0, "WARN", {"proxy"})
+    assert all(name in str(told.measured) for name in names)
+    assert server.bodies[-1]["top_p"] == 1.0

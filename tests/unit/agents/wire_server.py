@@ -3,7 +3,8 @@
 `good`, `talk...` (says that and more), `status:N`, `html`, `cut` (a body without its end), `reset`,
 `hang`; with `stream` in the body also `cut` (closed in the middle), `gone` (reset there) and
 `slowly` (waits there). Good replies have token ids if `ids`. `die()` ends it as a crash does: the
-port refuses from then on.
+port refuses from then on. `once`: a connection is closed by its second call; `models`: the
+status of the list of models; `not_taken`: parameters that are refused.
 """
 
 import contextlib
@@ -32,7 +33,17 @@ class WireServer:
     `hung`: of these.
     """
 
-    def __init__(self, *, ids: bool = True, dies_after: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        ids: bool = True,
+        dies_after: int = 0,
+        once: bool = False,
+        models: int = 200,
+        not_taken: tuple[str, ...] = (),
+    ) -> None:
+        self.once, self.models, self.not_taken = once, models, not_taken
+        self.bodies: list[dict[str, Any]] = []
         self.ids, self.dies_after, self.hung = ids, dies_after, 0
         self.hangs_after: int | None = None
         self.asked: list[str] = []
@@ -62,13 +73,18 @@ class WireServer:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
+        calls = 0
         with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as lines:
             while head := lines.readline():
+                calls += 1
                 length = 0
                 while (line := lines.readline()).strip():
                     name, _, value = line.decode().partition(":")
                     length = int(value) if name.lower() == "content-length" else length
                 body = lines.read(length)
+                if self.once and calls > 1:
+                    _reset(connection)
+                    break
                 if not self._answer(connection, head.split()[1].decode(), body):
                     break
         with self._lock:
@@ -79,9 +95,10 @@ class WireServer:
 
     def _answer(self, connection: socket.socket, path: str, content: bytes) -> bool:
         if not path.endswith("/chat/completions"):
-            found = _LOOKED_AT.get(path)
-            return _send(connection, 200 if found else 404, found or {})
+            found = _LOOKED_AT.get(path) if self.models == 200 else {"error": {"message": "no"}}
+            return _send(connection, self.models if found else 404, found or {})
         body = json.loads(content)
+        self.bodies.append(body)
         wish, _, detail = str(body["messages"][-1]["content"]).partition(":")
         with self._lock:
             self.asked.append(wish)
@@ -104,6 +121,9 @@ class WireServer:
         return self._chat(connection, body, wish)
 
     def _chat(self, connection: socket.socket, body: dict[str, Any], wish: str) -> bool:
+        if refused := [name for name in self.not_taken if name in body]:
+            told = {"error": {"message": f"Extra inputs are not permitted: {refused[0]}"}}
+            return _send(connection, 400, told)
         prompt = prompt_ids(body["messages"])
         if body.get("stream"):
             events = [f"data: {json.dumps(each)}\n\n".encode() for each in chunks(body, prompt)]

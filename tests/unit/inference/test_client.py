@@ -80,7 +80,7 @@ async def test_server_that_never_answers_ends_in_a_clear_error() -> None:
 
 
 async def test_server_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shakedown.inference.client._RETRY_SECONDS", (0.01,))
+    monkeypatch.setattr("shakedown.inference.client.PAUSES", (0.01,))
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = f"http://127.0.0.1:{closed.getsockname()[1]}"
 

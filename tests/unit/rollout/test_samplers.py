@@ -311,7 +311,7 @@ def test_server_that_ignores_new_weights_is_found_out(
 def test_server_that_dies_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shakedown.inference.client._RETRY_SECONDS", (0.01,))
+    monkeypatch.setattr("shakedown.inference.client.PAUSES", (0.01,))
     with running() as engine:
         path = runnable(tmp_path, engine)
         store = RolloutStore(path.parent / "exchange")

@@ -23,6 +23,7 @@ from shakedown.inference.engines.base import (
     malformed,
     this_machine,
 )
+from shakedown.inference.upstream.sampling import NEUTRAL
 
 _UPDATE = "/update_weights_from_disk"
 
@@ -78,9 +79,7 @@ class SglangEngine(TokenEngine):
         sampling = {
             "max_new_tokens": wanted.max_tokens,
             "temperature": wanted.temperature,
-            # 1.0 and -1 switch both off, also where the model's own defaults set them.
-            "top_p": 1.0,
-            "top_k": -1,
+            **NEUTRAL,
             "n": wanted.samples,
         }
         body = {

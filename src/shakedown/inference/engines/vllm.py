@@ -21,6 +21,7 @@ from shakedown.inference.engines.base import (
     malformed,
     this_machine,
 )
+from shakedown.inference.upstream.sampling import NEUTRAL
 
 _GIB = 1 << 30
 _RELOAD = "/collective_rpc"
@@ -90,6 +91,7 @@ class VllmEngine(TokenEngine):
             "prompt": list(wanted.prompt),
             "max_tokens": wanted.max_tokens,
             "temperature": wanted.temperature,
+            **NEUTRAL,
             "n": wanted.samples,
             "logprobs": 0,  # of the sampled token alone
             "return_token_ids": True,

@@ -64,7 +64,7 @@ def test_single_refused_requests_are_told_and_the_rest_is_compared(
 def test_a_server_that_dies_leaves_what_was_done_and_the_same_command_goes_on(
     engine: Engine, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shakedown.inference.client._RETRY_SECONDS", ())
+    monkeypatch.setattr("shakedown.inference.client.PAUSES", ())
     out, whole = data.parent / "out", data.parent / "whole"
     assert run(engine, model, data, whole, "--concurrency", "1") == 0
     engine.plant, engine.seen = {"dies"}, 0

@@ -1,0 +1,1 @@
+"""How an inference server is called: connections, retries, neutral sampling, what it serves."""
