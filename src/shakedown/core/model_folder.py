@@ -39,6 +39,7 @@ _POSITIVE = (
     "vocab_size",
     "max_position_embeddings",
 )
+_KINDS = ("architectures", "model_type", *_POSITIVE[:-1])  # a longest sequence is not loaded
 # Beside vision, the language model has a prefix; a vision tower has layers of its own.
 _TENSOR = re.compile(
     r"(?:model\.|language_model\.)*(?:layers\.(?P<layer>\d+)\.)?"
@@ -86,6 +87,49 @@ def check_sizes(folder: Path) -> None:
             f"{folder / 'config.json'}: {wrong[0]}{more}",
             hint="take config.json and *.safetensors from the same checkpoint",
         )
+
+
+def differences(served: Path, given: Path) -> list[str]:
+    """Why weights of one folder cannot be loaded into a model of the other; empty where they can.
+
+    Raises:
+        UsageError: a file of either cannot be read.
+    """
+    found = list(_other_config(_text_config(served), _text_config(given)))
+    had, has = _shapes(served), _shapes(given)
+    if not had or not has:  # nothing but a config, or weights of another format
+        return found
+    # Tied to the input embeddings it may stand in the files or not.
+    names = {name for name in had.keys() ^ has.keys() if not name.endswith("lm_head.weight")}
+    found += [_only(name, had, has) for name in sorted(names)]
+    both = (name for name in sorted(had.keys() & has.keys()) if had[name] != has[name])
+    return found + [f"{name} is {_size(had[name])} there, {_size(has[name])} here" for name in both]
+
+
+def _other_config(had: Mapping[str, Any], has: Mapping[str, Any]) -> Iterator[str]:
+    for key in _KINDS:
+        there, here = had.get(key), has.get(key)
+        if there is not None and here is not None and there != here:
+            yield f"{key} is {there!r:.80} there, {here!r:.80} here"
+
+
+def _only(name: str, had: Mapping[str, Shape], has: Mapping[str, Shape]) -> str:
+    return (
+        f"{name} ({_size(had[name])}) is missing"
+        if name in had
+        else (f"{name} ({_size(has[name])}) is not in the model")
+    )
+
+
+def _size(shape: Shape) -> str:
+    return " x ".join(map(str, shape))
+
+
+def _text_config(folder: Path) -> dict[str, Any]:
+    """The config of the language model, with the architecture of the whole."""
+    body = read_object(folder / "config.json", "model config")
+    text = body.get("text_config")
+    return {**body, **text} if isinstance(text, dict) else body
 
 
 def _impossible(config: Mapping[str, Any]) -> list[str]:

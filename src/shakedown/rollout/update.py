@@ -1,12 +1,15 @@
 """Load other weights into a persistent server by hand, verified as in training (weights.py)."""
 
 import asyncio
+import contextlib
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 from shakedown.core.errors import UsageError
 from shakedown.core.files import write_json
+from shakedown.core.model_folder import differences
 from shakedown.core.paths import ServerPaths
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
@@ -16,6 +19,7 @@ from shakedown.inference.stopping import locked
 from shakedown.rollout.store import Weights
 from shakedown.rollout.weights import WeightSync, all_loaded, probe_tokens
 
+_SHOWN = 3  # differences in a message
 _PROBED = 97  # token ids that the probe cycles through, where the vocabulary has so many
 
 
@@ -31,7 +35,7 @@ def update_server(path: Path, model: str, *, within: float) -> float:
         within: seconds for each request of the update.
 
     Raises:
-        UsageError: the server takes no weights; the folder holds none.
+        UsageError: the server takes no weights; the folder holds none, or those of another model.
         WeightUpdateError: it, or one of several, does not answer with the new weights.
         ServerError: it refused or did not answer.
     """
@@ -45,6 +49,7 @@ def update_server(path: Path, model: str, *, within: float) -> float:
     folder = Path(order.spec.model)
     if not any(folder.glob("*.safetensors")):
         raise UsageError(f"{folder} holds no *.safetensors", hint="give a Hugging Face folder")
+    _check_same_kind(endpoint, folder)
     seconds = asyncio.run(_update(endpoint, folder, within))
     root = ServerPaths(path if path.is_dir() else path.parent)
     with locked(root):
@@ -52,6 +57,37 @@ def update_server(path: Path, model: str, *, within: float) -> float:
         now = replace(read_endpoint(path), model=str(folder), order=order)
         write_json(root.endpoint, now.to_json())
     return seconds
+
+
+def _check_same_kind(endpoint: Endpoint, folder: Path) -> None:
+    """Refuse weights of another architecture, before the engine dies of them for everybody.
+
+    Raises:
+        UsageError: names, shapes or sizes differ.
+    """
+    served = _served_folder(endpoint.model)
+    found = differences(served, folder) if served else []
+    if found:
+        more = f" (and {len(found) - _SHOWN} more)" if len(found) > _SHOWN else ""
+        raise UsageError(
+            f"{folder} is another model than {endpoint.name} serves ({served}): "
+            f"{'; '.join(found[:_SHOWN])}{more}",
+            hint=f"start a server of its own: shakedown serve start --engine {endpoint.engine} "
+            f"--model {shlex.quote(str(folder))} --out FOLDER",
+        )
+
+
+def _served_folder(model: str) -> Path | None:
+    """Where the served model's files are; None where they are not seen from here."""
+    folder = Path(model)
+    if (folder / "config.json").is_file():
+        return folder
+    with contextlib.suppress(ImportError, ValueError):  # not installed; no name of a hub's model
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(model, "config.json")
+        return Path(cached).parent if isinstance(cached, str) else None
+    return None
 
 
 async def _update(endpoint: Endpoint, folder: Path, within: float) -> float:

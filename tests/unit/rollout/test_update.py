@@ -1,10 +1,13 @@
 """Weights that are loaded into a persistent server by hand."""
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from shakedown.core.errors import ServerError, UsageError
@@ -22,6 +25,7 @@ from tests.unit.local_engine import running
 
 TOKENS = [5, 6, 7, 8]
 MOVED = 0.5  # nats, by the new weights
+PROBE = {"tokens": TOKENS, "logprobs": [MOVED - token for token in TOKENS[1:]]}
 
 
 @pytest.fixture
@@ -31,8 +35,7 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"vocab_size": 50}')
     (folder / "model.safetensors").write_bytes(b"")
-    expected = {"tokens": TOKENS, "logprobs": [MOVED - token for token in TOKENS[1:]]}
-    (folder / "probe.json").write_text(json.dumps(expected))
+    (folder / "probe.json").write_text(json.dumps(PROBE))
     return folder
 
 
@@ -101,6 +104,57 @@ def test_folder_without_weights_is_refused(tmp_path: Path, model: Path) -> None:
         root = attached(engine, root=tmp_path / "s")
         with pytest.raises(UsageError, match=r"holds no \*\.safetensors"):
             update_server(root, str(model), within=10)
+
+
+def written(folder: Path, config: dict[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Path:
+    """A model's folder with zeros and the trainer's probe."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "probe.json").write_text(json.dumps(PROBE))
+    save_file(
+        {name: numpy.zeros(shape, "float32") for name, shape in shapes.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+CONFIG = {"model_type": "other", "architectures": ["OtherForCausalLM"], "vocab_size": 50}
+SHAPES = {"model.embed_tokens.weight": (50, 4), "model.layers.0.mlp.up_proj.weight": (8, 4)}
+
+
+@pytest.mark.parametrize(
+    ("config", "shapes", "told"),
+    [
+        ({"architectures": ["GPT2"]}, {}, "architectures is ['OtherForCausalLM'] there, ['GPT2']"),
+        ({"model_type": "third"}, {}, "model_type is 'other' there, 'third' here"),
+        ({}, {"model.layers.0.mlp.up_proj.weight": (6, 4)}, "is 8 x 4 there, 6 x 4 here"),
+        ({}, {"model.layers.1.mlp.up_proj.weight": (8, 4)}, "is not in the model"),
+        ({"num_hidden_layers": 2}, {"lm_head.weight": (50, 4)}, ""),
+    ],
+)
+def test_weights_of_another_model_never_reach_the_engine(
+    tmp_path: Path,
+    config: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = written(tmp_path / "served", CONFIG, SHAPES)
+    given = written(tmp_path / "given", CONFIG | config, SHAPES | shapes)
+    with running() as engine:
+        obeys(engine, monkeypatch)
+        root = attached(engine, root=tmp_path / "s")
+        endpoint = replace(read_endpoint(root), model=str(served))
+        write_json(ServerPaths(root).endpoint, endpoint.to_json())
+        sent = len(engine.seen)
+        if told:
+            with pytest.raises(UsageError, match=re.escape(told)):
+                update_server(root, str(given), within=10)
+            assert len(engine.seen) == sent
+        else:
+            update_server(root, str(given), within=10)
 
 
 def test_server_that_refuses_the_weights_is_no_verdict_on_them(tmp_path: Path, model: Path) -> None:
