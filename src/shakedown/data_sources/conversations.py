@@ -1,7 +1,7 @@
 """Rows to train and evaluate on: each a conversation, most with the answer to it."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +9,33 @@ from shakedown.core.errors import UsageError
 from shakedown.data_sources.read import placed_rows
 
 _FORM = '{"messages": [{"role": "user", "content": "..."}], "answer": "..."}'
+# Keys of a message, and of a call in it, that only say who speaks or what belongs together.
+REFERENCES = frozenset({"role", "tool_call_id", "id", "type", "index"})
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """`messages`, each with `role` and `content`; at least one of them is the assistant's."""
+    """`messages`, each with `role` and `content`; at least one of them is the assistant's.
 
-    messages: tuple[Mapping[str, str], ...]
+    A message has whatever else its row gives it, such as `tool_calls`. `columns`: the whole row;
+    `place`: where it stands.
+    """
+
+    messages: tuple[Mapping[str, Any], ...]
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
+    place: str = field(default="", compare=False, kw_only=True)
+
+    @property
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """What the assistant may call, as a chat template takes it.
+
+        Raises:
+            UsageError: the column is of another form.
+        """
+        tools = self.columns.get("tools") or ()
+        if tools and not _are_objects(tools):
+            raise UsageError(f"{self.place}: `tools` must be a list of objects, got {tools!r:.80}")
+        return tools
 
 
 @dataclass(frozen=True)
@@ -99,9 +119,19 @@ def conversation_of(body: Mapping[str, Any], place: str) -> Conversation:
     fault = _fault(body)
     if fault:
         raise UsageError(f"{place}: {fault}", hint=f"expected {_FORM}")
-    messages = tuple({"role": m["role"], "content": m["content"]} for m in body["messages"])
+    messages = tuple(map(_message, body["messages"]))
     answer = body.get("answer")
-    return Conversation(messages) if answer is None else Row(messages, answer)
+    if answer is None:
+        return Conversation(messages, columns=body, place=place)
+    return Row(messages, answer, columns=body, place=place)
+
+
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Without keys that say nothing (parquet gives all messages the keys of each); no content, as
+    beside tool calls, is the empty text that servers write for it.
+    """
+    kept = {key: value for key, value in given.items() if value is not None}
+    return {"role": given["role"], "content": "", **kept}
 
 
 def _fault(body: Mapping[str, Any]) -> str:
@@ -112,13 +142,26 @@ def _fault(body: Mapping[str, Any]) -> str:
     if not isinstance(messages, list) or not messages:
         return "`messages` must be a list with at least one message"
     for message in messages:
-        parts = (
-            [message.get(k) for k in ("role", "content")] if isinstance(message, Mapping) else []
-        )
-        if not parts or not all(isinstance(part, str) for part in parts):
+        if not _is_message(message):
             return f"each message needs text `role` and `content`, got {message!r:.80}"
     if answer is None and all(message["role"] != "assistant" for message in messages):
         return f"no `answer`, and no message of the assistant; keys: {', '.join(body)}"
     if not isinstance(answer, str | None):
         return f"`answer` must be text, got {type(answer).__name__}"
     return ""
+
+
+def _is_message(message: object) -> bool:
+    """Whether it has a role and a text; beside other things, such as tool calls, none is needed."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        return False
+    calls = message.get("tool_calls")
+    if calls is not None and not _are_objects(calls):
+        return False
+    content = message.get("content")
+    other = any(message[key] for key in message if key not in {*REFERENCES, "name"})
+    return isinstance(content, str) or (content is None and other)
+
+
+def _are_objects(given: object) -> bool:
+    return isinstance(given, list) and all(isinstance(each, Mapping) for each in given)

@@ -8,8 +8,8 @@ import pytest
 from tokenizers import AddedToken
 
 from shakedown.core.errors import UsageError
-from shakedown.data_sources import Conversation, Row
-from shakedown.models.chat import TrainedRow, encode_prompt, encode_row
+from shakedown.data_sources import Conversation, Row, conversation_of
+from shakedown.models.chat import TrainedRow, encode_prompt, encode_question, encode_row
 from shakedown.models.huggingface import read_tokenizer
 from shakedown.training.demo import write_model
 
@@ -38,6 +38,16 @@ MARKED = (
 # A thought is opened in the prompt, and is not in the answers before.
 OPENED = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
 
+# Writes tools, calls and thoughts, as Qwen 3's own.
+TOOLS = (
+    "{% if tools %}TOOLS {{ tools }}{% endif %}{% for m in messages %}" + START + "{{ m.role }}\n"
+    "{% if m.reasoning_content %}<t>{{ m.reasoning_content }}</t>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}CALL {{ c.function.name }}({{ c.function.arguments }})"
+    "{% endfor %}" + END + "\n{% endfor %}"
+    "{% if add_generation_prompt %}" + START + "assistant\n{% endif %}"
+)
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+
 TALK = Conversation(
     (
         {"role": "system", "content": "Be brief."},
@@ -48,6 +58,23 @@ TALK = Conversation(
     )
 )
 Tokenizer = Callable[[str], Any]
+
+
+def _says(text: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text}
+
+
+def _tool_row(arguments: Any = '{"city": "Rome"}') -> Conversation:
+    """As OpenAI writes a call; its identifiers are no template's to write."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "c1", "name": "weather", "content": "sunny"}
+    messages = [
+        {"role": "user", "content": "weather?"},
+        {**_says("Let me look."), "tool_calls": [call]},
+        result,
+        {**_says("sunny"), "reasoning_content": "it is sunny there"},
+    ]
+    return conversation_of({"messages": messages, "tools": [WEATHER]}, "rows.jsonl, line 7")
 
 
 @pytest.fixture(scope="module")
@@ -154,12 +181,86 @@ def test_marks_around_nothing_are_refused(tokenizer: Tokenizer) -> None:
         encode_row(tokenizer(empty), TALK)
 
 
-def test_a_row_with_an_answer_is_trained_on_it_alone(tokenizer: Tokenizer) -> None:
-    made = tokenizer(MARKED)
+@pytest.mark.parametrize("template", [CHATML, MARKED, THINKING], ids=["plain", "marks", "thinks"])
+def test_an_answer_is_trained_alone_and_as_the_same_conversation_would_be(
+    tokenizer: Tokenizer, template: str
+) -> None:
+    made, asked = tokenizer(template), TALK.messages[:2]
 
-    row = encode_row(made, Row(TALK.messages[:4], "4"), stops=_stop(made))
+    row = encode_row(made, Row(asked, "4"), stops=_stop(made))
 
-    assert _trained(made, row) == ["4<eos>"]
+    talk = encode_row(made, Conversation((*asked, _says("4"))), stops=_stop(made))
+    assert row.spans == talk.spans
+    assert row.tokens == talk.tokens[: row.spans[-1][1]]
+    assert _trained(made, encode_row(made, Row(TALK.messages[:4], "5"), stops=_stop(made))) == [
+        _trained(made, row)[0].replace("4", "5")
+    ]
+
+
+def test_an_answer_of_which_the_template_takes_a_thought_away_is_trained_whole(
+    tokenizer: Tokenizer,
+) -> None:
+    made = tokenizer(OPENED)
+
+    row = encode_row(made, Row(TALK.messages[:2], "easy</think>4"), stops=_stop(made))
+
+    assert _trained(made, row) == ["easy</think>4" + END]
+
+
+def test_tools_calls_and_thoughts_are_trained_as_the_template_writes_them(
+    tokenizer: Tokenizer,
+) -> None:
+    made = tokenizer(TOOLS)
+
+    row = encode_row(made, _tool_row(), stops=_stop(made))
+
+    rendered = made.apply_chat_template(
+        _tool_row().columns["messages"], tools=[WEATHER], tokenize=False
+    )
+    assert made.decode(row.tokens) == rendered
+    assert "TOOLS [" in rendered
+    assert _trained(made, row) == [
+        'Let me look.CALL weather({"city": "Rome"})' + END,
+        "<t>it is sunny there</t>sunny" + END,
+    ]
+    question = Row(_tool_row().messages[:3], "sunny", columns={"tools": [WEATHER]})
+    assert made.decode(encode_question(made, question)).startswith("TOOLS [")
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("TOOLS {{ tools }}", "`tools`"),
+        ("CALL {{ c.function.name }}({{ c.function.arguments }})", "`tool_calls` of message 2"),
+        ("({{ c.function.arguments }})", "`tool_calls` of message 2"),
+        ("<t>{{ m.reasoning_content }}</t>", "`reasoning_content` of message 4"),
+        ("{{ m.content }}", "`content` of message 3"),
+    ],
+)
+def test_what_the_template_leaves_out_is_refused_with_the_row(
+    tokenizer: Tokenizer, template: str, told: str
+) -> None:
+    made = tokenizer(TOOLS.replace(template, ""))
+
+    with pytest.raises(UsageError, match=f"rows.jsonl, line 7: .* does not write .*{told}"):
+        encode_row(made, _tool_row(), stops=_stop(made))
+
+
+def test_arguments_that_the_template_quotes_once_more_are_refused(tokenizer: Tokenizer) -> None:
+    made = tokenizer(TOOLS.replace("c.function.arguments", "c.function.arguments | tojson"))
+
+    with pytest.raises(UsageError, match="give that in place of JSON text"):
+        encode_row(made, _tool_row(), stops=_stop(made))
+
+    row = encode_row(made, _tool_row({"city": "Rome"}), stops=_stop(made))
+    assert 'weather({"city": "Rome"})' in _trained(made, row)[0]
+
+
+def test_a_key_of_a_message_that_nothing_reads_is_refused(tokenizer: Tokenizer) -> None:
+    talk = Conversation((*TALK.messages[:2], {**_says("2"), "weight": 0}))
+
+    with pytest.raises(UsageError, match="does not write `weight` of message 3"):
+        encode_row(tokenizer(CHATML), talk)
 
 
 def test_a_long_row_is_left_out_or_cut_off_at_its_end() -> None:
