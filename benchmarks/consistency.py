@@ -169,8 +169,8 @@ def whole_comparison(
     """Ours; sampled and greedy tokens count, as both are held against transformers."""
     reward = get_reward(_REWARD)
 
-    def judge(pairs: Sequence[tuple[str, str]]) -> list[float | None]:
-        return [float(reward(text, answer)) for text, answer in pairs]
+    def judge(given: Sequence[tuple[str, str, Mapping[str, Any]]]) -> list[float | None]:
+        return [float(reward(text, answer)) for text, answer, _ in given]
 
     def run() -> Run:
         plan = Plan(

@@ -10,13 +10,17 @@ much memory, gone) is replaced when the next call needs it.
 import asyncio
 import json
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from shakedown.agents.worker_pool import UNREADABLE, Worker, WorkerPool, ending
 from shakedown.core.errors import ShakedownError
 
+# All columns of a row, for a reward that asks for them.
+Columns = Mapping[str, Any]
+NO_COLUMNS: Columns = MappingProxyType({})
 Cause = Literal["timeout", "memory", "exit", "exception", "bad_return"]
 
 _GIB = 1 << 30
@@ -27,10 +31,14 @@ _HARMLESS: tuple[Cause, ...] = ("exception", "bad_return")
 
 @dataclass(frozen=True)
 class RewardLimits:
-    """What one call may take. `seconds`: wall time. `memory_gb`: GiB of a worker's data."""
+    """What one call may take. `seconds`: wall time. `memory_gb`: GiB of a worker's data.
+
+    `failed_share`: of all calls, that may fail.
+    """
 
     seconds: float = 10.0
     memory_gb: float = 4.0
+    failed_share: float = 0.05
 
 
 @dataclass(frozen=True)
@@ -48,17 +56,18 @@ class _RewardWorker(Worker):
     """Has one caller at a time: its replies come in the order of the completions."""
 
     async def score(
-        self, completions: Sequence[str], answer: str, seconds: float, count: Callable[[], None]
+        self, completions: Sequence[str], asked: str, seconds: float, count: Callable[[], None]
     ) -> list[float | RewardFailure]:
         """Results up to the first failure that makes the process useless, which is the last.
 
         Args:
+            asked: `answer` and `row` as JSON.
             seconds: that one reward may take.
             count: called after each result.
         """
         results: list[float | RewardFailure] = []
         # Beside the reading: a request may be longer than the pipe holds, and so may the replies.
-        request = json.dumps({"completions": list(completions), "answer": answer})
+        request = f'{{"completions": {json.dumps(list(completions))}, {asked[1:]}'
         sending = asyncio.create_task(self.send(request))
         useful = False
         try:
@@ -115,18 +124,24 @@ class RewardPool(WorkerPool[_RewardWorker]):
         self._free = asyncio.Semaphore(self.most)
         self.progress = 0
 
-    async def score(self, completions: Sequence[str], answer: str) -> list[float | RewardFailure]:
+    async def score(
+        self, completions: Sequence[str], answer: str, row: Columns = NO_COLUMNS
+    ) -> list[float | RewardFailure]:
         """The reward of each completion, or why there is none; a failure loses no other one.
+
+        Args:
+            row: all columns, of which JSON has no form for some: they become text.
 
         Raises:
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
         results: list[float | RewardFailure] = []
+        asked = json.dumps({"answer": answer, "row": dict(row)}, default=str)
         async with self._free:
             while len(results) < len(completions):
                 async with self.worker() as worker:
                     left = completions[len(results) :]
-                    results += await worker.score(left, answer, self._limits.seconds, self._count)
+                    results += await worker.score(left, asked, self._limits.seconds, self._count)
         return results
 
     def _count(self) -> None:
@@ -150,12 +165,12 @@ class RewardPool(WorkerPool[_RewardWorker]):
 
 async def score_rows(
     reward: str,
-    rows: Iterable[tuple[str, str]],
+    rows: Iterable[tuple[str, str, Columns]],
     limits: RewardLimits,
     *,
     progress: Callable[[], None],
 ) -> list[float | RewardFailure]:
-    """The reward of each (completion, answer), for a caller without a loop: `asyncio.run` it.
+    """The reward of each (completion, answer, row), for a caller without a loop: `asyncio.run` it.
 
     Args:
         progress: called after each row.
@@ -165,8 +180,8 @@ async def score_rows(
     """
     results: list[float | RewardFailure] = []
     async with RewardPool(reward, limits, workers=1) as pool:
-        for completion, answer in rows:
-            results += await pool.score([completion], answer)
+        for completion, answer, row in rows:
+            results += await pool.score([completion], answer, row)
             progress()
     return results
 

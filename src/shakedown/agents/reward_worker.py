@@ -4,7 +4,8 @@ Reads JSON lines from standard input, the first one its setup, then requests:
 
     {"reward": NAME, "import_seconds": S, "seconds": S, "bytes": B}
                                                      -> {} or {"fault": TEXT}
-    {"completions": [TEXT...], "answer": TEXT}       -> a line each: {"value": V} or
+    {"completions": [TEXT...], "answer": TEXT, "row": {COLUMN: VALUE...}}
+                                                     -> a line each: {"value": V} or
                                                         {"cause": CAUSE, "detail": TEXT}
 
 The process limits itself, so that it ends also when nobody is left to end it: an alarm ends a call
@@ -20,7 +21,9 @@ from typing import Any
 
 from shakedown.agents.contract import BadReturnError, judge_number
 from shakedown.agents.imports import last_frame
-from shakedown.agents.rewards import RewardFunction, get_reward
+from shakedown.agents.rewards import get_reward
+from shakedown.agents.rewards.kind import RowReward
+from shakedown.agents.rewards.own import with_row
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 from shakedown.debug.asked import stop_at_exception
@@ -38,7 +41,7 @@ def main() -> int:
     _limit_memory(setup["bytes"])
     signal.setitimer(signal.ITIMER_REAL, setup["import_seconds"] + _ALARM_GRACE)
     try:
-        reward = get_reward(setup["reward"])
+        reward = with_row(get_reward(setup["reward"]))
     except ShakedownError as error:
         streams.say(fault=str(error))
         return int(error.exit_code)
@@ -50,19 +53,20 @@ def main() -> int:
     return 0
 
 
-def _serve(reward: RewardFunction, request: Any, streams: WorkerStreams, alarm: float) -> None:
+def _serve(reward: RowReward, request: Any, streams: WorkerStreams, alarm: float) -> None:
     for completion in request["completions"]:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the reward may have taken it
         signal.setitimer(signal.ITIMER_REAL, alarm)
-        reply = _judged(reward, completion, request["answer"])
+        reply = _judged(reward, completion, request)
         signal.setitimer(signal.ITIMER_REAL, 0)
         streams.say(**reply)
 
 
-def _judged(reward: RewardFunction, completion: str, answer: str) -> dict[str, Any]:
+def _judged(reward: RowReward, completion: str, request: Any) -> dict[str, Any]:
     """The reply to one call; SystemExit and the like end the process and are seen as that."""
     try:
-        return {"value": judge_number(reward(completion, answer), "the reward")}
+        given = reward(completion, request["answer"], request["row"])
+        return {"value": judge_number(given, "the reward")}
     except BadReturnError as error:
         return _fault("bad_return", str(error))
     except MemoryError:

@@ -360,7 +360,7 @@ def _usable_reward(args: argparse.Namespace, reward: str, rows: Sequence[Mapping
 
 
 def _rewards(
-    reward: str, limits: "RewardLimits | None", rows: Sequence[tuple[str, str]]
+    reward: str, limits: "RewardLimits | None", rows: Sequence[tuple[str, str, Mapping[str, Any]]]
 ) -> list[float | None]:
     """In a process of its own, as in training; None where it failed."""
     from shakedown.agents.reward_pool import RewardFailure, RewardLimits, score_rows

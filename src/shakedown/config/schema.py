@@ -44,6 +44,7 @@ class DataConfig(Section):
     reward: Place = "exact_match"
     reward_timeout: Seconds = 10.0
     reward_memory_gb: Annotated[float, Field(gt=0)] = 4.0
+    reward_failed_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     train_size: Positive = 8000
     heldout_size: Positive = 400
 

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shakedown.consistency.compare import Metric
 from shakedown.core.verdict import Finding
 
-# Rewards of (completion, answer) pairs; None where the reward failed.
-RewardOf = Callable[[Sequence[tuple[str, str]]], Sequence[float | None]]
+# Rewards of (completion, answer, row); None where the reward failed.
+RewardOf = Callable[[Sequence[tuple[str, str, Mapping[str, Any]]]], Sequence[float | None]]
 
 _FULL = 1.0  # a reward from here on counts as right
 _UNLIKELY = 0.01  # p below which two accuracies differ by more than chance

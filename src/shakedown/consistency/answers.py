@@ -58,12 +58,13 @@ def _rewards(
         temperature=0.0 if name == "greedy" else plan.temperature,
         seed=plan.seed + completions[0].prompt.index,
     )
-    answers = [str(answer_of(plan.rows[c.prompt.index])) for c in completions]
+    rows = [plan.rows[c.prompt.index] for c in completions] * 2
     texts = [
         reference.tokenizer.decode(list(ids), skip_special_tokens=True)
         for ids in (*(c.token_ids for c in completions), *made)
     ]
-    rewards = plan.reward(list(zip(texts, [*answers, *answers], strict=True)))
+    answers = (str(answer_of(row)) for row in rows)
+    rewards = plan.reward(list(zip(texts, answers, rows, strict=True)))
     half = len(completions)
     return list(zip(rewards[:half], rewards[half:], strict=True))
 

@@ -21,9 +21,10 @@ from shakedown.agents.wire import Sent, with_lost
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.data_sources import load_rows, read_rows
+from shakedown.models.chat import encode_prompt
 from shakedown.rollout.agent_calls import Call, Sampling, joined
 from shakedown.rollout.agent_proxy import AgentProxy
-from shakedown.rollout.groups import Group, Prompt, encode_prompts
+from shakedown.rollout.groups import Group, Prompt
 
 ENGINE = "vllm"  # the only one whose chat replies have token ids
 _TICK_SECONDS = 0.5
@@ -94,10 +95,9 @@ def agent_prompts(source: str, tokenizer: Any) -> list[Prompt]:
     Raises:
         UsageError: as `load_rows`; a row that JSON has no form for.
     """
-    prompts = encode_prompts(load_rows(source), tokenizer)
     return [
-        AgentPrompt(prompt.tokens, prompt.answer, data)
-        for prompt, data in zip(prompts, agent_rows(source), strict=True)
+        AgentPrompt(encode_prompt(tokenizer, row.messages), row.answer, data)
+        for row, data in zip(load_rows(source), agent_rows(source), strict=True)
     ]
 
 

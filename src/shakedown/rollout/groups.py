@@ -1,24 +1,25 @@
 """Prompts, the rewarded groups of their samples, and groups as a training batch."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from shakedown.data_sources import Row, epoch_order
 from shakedown.inference.engines import Completion
-from shakedown.models.chat import NO_KWARGS, TemplateKwargs, encode_prompt
+from shakedown.models.chat import NO_KWARGS, TemplateKwargs, encode_question
 from shakedown.rollout.batch import RolloutBatch, finite
 from shakedown.rollout.generation import PiecedCompletion
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids as the model sees them, and what a right answer is."""
+    """Token ids as the model sees them, what a right answer is, and all columns of the row."""
 
     tokens: list[int]
     answer: str
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class Group:
     """Rewarded episodes of one prompt; `version` wrote them, or the oldest of their tokens.
 
     `rewards`: one an episode. `completions`: all that the engine sampled for them. `seconds`:
-    generation. `failed`: episodes that got no reward and are left out. `agent_episodes`: what an
-    agent's episodes are to be trained on; None: each completion is an episode of one sequence.
+    generation. `failed`: rewards that failed and count as 0; of an agent, episodes left out.
+    `agent_episodes`: what an agent's episodes are to be trained on; None: each completion is an
+    episode of one sequence.
     `mask_truncated`: a completion that was cut off is rewarded and compared, and not trained on
     (DAPO's overlong filtering, arXiv 2503.14476, section 3.4): nobody knows how it would end.
     """
@@ -102,7 +104,8 @@ def encode_prompts(
 ) -> list[Prompt]:
     """Prompts by the tokenizer's chat template, the same as for training and evaluation."""
     return [
-        Prompt(encode_prompt(tokenizer, row.messages, template_kwargs), row.answer) for row in rows
+        Prompt(encode_question(tokenizer, row, template_kwargs), row.answer, row=row.columns)
+        for row in rows
     ]
 
 

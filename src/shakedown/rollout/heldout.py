@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from shakedown.agents.failed_rewards import RewardTally
 from shakedown.agents.reward_pool import RewardFailure, RewardLimits, RewardPool
 from shakedown.config import StageConfig
 from shakedown.consistency.accuracy import wilson
@@ -88,22 +89,22 @@ def read_held_out(
 
 
 async def score(
-    pool: RewardPool, texts: Sequence[str | None], answers: Sequence[str]
+    pool: RewardPool, texts: Sequence[str | None], prompts: Sequence[Prompt], failed_share: float
 ) -> list[float]:
-    """The reward of each text; one that fails, or has no text, counts as 0 and is told."""
+    """The reward of each text; one that fails, or has no text, counts as 0 and is told.
 
-    async def one(text: str | None, answer: str) -> float | RewardFailure:
-        return 0.0 if text is None else (await pool.score([text], answer))[0]
+    Raises:
+        BadRewardError: more than `failed_share` of them failed.
+    """
 
-    found = await asyncio.gather(*map(one, texts, answers))
-    failures = [each for each in found if isinstance(each, RewardFailure)]
-    if failures:
-        print(
-            f"held-out: {len(failures)} of {len(found)} rewards failed and count as 0; "
-            f"the first: {failures[0]}",
-            flush=True,
-        )
-    return [0.0 if isinstance(each, RewardFailure) else each for each in found]
+    async def one(text: str | None, prompt: Prompt) -> float | RewardFailure:
+        return 0.0 if text is None else (await pool.score([text], prompt.answer, prompt.row))[0]
+
+    found = await asyncio.gather(*map(one, texts, prompts))
+    tally = RewardTally(failed_share, what="held-out")
+    rewards = tally.values(found, texts)
+    tally.check()
+    return rewards
 
 
 class ServerEvaluation:
@@ -121,7 +122,8 @@ class ServerEvaluation:
         limits: RewardLimits | None = None,
     ) -> None:
         self._client, self._tokenizer, self._held_out = client, tokenizer, held_out
-        self._reward, self._limits = reward, limits
+        self._reward, self._limits = reward, limits or RewardLimits()
+        self._share = self._limits.failed_share
         self._free = asyncio.Semaphore(_AT_ONCE)
         self.progress = 0
 
@@ -131,6 +133,7 @@ class ServerEvaluation:
         Raises:
             ServerError: it answers none of them.
             UsageError: the reward cannot be used.
+            BadRewardError: as `score`.
         """
         prompts = self._held_out.prompts
         room = await self._client.room()
@@ -147,7 +150,7 @@ class ServerEvaluation:
         if len(failed) == len(found):
             raise failed[0]
         async with RewardPool(self._reward, self._limits) as pool:
-            rewards = await score(pool, texts, [prompt.answer for prompt, _ in asked])
+            rewards = await score(pool, texts, [prompt for prompt, _ in asked], self._share)
         self.progress += len(rewards)
         return figures(rewards[: len(prompts)], rewards[len(prompts) :])
 

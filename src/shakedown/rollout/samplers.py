@@ -1,41 +1,32 @@
 """From a prompt to a rewarded group of samples."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from shakedown.agents.reward_pool import RewardFailure
+from shakedown.agents.failed_rewards import RewardTally
+from shakedown.agents.reward_pool import RewardFailure, RewardLimits
 from shakedown.config import GrpoConfig
-from shakedown.core.errors import ExitCode, ShakedownError
 from shakedown.inference.client import Client
-from shakedown.inference.engines import Completion
 from shakedown.rollout.generation import Generation
 from shakedown.rollout.groups import Group, Prompt, overlong_penalty
-
-
-class BadRewardError(ShakedownError):
-    """The reward function gave fewer than two samples of a group a finite number."""
-
-    exit_code = ExitCode.FAIL
 
 
 class Scorer(Protocol):
     """Gives rewards off the event loop; `RewardPool` is one."""
 
     async def score(
-        self, completions: Sequence[str], answer: str
+        self, completions: Sequence[str], answer: str, row: Mapping[str, Any]
     ) -> Sequence[float | RewardFailure]:
-        """A finite reward for each text, or why there is none."""
+        """A finite reward for each text to a row, or why there is none."""
 
 
 class GroupSampler:
     """Generates and rewards one group at a time; many may run at once.
 
-    `failures` counts episodes without a reward by their cause.
+    Args:
+        failed_share: as of `RewardTally`.
     """
-
-    # So many groups' worth of failures in a row and no reward: the function, not the texts.
-    _HOPELESS_GROUPS = 2
 
     def __init__(
         self,
@@ -46,24 +37,24 @@ class GroupSampler:
         version: Callable[[], int],
         *,
         vocabulary: int | None = None,
+        failed_share: float = RewardLimits.failed_share,
     ) -> None:
         self._tokenizer, self._scorer, self._settings = tokenizer, scorer, settings
         self._generation = Generation(client, settings, version, vocabulary=vocabulary)
-        self.failures: Counter[str] = Counter()
-        self._failed_in_row = 0
+        self._tally = RewardTally(failed_share)
+
+    @property
+    def failures(self) -> Counter[str]:
+        """Rewards that failed, by their cause."""
+        return self._tally.failures
 
     def check(self) -> None:
-        """Tell a reward function that never works from one that some texts are too much for.
+        """End a stage whose reward function fails too often.
 
         Raises:
-            BadRewardError: no reward but failures for the samples of two groups in a row.
+            BadRewardError: as `RewardTally.check`.
         """
-        if self._failed_in_row >= self._HOPELESS_GROUPS * self._settings.group_size:
-            causes = ", ".join(f"{count}x {cause}" for cause, count in self.failures.most_common())
-            raise BadRewardError(
-                f"the reward function failed {self._failed_in_row} times in a row ({causes})",
-                hint="the first failure of each cause stands above in this log",
-            )
+        self._tally.check()
 
     async def pause(self, within: float) -> None:
         """Start no generation, and let none be in flight; rewards may still be computed.
@@ -83,40 +74,22 @@ class GroupSampler:
 
         Raises:
             ServerError: the server did not answer, or with what cannot be trained on.
-            BadRewardError: fewer than two samples have a reward, so that nothing can be compared.
         """
         answers = await self._generation.answers(prompt.tokens)
         completions = answers.completions
         texts = [self._tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
-        results = await self._scorer.score(texts, prompt.answer)
-        good: list[tuple[Completion, float]] = []
-        faults: list[RewardFailure] = []
-        for completion, text, result in zip(completions, texts, results, strict=True):
-            if isinstance(result, RewardFailure):
-                self._note(result, text)
-                faults.append(result)
-            else:
-                self._failed_in_row = 0
-                good.append((completion, result))
-        if len(good) < 2:
-            raise BadRewardError(f"{len(faults)} of {len(results)} samples: {faults[0]}")
+        results = await self._scorer.score(texts, prompt.answer, prompt.row)
+        rewards = self._tally.values(results, texts)
         longest, cache = self._settings.max_tokens, self._settings.overlong_tokens
         return Group(
             prompt,
-            [each for each, _ in good],
+            completions,
             [
                 reward + overlong_penalty(len(each.tokens), longest=longest, cache=cache)
-                for each, reward in good
+                for each, reward in zip(completions, rewards, strict=True)
             ],
             answers.version,
             answers.seconds,
-            len(faults),
+            sum(isinstance(result, RewardFailure) for result in results),
             mask_truncated=self._settings.mask_truncated,
         )
-
-    def _note(self, failure: RewardFailure, text: str) -> None:
-        """Say each cause once: the text shows what the reward could not bear."""
-        if failure.cause not in self.failures:
-            print(f"an episode is left out: {failure}; its text: {text[-200:]!r}", flush=True)
-        self.failures[failure.cause] += 1
-        self._failed_in_row += 1

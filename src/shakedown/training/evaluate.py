@@ -65,6 +65,7 @@ class Evaluator:
 
         Raises:
             UsageError: the reward cannot be used.
+            BadRewardError: it failed too often.
         """
         rewards = asyncio.run(self._rewards(texts, progress))
         count = len(self._held_out.prompts)
@@ -72,11 +73,11 @@ class Evaluator:
 
     async def _rewards(self, texts: Sequence[str], progress: Callable[[], None]) -> list[float]:
         """In processes of their own: code that never returns must not stop the trainer."""
-        answers = [prompt.answer for prompt in self._held_out.prompts]
+        prompts = [*self._held_out.prompts, *self._held_out.prompts]
         async with RewardPool(self._reward, self._limits) as pool:
             beating = asyncio.create_task(_while_it_moves(pool, progress))
             try:
-                return await score(pool, texts, [*answers, *answers])
+                return await score(pool, texts, prompts, self._limits.failed_share)
             finally:
                 beating.cancel()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from shakedown.agents.agent_pool import AgentPool, AgentSetup
 from shakedown.agents.endpoint import AgentEndpoint
-from shakedown.agents.reward_pool import RewardFailure, RewardLimits, score_rows
+from shakedown.agents.reward_pool import NO_COLUMNS, RewardFailure, RewardLimits, score_rows
 from shakedown.core.errors import ExitCode, ShakedownError
 from shakedown.rollout.protocols import PROTOCOLS
 from shakedown.training.metrics.sinks import require_sinks
@@ -103,7 +103,8 @@ class Fault:
 
 def try_reward(name: str) -> Fault | None:
     """Score an empty completion."""
-    (value,) = asyncio.run(score_rows(name, [("", "4")], RewardLimits(), progress=lambda: None))
+    rows = [("", "4", NO_COLUMNS)]
+    (value,) = asyncio.run(score_rows(name, rows, RewardLimits(), progress=lambda: None))
     return _fault(value.cause, value.detail) if isinstance(value, RewardFailure) else None
 
 

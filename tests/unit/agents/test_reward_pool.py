@@ -61,6 +61,32 @@ async def pool(own: str) -> AsyncIterator[RewardPool]:
         yield pool
 
 
+@pytest.mark.parametrize(
+    "form", ["completion, answer, row", "completion, answer, row=None", "*all"]
+)
+async def test_a_reward_that_takes_a_third_argument_gets_the_whole_row(
+    tmp_path: Path, form: str
+) -> None:
+    body = "row = row" if "row" in form else "row = all[-1] if len(all) == 3 else {'points': 0.5}"
+    (tmp_path / "mine.py").write_text(
+        f"def reward({form}):\n    {body}\n    return float(row['points'])\n", encoding="utf-8"
+    )
+
+    async with RewardPool(f"{tmp_path / 'mine.py'}:reward", LIMITS, workers=1) as pool:
+        found = await pool.score(["x"], "4", {"points": 0.5, "seen": Path("no JSON has this")})
+
+    assert found == [0.5]
+
+
+async def test_a_third_argument_of_another_name_with_a_default_is_left_alone(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "mine.py").write_text("def reward(said, answer, points=0.25): return points\n")
+
+    async with RewardPool(f"{tmp_path / 'mine.py'}:reward", LIMITS, workers=1) as pool:
+        assert await pool.score(["x"], "4", {"points": 0.5}) == [0.25]
+
+
 async def test_a_group_is_rewarded_in_order_by_one_process(pool: RewardPool) -> None:
     before = pool.pids
 

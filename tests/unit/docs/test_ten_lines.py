@@ -5,6 +5,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,9 +104,13 @@ def test_the_rows_of_the_recipe_are_read(laid: Config) -> None:
 @pytest.mark.parametrize("laid", ["my-reward"], indirect=True)
 def test_the_reward_of_the_recipe_judges_answers(laid: Config) -> None:
     limits = RewardLimits(laid.data.reward_timeout, laid.data.reward_memory_gb)
-    pairs = [("They have 8.", "8"), ("8 or 9", "8"), ("", "8")]
+    rows: list[tuple[str, str, dict[str, Any]]] = [
+        ("They have 8.", "8", {}),
+        ("8 or 9", "8", {}),
+        ("", "8", {}),
+    ]
 
-    found = asyncio.run(score_rows(laid.data.reward, pairs, limits, progress=lambda: None))
+    found = asyncio.run(score_rows(laid.data.reward, rows, limits, progress=lambda: None))
 
     assert found == [1.0, 0.0, 0.0]
 

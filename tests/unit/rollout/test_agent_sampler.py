@@ -207,7 +207,7 @@ def test_one_turn_gives_the_rows_of_the_plain_path(seen: Seen) -> None:
             return "".join(chr(token) for token in tokens if token > END)
 
     class Lengths:
-        async def score(self, texts: list[str], _: str) -> list[float]:
+        async def score(self, texts: list[str], *_: Any) -> list[float]:
             return [float(len(text)) for text in texts]
 
     async def plain() -> Group:

@@ -6,11 +6,12 @@ import shutil
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from shakedown.agents.failed_rewards import BadRewardError
 from shakedown.agents.reward_pool import RewardLimits, RewardPool
 from shakedown.config import GrpoConfig, StageConfig
 from shakedown.core.errors import BlockedError
@@ -25,7 +26,7 @@ from shakedown.rollout.groups import (
     overlong_penalty,
     to_batch,
 )
-from shakedown.rollout.samplers import BadRewardError, GroupSampler
+from shakedown.rollout.samplers import GroupSampler
 from shakedown.rollout.store import RolloutStore
 from shakedown.training.demo import write_model, write_rows
 from shakedown.training.stage import orchestrator
@@ -129,49 +130,60 @@ async def pool(tmp_path: Path) -> AsyncIterator[RewardPool]:
         yield pool
 
 
-def sampler_of(server: Server, pool: RewardPool) -> GroupSampler:
+def sampler_of(server: Server, pool: RewardPool, *, share: float = 0.05) -> GroupSampler:
     settings = GrpoConfig(group_size=4)
-    return GroupSampler(server, Tokenizer(), pool, settings, lambda: 7)  # type: ignore[arg-type]
+    made: Any = GroupSampler
+    return cast(
+        GroupSampler, made(server, Tokenizer(), pool, settings, lambda: 7, failed_share=share)
+    )
 
 
-async def test_a_reward_that_never_returns_costs_one_episode(
+async def test_a_reward_that_never_returns_counts_as_0_and_costs_no_other_one(
     pool: RewardPool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sampler = sampler_of(Server(1, 9, 2, 8), pool)
 
     group = await sampler.run_group(Prompt([5], "[1]"))
 
-    assert [c.tokens for c in group.completions] == [[1], [2]]
-    assert (group.rewards, group.failed, group.version) == ([1.0, 0.0], 2, 7)
+    assert [c.tokens for c in group.completions] == [[1], [9], [2], [8]]
+    assert (group.rewards, group.failed, group.version) == ([1.0, 0.0, 0.0, 0.0], 2, 7)
     assert group_stats([group])["failed_episodes"] == 2.0
     assert sampler.failures == {"timeout": 1, "bad_return": 1}
     said = capsys.readouterr().out
-    assert "an episode is left out: reward timeout: no reward within 1 s; its text: '[9]'" in said
+    assert "a reward failed and counts as 0: reward timeout: no reward within 1 s" in said
+    assert "its text: '[9]'" in said
 
 
-async def test_a_group_with_one_reward_left_has_failed(pool: RewardPool) -> None:
-    sampler = sampler_of(Server(1, 8, 8, 8), pool)
-
-    with pytest.raises(
-        BadRewardError, match="3 of 4 samples: reward bad_return: the reward is nan"
-    ):
-        await sampler.run_group(Prompt([1], "x"))
-
-
-async def test_a_reward_that_never_works_is_told_from_one_that_some_texts_are_too_much_for(
-    pool: RewardPool,
+async def test_a_reward_that_raises_where_an_answer_is_wrong_hides_none_and_ends_the_stage(
+    tmp_path: Path,
 ) -> None:
-    bad, mixed = sampler_of(Server(8, 8, 8, 8), pool), sampler_of(Server(8, 8, 8, 1), pool)
+    own = tmp_path / "raises.py"
+    own.write_text("def reward(said, answer):\n    return {f'[{answer}]': 1.0}[said]\n")
+    async with RewardPool(f"{own}:reward", workers=1) as pool:
+        sampler = sampler_of(Server(*[18] * 4, *[5] * 12), pool)
 
-    for _ in range(2):
-        bad.check()
-        for sampler in (bad, mixed):
-            with pytest.raises(BadRewardError):
-                await sampler.run_group(Prompt([1], "x"))
+        group = await sampler.run_group(Prompt([1], "18"))
 
-    mixed.check()
-    with pytest.raises(BadRewardError, match=r"failed 8 times in a row \(8x bad_return\)"):
-        bad.check()
+    assert np.mean(to_batch(1, [group], pad=PAD, stats={}).rewards) == 0.25
+    with pytest.raises(BadRewardError) as told:
+        sampler.check()
+    assert "12 of 16 rewards failed (12x exception), more than the 5%" in str(told.value)
+    assert "KeyError" in str(told.value)
+    assert f"{own}:2 in reward" in str(told.value)
+
+
+async def test_few_rewards_that_fail_end_nothing_and_none_is_a_limit(pool: RewardPool) -> None:
+    patient, strict = (
+        sampler_of(Server(8, 1, 2, 3), pool),
+        sampler_of(Server(1, 8), pool, share=0.0),
+    )
+
+    await patient.run_group(Prompt([1], "[1]"))
+    await strict.run_group(Prompt([1], "[1]"))
+
+    patient.check()
+    with pytest.raises(BadRewardError, match="1 of 2 rewards failed"):
+        strict.check()
 
 
 async def test_a_pause_waits_for_generation_and_not_for_rewards(pool: RewardPool) -> None:
@@ -348,8 +360,8 @@ def test_own_reward_that_never_works_ends_the_stage_and_is_named(
 
     assert code in (1, 3)
     said = capsys.readouterr()
-    assert "an episode is left out: reward exception: KeyError: '2'" in said.out
-    assert "exception" in said.err.splitlines()[-2]
+    assert "a reward failed and counts as 0: reward exception: KeyError: '2'" in said.out
+    assert "rewards failed" in said.err
 
 
 def test_own_reward_that_does_not_exist_is_refused(

@@ -1,13 +1,14 @@
 """A user's own reward: `package.module:function` or `path/to/file.py:function`."""
 
 import inspect
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 from shakedown.agents.imports import load_target
-from shakedown.agents.rewards.kind import RewardFunction
+from shakedown.agents.rewards.kind import RewardFunction, RowReward
 from shakedown.core.errors import UsageError, did_you_mean
 
-_FORM = "def NAME(completion: str, answer: str) -> float"
+_FORM = "def NAME(completion: str, answer: str) -> float, or with a third argument, the row"
 
 
 def is_own(name: str) -> bool:
@@ -20,7 +21,7 @@ def load_reward(target: str) -> RewardFunction:
 
     Raises:
         UsageError: no such module, file or function; an import that fails; a function that is
-            async or cannot be called with two texts.
+            async or cannot be called with two texts, nor with a row behind them.
     """
     module, name = load_target(target, what="reward", name="function")
     reward = getattr(module, name, None)
@@ -35,9 +36,31 @@ def load_reward(target: str) -> RewardFunction:
     if inspect.iscoroutinefunction(reward) or inspect.isasyncgenfunction(reward):
         raise UsageError(f"{target} is async; rewards run in processes of their own", hint=_FORM)
     try:
-        inspect.signature(reward).bind("completion", "answer")
+        _takes_row(reward)
     except (TypeError, ValueError) as error:
         raise UsageError(
             f"{target} cannot be called with a completion and an answer: {error}", hint=_FORM
         ) from error
     return cast(RewardFunction, reward)
+
+
+def with_row(reward: RewardFunction) -> RowReward:
+    """The reward as one that is given the row, too; it gets it if it takes it."""
+    if _takes_row(reward):
+        return cast(RowReward, reward)
+    return lambda completion, answer, _row: reward(completion, answer)
+
+
+def _takes_row(reward: Callable[..., Any]) -> bool:
+    """Whether it has a third argument that must be given, or is called `row`.
+
+    Raises:
+        TypeError, ValueError: it takes neither two nor three.
+    """
+    signature = inspect.signature(reward)
+    try:
+        signature.bind("completion", "answer")
+    except TypeError:
+        signature.bind("completion", "answer", {})
+        return True
+    return [*signature.parameters][2:3] == ["row"]

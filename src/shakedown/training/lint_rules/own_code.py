@@ -113,14 +113,14 @@ async def _reward(inputs: Inputs) -> list[Finding]:
     if not is_own(data.reward) or not uses_reward(inputs):
         return []
     limits = RewardLimits(min(data.reward_timeout, _CALL_SECONDS), data.reward_memory_gb)
-    answers = [row.answer for row in inputs.train.first[:_ROWS] if isinstance(row, Row)]
+    rows = [row for row in inputs.train.first[:_ROWS] if isinstance(row, Row)]
     results: list[float | RewardFailure] = []
-    expected = "a function (completion, answer) -> float"
+    expected = "a function (completion, answer) or (completion, answer, row) -> float"
     try:
         async with RewardPool(data.reward, limits, workers=1) as pool:
             end = time.monotonic() + _CALL_SECONDS
-            for answer, form in product(answers, ("", *FORMS)):
-                results += await pool.score([form.format(answer)], answer)
+            for row, form in product(rows, ("", *FORMS)):
+                results += await pool.score([form.format(row.answer)], row.answer, row.columns)
                 if time.monotonic() > end:
                     break
     except ShakedownError as error:

@@ -59,7 +59,8 @@ class StageJob(SupervisedJob):
     files or hub names; `world_size` counts trainer ranks; `endpoint` is the base URL of the stage's
     own inference server without `/v1` (GRPO only), with commas between those of several;
     `served_model` its model name, `engine` its kind and `replicas` the data-parallel ones of each.
-    `reward_timeout` (s) and `reward_memory_gb` (GiB) bound one call of the reward function.
+    `reward_timeout` (s) and `reward_memory_gb` (GiB) bound one call of the reward function;
+    `reward_failed_share` of all calls may fail.
     `replay`: a folder of recorded rollouts to train on instead of generating; empty: none.
     `drift_limits`: by metric, see `training.drift`. `chat_template_kwargs`: for the chat template,
     beside the messages.
@@ -82,6 +83,7 @@ class StageJob(SupervisedJob):
     replicas: int = 1
     reward_timeout: float = RewardLimits.seconds
     reward_memory_gb: float = RewardLimits.memory_gb
+    reward_failed_share: float = RewardLimits.failed_share
     replay: str = ""
     drift_limits: Mapping[str, float] = field(default_factory=dict)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -93,7 +95,7 @@ class StageJob(SupervisedJob):
 
     @property
     def reward_limits(self) -> RewardLimits:
-        return RewardLimits(self.reward_timeout, self.reward_memory_gb)
+        return RewardLimits(self.reward_timeout, self.reward_memory_gb, self.reward_failed_share)
 
 
 def read_job(path: Path) -> StageJob:

@@ -181,6 +181,7 @@ class Orchestrator:
                 self._settings,
                 lambda: self._version,
                 vocabulary=parts.vocabulary,
+                failed_share=job.reward_failed_share,
             )
         self._queue = RolloutQueue(
             self._store,
@@ -300,7 +301,7 @@ class Orchestrator:
 
         Raises:
             ServerError: names the server and what it answered last.
-            BadRewardError: the reward function never works.
+            BadRewardError: the reward function fails too often.
         """
         patience = max(10.0, self._job.config.stall_timeout / 2)  # before the watch sees a stall
         healthy = time.monotonic()

@@ -116,6 +116,7 @@ def plan_stage(
         reward=config.data.reward,
         reward_timeout=config.data.reward_timeout,
         reward_memory_gb=config.data.reward_memory_gb,
+        reward_failed_share=config.data.reward_failed_share,
         seed=config.seed,
         world_size=trainer_world(settings),
         stage_root=str(paths.stage(stage).root.absolute()),
