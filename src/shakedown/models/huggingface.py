@@ -1,6 +1,7 @@
 """Hugging Face folders: read a model, write one with everything that stands beside the weights."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import logging as transformers_logging
 
 from shakedown.core.errors import UsageError
+from shakedown.core.files import write_text
 from shakedown.core.folders import storage_errors
 from shakedown.core.model_folder import check_sizes, check_tokenizer
 from shakedown.core.private import make_folders
@@ -166,6 +168,19 @@ def write_folder(
         generation = source / _GENERATION
         if generation.is_file():  # a model made of its config alone does not know it
             shutil.copyfile(generation, folder / _GENERATION)
+        _tell_dtype(folder / "config.json", dtype)
+
+
+def _tell_dtype(path: Path, dtype: str) -> None:
+    """Let config.json say what the weights are in: the model that is saved computed in another."""
+    if not path.is_file():
+        return
+    body = json.loads(path.read_text(encoding="utf-8"))
+    for part in (body, *(part for part in body.values() if isinstance(part, dict))):
+        for key in ("dtype", "torch_dtype"):
+            if key in part or (part is body and key == "dtype"):
+                part[key] = dtype
+    write_text(path, json.dumps(body, indent=2) + "\n")
 
 
 def _copy_rest(source: Path, folder: Path) -> None:

@@ -323,6 +323,12 @@ BROKEN = (
         base="demo",
     ),
     Case(
+        "a router's balancing loss, which no stage has",
+        "model: {source: models/routed}\nconsistency: {grade: moe}",
+        "model.source",
+        "warn",
+    ),
+    Case(
         "limits of a dense model for a mixture of experts",
         "model: {source: models/moe}\nconsistency: {grade: dense}",
         "consistency.grade",
@@ -782,6 +788,8 @@ MODELS: dict[str, dict[str, Any]] = {
         },
     },
     "moe": {**_LLAMA, "model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 8},
+    "routed": {**_LLAMA, "model_type": "mixtral", "num_local_experts": 8}
+    | {"output_router_logits": True},
     "gemma3": _GEMMA3,
     "base": _LLAMA,
     "empty": _LLAMA,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import Gemma3Config, GPT2Config, LlamaConfig, OPTConfig, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, LlamaConfig, OPTConfig, Qwen3ForCausalLM
 
 from shakedown.config import OptimizerConfig, StageConfig
 from shakedown.core.errors import ConfigError, StorageError, UsageError
@@ -395,6 +395,17 @@ def test_a_model_that_sees_is_trained_on_text_in_units_of_layers(
     assert losses[1][1] != losses[1][0]
     engine.export(tmp_path / "out", engine.gather())
     assert huggingface.read_model(tmp_path / "out").config.model_type == "gemma3"
+
+
+def test_config_json_of_an_export_says_the_dtype_of_its_weights(
+    folder: Path, tmp_path: Path
+) -> None:
+    engine = FsdpEngine.build(folder, optimizer=OPTIMIZER, dtype="bfloat16", device=CPU)
+
+    engine.export(tmp_path / "out", engine.gather(torch.bfloat16))
+
+    assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
 def test_dropout_is_off_in_training_and_config_json_keeps_it(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     model.server_layers,
     model.trained_weights,
     model.trainer_cuts,
+    model.router_loss,
     model.grade_of_experts,
     memory.fits,
     lengths.server_length,

@@ -98,6 +98,15 @@ def _cut_fault(part: Part, sizes: ModelSizes) -> str:
     return ""
 
 
+def router_loss(inputs: Inputs) -> Iterator[Finding]:
+    """A router's balancing loss that config.json asks for is no part of any stage's loss."""
+    if inputs.sizes and inputs.sizes.router_loss:
+        measured = "output_router_logits: true"
+        expected = "false in config.json: a stage's loss is that of its tokens alone"
+        remedy = "the router is trained without router_aux_loss_coef; experts may be used unevenly"
+        yield advice("experts", "model.source", measured, expected, remedy)
+
+
 def grade_of_experts(inputs: Inputs) -> Iterator[Finding]:
     """Experts are chosen differently by two engines: the limits for dense models are too narrow."""
     grade = inputs.config.consistency.grade

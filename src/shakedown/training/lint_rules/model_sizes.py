@@ -36,6 +36,7 @@ class ModelSizes:
         kind: `model_type`; of a model with images that of the whole.
         positions: longest sequence, the largest that its RoPE scaling can mean.
         ffn: columns of the MLP.
+        router_loss: config.json asks for the loss that balances experts.
         fault: why the folder cannot be used; then nothing else is known.
     """
 
@@ -46,6 +47,7 @@ class ModelSizes:
     ffn: int | None = None
     positions: int | None = None
     experts: bool = False
+    router_loss: bool = False
     quantised: bool = False
     fault: str = ""
 
@@ -137,6 +139,7 @@ def _sizes(body: Mapping[str, Any]) -> ModelSizes:
         positions=_positions(inner, kind),
         quantised="quantization_config" in body,
         experts=any((_number(inner, key) or 0) > 1 for key in _EXPERTS),
+        router_loss=inner.get("output_router_logits") is True,
     )
 
 
