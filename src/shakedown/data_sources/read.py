@@ -64,12 +64,17 @@ def _file_rows(path: Path, lines: Lines) -> Iterator[tuple[str, Body]]:
         for number, line in enumerate(lines(path), start=1):
             if line.strip():
                 place = f"{path}, line {number}"
-                yield place, _parsed(line, place)
+                yield place, parsed_line(line, place)
     except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _parsed(line: str, place: str) -> Body:
+def parsed_line(line: str, place: str) -> Body:
+    """The object of a line.
+
+    Raises:
+        UsageError: it is none; names the place.
+    """
     try:
         body = json.loads(line)
         # The file is UTF-8, so only an escape can bring in half a surrogate pair.
@@ -83,7 +88,8 @@ def _parsed(line: str, place: str) -> Body:
     return body
 
 
-def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
+def unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
+    """Why a file cannot be read, as it is told."""
     siblings = [p.name for p in path.parent.glob("*.jsonl")] if path.parent.is_dir() else []
     if isinstance(error, UnicodeDecodeError):
         reason = f"not UTF-8 text: {error.reason} at byte {error.start}"
@@ -117,7 +123,7 @@ def _parquet_rows(source: DataSource, images: bool) -> Iterator[tuple[str, Body]
     try:
         path.open("rb").close()  # the plain words of the system for a file that cannot be read
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     try:
         from datasets import load_dataset
 

@@ -1,15 +1,16 @@
-"""Rows without end in a seeded order, a window of them in memory; stands where it was left.
+"""Rows without end in a seeded order, read one by one from where they stand; stands where it was
+left.
 
-The rows of an epoch are read in windows of consecutive rows, and each window is shuffled by seed,
-epoch and its number. A data set that fits in one window is read once and shuffled whole.
+The order of an epoch is a permutation of all rows, whatever the size of the data set: neighbours
+in a sorted file are no neighbours in an epoch. In memory are eight bytes a row and the first rows
+as they were prepared.
 
 Every rank reads the same stream and takes its share of the same global batch, and epochs are
 joined end to end: no batch is ever short, so no rank ever has fewer batches than another.
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Generic, TypeVar
 
@@ -18,11 +19,12 @@ import numpy.typing as npt
 
 from shakedown.core.errors import UsageError
 from shakedown.core.files import is_count
-from shakedown.data_sources.conversations import Conversation, iter_conversations
+from shakedown.data_sources.conversations import Conversation, conversation_of
+from shakedown.data_sources.indexed import IndexedRows
 
 Item = TypeVar("Item")
 
-WINDOW = 16_384  # rows; about 30 MB of text at 2 kB a row
+KEPT = 16_384  # rows that stay prepared in memory; about 30 MB of text at 2 kB a row
 
 
 # Asked once a row of a batch, which may reach over the end of an epoch into a second order.
@@ -44,15 +46,14 @@ def step_indices(size: int, *, seed: int, step: int, batch_size: int) -> list[in
 
 @dataclass(frozen=True)
 class StreamPosition:
-    """The next item: number `index` in the shuffled window `window` of `epoch`, all from 0.
+    """The next row: number `index` in the shuffled order of `epoch`, both from 0.
 
-    `rows`: the window's size in rows, without which its number says nothing.
+    `rows`: of the data set, without which the order says nothing.
     """
 
     seed: int
     rows: int
     epoch: int = 0
-    window: int = 0
     index: int = 0
 
     def to_json(self) -> dict[str, int]:
@@ -67,7 +68,7 @@ class RowStream(Generic[Item]):
         source: as `iter_conversations`.
         prepare: what becomes of a row; None leaves it out.
         seed: of the order.
-        rows: how many are read, prepared and shuffled at a time.
+        kept: the first so many rows are prepared at the start and stay in memory.
 
     `left_out` counts the rows that `prepare` left out of what was read so far.
 
@@ -81,96 +82,73 @@ class RowStream(Generic[Item]):
         prepare: Callable[[Conversation], Item | None],
         *,
         seed: int,
-        rows: int = WINDOW,
+        kept: int = KEPT,
     ) -> None:
         self._source, self._prepare = source, prepare
-        self._position = StreamPosition(seed, rows)
+        self._rows = IndexedRows(source)
+        self._position = StreamPosition(seed, len(self._rows))
         self.left_out = 0
-        self._reader: Iterator[Conversation] = iter(())
-        self._items: list[Item] = []
-        self._order: npt.NDArray[np.int64] = np.empty(0, np.int64)
-        self._whole = self._ended = False
-        self._found = 0
-        self._open(self._position)
+        self._first = [self._read(number) for number in range(min(kept, len(self._rows)))]
 
     @property
     def position(self) -> StreamPosition:
-        """Where the next item stands."""
+        """Where the next row stands."""
         return self._position
 
     @property
-    def window(self) -> list[Item]:
+    def first(self) -> list[Item]:
         """The items in memory, in the order of the source."""
-        return self._items
+        return [item for item in self._first if item is not None]
 
     def seek(self, saved: Mapping[str, int]) -> None:
         """Go to a position of `to_json`.
 
         Raises:
-            UsageError: it is none, or is beyond the data; the data set is another one.
+            UsageError: it is none, or of other data.
         """
         try:
-            position = StreamPosition(**saved)
+            position = StreamPosition(**self._translated(saved))
         except TypeError as error:
             raise UsageError(f"{self._source}: {saved} is no position in data") from error
         if not position.rows or not all(map(is_count, position.to_json().values())):
             raise UsageError(f"{self._source}: {saved} is no position in data")
-        self._open(position)
-        if position.index > len(self._items) or not self._items:
-            raise UsageError(f"{self._source} ends before the position {saved}")
+        if position.rows != len(self._rows) or position.index > position.rows:
+            raise UsageError(
+                f"{self._source} has {len(self._rows)} rows: the position {saved} is in other data"
+            )
         self._position = position
 
+    def _translated(self, saved: Mapping[str, int]) -> Mapping[str, int]:
+        """A position of releases that shuffled windows, where one window was all of the data and
+        had all of its rows: their order is the same.
+        """
+        size = len(self._rows)
+        whole = saved.get("window") == 0 and size < saved.get("rows", 0) and size == len(self.first)
+        if "window" not in saved or not whole:
+            return saved
+        return {**{key: saved[key] for key in saved if key != "window"}, "rows": size}
+
     def take(self, count: int) -> list[Item]:
-        """The next items, over the ends of windows and epochs."""
+        """The next items, over the ends of epochs."""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> Item:
-        while self._position.index >= len(self._items):
-            self._advance()
+        for _ in range(2 * len(self._rows)):  # more than any epoch, from anywhere in it
+            item = self._advance()
+            if item is not None:
+                return item
+        raise UsageError(f"{self._source}: no row is left of {len(self._rows)} rows")
+
+    def _advance(self) -> Item | None:
         at = self._position
-        self._position = StreamPosition(at.seed, at.rows, at.epoch, at.window, at.index + 1)
-        return self._items[int(self._order[at.index])]
+        if at.index >= at.rows:
+            at = StreamPosition(at.seed, at.rows, at.epoch + 1)
+        number = int(epoch_order(at.rows, seed=at.seed, epoch=at.epoch)[at.index])
+        self._position = StreamPosition(at.seed, at.rows, at.epoch, at.index + 1)
+        return self._first[number] if number < len(self._first) else self._read(number)
 
-    def _advance(self) -> None:
-        """Go to the beginning of the next window, or of the next epoch."""
-        at = self._position
-        if self._ended and not self._found:
-            raise UsageError(f"{self._source}: no row is left of {self.left_out} rows")
-        if not self._ended:
-            self._position = StreamPosition(at.seed, at.rows, at.epoch, at.window + 1)
-            self._load()
-        elif self._whole:
-            # All of the data is in memory: shuffled anew, not read again.
-            self._position = StreamPosition(at.seed, at.rows, at.epoch + 1)
-            self._shuffle()
-        else:
-            self._open(StreamPosition(at.seed, at.rows, at.epoch + 1))
-
-    def _open(self, position: StreamPosition) -> None:
-        """Read an epoch from the beginning of a window on."""
-        self._position = StreamPosition(
-            position.seed, position.rows, position.epoch, position.window
-        )
-        skipped = position.window * position.rows
-        # Skipped by reading: neither JSON lines nor a streamed data set has an index of its rows.
-        self._reader = itertools.islice(iter_conversations(self._source), skipped, None)
-        self._found = 0
-        self._load()
-
-    def _load(self) -> None:
-        read = list(itertools.islice(self._reader, self._position.rows))
-        self._ended = len(read) < self._position.rows
-        self._whole = self._ended and self._position.window == 0
-        prepared = [self._prepare(row) for row in read]
-        self._items = [item for item in prepared if item is not None]
-        self.left_out += len(read) - len(self._items)
-        self._found += len(self._items)
-        self._shuffle()
-
-    def _shuffle(self) -> None:
-        at, size = self._position, len(self._items)
-        # As `epoch_order` has it: a data set in one window is drawn in the order of `step_indices`.
-        if at.window == 0:
-            self._order = epoch_order(size, seed=at.seed, epoch=at.epoch)
-        else:
-            self._order = np.random.default_rng([at.seed, at.epoch, at.window]).permutation(size)
+    def _read(self, number: int) -> Item | None:
+        place, body = self._rows[number]
+        item = self._prepare(conversation_of(body, place))
+        self.left_out += item is None
+        return item

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from hypothesis import given
@@ -19,8 +20,10 @@ from shakedown.data_sources import (
     epoch_order,
     iter_conversations,
     load_rows,
+    placed_rows,
     step_indices,
 )
+from shakedown.data_sources.indexed import IndexedRows
 from shakedown.training.batch import TokenBatch, join_parts, pad_rows, rank_share, token_slices
 
 GOOD = '{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}'
@@ -278,57 +281,79 @@ def _numbered(folder: Path, count: int) -> str:
     return _file(folder, *(GOOD.replace('"2"', f'"{number}"') for number in range(count)))
 
 
-def _stream(source: str, *, window: int, seed: int = 0) -> RowStream[int]:
+def _stream(source: str, *, kept: int, seed: int = 0) -> RowStream[int]:
     """Answers as numbers; multiples of 7 are left out."""
 
     def prepare(row: Conversation) -> int | None:
         assert isinstance(row, Row)
         return int(row.answer) if int(row.answer) % 7 else None
 
-    return RowStream(source, prepare, seed=seed, rows=window)
+    return RowStream(source, prepare, seed=seed, kept=kept)
 
 
-def test_a_data_set_in_one_window_is_shuffled_whole_as_the_steps_say(tmp_path: Path) -> None:
-    stream = _stream(_numbered(tmp_path, 22), window=100)
-    kept = [number for number in range(22) if number % 7]
-
-    taken = [stream.take(4) for _ in range(12)]
-
-    assert taken == [
-        [kept[i] for i in step_indices(len(kept), seed=0, step=step, batch_size=4)]
-        for step in range(1, 13)
-    ]
-    assert stream.left_out == 4
-
-
-@pytest.mark.parametrize("window", [1, 5, 11, 22, 23])
-def test_every_epoch_of_windows_holds_every_row_once(tmp_path: Path, window: int) -> None:
-    stream = _stream(_numbered(tmp_path, 22), window=window)
+@pytest.mark.parametrize("kept", [0, 5, 100])
+def test_epochs_are_shuffled_whole_whatever_stays_in_memory(tmp_path: Path, kept: int) -> None:
+    stream = _stream(_numbered(tmp_path, 22), kept=kept)
 
     epochs = [stream.take(18) for _ in range(3)]
 
-    assert all(sorted(epoch) == [n for n in range(22) if n % 7] for epoch in epochs)
-    assert window == 1 or epochs[0] != epochs[1]
+    wanted = [list(epoch_order(22, seed=0, epoch=epoch)) for epoch in range(3)]
+    assert epochs == [[number for number in order if number % 7] for order in wanted]
 
 
-@pytest.mark.parametrize("window", [4, 22, 100])
-def test_a_stream_goes_on_exactly_from_every_position(tmp_path: Path, window: int) -> None:
+def test_a_sorted_file_is_no_sorted_epoch(tmp_path: Path) -> None:
+    half = 20_000
+    source = _numbered(tmp_path, 2 * half)
+
+    taken = RowStream(source, lambda row: int(row.columns["answer"]), seed=0).take(2 * half)
+
+    shares = [sum(n >= half for n in taken[i : i + 4000]) / 4000 for i in range(0, 2 * half, 4000)]
+    assert shares == pytest.approx([0.5] * 10, abs=0.04)
+    assert sorted(taken) == list(range(2 * half))
+
+
+def test_rows_by_number_are_those_that_are_read_in_order(tmp_path: Path) -> None:
+    lines = tmp_path / "rows.jsonl"
+    other = GOOD.replace("1+1=", "ü\\n")
+    lines.write_bytes(f"\ufeff{GOOD}\r\n\n  \n{other}".encode())
+    table = tmp_path / "rows.parquet"
+    datasets.Dataset.from_list([json.loads(GOOD), json.loads(other)]).to_parquet(table)
+
+    for source in map(str, (lines, table)):
+        rows = IndexedRows(source)
+        assert [rows[n] for n in range(len(rows))] == list(placed_rows(source))
+    assert IndexedRows(str(lines))[1][0] == f"{lines}, line 4"
+
+
+def test_a_position_of_one_window_goes_on_and_of_several_is_refused(tmp_path: Path) -> None:
+    stream = RowStream(_numbered(tmp_path, 22), lambda row: row.columns["answer"], seed=3)
+    stream.take(30)
+
+    stream.seek({"seed": 0, "rows": 16_384, "epoch": 1, "window": 0, "index": 4})
+
+    assert stream.take(1) == [str(epoch_order(22, seed=0, epoch=1)[4])]
+    with pytest.raises(UsageError, match="no position"):
+        stream.seek({"seed": 0, "rows": 8, "epoch": 1, "window": 0, "index": 4})
+
+
+@pytest.mark.parametrize("kept", [4, 22, 100])
+def test_a_stream_goes_on_exactly_from_every_position(tmp_path: Path, kept: int) -> None:
     source = _numbered(tmp_path, 22)
-    whole = _stream(source, window=window)
+    whole = _stream(source, kept=kept)
     expected = [whole.take(5) for _ in range(10)]
 
     for done in (0, 1, 4, 9):  # in the first epoch, at its end and in the third
-        before = _stream(source, window=window)
+        before = _stream(source, kept=kept)
         before.take(5 * done)
         saved = json.loads(json.dumps(before.position.to_json()))
-        after = _stream(source, window=window, seed=99)
+        after = _stream(source, kept=kept, seed=99)
         after.seek(saved)
 
         assert [after.take(5) for _ in range(10 - done)] == expected[done:]
 
 
 def test_streams_of_several_ranks_never_diverge_at_an_uneven_end(tmp_path: Path) -> None:
-    ranks = [_stream(_numbered(tmp_path, 22), window=8) for _ in range(3)]
+    ranks = [_stream(_numbered(tmp_path, 22), kept=8) for _ in range(3)]
 
     batches = [[rank.take(5) for _ in range(9)] for rank in ranks]
 
@@ -337,12 +362,12 @@ def test_streams_of_several_ranks_never_diverge_at_an_uneven_end(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "saved", [{"seed": 0}, {"seed": 0, "rows": 4, "more": 1}, {"seed": 0, "rows": 4, "window": 9}]
+    "saved", [{"seed": 0}, {"seed": 0, "rows": 22, "more": 1}, {"seed": 0, "rows": 4, "index": 2}]
 )
 def test_a_position_that_is_not_in_the_data_is_refused(
     tmp_path: Path, saved: dict[str, int]
 ) -> None:
-    stream = _stream(_numbered(tmp_path, 22), window=4)
+    stream = _stream(_numbered(tmp_path, 22), kept=4)
 
     with pytest.raises(UsageError, match=r"position"):
         stream.seek(saved)
@@ -352,4 +377,4 @@ def test_a_stream_in_which_no_row_is_left_ends_with_a_message(tmp_path: Path) ->
     source = _file(tmp_path, *[GOOD.replace('"2"', '"7"')] * 5)
 
     with pytest.raises(UsageError, match="no row is left of 5 rows"):
-        _stream(source, window=2).take(1)
+        _stream(source, kept=2).take(1)

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, LlamaConfig, OPTConfig, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    Qwen3ForCausalLM,
+)
 
 from shakedown.config import OptimizerConfig, StageConfig
 from shakedown.core.errors import ConfigError, StorageError, UsageError

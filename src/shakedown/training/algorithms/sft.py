@@ -38,7 +38,7 @@ class Sft:
         self._stops, self._truncated = stop_tokens(engine.source, engine.tokenizer), 0
         self._rows = RowStream(job.train, self._prepare, seed=job.seed)
         left_out = self._rows.left_out
-        if not self._rows.window:
+        if not self._rows.first:
             raise UsageError(
                 f"{job.train}: each of the first {left_out} rows is longer than {longest} tokens "
                 f"(the model's positions: {positions}), or has nothing to train in them"
@@ -50,7 +50,7 @@ class Sft:
 
     @property
     def max_answer_tokens(self) -> int:
-        return max(row.longest_span for row in self._rows.window) + 1
+        return max(row.longest_span for row in self._rows.first) + 1
 
     def begin(self, done: int) -> None:
         """Go on where the checkpoint's data ended."""
