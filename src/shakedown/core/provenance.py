@@ -1,0 +1,192 @@
+"""What a stage's steps were made of: settings and contents by name, and which steps ran with them.
+
+`provenance.jsonl` has a row for each attempt that began: the step after which it went on, and what
+it was asked to use. The rows are judged as they stand; nothing else says what a result is of.
+"""
+
+import hashlib
+import importlib.machinery
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from shakedown.core.errors import UsageError
+from shakedown.core.files import is_count, read_json_as, write_json
+from shakedown.core.verdict import Finding
+
+CHECK = "settings_changed"
+Made = Mapping[str, str]
+
+_CHUNK = 4 << 20  # bytes read at a time
+# A file that is written again within its clock's tick has the same time of change.
+_SETTLED_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A file when it was read, and the SHA-256 of all of it."""
+
+    size: int
+    changed: int  # ns
+    digest: str
+
+
+@dataclass(frozen=True)
+class _Kept:
+    files: Mapping[str, Seen] = field(default_factory=dict)
+
+
+class Contents:
+    """Digests of whole files. Each is read once: `kept` knows it by path, size and time of change.
+
+    A list that is damaged or gone is made again.
+    """
+
+    def __init__(self, kept: Path) -> None:
+        self._path = kept
+        try:
+            self._files = dict(read_json_as(_Kept, kept, "list of digests").files)
+        except UsageError:
+            self._files = {}
+
+    def digest(self, files: Iterable[Path]) -> str:
+        """Of one file the beginning of what sha256sum says, of several one of their names and sums.
+
+        Raises:
+            OSError: one cannot be read.
+        """
+        listed = sorted(files)
+        sums = [self._sum(path) for path in listed]
+        if len(sums) == 1:
+            return f"sha256:{sums[0][:16]}"
+        named = "".join(f"{path.name} {each}\n" for path, each in zip(listed, sums, strict=True))
+        return f"sha256:{hashlib.sha256(named.encode()).hexdigest()[:16]}"
+
+    def keep(self) -> None:
+        """Write the list for those who ask next.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        write_json(self._path, asdict(_Kept(self._files)))
+
+    def _sum(self, path: Path) -> str:
+        facts = path.stat()
+        known = self._files.get(str(path.absolute()))
+        if known and (known.size, known.changed) == (facts.st_size, facts.st_mtime_ns):
+            return known.digest
+        digest = _read(path)
+        if time.time() - facts.st_mtime > _SETTLED_SECONDS:
+            self._files[str(path.absolute())] = Seen(facts.st_size, facts.st_mtime_ns, digest)
+        return digest
+
+
+def source_file(target: str) -> Path | None:
+    """The file of `package.module:name` or `path/to/file.py:name`, found without importing it.
+
+    None where the current folder and Python's path have none, and for a name without a place.
+    """
+    place = target.rpartition(":")[0]
+    if not place:
+        return None
+    if place.endswith(".py"):
+        return Path(place).absolute() if Path(place).is_file() else None
+    found, name, searched = None, "", ["", *sys.path]
+    for part in place.split("."):
+        name = f"{name}.{part}" if name else part
+        found = importlib.machinery.PathFinder.find_spec(name, searched)
+        if found is None:
+            return None
+        searched = list(found.submodule_search_locations or ())
+    return Path(found.origin).absolute() if found and found.origin else None
+
+
+@dataclass(frozen=True)
+class Span:
+    """Steps that ran with the same."""
+
+    first: int
+    last: int
+    made: Made
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        )
+
+
+def spans(rows: Sequence[Mapping[str, Any]], done: int) -> list[Span]:
+    """Which of the `done` steps ran with what; rows that are none are passed over."""
+    whole = [row for row in rows if is_count(row.get("step")) and is_made(row.get("made"))]
+    ends = [*(row["step"] for row in whole), done][1:]
+    found: list[Span] = []
+    for row, end in zip(whole, ends, strict=False):
+        last, made = min(end, done), row["made"]
+        if last <= row["step"]:
+            continue
+        if found and found[-1].last == row["step"] and not differing(found[-1].made, made):
+            found[-1] = Span(found[-1].first, last, found[-1].made)
+        else:
+            found.append(Span(row["step"] + 1, last, made))
+    return found
+
+
+def differing(before: Made, now: Made) -> dict[str, tuple[str, str]]:
+    """By name both values; a name that one of the two has not heard of is passed over."""
+    return {
+        name: (before[name], now[name])
+        for name in now
+        if name in before and before[name] != now[name]
+    }
+
+
+def told(changed: Mapping[str, tuple[str, str]]) -> str:
+    """`optimizer.lr 0.002 -> 1e-05, seed 0 -> 1`."""
+    return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+
+
+def judge(
+    ran: Sequence[Span], asked: Made, *, steps: int, subject: str, remedy: str, evidence: str = ""
+) -> Finding | None:
+    """What differs between the steps that ran and what is asked; None: nothing.
+
+    Steps of which none ran with what is asked fail: they are another result. So do more than the
+    `steps` that are asked.
+    """
+    parts = [(span, differing(span.made, asked)) for span in ran]
+    other = [(span, changed) for span, changed in parts if changed]
+    done = ran[-1].last if ran else 0
+    fit = done - sum(span.last - span.first + 1 for span, _ in other)
+    measured = f"{fit} of {done} steps ran with what is asked now"
+    if done > steps:
+        measured, fit = f"{done} steps are done and {steps} are asked", 0
+    elif not other:
+        return None
+    listed = "; ".join(f"{span} ran before {told(changed)}" for span, changed in other)
+    return Finding(
+        check=CHECK,
+        status="warn" if fit else "fail",
+        scope="config",
+        subject=subject,
+        measured=f"{measured}: {listed}" if listed else measured,
+        expected=f"{min(done, steps)} steps with what is asked now",
+        blame="user",
+        evidence=[evidence] if evidence else [],
+        remedy=remedy,
+    )
+
+
+def is_made(value: object) -> TypeGuard[Made]:
+    """Whether a value out of a row says what steps were made of."""
+    return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+
+def _read(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
