@@ -225,9 +225,9 @@ def test_a_killed_run_goes_on_with_another_learning_rate_exactly_as_far_as_that_
     # Then they part.
     assert found[done + 1]["loss"] != expected[done + 1]["loss"]
     assert f"changed after step {done}: steps 9 -> 8, optimizer.lr 0.002 -> 0.0005, " in log
-    changed = [json.loads(line) for line in stage.paths.changes.read_text().splitlines()]
-    assert [(row["step"], row["attempt"]) for row in changed] == [(done, "002"), (8, "003")]
-    assert changed[1]["changed"]["optimizer.lr"] == ["0.0005", "0.002"]
+    made = [json.loads(line) for line in stage.paths.provenance.read_text().splitlines()]
+    began = [(row["step"], row["attempt"], row["made"]["optimizer.lr"]) for row in made]
+    assert began == [(0, "001", "0.002"), (done, "002", "0.0005"), (8, "003", "0.002")]
     assert [row["step"] for row in stage.rows()] == list(range(1, 10))
 
 

@@ -3,6 +3,8 @@
 Good: writes the accepted verdict and exits 0. Not good: says so in one sentence and removes the
 file of `--remove-on-fail`, which the workflow tracks as the stage's output, so that the same
 `snakemake` command runs exactly that stage again. Verdicts, evidence and attempts stay.
+
+A training stage is good only if its steps ran with the data, the template and the code as they are.
 """
 
 import argparse
@@ -35,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    verdict = judge_file(args.file, args.diagnosis)
+    from shakedown.training.stage.results import with_contents_now
+
+    verdict = judge_file(args.file, args.diagnosis, again=with_contents_now)
     good = verdict.exit_code(strict=args.strict) == 0
     code = finish(verdict, args.out if good else None, strict=args.strict)
     if not good:

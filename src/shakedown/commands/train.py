@@ -52,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="input model (default: that of the stage before, else the run's)",
     )
     parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="train from the beginning; what the stage reached is kept with its newest attempt",
+    )
+    parser.add_argument(
         "--plan", action="store_true", help="predict memory and speed; nothing is run"
     )
     parser.add_argument(
@@ -94,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_own(paths.root)
     plan = plan_any(config, args.stage, paths, assets, model=args.model, replay=args.replay)
-    outcome = run_stage(plan)
+    outcome = run_stage(plan, restart=args.restart)
     print(f"stage {args.stage} {outcome.state}: {outcome.sentence}", flush=True)
     for found in outcome.findings:
         if found.status == "warn":
@@ -107,6 +112,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, config: Config, assets: Path) -> int:
     """Print what the stage will need and reach; the model's folder needs its config.json alone."""
+    if args.restart:
+        raise UsageError("--restart runs the stage, and --plan runs nothing: give one of them")
     if args.stage not in config.own_stages:
         raise UsageError(
             f"--plan: stage {args.stage!r} is a command, whose memory is not known here"

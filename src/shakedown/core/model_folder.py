@@ -15,7 +15,7 @@ from shakedown.core.files import is_count, read_object
 
 # Files that a tokenizer of transformers, SentencePiece, tiktoken or Mistral is read from, or the
 # code of one.
-_TOKENIZERS = (
+TOKENIZERS = (
     "tokenizer.json",
     "vocab.json",
     "vocab.txt",
@@ -57,7 +57,7 @@ def check_tokenizer(folder: Path) -> None:
     Raises:
         UsageError: which files are missing.
     """
-    if not any(True for pattern in _TOKENIZERS for _ in folder.glob(pattern)):
+    if not any(True for pattern in TOKENIZERS for _ in folder.glob(pattern)):
         raise UsageError(
             f"{folder} has no tokenizer: no tokenizer.json (nor vocab.json or *.model)",
             hint="copy tokenizer.json, tokenizer_config.json and the chat template from the model "

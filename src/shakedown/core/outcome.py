@@ -1,7 +1,7 @@
 """How one attempt of a training stage ended: the file that diagnosis, gate and report read."""
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -121,8 +121,16 @@ def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path)
     )
 
 
-def judge_file(file: Path, diagnosis: Path | None) -> Verdict:
+def judge_file(
+    file: Path,
+    diagnosis: Path | None,
+    *,
+    again: Callable[[Outcome, Path], Outcome] = lambda outcome, _: outcome,
+) -> Verdict:
     """The verdict on a finished stage, from its outcome or from the verdict that it wrote itself.
+
+    Args:
+        again: what is to be said of a training stage by now, given its folder.
 
     Raises:
         UsageError: a file is missing, is neither of the two, or contradicts itself.
@@ -134,7 +142,7 @@ def judge_file(file: Path, diagnosis: Path | None) -> Verdict:
         _check_status(verdict, file)
         advice = f"fix the cause (see {file}), then run the same command again"
         return verdict if verdict.status in ("PASS", "WARN") else replace(verdict, next=advice)
-    outcome = read_outcome(file)
+    outcome = again(read_outcome(file), file.parent)
     return judge_outcome(outcome, read_verdict(diagnosis) if diagnosis else None, file.parent)
 
 

@@ -168,6 +168,8 @@ class AttemptPaths:
     )  # why the attempt was stopped, where the engine's log-probabilities drifted
     evals = Below("evals.jsonl")  # held-out accuracies, one JSON row for each evaluation
 
+    replaced = Below("replaced")  # what the stage had reached when it was restarted
+
     def diverged(self, rank: int) -> Path:
         """What a rank was training on when its loss became NaN or infinite."""
         return self.root / "diverged" / f"rank{rank}.npz"
@@ -189,8 +191,8 @@ class StagePaths:
     # the stage's result as a Hugging Face checkpoint: the next stage's input model
     export = Below("model")
     metrics = Below("metrics.jsonl")
-    # settings that were changed between attempts: one JSON row for each that went on with others
-    changes = Below("changes.jsonl")
+    # which steps ran with which settings and contents: a JSON row an attempt; see `core.provenance`
+    provenance = Below("provenance.jsonl")
     tensorboard = Below("tensorboard")  # event files, with `sinks: [tensorboard]`
     wandb = Below("wandb.json")  # the id of the stage's run, with `sinks: [wandb]`
     rollouts = Below("rollouts")  # recorded rollout batches, one file a step; see `grpo.record`
@@ -200,6 +202,11 @@ class StagePaths:
     diagnosis = Below("diagnosis.json")
     diagnosis_html = Below("diagnosis.html")
     accepted = Below("accepted.json")
+
+    @property
+    def contents(self) -> Path:
+        """Digests of the files that the run's stages read."""
+        return self.root.parent.parent / "contents.json"
 
     def attempt(self, number: int) -> AttemptPaths:
         return AttemptPaths(self.attempts / f"{number:03d}")

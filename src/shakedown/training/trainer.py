@@ -45,11 +45,12 @@ class Trainer:
         self._record = Record(job) if self._is_rank0 else None
         self._meter = StepMeter(context)
         self._evals = MetricsLog(job.attempt.evals)
+        self._made = fingerprint(job)
         self._checkpoints = Checkpoints(
             job.paths.checkpoints,
             engine=context.engine,
             ranks=context.ranks,
-            fingerprint=fingerprint(job),
+            fingerprint=self._made,
             keep=job.config.keep_checkpoints,
             beat=lambda: context.beat("checkpoint"),
             fence=job.fence.check,
@@ -97,7 +98,7 @@ class Trainer:
         context.step = self._saved = self._logged = self._begun = done
         context.data = self._checkpoints.data
         if self._record is not None:
-            self._record.begin(done, self._checkpoints.changed)
+            self._record.begin(done, self._made, self._checkpoints.before)
         # Rank 0 alone publishes weights in `begin`: its error must reach the ranks that go on.
         failure = _failure(lambda: self._algorithm.begin(done))
         context.ranks.all_reduce_or_raise({}, failure)

@@ -51,6 +51,10 @@ FREE: dict[str, Any] = {
 
 def _fingerprint(folder: Path, grpo: GrpoConfig) -> dict[str, str]:
     (folder / "rows.jsonl").write_text("{}\n", encoding="utf-8")
+    return _of(folder, grpo)
+
+
+def _of(folder: Path, grpo: GrpoConfig) -> dict[str, str]:
     stage = StageConfig(
         algorithm="grpo",
         allocation="fsdp:d1",
@@ -126,3 +130,30 @@ def test_a_key_that_may_change_by_now_does_not_make_an_older_checkpoint_foreign(
     assert differences(ours, ours | {"grpo.unknown": "7"}) == [
         "grpo.unknown: 7 there, nothing here"
     ]
+
+
+# Each may be changed below its name: a file of a stage, and what a checkpoint's owner reads of it.
+CONTENTS = {
+    "rows.jsonl": "data",
+    "chat_template.jinja": "chat_template",
+    "tokenizer.json": "tokenizer",
+    "agent.py": "agent_source",
+}
+
+
+@pytest.mark.parametrize("file", CONTENTS)
+def test_other_contents_below_the_same_name_make_a_checkpoint_foreign_and_are_named(
+    tmp_path: Path, file: str
+) -> None:
+    for name in CONTENTS:
+        (tmp_path / name).write_bytes(b" " * 5_000_000)
+    settings = GrpoConfig(agent=f"{tmp_path}/agent.py:Agent")
+    theirs = _of(tmp_path, settings)
+
+    (tmp_path / file).write_bytes(b" " * 2_500_000 + b"\n" + b" " * 2_499_999)
+
+    (found,) = differences(_of(tmp_path, settings), theirs)
+    assert found.startswith(f"{CONTENTS[file]}: sha256:")
+    # A checkpoint of an earlier release says nothing of these, or by a digest of another kind.
+    older = {name: value for name, value in theirs.items() if name not in CONTENTS.values()}
+    assert differences(theirs, {**older, "data": "0123456789abcdef", "model": "0" * 16}) == []

@@ -89,7 +89,7 @@ def test_a_sink_that_fails_is_said_once_and_the_rows_go_on(
     job = make_job(tmp_path, "tensorboard")
     job.paths.tensorboard.write_text("a file where the folder should be")
     record = Record(job)
-    record.begin(0)
+    record.begin(0, {})
     for row in rows(1, 3, loss=0.0):
         record.append(row)
     record.close()
@@ -100,14 +100,16 @@ def test_a_sink_that_fails_is_said_once_and_the_rows_go_on(
     assert "step 1/8" in printed
 
 
-def test_without_sinks_nothing_but_the_metrics_is_written(tmp_path: Path) -> None:
+def test_without_sinks_nothing_but_the_metrics_and_what_they_are_of_is_written(
+    tmp_path: Path,
+) -> None:
     record = Record(make_job(tmp_path))
-    record.begin(0)
+    record.begin(0, {})
     record.append(rows(1, 1, loss=0.0)[0])
     record.plot({"step": 0, "sampled_accuracy": 0.5})
     record.close()
 
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "provenance.jsonl"}
 
 
 @pytest.mark.parametrize("name", SINKS)

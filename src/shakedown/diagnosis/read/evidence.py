@@ -8,6 +8,7 @@ from typing import Any
 from shakedown.core.files import json_as
 from shakedown.core.outcome import SCHEMA as OUTCOME
 from shakedown.core.outcome import Outcome
+from shakedown.core.provenance import CHECK
 from shakedown.diagnosis.read.numbers import MAX_COUNT, pid_of, rank_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import (
@@ -90,9 +91,11 @@ def parse_json(source: EvidenceFile, body: Any) -> list[Record] | None:
 
 def exit_of(outcome: Outcome, place: SourceRef) -> JobExit:
     """A supervisor's outcome, with texts that are fit to be shown."""
+    # Its processes ended well: what is wrong with the result is no matter of theirs.
+    refused = any(each.check == CHECK and each.status == "fail" for each in outcome.findings)
     return JobExit(
-        state=outcome.state,
-        sentence=clean(outcome.sentence),
+        state="completed" if refused else outcome.state,
+        sentence="every process ended by itself" if refused else clean(outcome.sentence),
         exit_codes={clean(name, 80): code for name, code in outcome.exit_codes.items()},
         failed_component=clean(outcome.failed_component, 80),
         place=place,

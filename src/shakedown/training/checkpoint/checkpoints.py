@@ -28,7 +28,7 @@ from shakedown.core.integrity import FileSum, damage, wrong_size
 from shakedown.core.private import new_folder
 from shakedown.models.load_progress import beating
 from shakedown.rollout.store import Count
-from shakedown.training.checkpoint.fingerprint import changes, differences
+from shakedown.training.checkpoint.fingerprint import differences
 from shakedown.training.checkpoint.random_state import load_random, random_name
 from shakedown.training.checkpoint.writing import ENGINE, STAGED, Saving
 from shakedown.training.coordination import Ranks
@@ -142,8 +142,8 @@ class Checkpoints:
         beat: called while a checkpoint is looked for.
         fence: raises where somebody else writes the folder by now.
 
-    `data`: the place in the data of the checkpoint that was resumed from. `changed`: the settings
-    that were others when it was written, by name with both values.
+    `data`: the place in the data of the checkpoint that was resumed from. `before`: its
+    fingerprint; None: there was none.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Checkpoints:
         self._beat = beat
         self._in_flight: _InFlight | None = None
         self.data: dict[str, int] = {}
-        self.changed: dict[str, tuple[str, str]] = {}
+        self.before: Mapping[str, str] | None = None
 
     def resume(self) -> int:
         """Load the newest checkpoint that fits; returns its step, 0 for a fresh start.
@@ -191,7 +191,7 @@ class Checkpoints:
         if meta.world_size == self._ranks.world_size:  # on another number the seed's draws go on
             load_random(folder / random_name(self._ranks.rank))
         self.data = dict(meta.data)
-        self.changed = changes(self._fingerprint, meta.fingerprint)
+        self.before = meta.fingerprint
         return meta.step
 
     def begin(

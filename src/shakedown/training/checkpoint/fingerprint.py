@@ -3,18 +3,25 @@
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shakedown.cluster.allocation import parse_allocation
 from shakedown.config import GrpoConfig, OptimizerConfig, SftConfig
 from shakedown.core.folders import storage_errors
+from shakedown.core.model_folder import TOKENIZERS
+from shakedown.core.provenance import Contents, differing, source_file
 from shakedown.data_sources import parse_source
 from shakedown.training.stage.job import StageJob
 
-# Of a large file only the beginning and the end are read: a header, and what changed last.
+# Of weights, which are read again by every rank, only the beginning and the end: a header, and what
+# changed last. No training leaves these as they were.
 _SAMPLE = 1 << 20
+
+_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+_TEMPLATE = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 
 # May change between attempts, and the log says so: they shape the updates to come, and nothing of
 # what a checkpoint holds (weights, moments, random states, the place in the data, the rollouts that
@@ -22,6 +29,7 @@ _SAMPLE = 1 << 20
 _TOLD = frozenset(
     {
         "steps",
+        "heldout",
         *(f"optimizer.{key}" for key in ("lr", "warmup_steps", "weight_decay", "max_grad_norm")),
         *(f"optimizer.{key}" for key in ("schedule", "decay_steps", "min_lr_ratio")),
         *(f"grpo.{key}" for key in ("clip_low", "clip_high", "epochs", "advantage", "loss_level")),
@@ -37,22 +45,42 @@ _FREE = frozenset(
     {"batch_timeout", "weight_update_timeout", "agent_timeout", "max_concurrent", "record", "drift"}
 )
 
-# Names that came later and have no default: a checkpoint that has none of it stays usable.
-_LATER = frozenset({"engine"})
+# Names that came later and have no default, or that not every job has: a checkpoint that has none
+# of it stays usable.
+_LATER = frozenset({"engine", "tokenizer", "chat_template", "reward_source", "agent_source"})
+
+# Digests of earlier releases, which are not of whole files: they say nothing about ours.
+_DIGESTS = frozenset({"model", "data"})
+_SAMPLED = re.compile(r"(?:\w+=)?[0-9a-f]{16}")
 
 
 def fingerprint(job: StageJob) -> dict[str, str]:
     """Digests and values by name. The number of ranks, faults and limits may differ.
 
     Raises:
-        StorageError: the model or the data cannot be read.
+        StorageError: the model, the data or own code cannot be read.
     """
+    return _fingerprint(job, Contents(job.paths.contents))
+
+
+def keep_digests(job: StageJob) -> dict[str, str]:
+    """The fingerprint; what was read for it is not read again by the stage's other processes.
+
+    Raises:
+        StorageError: as `fingerprint`; or the run's folder cannot be written.
+    """
+    contents = Contents(job.paths.contents)
+    found = _fingerprint(job, contents)
+    contents.keep()
+    return found
+
+
+def _fingerprint(job: StageJob, contents: Contents) -> dict[str, str]:
     config = job.config
     parts: dict[str, Any] = {
         "engine": parse_allocation(config.allocation).parts[0].backend,
-        "model": _folder_digest(Path(job.model)),
+        **_contents(job, contents),
         "dtype": job.dtype,
-        "data": _data_digest(job.train),
         "reward": job.reward,
         "seed": job.seed,
         "algorithm": config.algorithm,
@@ -74,6 +102,32 @@ def fingerprint(job: StageJob) -> dict[str, str]:
     return {name: _text(value) for name, value in parts.items()}
 
 
+def _contents(job: StageJob, contents: Contents) -> dict[str, str]:
+    """Of the files that are read; a hub's data and code that is not found stand by their names."""
+    folder = Path(job.model)
+    tokenizer = _matching(folder, (*TOKENIZERS, *_TOKENIZER))
+    template = _matching(folder, _TEMPLATE)
+    rest = _matching(folder, ("*.json", "*.safetensors", "*.bin")) - tokenizer - template
+    found = {"data": _data_digest(job.train, contents)}
+    with storage_errors("read", folder):
+        found["chat_template"] = contents.digest(template)
+        found["tokenizer"] = contents.digest(tokenizer)
+        found["model"] = f"sampled:{_digest(sorted(rest))}"
+    if job.config.eval_samples and job.heldout:
+        found["heldout"] = _data_digest(job.heldout, contents)
+    agent = job.config.grpo.agent if job.config.grpo else ""
+    for name, target in (("reward", job.reward), ("agent", agent)):
+        source = source_file(target)
+        if source is not None:
+            with storage_errors("read", source):
+                found[f"{name}_source"] = contents.digest([source])
+    return found
+
+
+def _matching(folder: Path, patterns: Iterable[str]) -> set[Path]:
+    return {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+
+
 def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]:
     """What has to match and does not, one text for each name, for a person to read.
 
@@ -90,19 +144,28 @@ def differences(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> list[str]
 
 def changes(ours: Mapping[str, str], theirs: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
     """Settings that may change and have: by name their value there, and here."""
-    known = {**_absent(), **theirs}
-    return {
-        name: (str(known[name]), ours[name])
-        for name in ours
-        if name in _TOLD and name in known and known[name] != ours[name]
-    }
+    changed = differing(known(theirs), ours)
+    return {name: both for name, both in changed.items() if name in _TOLD}
+
+
+def known(theirs: Mapping[str, Any]) -> dict[str, str]:
+    """A checkpoint's account with what it means by names that came after it."""
+    return {**_absent(), **{name: str(value) for name, value in theirs.items()}}
+
+
+def shaping(made: Mapping[str, str]) -> dict[str, str]:
+    """What shapes the steps that are done: more of them do not change these at a constant rate."""
+    constant = made.get("optimizer.schedule", "constant") == "constant"
+    return {name: value for name, value in made.items() if not constant or name != "steps"}
 
 
 def _same(name: str, ours: Mapping[str, str], theirs: Mapping[str, Any]) -> bool:
     if name not in theirs:
         return name in _LATER or ours[name] == _absent().get(name)
-    if name not in ours:
-        return name.removeprefix("grpo.") in _FREE
+    if name not in ours:  # code that is not found here: whoever imports it says so
+        return name in _LATER or name.removeprefix("grpo.") in _FREE
+    if name in _DIGESTS and _SAMPLED.fullmatch(str(theirs[name])):
+        return True
     return bool(ours[name] == theirs[name])
 
 
@@ -129,18 +192,12 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _folder_digest(folder: Path) -> str:
-    with storage_errors("read", folder):
-        files = [*folder.glob("*.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")]
-        return _digest(sorted(files))
-
-
-def _data_digest(source: str) -> str:
+def _data_digest(source: str, contents: Contents) -> str:
     parsed = parse_source(source)
     if parsed.hub:  # streamed: there is no file to read, so its name stands for it
         return source
     with storage_errors("read", Path(parsed.place)):
-        digest = _digest([Path(parsed.place)])
+        digest = contents.digest([Path(parsed.place)])
     return f"{parsed.form}={digest}" if parsed.form else digest
 
 

@@ -1,14 +1,17 @@
 """Where a stage's rows go: metrics.jsonl always, the sinks that were asked for, the console.
 
-And changes.jsonl: the settings that an attempt went on with and that were others before.
+And provenance.jsonl: which steps ran with which settings and contents.
 """
 
 from collections.abc import Callable, Mapping
 
+from shakedown.core.provenance import Made, told
+from shakedown.training.checkpoint.fingerprint import changes, known
 from shakedown.training.metrics.log import MetricsLog
 from shakedown.training.metrics.sinks import Sink, open_sink
 from shakedown.training.metrics.table import ProgressTable
 from shakedown.training.stage.job import StageJob
+from shakedown.training.stage.results import read_rows
 
 
 class Record:
@@ -20,30 +23,34 @@ class Record:
 
     def __init__(self, job: StageJob) -> None:
         self._metrics = MetricsLog(job.paths.metrics, fence=job.fence.check)
-        self._job, self._changes = job, MetricsLog(job.paths.changes, fence=job.fence.check)
+        self._job = job
+        self._provenance = MetricsLog(job.paths.provenance, fence=job.fence.check)
         self._table = ProgressTable(job.config.steps)
         self._sinks: dict[str, Sink] = {
             name: open_sink(name, job) for name in dict.fromkeys(job.config.sinks)
         }
 
-    def begin(self, done: int, changed: Mapping[str, tuple[str, str]] | None = None) -> None:
+    def begin(self, done: int, made: Made, before: Made | None = None) -> None:
         """Go on after step `done`: what was written of later steps is void.
 
         Args:
-            changed: settings that were others up to there, by name with the value before and now.
+            made: the settings and contents of the steps to come.
+            before: those of the checkpoint that was resumed from.
 
         Raises:
-            StorageError: metrics.jsonl or changes.jsonl cannot be read or written.
+            StorageError: metrics.jsonl or provenance.jsonl cannot be read or written.
         """
         self._metrics.keep_until(done)
-        # What another attempt changed at this very step was never saved: it is void as well.
-        if self._job.paths.changes.exists():
-            self._changes.keep_until(done - 1)
-        if changed:
-            told = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
-            print(f"changed after step {done}: {told}", flush=True)
-            attempt = self._job.attempt.root.name
-            self._changes.append({"step": done, "attempt": attempt, "changed": changed})
+        # What another attempt began with at this very step was never saved: it is void as well.
+        self._provenance.keep_until(done - 1)
+        rows = read_rows(self._job.paths.provenance)
+        if before is not None and not rows:  # a checkpoint of a release that kept no such file
+            self._provenance.append({"step": 0, "attempt": "", "made": known(before)})
+        if changed := changes(made, before or made):
+            print(f"changed after step {done}: {told(changed)}", flush=True)
+        self._provenance.append(
+            {"step": done, "attempt": self._job.attempt.root.name, "made": made}
+        )
         self._each(lambda sink: sink.begin(done))
 
     def append(self, row: Mapping[str, float]) -> None:

@@ -14,6 +14,7 @@ from shakedown.cluster.supervise import Supervisor
 from shakedown.config import CommandStage
 from shakedown.config.command import environment_of, fill, words_of
 from shakedown.core import at_start
+from shakedown.core.errors import UsageError
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor import foreign_hook
@@ -125,6 +126,12 @@ class CommandPlan:
     def check(self, nodes: Sequence[str]) -> None:
         """Refuse values that a shell would read, before an attempt begins."""
         self._words(self._values(nodes))
+
+    def check_restart(self) -> None:
+        raise UsageError(
+            f"--restart: stage {self.job.stage!r} is a command, whose checkpoints are its own",
+            hint="move away what its `resume` finds, then run it without --restart",
+        )
 
     def launch(self, attempt: AttemptPaths, nodes: Sequence[str]) -> CommandLaunched:
         config, values = self.job.config, self._values(nodes)

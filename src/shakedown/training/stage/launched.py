@@ -83,6 +83,13 @@ class Plan(Protocol):
             UsageError: says why.
         """
 
+    def check_restart(self) -> None:
+        """Refuse a stage that cannot be started from its beginning.
+
+        Raises:
+            UsageError: says why.
+        """
+
     def launch(self, attempt: AttemptPaths, nodes: Sequence[str]) -> Launched:
         """An attempt; its files are written, nothing is started."""
 

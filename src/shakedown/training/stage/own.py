@@ -13,6 +13,7 @@ from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import Target
 from shakedown.monitor.heartbeat import Beat, read_heartbeats
 from shakedown.rollout.recording import check_recording
+from shakedown.training.checkpoint.fingerprint import keep_digests
 from shakedown.training.drift import with_drift
 from shakedown.training.stage import profiling
 from shakedown.training.stage.components import (
@@ -25,7 +26,7 @@ from shakedown.training.stage.evidence import beating_targets
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.key import write_key
 from shakedown.training.stage.launched import Launched
-from shakedown.training.stage.results import change_findings, resume_hint
+from shakedown.training.stage.results import resume_hint, with_provenance
 
 _REPORT_GRACE_SECONDS = 120.0  # a server that has nothing more to do, and its profile's writer
 
@@ -54,9 +55,7 @@ class OwnLaunched(Launched):
         return ("--attempt", str(self.job.attempt.root.absolute()))
 
     def finish(self, outcome: Outcome) -> Outcome:
-        outcome = with_drift(outcome, self.job)
-        changes = change_findings(self.job.paths)
-        return replace(outcome, findings=[*outcome.findings, *changes])
+        return with_provenance(with_drift(outcome, self.job), self.job)
 
     def last_words(self) -> Sequence[str]:
         return profiling.told(self.job.attempt) if self.report_grace is not None else ()
@@ -81,6 +80,10 @@ class StagePlan:
         self._devices(nodes)
         if self.job.replay:
             _check_replay(self.job, Path(self.job.replay))
+        keep_digests(self.job)  # after all that refuses: it makes the run's folder
+
+    def check_restart(self) -> None:
+        """Every stage of our own can."""
 
     def launch(self, attempt: AttemptPaths, nodes: Sequence[str]) -> OwnLaunched:
         devices = self._devices(nodes)

@@ -1,13 +1,21 @@
-"""What a stage reached, for its outcome: last metrics, and accuracy before and after."""
+"""What a stage reached, for its outcome: last metrics, accuracy before and after, made of what."""
 
 import json
 import math
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.files import is_count
+from shakedown.core.outcome import Outcome
 from shakedown.core.paths import StagePaths
+from shakedown.core.provenance import CHECK, Made, is_made, judge, spans
 from shakedown.core.verdict import Finding
+from shakedown.training.checkpoint.fingerprint import fingerprint, shaping
+from shakedown.training.stage.job import StageJob, read_job
 
 
 def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
@@ -38,20 +46,57 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
     return step if is_count(step) else 0, metrics
 
 
-def change_findings(paths: StagePaths) -> list[Finding]:
-    """One finding for each attempt that went on with other settings than the one before."""
-    return [
-        Finding(
-            check="settings_changed",
-            status="pass",
-            scope="config",
-            subject=", ".join(row["changed"]),
-            measured=f"after step {row['step']}, by attempt {row.get('attempt')}: "
-            + ", ".join(f"{key} {' -> '.join(both)}" for key, both in row["changed"].items()),
-            evidence=[str(paths.changes)],
-        )
-        for row in read_rows(paths.changes)
-    ]
+def with_provenance(outcome: Outcome, job: StageJob, asked: Made | None = None) -> Outcome:
+    """The outcome with what its steps ran with; one without a step of what is asked has failed.
+
+    Args:
+        asked: None: what the newest attempt began with.
+    """
+    rows = [row for row in read_rows(job.paths.provenance) if is_made(row.get("made"))]
+    if not rows:
+        return outcome
+    found = _judge(job, rows, asked or rows[-1]["made"], outcome.steps)
+    others = [each for each in outcome.findings if each.check != CHECK]
+    if found is None:
+        return replace(outcome, findings=others)
+    if found.status == "fail" and outcome.state == "completed":
+        outcome = replace(outcome, state="failed", sentence=str(found.measured), next=found.remedy)
+    elif found.status == "fail":  # another reason ended it: the finding is not why it failed
+        found = replace(found, status="warn")
+    return replace(outcome, findings=[*others, found])
+
+
+def with_contents_now(outcome: Outcome, stage_root: Path) -> Outcome:
+    """A completed stage's outcome, judged by the data, the template and the code as they are now.
+
+    It stays as it is where these are gone, and where the stage is a command.
+
+    Raises:
+        UntrustedError: others can change the attempt's job.
+    """
+    if outcome.state != "completed":
+        return outcome
+    paths = StagePaths(stage_root)
+    try:
+        job = replace(read_job(paths.attempt(outcome.attempt).job), stage_root=str(stage_root))
+        return with_provenance(outcome, job, fingerprint(job))
+    except (UsageError, StorageError):
+        return outcome
+
+
+def _judge(
+    job: StageJob, rows: Sequence[Mapping[str, Any]], asked: Made, done: int
+) -> Finding | None:
+    ran = spans([{**row, "made": shaping(row["made"])} for row in rows], done)
+    return judge(
+        ran,
+        shaping(asked),
+        steps=job.config.steps,
+        subject=job.stage,
+        remedy="give what is asked now a `run:` name of its own, or train anew under this one: "
+        f"shakedown train {shlex.quote(job.stage)} --restart --config CONFIG",
+        evidence=str(job.paths.provenance),
+    )
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

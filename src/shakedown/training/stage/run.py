@@ -28,6 +28,7 @@ from shakedown.training.stage.endings import Ending, with_server_error
 from shakedown.training.stage.evidence import collect_evidence, note_lost_nodes
 from shakedown.training.stage.launched import Launched, Plan
 from shakedown.training.stage.port_race import port_was_taken
+from shakedown.training.stage.restart import set_aside
 from shakedown.training.stage.results import stage_metrics
 from shakedown.training.stage.supervision import Monitor, stop_signals
 
@@ -38,10 +39,13 @@ _STOP_GRACE_SECONDS = 5.0  # the ranks had their time to save
 _HUNG_GRACE_SECONDS = 2.0  # what stands still saves nothing
 
 
-def run_stage(plan: Plan) -> Outcome:
+def run_stage(plan: Plan, *, restart: bool = False) -> Outcome:
     """Run one new attempt and write its outcome; an interrupted one leaves no stage outcome.
 
     One more is run, at most twice, where rank 0 could not listen on the port chosen for it.
+
+    Args:
+        restart: from the stage's beginning; what it reached is kept with its newest attempt.
 
     Raises:
         StorageError: the results folder cannot be written.
@@ -51,6 +55,8 @@ def run_stage(plan: Plan) -> Outcome:
         UntrustedError: others can change the stage's folder or a checkpoint.
         RefusedError: another process writes the stage's folder, or one of a killed attempt is left.
     """
+    if restart:
+        _restart(plan)
     for _ in range(_PORT_TRIES - 1):
         outcome = _run_attempt(plan)
         logs = plan.job.paths.attempt(outcome.attempt).logs
@@ -59,6 +65,13 @@ def run_stage(plan: Plan) -> Outcome:
             return outcome
         print("the ranks' port was taken by another process: starting with another one", flush=True)
     return _run_attempt(plan)
+
+
+def _restart(plan: Plan) -> None:
+    plan.check_restart()
+    plan.check(_nodes(plan.job.config.nodes))
+    kept = set_aside(plan.job.paths)
+    print(f"stage {plan.job.stage} starts anew; kept: {kept or 'nothing was there'}", flush=True)
 
 
 def _run_attempt(plan: Plan) -> Outcome:
