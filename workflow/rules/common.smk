@@ -21,7 +21,9 @@ from shakedown.config import (
 from shakedown.config.places import ranks_a_node
 from shakedown.core.errors import ShakedownError
 from shakedown.core.private import close_to_others, let_group_read, own_folder
+from shakedown.core.provenance import source_file
 from shakedown.core.visible import visible
+from shakedown.data_sources import parse_source
 from shakedown.monitor.workflow import WorkflowRun
 from shakedown.preflight.history import exclude_known
 
@@ -143,6 +145,21 @@ def stage_assets(wildcards):
     if command and not command.placeholders & asked:
         return []
     return RUN.assets.file
+
+
+def stage_files(wildcards):
+    """The user's own files that a result is made of: the gate looks again once one is written."""
+    stage = CONFIG.own_stages.get(wildcards.stage)
+    if stage is None:
+        return []
+    own = (CONFIG.data.reward, stage.grpo.agent if stage.grpo else "")
+    model = ("chat_template.jinja", "tokenizer_config.json", "tokenizer.json")
+    files = [
+        Path(parse_source(CONFIG.data.train).place),
+        *(Path(CONFIG.model.source, name) for name in model),
+        *filter(None, map(source_file, own)),
+    ]
+    return [str(path) for path in files if path.is_file()]
 
 
 def accepted_files():

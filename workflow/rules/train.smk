@@ -61,6 +61,7 @@ rule accept_stage:
     input:
         outcome=rules.train.output,
         diagnosis=rules.diagnose.output.verdict,
+        made_of=stage_files,
     output:
         RUN.stage("{stage}").accepted,
     log:
