@@ -28,7 +28,7 @@ from shakedown.core.visible import masked
 from shakedown.inference.folder import State
 from shakedown.report.environment import page_environment
 from shakedown.training.metrics.log import MetricsLog
-from shakedown.training.stage.results import stage_metrics
+from shakedown.training.stage.results import damage_findings, stage_metrics
 
 ROOT = Path(__file__).parents[2]
 CASE = ROOT / "tests" / "data" / "hang_dumps" / "b_cond"
@@ -253,7 +253,8 @@ def test_damaged_metrics_rows_cost_a_stage_neither_its_outcome_nor_its_next_star
     paths = RunPaths(tmp_path).stage("sft")
     write_text(paths.metrics, "[" * 100_000 + '\n{"step": "x", "seconds": "12", "loss": 0.5}\n')
 
-    assert stage_metrics(paths) == (0, {"loss": 0.5})
+    assert stage_metrics(paths) == (0, {})
+    assert [found.measured for found in damage_findings(paths)] == ["2 lines are no rows, first 1"]
     assert MetricsLog(paths.metrics).keep_until(3) == 2
 
 

@@ -5,7 +5,7 @@ A process that is killed loses no episode that had ended; the line that it was w
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -13,8 +13,7 @@ from typing import Any, Self
 from shakedown.core.files import write_text
 from shakedown.core.folders import storage_errors
 from shakedown.core.private import open_own
-
-LONGEST_LINE = 1 << 25  # bytes that a reader takes; a line of ours has less than 1 MB
+from shakedown.core.rows import JsonLines
 
 
 class EpisodeLines:
@@ -57,17 +56,6 @@ class EpisodeLines:
             self._stream.close()
 
 
-def read_episodes(path: Path) -> Iterator[dict[str, Any]]:
-    """The episodes of a file; what is no whole line of JSON, such as a torn last one, is passed.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    with path.open("rb") as stream:
-        while line := stream.readline(LONGEST_LINE):
-            try:
-                found = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(found, dict):
-                yield found
+def read_episodes(path: Path) -> JsonLines:
+    """The episodes of a file, one by one."""
+    return JsonLines(path)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,6 +18,7 @@ from typing import Any, Literal, TypeVar
 from shakedown.core.errors import StorageError, UsageError, storage_hint
 from shakedown.core.files import read_object, write_json
 from shakedown.core.private import file_mode, make_folders
+from shakedown.core.rows import JsonLines
 
 Act = Literal["sampled", "greedy", "prefill", "score", "greedy_score", "answers"]
 Row = Mapping[str, Any]
@@ -72,22 +74,19 @@ class Journal:
         if not self._path.exists():
             self._path.touch(mode=file_mode())
             return
-        whole = 0
-        with self._path.open("rb") as stream:
-            for line in stream:
-                if not line.endswith(b"\n"):
-                    break
-                whole += len(line)
-                self._take_line(line)
-        os.truncate(self._path, whole)
+        lines = JsonLines(self._path, fits=_is_row)
+        for body in lines:
+            self._take(body["sample"], body["act"], body["row"])
+        os.truncate(self._path, lines.whole)
+        if lines.damage:
+            print(f"{self._path}: {lines.damage}: made anew", file=sys.stderr, flush=True)
 
-    def _take_line(self, line: bytes) -> None:
-        try:
-            body = json.loads(line)
-            sample, act, row = int(body["sample"]), str(body["act"]), dict(body["row"])
-        except (ValueError, LookupError, TypeError, RecursionError):
-            return  # a damaged row is made anew
-        self._take(sample, act, row)
+
+def _is_row(body: Mapping[str, Any]) -> bool:
+    match body:
+        case {"sample": int(), "act": str(), "row": dict()}:
+            return True
+    return False
 
 
 def recalled(journal: Journal, sample: int, act: Act, build: Callable[[Row], Kept]) -> Kept | None:

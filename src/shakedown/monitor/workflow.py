@@ -4,9 +4,8 @@ The Snakefile writes `workflow.json` as a workflow begins; the executor keeps a 
 in the folder that is named there (executor/docs/further.md tells its form).
 """
 
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +15,7 @@ from shakedown.cluster.recorded import Recorded
 from shakedown.cluster.squeue import CLUSTER, JOB_ID
 from shakedown.core.errors import UsageError
 from shakedown.core.files import json_as, read_object, write_json
+from shakedown.core.rows import JsonLines
 
 SCHEMA = "shakedown/workflow/1"
 _JOURNAL = "journal.jsonl"
@@ -89,10 +89,13 @@ class NotedJob:
     mark: str = ""
 
 
-def noted_jobs(jobs: Path, run: Path) -> list[NotedJob]:
+def noted_jobs(
+    jobs: Path, run: Path, damage: Callable[[str], object] = lambda _text: None
+) -> list[NotedJob]:
     """The newest job of each step of the run in `run`, out of the executor's journals in `jobs`.
 
-    Lines that are no jobs are passed over: one may be cut off by a crash.
+    Args:
+        damage: is told of each journal in which other things stand.
 
     Raises:
         OSError: a journal cannot be read.
@@ -101,7 +104,8 @@ def noted_jobs(jobs: Path, run: Path) -> list[NotedJob]:
     root, found = Path(os.path.realpath(run)), dict[str, NotedJob]()
     for journal in _journals(jobs):
         place, tokens = Path(), dict[str, list[NotedJob]]()
-        for event in _events(journal):
+        events = JsonLines(journal, most=_MOST_BYTES)
+        for event in events:
             match event:
                 case {"event": "run", "place": {"path": str(path)}}:
                     place = Path(path)
@@ -114,6 +118,8 @@ def noted_jobs(jobs: Path, run: Path) -> list[NotedJob]:
                             tokens[token] = _changed(found, noted, name=shown)
                 case {"event": "end", "token": str(token), "outcome": str(outcome)}:
                     _changed(found, tokens.get(token, []), outcome=outcome)
+        if events.damage:
+            damage(f"{journal}: {events.damage}")
     return list(found.values())
 
 
@@ -133,18 +139,6 @@ def _journals(jobs: Path) -> list[Path]:
     except FileNotFoundError:  # nothing was submitted
         return []
     return [path for run in runs if (path := jobs / run / _JOURNAL).is_file()]
-
-
-def _events(journal: Path) -> Iterator[Mapping[str, Any]]:
-    if journal.stat().st_size > _MOST_BYTES:
-        raise ValueError(f"{journal} has more than {_MOST_BYTES} bytes")
-    for line in journal.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            event = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(event, dict):
-            yield event
 
 
 def _jobs_of(event: Mapping[str, Any], place: Path, root: Path) -> Iterator[NotedJob]:

@@ -9,8 +9,8 @@ from typing import Any
 
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths, RunPaths, ServerPaths, StagePaths
+from shakedown.core.rows import by_step
 from shakedown.core.verdict import Verdict
-from shakedown.report import series
 from shakedown.report.reader import Reader, finite, mapping_of, string, whole
 from shakedown.report.view import AttemptView, Evaluation, RunView, ServerView, StageView
 
@@ -85,7 +85,7 @@ def _stage(reader: Reader, paths: StagePaths, plan: object) -> StageView:
     if plan is None and newest is not None:
         # `shakedown train` alone writes no config of the run: the attempt has its stage's.
         plan = (reader.mapping(paths.attempt(newest.number).job) or {}).get("config")
-    rows = series.tabulate(reader.rows(paths.metrics))
+    rows = by_step(reader.rows(paths.metrics))
     return StageView(
         name=paths.root.name,
         root=paths.root,
@@ -121,9 +121,7 @@ def _evaluations(reader: Reader, attempts: Sequence[AttemptView]) -> list[Evalua
     found: dict[int, Evaluation] = {}
     for attempt in attempts:
         for row in reader.rows(AttemptPaths(attempt.root).evals):
-            step = whole(row.get("step"))
-            if step is None:
-                continue
+            step = row["step"]
             found[step] = Evaluation(
                 step=step,
                 sampled=finite(row.get("sampled_accuracy")),

@@ -7,7 +7,7 @@ import os
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import quote
 
@@ -30,10 +30,14 @@ Line = Mapping[str, Any]
 
 @dataclass
 class Chosen:
-    """The episodes of a page, and how many there are of each cause (empty: good) in the file."""
+    """The episodes of a page, and how many there are of each cause (empty: good) in the file.
+
+    `damage`: what to say of lines of the file that are no episodes.
+    """
 
     failed: list[EpisodeView] = field(default_factory=list)
     good: list[EpisodeView] = field(default_factory=list)
+    damage: str = ""
     causes: Counter[str] = field(default_factory=Counter)
     on_purpose: int = 0
 
@@ -49,18 +53,22 @@ def write_page(paths: AgentsPaths, verdict: Verdict) -> None:
         StorageError: the episodes cannot be read, or the page not written.
     """
     with storage_errors("read", paths.episodes):
-        html = render(choose(read_episodes(paths.episodes)), verdict, _run_page(paths))
+        lines = read_episodes(paths.episodes)
+        chosen = choose(lines.numbered())
+    html = render(replace(chosen, damage=lines.damage), verdict, _run_page(paths))
     write_text(paths.page, html.encode("utf-8", "replace").decode("utf-8"))
 
 
-def choose(lines: Iterable[Line]) -> Chosen:
+def choose(lines: Iterable[tuple[int, Line]]) -> Chosen:
     """Of each cause the first ones, and of good episodes a sample that is the same each time.
 
-    Lines are taken one by one: a file of any size needs the room of what is shown.
+    Args:
+        lines: with their numbers. They are taken one by one: a file of any size needs the room of
+            what is shown.
     """
     found, draw = Chosen(), random.Random(0)
     good: list[EpisodeView] = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in lines:
         cause = text.shorten(line.get("cause"), 60)
         if line.get("on_purpose"):
             found.on_purpose += 1

@@ -66,7 +66,8 @@ def _submitted(run: Path, notes: list[str]) -> tuple[WorkflowRun | None, list[No
     workflow = None
     try:
         workflow = read_workflow(RunPaths(run).workflow)
-        return workflow, noted_jobs(Path(workflow.jobs), run) if workflow else []
+        jobs = noted_jobs(Path(workflow.jobs), run, notes.append) if workflow else []
+        return workflow, jobs
     except (ShakedownError, OSError, ValueError) as error:
         notes.append(f"the run's Slurm jobs are not known: {error}")
         return workflow, []

@@ -13,6 +13,7 @@ from typing import Any
 from shakedown.cluster.guard import look as look_up
 from shakedown.config import StageConfig
 from shakedown.core.paths import AttemptPaths, StagePaths
+from shakedown.core.rows import JsonLines, Row, by_step, has_step
 from shakedown.debug.stops import Stop, describe, read_stops
 from shakedown.monitor.heartbeat import Beat, host_name, read_heartbeats
 from shakedown.monitor.watch import LONG_PHASES
@@ -191,15 +192,12 @@ def warnings(
 
 def last_rows(path: Path) -> tuple[list[dict[str, float]], float | None]:
     """The newest rows of metrics.jsonl, numbers alone, and when it changed (Unix seconds)."""
+    lines = JsonLines(path, fits=has_step, tail=_TAIL_BYTES)
     try:
-        with path.open("rb") as stream:
-            facts = path.stat()
-            stream.seek(max(0, facts.st_size - _TAIL_BYTES))
-            lines = stream.read(_TAIL_BYTES).splitlines()
+        rows = [_numbers(row) for row in by_step(lines).values()]
+        return rows[-RECENT:], path.stat().st_mtime
     except OSError:
         return [], None
-    rows = [row for line in lines if (row := _row(line)) is not None]
-    return rows[-RECENT:], facts.st_mtime
 
 
 def newest_checkpoint(folder: Path, now: float) -> tuple[int, float] | None:
@@ -334,16 +332,8 @@ def _saved(live: Live) -> str:
     return f"checkpoint of step {step:,}, {text.duration(age)} ago"
 
 
-def _row(line: bytes) -> dict[str, float] | None:
-    try:
-        body = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(body, dict):
-        return None
-    row = {str(k): n for k, v in body.items() if (n := _number(v)) is not None}
-    step = body.get("step")
-    return row if isinstance(step, int) and "step" in row and step >= 0 else None
+def _numbers(row: Row) -> dict[str, float]:
+    return {name: number for name, cell in row.items() if (number := _number(cell)) is not None}
 
 
 def _number(value: object) -> float | None:

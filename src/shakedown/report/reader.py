@@ -13,6 +13,7 @@ import yaml
 from shakedown.core.errors import UsageError
 from shakedown.core.outcome import Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, StagePaths
+from shakedown.core.rows import Row, step_rows
 from shakedown.core.verdict import Verdict, read_verdict
 from shakedown.report.series import as_number
 from shakedown.report.view import AttemptView, LogFile, Unreadable
@@ -77,23 +78,17 @@ class Reader:
             self._refuse(path, error)
             return ""
 
-    def rows(self, path: Path) -> Iterator[Mapping[str, Any]]:
-        """JSON lines; a last line without its end is still being written and is left out."""
+    def rows(self, path: Path) -> Iterator[Row]:
+        """The rows of a stage's file, each with its step; other lines are told as damage."""
         if not self._usable(path, limit=None):
             return
-        broken: list[int] = []
+        lines = step_rows(path)
         try:
-            with path.open(encoding="utf-8", errors="replace") as stream:
-                for number, line in enumerate(stream, 1):
-                    row = _object(line)
-                    if row is not None:
-                        yield row
-                    elif line.endswith("\n") and line.strip():
-                        broken.append(number)
+            yield from lines
         except OSError as error:
             self._refuse(path, error)
-        if broken:
-            self._refuse(path, ValueError(f"{len(broken)} lines are not JSON, first {broken[0]}"))
+        if lines.damage:
+            self._refuse(path, ValueError(lines.damage))
 
     def attempts(self, paths: StagePaths) -> list[AttemptView]:
         """The attempts on disk, ascending; where their folders are gone, the stage's outcome."""
@@ -179,14 +174,6 @@ class Reader:
         where = path.relative_to(self.root).as_posix()
         reason = reason.replace(str(path), path.name).replace("\n", " ")
         self.unreadable.append(Unreadable(where, reason[:300]))
-
-
-def _object(line: str) -> Mapping[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
 
 
 def mapping_of(value: object) -> Mapping[Any, Any]:

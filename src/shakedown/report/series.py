@@ -6,7 +6,7 @@ always stays.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 # A chart is 326 units wide and a unit is about a pixel: more points would share their pixels.
 POINTS = 240
-# Larger integers have no exact float; a step beyond this is damage.
-MAX_STEP = 1 << 53
 
 Point = tuple[int, float]
 # Rows by ascending step, each as it was read: any JSON may stand in a cell.
@@ -44,24 +42,11 @@ class Series:
     first_broken: int | None = None
 
 
-def tabulate(rows: Iterable[Mapping[str, object]]) -> Table:
-    """Rows by step, ascending; of a step that was run again after a resume the last row counts.
-
-    Rows without a whole number of sensible size under `step` are left out.
-    """
-    table: dict[int, Mapping[str, object]] = {}
-    for row in rows:
-        step = row.get("step")
-        if isinstance(step, int) and not isinstance(step, bool) and abs(step) <= MAX_STEP:
-            table[step] = row
-    return dict(sorted(table.items()))
-
-
 def build(table: Table, *, limit: int = POINTS) -> dict[str, Series]:
     """A `Series` for every column that holds a number, in order of first appearance.
 
     Args:
-        table: rows by ascending step, as `tabulate` gives them.
+        table: rows by ascending step, as `by_step` gives them.
         limit: the most points that one series keeps, its last row aside.
     """
     import pandas as pd  # here: `shakedown status` reads tables and draws none

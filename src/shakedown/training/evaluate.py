@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from shakedown.agents.reward_pool import RewardLimits, RewardPool
+from shakedown.core.rows import step_rows
 from shakedown.models.huggingface import stop_tokens
 from shakedown.rollout.heldout import GREEDY, SAMPLED, HeldOut, figures, score
 from shakedown.training.engines.base import Generator, TrainEngine
@@ -138,7 +139,8 @@ class ServedScores:
 
     def new(self) -> list[dict[str, Any]]:
         """The rows that came since the last call."""
-        rows = read_rows(self._path)[self._seen :]
+        # As they come: the newest weights may be measured before older ones.
+        rows = list(step_rows(self._path))[self._seen :] if self._path.exists() else []
         self._seen += len(rows)
         return rows
 

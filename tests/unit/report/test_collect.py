@@ -184,7 +184,7 @@ def test_broken_lines_amid_the_metrics_are_counted(paths: RunPaths) -> None:
     view = collect(paths.root)
     loss = view.stages[0].metrics["loss"]
     assert (loss.count, loss.broken) == (1, 1)
-    assert view.unreadable[0].reason == "2 lines are not JSON, first 2"
+    assert view.unreadable[0].reason == "2 lines are no rows, first 2"
 
 
 def test_attempts_are_read_with_their_outcomes_and_logs(paths: RunPaths) -> None:

@@ -35,7 +35,7 @@ def test_failed_episodes_of_every_cause_come_before_a_sample_of_good_ones() -> N
     lines = [line(n) for n in range(500)] + [line(n, "exception") for n in range(300)]
     lines += [line(7, "exit"), line(8, "exception", on_purpose=True)]
 
-    chosen = choose(lines)
+    chosen = choose(enumerate(lines, 1))
 
     assert chosen.causes == {"": 500, "exception": 300, "exit": 1}
     assert (chosen.total, chosen.on_purpose) == (802, 1)
@@ -43,14 +43,14 @@ def test_failed_episodes_of_every_cause_come_before_a_sample_of_good_ones() -> N
     assert len(chosen.failed) <= MOST_FAILED
     assert len({e.line for e in chosen.good}) == MOST_GOOD
     assert max(e.line for e in chosen.good) > 2 * MOST_GOOD
-    assert choose(lines).good == chosen.good
+    assert choose(enumerate(lines, 1)).good == chosen.good
 
 
 def test_the_page_stays_small_whatever_the_file_holds() -> None:
     messages = [{"role": "user", "content": "x" * 20_000}] * 50
     lines = [line(n, f"cause {n % 9}", calls=[call(messages=messages)] * 10) for n in range(400)]
 
-    html = render(choose(lines), verdict())
+    html = render(choose(enumerate(lines, 1)), verdict())
 
     assert len(html) < 10_000_000
 
@@ -61,7 +61,7 @@ def test_a_conversation_is_told_with_its_calls() -> None:
     bad = call(status=400, error="too long", replies=[], repeats=2, messages_left_out=3)
     calls = [call(replies=[reply], prompt_tokens=4, completion_tokens=3, seconds=0.25), bad]
 
-    html = render(choose([line(17, "api_status", detail="Error 400", calls=calls)]), verdict())
+    html = render(choose([(1, line(17, "api_status", detail="Error 400", calls=calls))]), verdict())
 
     told = re.sub(r"<[^>]+>|\s+", " ", html)
     for words in ("row 17", "Error 400", "add", "4 + 3 tokens, 250 ms", "too long"):
@@ -78,7 +78,7 @@ def test_hostile_text_is_shown_and_does_nothing() -> None:
     one = call(protocol=EVIL, request_id=EVIL, error=EVIL, messages=[evil], replies=replies)
     lines = [line(0, EVIL, detail=EVIL, trace=EVIL, check=EVIL, calls=[one]), line(1, reward=EVIL)]
 
-    html = render(choose(lines), verdict(next=EVIL, extra={"target": EVIL}), "x")
+    html = render(choose(enumerate(lines, 1)), verdict(next=EVIL, extra={"target": EVIL}), "x")
 
     assert "<script" not in html
     assert "<img" not in html
@@ -89,7 +89,7 @@ def test_hostile_text_is_shown_and_does_nothing() -> None:
 @pytest.mark.parametrize("value", [None, 3, "text", [], [1], {"a": 1}, [[]], [{"messages": 7}]])
 @pytest.mark.parametrize("key", ["calls", "reward", "cause", "seconds", "row", "detail"])
 def test_a_line_of_any_form_is_shown(key: str, value: Any) -> None:
-    html = render(choose([line(0) | {key: value}]), verdict())
+    html = render(choose([(1, line(0) | {key: value})]), verdict())
 
     assert "line 1 of episodes.jsonl" in html
 

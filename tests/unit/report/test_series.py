@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shakedown.report.series import build, tabulate
+from shakedown.core.rows import by_step
+from shakedown.report.series import build
 
 
 def table(values: list[object]) -> dict[int, Mapping[str, object]]:
@@ -53,22 +54,17 @@ def test_an_integer_beyond_every_float_counts_as_broken() -> None:
 
 def test_the_last_row_of_a_step_that_ran_twice_counts() -> None:
     rows = [{"step": 2, "loss": 9.0}, {"step": 1, "loss": 5.0}, {"step": 2, "loss": 4.0}]
-    assert build(tabulate(rows))["loss"].points == [(1, 5.0), (2, 4.0)]
-
-
-@pytest.mark.parametrize("step", [None, "3", 1.5, True, 10**40])
-def test_rows_without_a_usable_step_are_left_out(step: object) -> None:
-    assert tabulate([{"step": step, "loss": 1.0}]) == {}
+    assert build(by_step(rows))["loss"].points == [(1, 5.0), (2, 4.0)]
 
 
 def test_columns_that_start_late_keep_their_own_steps() -> None:
     rows = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 1.0, "k3": 0.5}]
-    assert build(tabulate(rows))["k3"].points == [(2, 0.5)]
+    assert build(by_step(rows))["k3"].points == [(2, 0.5)]
 
 
 def test_means_of_all_columns_stand_at_the_same_steps() -> None:
     rows = [{"step": s, "wait": float(s), "train": 1.0} for s in range(1, 1001)]
-    made = build(tabulate(rows))
+    made = build(by_step(rows))
     assert [s for s, _ in made["wait"].means] == [s for s, _ in made["train"].means]
     assert all(
         low <= high

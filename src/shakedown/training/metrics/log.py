@@ -9,6 +9,7 @@ from typing import Any
 from shakedown.core.files import write_text
 from shakedown.core.folders import storage_errors
 from shakedown.core.private import open_own
+from shakedown.core.rows import JsonLines, Row, by_step, step_rows
 
 
 class MetricsLog:
@@ -19,22 +20,21 @@ class MetricsLog:
         self._path, self._fence = path, fence
 
     def keep_until(self, step: int) -> int:
-        """Drop the rows past `step` and a last row that was cut off; returns how many went.
+        """Drop the rows past `step`, those of steps that were run again, and lines that are no
+        rows, which are told; returns how many went.
 
         Raises:
             StorageError: the file cannot be read or written.
             RefusedError: somebody else writes it by now; so in `append`.
         """
         self._fence()
-        rows, dropped = [], 0
-        for line in self._lines():
-            row = _parse(line)
-            if row is not None and row["step"] <= step:
-                rows.append(line)
-            else:
-                dropped += 1
-        write_text(self._path, "".join(f"{line}\n" for line in rows))
-        return dropped
+        lines = step_rows(self._path)
+        found = self._read(lines)
+        kept = [row for number, row in by_step(found).items() if number <= step]
+        write_text(self._path, "".join(f"{json.dumps(row)}\n" for row in kept))
+        if lines.damage:
+            print(f"{self._path}: {lines.damage}: left out from here", flush=True)
+        return len(found) - len(kept) + lines.damaged + lines.torn
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Add one row as one write.
@@ -49,16 +49,8 @@ class MetricsLog:
             with os.fdopen(handle, "a", encoding="utf-8") as out:
                 out.write(line)
 
-    def _lines(self) -> list[str]:
+    def _read(self, lines: JsonLines) -> list[Row]:
         if not self._path.exists():
             return []
         with storage_errors("read", self._path):
-            return self._path.read_text(encoding="utf-8", errors="replace").splitlines()
-
-
-def _parse(line: str) -> Mapping[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+            return list(lines)

@@ -1,18 +1,18 @@
 """What a stage reached, for its outcome: last metrics, accuracy before and after, made of what."""
 
-import json
 import math
 import shlex
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from shakedown.core.errors import StorageError, UsageError
-from shakedown.core.files import is_count
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import StagePaths
 from shakedown.core.provenance import CHECK, Made, is_made, judge, spans
+from shakedown.core.rows import Row, by_step, step_rows
 from shakedown.core.verdict import Finding
 from shakedown.training.checkpoint.fingerprint import fingerprint, shaping
 from shakedown.training.stage.job import StageJob, read_job
@@ -42,8 +42,7 @@ def stage_metrics(paths: StagePaths) -> tuple[int, dict[str, float]]:
             for name, row in (("start", evaluations[0]), ("end", evaluations[-1])):
                 if is_finite_number(row.get(key)):
                     metrics[f"{key}_{name}"] = float(row[key])
-    step = last.get("step")
-    return step if is_count(step) else 0, metrics
+    return last.get("step", 0), metrics
 
 
 def with_provenance(outcome: Outcome, job: StageJob, asked: Made | None = None) -> Outcome:
@@ -99,19 +98,33 @@ def _judge(
     )
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Whole JSON rows of a file; a row cut off by a kill is left out, a missing file is empty."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
+def damage_findings(paths: StagePaths) -> list[Finding]:
+    """A warning for each file of rows in which other things stand: figures and curves lack them."""
+    attempts = [paths.attempt(number) for number in paths.attempt_numbers()]
+    files = [paths.metrics, paths.provenance, *(attempt.evals for attempt in attempts)]
+    read = [(path, step_rows(path)) for path in files if path.exists()]
+    for _, lines in read:
+        deque(lines, maxlen=0)
+    return [
+        Finding(
+            check="damaged_rows",
+            status="warn",
+            scope="role",
+            subject=path.name,
+            measured=lines.damage,
+            expected="a JSON object with its step on each line",
+            blame="environment",
+            evidence=[str(path)],
+            remedy="see who else writes this file, and whether the disk was full",
+        )
+        for path, lines in read
+        if lines.damage
+    ]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file of this stage by their step; of a file that is missing none."""
+    return list(by_step(step_rows(path)).values()) if path.exists() else []
 
 
 def resume_hint(paths: StagePaths) -> str:

@@ -29,7 +29,7 @@ from shakedown.training.stage.evidence import collect_evidence, note_lost_nodes
 from shakedown.training.stage.launched import Launched, Plan
 from shakedown.training.stage.port_race import port_was_taken
 from shakedown.training.stage.restart import set_aside
-from shakedown.training.stage.results import stage_metrics
+from shakedown.training.stage.results import damage_findings, stage_metrics
 from shakedown.training.stage.supervision import Monitor, stop_signals
 
 # The port is free when it is chosen; until rank 0 listens on it another process can take it.
@@ -120,6 +120,7 @@ def _run_alone(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
     )
     steps, metrics = stage_metrics(paths)
     outcome = launched.finish(replace(outcome, steps=steps, metrics=metrics))
+    outcome = replace(outcome, findings=[*outcome.findings, *damage_findings(paths)])
     if outcome.state == "interrupted":
         outcome = replace(outcome, sentence=f"{outcome.sentence}; {plan.resume_hint()}")
     outcome.write(attempt.outcome)
