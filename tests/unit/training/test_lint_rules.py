@@ -169,3 +169,15 @@ def test_a_key_among_the_options_is_refused_and_not_shown(
     assert code == 2
     assert "serve.extra_args" in told.out
     assert "S3CRET" not in told.out + told.err
+
+
+def test_an_answer_shorter_than_the_demos_is_the_users_own_value(tmp_path: Path) -> None:
+    overlay = tmp_path / "mine.yaml"
+    for length, told in ((6, False), (lengths.DEMO_ANSWER, True)):
+        overlay.write_text(
+            f"run: six\nmodel: {{source: {tmp_path}, dtype: float32}}\n"
+            f"stages: {{grpo: {{optimizer: {{lr: 3.0e-4}}, grpo: {{max_tokens: {length}}}}}}}\n"
+        )
+        config = load_config(ROOT / "config" / "config.yaml", overlay)
+        demo = [each.subject for each in findings_of(config) if each.check == "demo"]
+        assert ("stages.grpo.grpo.max_tokens" in demo) is told

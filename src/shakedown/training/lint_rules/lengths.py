@@ -86,7 +86,7 @@ def values_of_the_demo(inputs: Inputs) -> Iterator[Finding]:
         expected = "room for your prompts and answers"
         yield _left("serve.max_model_len", DEMO_LENGTH, expected)
     for key, stage in inputs.stages:
-        if stage.grpo and not stage.grpo.agent and stage.grpo.max_tokens <= DEMO_ANSWER:
+        if stage.grpo and not stage.grpo.agent and stage.grpo.max_tokens == DEMO_ANSWER:
             expected = "your longest answer, in tokens"
             yield _left(f"{key}.grpo.max_tokens", stage.grpo.max_tokens, expected)
         # On the demo's own data a first try may learn as the demo does.
