@@ -114,7 +114,8 @@ def _dispatch(arguments: list[str]) -> int:
             hint="shakedown --help",
         )
     module, parser = command_parser(name)
-    parsed = parser.parse_args(arguments[1:])
+    # `called_with`: for a command that leaves word of how to go on with what it began.
+    parsed = parser.parse_args(arguments[1:], argparse.Namespace(called_with=arguments))
     # After the parser: `--help` needs no extra. A command may need its own for some arguments only.
     needs_extra = getattr(module, "needs_extra", None)
     if needs_extra is None or needs_extra(parsed):

@@ -19,6 +19,7 @@ from shakedown.config import (
     write_resolved,
 )
 from shakedown.config.places import ranks_a_node
+from shakedown.core.continued import Command
 from shakedown.core.errors import ShakedownError
 from shakedown.core.private import close_to_others, let_group_read, own_folder
 from shakedown.core.provenance import source_file
@@ -95,7 +96,16 @@ def write_config():
 def write_workflow(executor_settings):
     """Say who runs it and where its jobs are noted; another executor notes none there."""
     jobs = getattr(executor_settings, "folder", ".snakemake/submitit")
-    WorkflowRun.here(jobs).write(RUN.workflow)
+    settings = workflow.config_settings
+    # `--directory` has changed this process's own; what was given is relative to the shell's.
+    called_in = os.environ.get("PWD", "") if workflow.overwrite_workdir else ""
+    command = Command.snakemake(
+        sys.argv[1:],
+        settings.configfiles,
+        workflow.dag_settings.targets,
+        Path(called_in or Path.cwd()),
+    )
+    WorkflowRun.here(jobs, command).write(RUN.workflow)
 
 
 def place_server(launcher):

@@ -1,11 +1,13 @@
 """`shakedown lint CONFIG...`: say what is wrong with a config before anything is started."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from shakedown.commands.arguments import add_strict
 from shakedown.config import dump_config, layers, load_config
 from shakedown.config.foreign import judge_foreign
+from shakedown.core.continued import begin_command
 from shakedown.core.errors import ExitCode, UsageError
 from shakedown.core.verdict import finish
 from shakedown.training.lint import judge_config
@@ -27,6 +29,8 @@ def run(args: argparse.Namespace) -> int:
     if verdict is None:
         config = load_config(*args.config)
         verdict = judge_config(config, layers(*args.config))
+        if verdict.status != "FAIL":
+            verdict = replace(verdict, next=begin_command(args.config))
         if args.resolved:
             print(dump_config(config))
     elif args.resolved:

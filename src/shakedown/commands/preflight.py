@@ -13,6 +13,7 @@ from shakedown.cluster.nodes import allocation_nodes, expand_nodelist, node_name
 from shakedown.commands.arguments import above_zero, add_strict, place, run_config, whole
 from shakedown.config import Config
 from shakedown.config.places import stage_placement
+from shakedown.core.continued import begin_command, next_command
 from shakedown.core.errors import BlockedError, ExitCode, StorageError, UsageError
 from shakedown.core.paths import PreflightPaths
 from shakedown.core.verdict import finish, render_text
@@ -155,6 +156,7 @@ def run(args: argparse.Namespace) -> int:
         burn=args.burn_seconds,
         ports=args.port,
         faults=[parse_fault(text, nodes) for text in args.fake_fault],
+        after=_after(out, args.config),
         say=lambda text: print(f"preflight: {text}", flush=True),
     )
     checked = run_preflight(settings)
@@ -167,6 +169,11 @@ def run(args: argparse.Namespace) -> int:
     except StorageError:
         print(render_text(checked.verdict))  # what was found must not be lost with the disk
         raise
+
+
+def _after(out: Path, config: Path | None) -> str:
+    known = next_command(out.parent, further=True)
+    return known or (begin_command([config]) if config else "")
 
 
 def _enter(job_id: str) -> None:

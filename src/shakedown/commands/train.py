@@ -15,6 +15,7 @@ from pathlib import Path
 
 from shakedown.commands.arguments import add_config, add_debug, debug_asked, run_config, whole
 from shakedown.config import Config, layers
+from shakedown.core.continued import note_stage_command
 from shakedown.core.errors import ExitCode, UsageError, did_you_mean
 from shakedown.core.paths import AttemptPaths, RunPaths
 from shakedown.core.private import check_own
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from shakedown.training.stage.run import run_stage
 
     check_own(paths.root)
+    note_stage_command(paths.stage(args.stage), args.called_with, args.config)
     plan = plan_any(config, args.stage, paths, assets, model=args.model, replay=args.replay)
     outcome = run_stage(plan, restart=args.restart)
     print(f"stage {args.stage} {outcome.state}: {outcome.sentence}", flush=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import shlex
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -79,9 +80,10 @@ def parse_config(
         faults = [_explain(fault, written) for fault in given[:_MOST_FAULTS]]
         faults += [f"and {len(given) - _MOST_FAULTS} more"] if len(given) > _MOST_FAULTS else []
         listed = "\n  ".join(faults)
+        lint = f", then: shakedown lint {shlex.join(map(str, paths))}" if paths else ""
         raise ConfigError(
             f"{where}: {len(given)} fault(s)\n  {listed}",
-            hint=f"fix the file, then: shakedown lint {where.replace(' + ', ' ')}",
+            hint=f"fix the file{lint}",
         ) from None
 
 

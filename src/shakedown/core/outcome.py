@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from shakedown.core.continued import fixed_then, next_command, stage_command
 from shakedown.core.errors import ExitCode, UsageError
 from shakedown.core.files import atomic_open, json_as, read_object, write_json
 from shakedown.core.paths import StagePaths
@@ -19,6 +20,7 @@ from shakedown.core.verdict import (
 )
 
 SCHEMA = "shakedown/outcome/1"
+TOLD_ERROR = "told_error"  # the finding in which a failed process says why in its own words
 
 # `unreadable` is what readers say of a damaged file; no stage ends so.
 State = Literal["completed", "hung", "failed", "interrupted", "unreadable"]
@@ -116,8 +118,7 @@ def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path)
         metrics=outcome.metrics,
         started=clock.started,
         seconds=clock.seconds,
-        next=outcome.next
-        or ("" if completed else "fix the cause, then run the same snakemake command again"),
+        next=outcome.next or ("" if completed else fixed_then(stage_command(paths))),
     )
 
 
@@ -140,7 +141,7 @@ def judge_file(
     if read_object(file, "verdict", control=True).get("schema") != SCHEMA:
         verdict = read_verdict(file)
         _check_status(verdict, file)
-        advice = f"fix the cause (see {file}), then run the same command again"
+        advice = fixed_then(next_command(file.parent.parent), f"fix the cause (see {file})")
         return verdict if verdict.status in ("PASS", "WARN") else replace(verdict, next=advice)
     outcome = again(read_outcome(file), file.parent)
     return judge_outcome(outcome, read_verdict(diagnosis) if diagnosis else None, file.parent)

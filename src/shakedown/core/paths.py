@@ -174,6 +174,10 @@ class AttemptPaths:
         """What a rank was training on when its loss became NaN or infinite."""
         return self.root / "diverged" / f"rank{rank}.npz"
 
+    def error(self, component: str) -> Path:
+        """Why a process of ours ended, where an error of ours did it; see `training.stage.told`."""
+        return self.root / "errors" / f"{component}.json"
+
     def log(self, component: str) -> Path:
         """`component` is `trainer-rank0`, `orchestrator`, `inference` ..."""
         return self.logs / f"{component}.log"
@@ -198,6 +202,7 @@ class StagePaths:
     rollouts = Below("rollouts")  # recorded rollout batches, one file a step; see `grpo.record`
     # A copy of the newest attempt's outcome: what the workflow waits for
     outcome = Below("outcome.json")
+    command = Below("command.json")  # of a stage that was run alone; see `core.continued`
     verdict = Below("verdict.json")  # the same as a verdict, without a diagnosis
     diagnosis = Below("diagnosis.json")
     diagnosis_html = Below("diagnosis.html")

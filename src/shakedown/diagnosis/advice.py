@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.cluster.nodes import is_node_name
-from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Verdict
 from shakedown.diagnosis.analyze.liveness import LONG_SECONDS
 from shakedown.diagnosis.analyze.model import Hypothesis
@@ -47,7 +46,11 @@ _SCRIPT = re.compile(r"(?:^|[\s/])([\w.-]{1,80}\.py)\b")
 
 
 def next_command(
-    chosen: Hypothesis, facts: Facts, attempt: Path | None, given: Sequence[Path]
+    chosen: Hypothesis,
+    facts: Facts,
+    attempt: Path | None,
+    given: Sequence[Path],
+    again: str = "",
 ) -> str:
     """The command to run next, with its arguments: evidence that is wanting first, then what the
     cause asks for.
@@ -55,6 +58,7 @@ def next_command(
     Args:
         attempt: the folder of our own stage's attempt, None for anybody else's job.
         given: the inputs of this diagnosis.
+        again: what goes on with the attempt's stage.
     """
     if chosen.cause == "healthy":
         return ""
@@ -64,7 +68,7 @@ def next_command(
     if chosen.cause in _MACHINES:
         return "shakedown preflight --out preflight"
     if attempt is not None:
-        return _of_stage(chosen, attempt)
+        return _of_stage(chosen, attempt) or again
     if chosen.state == "hung" or chosen.cause == "unknown":
         return _collect_job(facts)
     paths = shlex.join(map(str, given[:8]))
@@ -72,13 +76,10 @@ def next_command(
 
 
 def _of_stage(chosen: Hypothesis, attempt: Path) -> str:
-    """To go on with a stage of ours from its checkpoint, or to see what its server does."""
-    stage = attempt.parent.parent
-    run = RunPaths(stage.parent.parent)
-    if chosen.cause in _SERVERS:
-        return f"shakedown status {shlex.quote(str(run.root))}"
-    config, assets = shlex.quote(str(run.config)), shlex.quote(str(run.assets.file))
-    return f"shakedown train {shlex.quote(stage.name)} --config {config} --assets {assets}"
+    """To see what the server of a stage of ours does."""
+    if chosen.cause not in _SERVERS:
+        return ""
+    return f"shakedown status {shlex.quote(str(attempt.parents[3]))}"
 
 
 def _collect_job(facts: Facts) -> str:

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from shakedown.core.continued import stage_command
 from shakedown.core.errors import UsageError
-from shakedown.core.outcome import Outcome, read_outcome
+from shakedown.core.outcome import TOLD_ERROR, Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, EvidencePaths, StagePaths
 from shakedown.core.verdict import Finding, Scope, Status, Stopwatch, Verdict, installed_versions
 from shakedown.diagnosis.advice import next_command
@@ -76,7 +77,19 @@ def diagnose_stage(attempt_root: Path, outcome: Outcome | None) -> Verdict:
         place = SourceRef(attempt.outcome.name)
         rows = [*evidence.records, exit_of(outcome, place)]
         evidence = replace(evidence, records=rows)
-    return _verdict(evidence, watch, attempt.root)
+    return _in_its_own_words(_verdict(evidence, watch, attempt.root), outcome)
+
+
+def _in_its_own_words(verdict: Verdict, outcome: Outcome | None) -> Verdict:
+    """With the remedy of an error of ours, which knows more than a rule about its kind."""
+    told = next((f for f in outcome.findings if f.check == TOLD_ERROR), None) if outcome else None
+    if outcome is None or told is None or verdict.status != "FAIL":
+        return verdict
+    findings = [
+        replace(f, remedy=told.remedy or f.remedy, blame=told.blame) if f.status == "fail" else f
+        for f in verdict.findings
+    ]
+    return replace(verdict, findings=findings, next=outcome.next)
 
 
 def _attempt_of(path: Path) -> Path | None:
@@ -158,13 +171,17 @@ def _verdict(
         started=watch.started,
         seconds=watch.seconds,
         versions=installed_versions(),
-        next=next_command(chosen, facts, attempt, given),
+        next=next_command(chosen, facts, attempt, given, _again(attempt)),
         extra={
             "diagnosis": diagnosis.to_json(),
             "sources": dict(evidence.formats),
             **outline(facts, chosen.ranks, chosen.evidence),
         },
     )
+
+
+def _again(attempt: Path | None) -> str:
+    return stage_command(StagePaths(attempt.parent.parent)) if attempt else ""
 
 
 def _status(chosen: Hypothesis) -> Status:

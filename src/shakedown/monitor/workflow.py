@@ -6,18 +6,18 @@ in the folder that is named there (executor/docs/further.md tells its form).
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
 from shakedown.cluster.nodes import node_name
 from shakedown.cluster.recorded import Recorded
 from shakedown.cluster.squeue import CLUSTER, JOB_ID
+from shakedown.core.continued import WORKFLOW_SCHEMA, Command
 from shakedown.core.errors import UsageError
 from shakedown.core.files import json_as, read_object, write_json
 from shakedown.core.rows import JsonLines
 
-SCHEMA = "shakedown/workflow/1"
 _JOURNAL = "journal.jsonl"
 # The executor keeps the journals of 20 runs; one of a thousand jobs has less than a MB.
 _MOST_JOURNALS = 100
@@ -29,6 +29,7 @@ class WorkflowRun:
     """A snakemake: `folder` is its working directory, `jobs` the executor's folder.
 
     `ticks`: when the process started, in clock ticks since the start of the machine `boot`.
+    `command`: how it was called.
     """
 
     folder: str
@@ -37,17 +38,19 @@ class WorkflowRun:
     pid: int
     ticks: int
     boot: str
+    command: Command = field(default_factory=Command)
 
     @classmethod
-    def here(cls, jobs: str) -> Self:
+    def here(cls, jobs: str, command: Command | None = None) -> Self:
         """This process, with the executor's folder as it was given."""
         own = Recorded.of(os.getpid())
         folder = Path.cwd()
-        return cls(str(folder), str(folder / jobs), node_name(), own.pid, own.started, own.boot)
+        place = (str(folder), str(folder / jobs), node_name())
+        return cls(*place, own.pid, own.started, own.boot, command or Command())
 
     def write(self, path: Path) -> None:
         """Write atomically as JSON."""
-        write_json(path, {"schema": SCHEMA, **asdict(self)})
+        write_json(path, {"schema": WORKFLOW_SCHEMA, **asdict(self)})
 
     @property
     def lives(self) -> bool | None:
@@ -64,7 +67,7 @@ def read_workflow(path: Path) -> WorkflowRun | None:
     """
     if not path.exists():
         return None
-    body = read_object(path, "record of a workflow", schema=SCHEMA)
+    body = read_object(path, "record of a workflow", schema=WORKFLOW_SCHEMA)
     try:
         return json_as(WorkflowRun, body, unknown="ignore")
     except ValueError as error:

@@ -288,7 +288,7 @@ def summarize(findings: Sequence[Finding], nodes: Sequence[str], tier: str) -> s
 
 def _next(settings: Settings, bad: Sequence[str], status: str) -> str:
     if status in ("PASS", "WARN"):
-        return "snakemake"
+        return settings.after
     if bad and settings.slurm:
         return f"sbatch --exclude={','.join(bad)} JOB"
     return f"shakedown verdict {PreflightPaths(settings.out).verdict}"

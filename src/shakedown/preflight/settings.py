@@ -12,7 +12,7 @@ class Settings:
     """One preflight run. `limit`: seconds a check may take; `burn`: seconds of the burn tier.
 
     `spares`: how many of the nodes may be left out. `leaves`: leaf switch -> its nodes; empty: ask
-    Slurm.
+    Slurm. `after`: the command that comes once all is well.
     """
 
     nodes: Sequence[str]
@@ -26,4 +26,5 @@ class Settings:
     faults: Sequence[InjectedFault] = ()
     spares: int = 0
     leaves: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    after: str = ""
     say: Callable[[str], None] = field(default=lambda _: None)

@@ -7,6 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from shakedown.core.continued import next_command, stage_command
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths, RunPaths, ServerPaths, StagePaths
 from shakedown.core.rows import by_step
@@ -22,14 +23,15 @@ def collect(root: Path) -> RunView:
     """Read a run's folder.
 
     Raises:
-        UsageError: `root` is not a folder.
+        UsageError: `root` is not a folder, or no run's.
     """
-    if not root.is_dir():
+    paths = RunPaths(root)
+    if not root.is_dir() or not _is_run(paths):
+        what = "holds no run" if root.is_dir() else "is not a folder"
         raise UsageError(
-            f"{root} is not a folder: expected a run's results, such as results/demo",
+            f"{root} {what}: expected a run's results, such as {_example(root)}",
             hint="give results/<run>, the folder that holds config.resolved.yaml",
         )
-    paths = RunPaths(root)
     reader = Reader(root)
     text, config = reader.config(paths.config)
     return RunView(
@@ -46,7 +48,24 @@ def collect(root: Path) -> RunView:
         consistency=reader.verdict(paths.consistency.verdict),
         stages=_stages(reader, paths, config),
         unreadable=tuple(reader.unreadable),
+        further=next_command(root, further=True),
     )
+
+
+def _is_run(paths: RunPaths) -> bool:
+    """Whether anything that a run or one of its commands writes is there."""
+    verdicts = [step.verdict for step in (paths.preflight, paths.agents, paths.consistency)]
+    made = [paths.config, paths.workflow, paths.stages, paths.servers, paths.assets.file]
+    return any(path.exists() for path in (*made, *verdicts))
+
+
+def _example(root: Path) -> str:
+    """A run in the folder, the one that changed last; else the demo's."""
+    try:
+        runs = [path for path in root.iterdir() if path.is_dir() and _is_run(RunPaths(path))]
+        return str(max(runs, key=lambda path: path.stat().st_mtime, default="results/demo"))
+    except OSError:
+        return "results/demo"
 
 
 def _servers(reader: Reader, paths: RunPaths) -> list[ServerView]:
@@ -97,6 +116,7 @@ def _stage(reader: Reader, paths: StagePaths, plan: object) -> StageView:
         rows=rows,
         evaluations=_evaluations(reader, attempts),
         last_sign=reader.newest_change(paths, newest),
+        again=stage_command(paths),
     )
 
 

@@ -91,10 +91,10 @@ def headline(view: RunView, steps: Sequence[WorkflowStep]) -> Headline:
         return Headline("RUNNING", "Running: the workflow", sentence, next=_watch(view))
     if not done:
         sentence = "No stage of this run has written a result yet."
-        return Headline("NOT RUN", "Not started", sentence, next="snakemake")
+        return Headline("NOT RUN", "Not started", sentence, next=view.further)
     sentence = f"{last}; {ahead[0].title} has not run."
     title = f"Stopped before {ahead[0].title}"
-    return Headline("NOT RUN", title, sentence, next="snakemake", anchor=ahead[0].anchor)
+    return Headline("NOT RUN", title, sentence, next=view.further, anchor=ahead[0].anchor)
 
 
 def worst(states: Sequence[State]) -> State:
@@ -310,7 +310,7 @@ def _where(stage: StageView) -> str:
 
 def _default_next(view: RunView, stage: StageView) -> str:
     if stage.diagnosis is not None or stage.outcome is None or stage.outcome.state == "interrupted":
-        return "snakemake"
+        return stage.again
     newest = RunPaths(view.root).stage(stage.name).latest
     return f"shakedown hang analyze {shlex.quote(str(newest))}"
 

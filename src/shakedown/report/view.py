@@ -58,7 +58,7 @@ class StageView:
 
     `diagnosis` and `accepted` are those of the newest attempt: older ones are left out. `last_sign`
     is the newest change of its files, seconds since 1970. `gone`: why nothing of an attempt without
-    an outcome can run any more, where that was looked at.
+    an outcome can run any more, where that was looked at. `again`: what goes on with it.
     """
 
     name: str
@@ -72,6 +72,7 @@ class StageView:
     evaluations: Sequence[Evaluation] = ()
     last_sign: float | None = None
     gone: str = ""
+    again: str = ""
 
     @property
     def newest(self) -> AttemptView | None:
@@ -143,7 +144,8 @@ class RunView:
     """A whole run. `now` is when it was read, seconds since 1970.
 
     `jobs` by the folder of the step, `stages/sft`, and `snakemake`, the process that runs the
-    workflow, where it lives: for a status alone, pages are drawn without them.
+    workflow, where it lives: for a status alone, pages are drawn without them. `further`: the
+    command that goes on with it, beyond the targets that were asked for.
     """
 
     root: Path
@@ -159,3 +161,4 @@ class RunView:
     unreadable: Sequence[Unreadable] = ()
     jobs: Mapping[str, JobView] = field(default_factory=dict)
     snakemake: str = ""
+    further: str = ""

@@ -80,6 +80,7 @@ def test_report_writes_the_page_and_prints_its_path(
 
 
 def test_report_writes_where_it_is_told(tmp_path: Path) -> None:
+    write_verdict(tmp_path / "agents" / "verdict.json", "PASS")
     out = tmp_path / "a" / "b.html"
     assert cli.main(["report", str(tmp_path), "--out", str(out)]) == 0
     assert out.is_file()
@@ -96,6 +97,7 @@ def test_report_names_what_it_could_not_read(
 def test_report_on_a_place_that_cannot_be_written_is_blocked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    write_verdict(tmp_path / "agents" / "verdict.json", "PASS")
     write_text(tmp_path / "file", "x")
     assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "file" / "x.html")]) == 3
     assert "cannot write" in capsys.readouterr().err

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from shakedown.cli import main
 from shakedown.core.errors import UsageError
 from shakedown.core.files import write_json, write_text
 from shakedown.core.outcome import Outcome
@@ -58,7 +59,19 @@ def test_a_file_instead_of_a_folder_is_a_usage_error(tmp_path: Path) -> None:
         collect(tmp_path / "file")
 
 
-def test_an_empty_folder_is_a_run_without_results(paths: RunPaths) -> None:
+def test_a_folder_of_runs_is_none_and_one_of_its_runs_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"holds no run: expected .* such as results/demo"):
+        collect(tmp_path)
+    write_text(RunPaths(tmp_path / "mine").config, "run: mine\n")
+    for command in ("status", "report"):
+        assert main([command, str(tmp_path)]) == 2
+    with pytest.raises(UsageError, match=f"such as {tmp_path / 'mine'}"):
+        collect(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_run_that_has_only_begun_has_no_results(paths: RunPaths) -> None:
+    write_text(paths.config, "")
     view = collect(paths.root)
     assert (view.preflight, view.stages, view.unreadable) == (None, [], ())
     assert view.name == paths.root.name

@@ -1,0 +1,133 @@
+"""How a run is continued: the command that runs it, out of the `workflow.json` in its folder.
+
+Whoever prints what to run next of a run asks `next_command`: a bare `snakemake` runs the demo.
+"""
+
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from shakedown.core.errors import ShakedownError
+from shakedown.core.files import json_as, read_object, write_json
+from shakedown.core.paths import RunPaths, StagePaths
+
+WORKFLOW_SCHEMA = "shakedown/workflow/1"
+_STAGE_SCHEMA = "shakedown/stage-command/1"
+# Given again, they would make what is done once more.
+_ONCE = frozenset({"-f", "--force", "-F", "--forceall", "--unlock"})
+_ONCE_WITH_WORDS = frozenset({"-R", "--forcerun"})
+_PROFILE = "SNAKEMAKE_PROFILE"
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program as it was called in `folder`: `words` after its name, in their order.
+
+    `overlays`: the config files in the order in which they lie over each other. `targets`: the
+    files that were asked for. `profile`: where the environment named it.
+    """
+
+    folder: str = ""
+    words: Sequence[str] = ()
+    overlays: Sequence[str] = ()
+    targets: Sequence[str] = ()
+    profile: str = ""
+
+    @classmethod
+    def snakemake(
+        cls, words: Sequence[str], overlays: Iterable[Path], targets: Iterable[str], folder: Path
+    ) -> "Command":
+        """Of this process, which is a snakemake that was called in `folder`."""
+        return cls(
+            folder=str(folder),
+            words=list(words),
+            overlays=[str(path) for path in overlays],
+            targets=sorted(targets),
+            profile=os.environ.get(_PROFILE, ""),
+        )
+
+    def line(self, program: str, *, further: bool = False) -> str:
+        """To paste into a shell, wherever that is.
+
+        Args:
+            further: beyond the targets that were asked for.
+        """
+        left_out = self.targets if further else ()
+        words = [word for word in _lasting(self.words) if word not in left_out]
+        if self.profile and not any(word.startswith("--profile") for word in words):
+            words = ["--profile", self.profile, *words]
+        away = os.path.realpath(self.folder) != os.path.realpath(Path.cwd())
+        go = f"cd {shlex.quote(self.folder)} && " if away else ""
+        return f"{go}{shlex.join([program, *words])}"
+
+
+def _lasting(words: Sequence[str]) -> Iterator[str]:
+    """Without what was meant for one time alone."""
+    skipped = False
+    for word in words:
+        skipped = word in _ONCE_WITH_WORDS or (skipped and not word.startswith("-"))
+        if not skipped and word not in _ONCE:
+            yield word
+
+
+def next_command(run: Path, *, further: bool = False) -> str:
+    """The command that goes on with the run of a folder; empty where nobody knows it.
+
+    Args:
+        further: also where all that was asked for is there.
+    """
+    paths = RunPaths(run)
+    command = _recorded(paths.workflow, WORKFLOW_SCHEMA)
+    if command is not None:
+        return command.line("snakemake", further=further)
+    # Written by an older version, or by hand: the config is a whole one and lies over nothing.
+    if paths.config.is_file():
+        return begin_command([paths.config])
+    return ""
+
+
+def stage_command(stage: StagePaths) -> str:
+    """As `next_command`, of a stage that may have been run alone."""
+    alone = _recorded(stage.command, _STAGE_SCHEMA)
+    of_run = next_command(stage.root.parent.parent)
+    return of_run or (alone.line("shakedown") if alone else "")
+
+
+def note_stage_command(stage: StagePaths, words: Sequence[str], overlays: Iterable[Path]) -> None:
+    """Leave the command of a stage for who is asked how to go on with it.
+
+    Raises:
+        StorageError: it cannot be written.
+    """
+    command = Command(str(Path.cwd()), list(words), [str(path) for path in overlays])
+    write_json(stage.command, {"schema": _STAGE_SCHEMA, "command": asdict(command)})
+
+
+def begin_command(overlays: Iterable[Path], *more: str) -> str:
+    """The command that begins the run of config files, which lie over each other in this order."""
+    files = list(map(str, overlays))
+    # Last: --configfile takes all words that follow, up to the next option.
+    return shlex.join(["snakemake", *more, *(["--configfile", *files] if files else [])])
+
+
+def cluster_command(stage: StagePaths) -> str:
+    """The command that runs the stage's workflow on a cluster."""
+    known = _recorded(stage.command, _STAGE_SCHEMA)
+    run = _recorded(RunPaths(stage.root.parent.parent).workflow, WORKFLOW_SCHEMA) or known
+    return begin_command(map(Path, run.overlays if run else ()), "--profile", "profiles/slurm")
+
+
+def fixed_then(command: str, what: str = "fix the cause") -> str:
+    """What to do after a failure, and the command after it."""
+    return f"{what}, then: {command}" if command else f"{what}, then run the same command again"
+
+
+def _recorded(path: Path, schema: str) -> Command | None:
+    """None where there is none that only this user can have written."""
+    try:
+        body = read_object(path, "record of a command", schema=schema, control=True)
+        return json_as(Command, body["command"])
+    except (ShakedownError, LookupError, ValueError, TypeError):
+        return None
