@@ -21,11 +21,14 @@ class DivergedError(ShakedownError):
     exit_code = ExitCode.FAIL
 
 
-def finite(step: int, values: Mapping[str, float], *, saved: str = "") -> dict[str, float]:
+def finite(
+    step: int, values: Mapping[str, float], *, saved: str = "", stage: str = "", lr: float = 0.0
+) -> dict[str, float]:
     """Rounded for reading: nine digits are more than float32 has.
 
     Args:
         saved: where the batch lies, for the message.
+        stage: whose settings are to be changed, `lr` its learning rate.
 
     Raises:
         DivergedError: a number is NaN or infinite.
@@ -33,10 +36,11 @@ def finite(step: int, values: Mapping[str, float], *, saved: str = "") -> dict[s
     broken = not_finite(values)
     if broken:
         where = f"; {saved}" if saved else ""
+        key = f"stages.{stage}.optimizer" if stage else "optimizer"
+        now = f" (now {lr:g})" if lr else ""
         raise DivergedError(
             f"step {step}: {', '.join(broken)} is not a finite number{where}",
-            hint="lower optimizer.lr or raise optimizer.warmup_steps, then run the same command "
-            "again: it goes on from the last checkpoint, which is from before this step",
+            hint=f"lower {key}.lr{now} or raise {key}.warmup_steps in your config",
         )
     return {name: float(f"{value:.9g}") for name, value in values.items()}
 
@@ -54,7 +58,8 @@ def checked(context: Context, values: Mapping[str, float]) -> dict[str, float]:
     """
     # Sums and norms are the same on all ranks: all save, and end in the same step.
     saved = _save(context, values) if not_finite(values) else ""
-    return finite(context.step, values, saved=saved)
+    job = context.job
+    return finite(context.step, values, saved=saved, stage=job.stage, lr=job.config.optimizer.lr)
 
 
 def _save(context: Context, values: Mapping[str, float]) -> str:

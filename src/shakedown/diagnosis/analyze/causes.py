@@ -85,6 +85,10 @@ TABLE: Mapping[Cause, CauseRow] = {
     ),
     "staleness_capacity": CauseRow("raise the allowed staleness or the concurrency"),
     "user_code": CauseRow("mend the code at that line, then start the stage again"),
+    "diverged": CauseRow(
+        "lower the learning rate or warm up longer, then start the stage again from its checkpoint",
+        "user",
+    ),
     "out_of_memory": CauseRow(
         "see what grows: batch and sequence length, other processes on the device, host buffers; "
         "then start the stage again from its checkpoint",

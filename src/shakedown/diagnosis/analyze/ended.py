@@ -80,6 +80,8 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         why = "their processes are gone; which was first is not told, a launcher ends the others"
     shared = cause == "init_deadlock" or (cause == "storage" and len(culprits) > 1)
     shared = shared or (cause == "server_unhealthy" and not s.facts.of_engine)
+    # The sum over all ranks is no number.
+    shared = shared or cause == "diverged"
     # Of an error that is one of a branch where others wait, and of the code where none does.
     told = told_cause(raised[first]) if first in raised else None
     shared = shared or (cause == "user_code" and told == "conditional_collective")
@@ -97,12 +99,13 @@ def dead_rank(s: Situation) -> Hypothesis | None:
         roles=[ENGINE] if alone else [],
         sure="told",
         evidence=places + [c for r in culprits[1:4] for c in _death(s.ranks[r], raised.get(r))[1]],
-        remedy="repair what ended it, then start the stage again from its checkpoint",
+        remedy="" if cause == "diverged" else _REPAIR,
         needed=needed,
-        blame="code" if raised else "environment",
+        blame=None if cause == "diverged" else "code" if raised else "environment",
     )
 
 
+_REPAIR = "repair what ended it, then start the stage again from its checkpoint"
 # Code of a rank's own, in which it waits for no other rank.
 _OWN_CODE = ("user", "busy", "dataloader", "storage", "compile")
 

@@ -35,6 +35,7 @@ Cause = Literal[
     "server_unhealthy",
     "staleness_capacity",
     "user_code",
+    "diverged",
     "out_of_memory",
     "gpu_error",
     "slow_not_hung",

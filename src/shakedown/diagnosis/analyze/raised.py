@@ -90,6 +90,8 @@ _RAISED: Sequence[tuple[re.Pattern[str], Cause]] = (
     ),
     # Our own stage stopped itself: trainer and engine disagree, and which is wrong is not told.
     (re.compile(r"\bDriftError\b"), "server_unhealthy"),
+    # And here: the loss or a gradient is NaN or infinite, on all ranks at once.
+    (re.compile(r"\bDivergedError\b"), "diverged"),
     # The job asks for a device that it was not given.
     (re.compile(r"invalid device ordinal|No CUDA GPUs are available"), "init_deadlock"),
     (

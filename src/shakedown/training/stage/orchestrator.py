@@ -51,6 +51,7 @@ from shakedown.training.stage.curve import HeldOutCurve
 from shakedown.training.stage.job import StageJob, read_job
 from shakedown.training.stage.loops import first_to_end, trainers_live
 from shakedown.training.stage.servers import connected, weight_sync
+from shakedown.training.stage.told import leave_word
 
 _POLL_SECONDS = 0.02  # the trainer's files: another process, so that nothing can be awaited
 _BEAT_SECONDS = 0.5
@@ -66,11 +67,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shakedown.training.stage.orchestrator")
     parser.add_argument("--job", type=Path, required=True, help="job.json of the attempt")
     args = parser.parse_args(argv)
+    job = None
     try:
-        return asyncio.run(_until_signal(read_job(args.job)))
+        job = read_job(args.job)
+        return asyncio.run(_until_signal(job))
     except ShakedownError as error:
         traceback.print_exc()
         print(f"shakedown: {error}", file=sys.stderr, flush=True)
+        if job is not None:
+            leave_word(job.attempt, "orchestrator", error)
         return int(error.exit_code)
 
 

@@ -10,12 +10,13 @@ from shakedown.cluster.held import hold
 from shakedown.cluster.nodes import allocation_nodes, node_name
 from shakedown.cluster.roster import end_left
 from shakedown.cluster.supervise import Component, Exit, Supervisor
+from shakedown.core.continued import cluster_command
 from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.files import write_text
 from shakedown.core.folders import storage_errors
 from shakedown.core.lease import Fence
 from shakedown.core.outcome import Outcome, judge_outcome
-from shakedown.core.paths import AttemptPaths
+from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.core.private import own_folder, own_tree
 from shakedown.core.verdict import Stopwatch
 from shakedown.debug import asked
@@ -31,6 +32,7 @@ from shakedown.training.stage.port_race import port_was_taken
 from shakedown.training.stage.restart import set_aside
 from shakedown.training.stage.results import damage_findings, stage_metrics
 from shakedown.training.stage.supervision import Monitor, stop_signals
+from shakedown.training.stage.told import in_its_own_words
 
 # The port is free when it is chosen; until rank 0 listens on it another process can take it.
 _PORT_TRIES = 3
@@ -55,42 +57,38 @@ def run_stage(plan: Plan, *, restart: bool = False) -> Outcome:
         UntrustedError: others can change the stage's folder or a checkpoint.
         RefusedError: another process writes the stage's folder, or one of a killed attempt is left.
     """
+    paths = plan.job.paths
+    nodes = _nodes(plan.job.config.nodes, paths)
+    plan.check(nodes)
     if restart:
-        _restart(plan)
+        plan.check_restart()
+    with storage_errors("write", paths.root):
+        own_folder(paths.root)
+    with hold(paths.root, f"shakedown train {plan.job.stage}") as fence:
+        for number in paths.attempt_numbers():
+            end_left(paths.attempt(number).roster)
+        if restart:
+            kept = set_aside(paths) or "nothing was there"
+            print(f"stage {plan.job.stage} starts anew; kept: {kept}", flush=True)
+        return _run_attempts(plan, nodes, fence)
+
+
+def _run_attempts(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
     for _ in range(_PORT_TRIES - 1):
-        outcome = _run_attempt(plan)
+        outcome = _run_attempt(plan, nodes, fence)
         logs = plan.job.paths.attempt(outcome.attempt).logs
         first = [*logs.glob("trainer-rank0.log"), *logs.glob("trainer-launch*.log")]
         if not any(port_was_taken(outcome, log) for log in first):
             return outcome
         print("the ranks' port was taken by another process: starting with another one", flush=True)
-    return _run_attempt(plan)
+    return _run_attempt(plan, nodes, fence)
 
 
-def _restart(plan: Plan) -> None:
-    plan.check_restart()
-    plan.check(_nodes(plan.job.config.nodes))
-    kept = set_aside(plan.job.paths)
-    print(f"stage {plan.job.stage} starts anew; kept: {kept or 'nothing was there'}", flush=True)
-
-
-def _run_attempt(plan: Plan) -> Outcome:
-    nodes, root = _nodes(plan.job.config.nodes), plan.job.paths.root
-    plan.check(nodes)
-    with storage_errors("write", root):
-        own_folder(root)
-    with hold(root, f"shakedown train {plan.job.stage}") as fence:
-        return _run_alone(plan, nodes, fence)
-
-
-def _run_alone(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
-    """With the stage's folder held: nobody else writes it."""
+def _run_attempt(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
     job, paths = plan.job, plan.job.paths
     clock = Stopwatch()
     with storage_errors("write", paths.root):
         own_tree(paths.checkpoints)
-    for number in paths.attempt_numbers():
-        end_left(paths.attempt(number).roster)
     # Gone before the attempt begins: if this process is killed, no older outcome speaks for it.
     paths.outcome.unlink(missing_ok=True)
     paths.verdict.unlink(missing_ok=True)
@@ -120,6 +118,7 @@ def _run_alone(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
     )
     steps, metrics = stage_metrics(paths)
     outcome = launched.finish(replace(outcome, steps=steps, metrics=metrics))
+    outcome = in_its_own_words(outcome, attempt, paths)
     outcome = replace(outcome, findings=[*outcome.findings, *damage_findings(paths)])
     if outcome.state == "interrupted":
         outcome = replace(outcome, sentence=f"{outcome.sentence}; {plan.resume_hint()}")
@@ -137,7 +136,7 @@ def rank_nodes(nodes: Sequence[str], world_size: int) -> list[str]:
     return [nodes[rank * len(nodes) // world_size] for rank in range(world_size)]
 
 
-def _nodes(wanted: int) -> list[str]:
+def _nodes(wanted: int, stage: StagePaths) -> list[str]:
     """The first `wanted` nodes of the Slurm job, or this machine.
 
     Raises:
@@ -149,7 +148,7 @@ def _nodes(wanted: int) -> list[str]:
     if len(nodes) < wanted:
         raise UsageError(
             f"the stage wants {wanted} nodes, but this job has {len(nodes)}: {', '.join(nodes)}",
-            hint="run it with `snakemake --profile profiles/slurm`, or set its nodes to 1",
+            hint=f"set its nodes to 1, or: {cluster_command(stage)}",
         )
     return nodes[:wanted]
 

@@ -35,6 +35,7 @@ from shakedown.training.faults import Injector
 from shakedown.training.stage.job import StageJob, read_job
 from shakedown.training.stage.key import read_key
 from shakedown.training.stage.stopping import StopFlag
+from shakedown.training.stage.told import leave_word
 from shakedown.training.trainer import Trainer
 
 # Longer than any watcher waits: a collective that times out takes its evidence with it.
@@ -51,8 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="shakedown.training.stage.worker", description=__doc__)
     parser.add_argument("--job", type=Path, required=True, help="job.json of the attempt")
     args = parser.parse_args(argv)
+    job = None
     try:
-        return run(read_job(args.job))
+        job = read_job(args.job)
+        return run(job)
     except PeerFailedError as error:  # nothing is wrong here: that rank's log has the traceback
         print(f"shakedown: {error}", file=sys.stderr, flush=True)
         return int(error.exit_code)
@@ -60,6 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The traceback goes to this rank's log, where the diagnosis looks for it.
         traceback.print_exc()
         print(f"shakedown: {error}", file=sys.stderr, flush=True)
+        if job is not None:
+            leave_word(job.attempt, f"trainer-rank{os.environ.get('RANK', '0')}", error)
         return int(error.exit_code)
     except Exception:  # noqa: BLE001 - told as Python would, but without torch's teardown
         sys.excepthook(*sys.exc_info())  # torch's own names the rank in every line

@@ -1,0 +1,75 @@
+"""Why a process of a stage ended, in its own words: its supervisor sees no more than an exit code.
+
+A rank or the orchestrator that ends by an error of ours leaves it in the attempt's `errors/`; the
+outcome, and all that reads it, says the cause and the remedy from there.
+"""
+
+import contextlib
+from dataclasses import asdict, dataclass, replace
+
+from shakedown.core.continued import fixed_then, stage_command
+from shakedown.core.errors import ExitCode, ShakedownError, StorageError, UsageError
+from shakedown.core.files import read_json_as, write_json
+from shakedown.core.outcome import TOLD_ERROR, Outcome
+from shakedown.core.paths import AttemptPaths, StagePaths
+from shakedown.core.verdict import Blame, Finding
+
+_SCHEMA = "shakedown/told-error/1"
+
+
+@dataclass(frozen=True)
+class ToldError:
+    """An error as it was raised; `kind` is its class."""
+
+    kind: str
+    message: str
+    remedy: str = ""
+    exit_code: int = int(ExitCode.FAIL)
+
+    @property
+    def blame(self) -> Blame:
+        """A disk or a server is the surroundings'; else what the user asked for cannot be done."""
+        return "environment" if self.exit_code == ExitCode.BLOCKED else "user"
+
+
+def leave_word(attempt: AttemptPaths, component: str, error: ShakedownError) -> None:
+    """Leave the error for the supervisor; a full disk must not hide it from the log."""
+    told = ToldError(type(error).__name__, str(error.args[0]), error.hint, int(error.exit_code))
+    with contextlib.suppress(StorageError):
+        write_json(attempt.error(component), {"schema": _SCHEMA, **asdict(told)})
+
+
+def in_its_own_words(outcome: Outcome, attempt: AttemptPaths, stage: StagePaths) -> Outcome:
+    """The outcome of a failed attempt with what the process that failed says of it."""
+    explained = any(found.status == "fail" for found in outcome.findings)
+    told = None if explained or outcome.state != "failed" else _word(attempt, outcome)
+    if told is None:
+        return outcome
+    finding = Finding(
+        check=TOLD_ERROR,
+        status="fail",
+        scope="role",
+        subject=outcome.failed_component,
+        measured=f"{told.kind}: {told.message}",
+        blame=told.blame,
+        evidence=[str(attempt.log(outcome.failed_component))],
+        remedy=told.remedy,
+    )
+    return replace(
+        outcome,
+        sentence=f"{outcome.sentence}: {told.message}",
+        findings=[finding, *outcome.findings],
+        next=fixed_then(stage_command(stage), told.remedy or "fix the cause"),
+    )
+
+
+def _word(attempt: AttemptPaths, outcome: Outcome) -> ToldError | None:
+    """Of the component that failed first; of ranks that one srun started, the first rank's."""
+    own = attempt.error(outcome.failed_component)
+    role = outcome.failed_component.partition("-")[0]
+    if not role:
+        return None
+    for path in (own, *sorted(own.parent.glob(f"{role}*.json"))):
+        with contextlib.suppress(UsageError):
+            return read_json_as(ToldError, path, "told error", schema=_SCHEMA)
+    return None
