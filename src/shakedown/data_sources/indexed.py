@@ -20,7 +20,7 @@ class IndexedRows:
     no rows by number, a copy is made in a nameless temporary file that ends with the process.
 
     Raises:
-        UsageError, BlockedError: as `placed_rows`; a JSON line that is none is told when it is read.
+        UsageError, BlockedError: as `placed_rows`; of a JSON line that is none when it is read.
     """
 
     def __init__(self, source: str) -> None:
@@ -78,7 +78,7 @@ def _places(file: IO[bytes]) -> Iterator[tuple[int, int]]:
 
 def _copied(source: str) -> IO[bytes]:
     """What of the rows is trained, a line each with its place."""
-    file = tempfile.TemporaryFile()
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rows
     for place, body in placed_rows(source):
         kept = {key: body[key] for key in ("messages", "answer", "tools") if key in body}
         file.write(json.dumps([place, kept], default=str).encode() + b"\n")
