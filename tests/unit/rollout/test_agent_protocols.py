@@ -509,7 +509,8 @@ async def test_a_prompt_of_token_ids_is_completed_and_recorded(
     ((path, sent),) = engine.seen
     assert (path, sent["prompt"], sent["max_tokens"]) == ("/v1/completions", PROMPT, 50)
     assert (sent["temperature"], sent["logprobs"], sent["model"]) == (1.0, 0, "policy")
-    assert not {"top_k", "top_logprobs", "messages"} & sent.keys()
+    assert sent["top_k"] == -1
+    assert not {"top_logprobs", "messages"} & sent.keys()
     (choice,) = reply.json()["choices"]
     assert (choice["text"], choice["finish_reason"]) == (TEXT, "stop")
     assert (choice.get("token_ids"), choice.get("logprobs") and True) == (

@@ -284,7 +284,8 @@ def test_the_engine_is_asked_for_the_stage_s_own_sampling(seen: Seen) -> None:
     bodies = [body for path, body in seen.engine.seen if path == "/v1/chat/completions"]
 
     assert {(body["temperature"], body["max_tokens"]) for body in bodies} == {(1.0, 16)}
-    assert not any({"top_p", "seed", "max_completion_tokens"} & body.keys() for body in bodies)
+    assert not any({"seed", "max_completion_tokens"} & body.keys() for body in bodies)
+    assert {body["top_p"] for body in bodies} == {1.0}  # said, whatever the agent asks
     assert all(body["return_token_ids"] and body["logprobs"] for body in bodies)
 
 
