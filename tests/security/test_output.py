@@ -109,7 +109,7 @@ def test_json_on_standard_output_is_the_exact_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / f"run{HOSTILE}"
-    root.mkdir()
+    RunPaths(root).stages.mkdir(parents=True)
 
     assert main(["status", str(root), "--json", "--no-probe"]) == 0
 

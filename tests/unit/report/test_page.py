@@ -254,7 +254,7 @@ def test_versions_that_differ_between_stages_are_marked(paths: RunPaths) -> None
 
 
 def test_an_empty_run_has_a_page_too(paths: RunPaths) -> None:
-    paths.root.mkdir()
+    write_text(paths.config, "")
     text, _ = page(paths)
     assert "Not started" in text
 
@@ -276,6 +276,7 @@ def test_the_same_view_gives_the_same_page(paths: RunPaths) -> None:
 
 
 def test_a_page_that_cannot_be_written_is_a_storage_error(paths: RunPaths) -> None:
+    write_text(paths.config, "")
     write_text(paths.root / "report", "a file where the folder should be")
     with pytest.raises(StorageError, match="cannot write"):
         write_page(collect(paths.root), paths.report)
