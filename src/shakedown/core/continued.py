@@ -16,7 +16,7 @@ from shakedown.core.paths import RunPaths, StagePaths
 WORKFLOW_SCHEMA = "shakedown/workflow/1"
 _STAGE_SCHEMA = "shakedown/stage-command/1"
 # Given again, they would make what is done once more.
-_ONCE = frozenset({"-f", "--force", "-F", "--forceall", "--unlock"})
+_ONCE = frozenset({"-f", "--force", "-F", "--forceall", "--unlock", "--restart"})
 _ONCE_WITH_WORDS = frozenset({"-R", "--forcerun"})
 _PROFILE = "SNAKEMAKE_PROFILE"
 
@@ -93,6 +93,13 @@ def stage_command(stage: StagePaths) -> str:
     alone = _recorded(stage.command, _STAGE_SCHEMA)
     of_run = next_command(stage.root.parent.parent)
     return of_run or (alone.line("shakedown") if alone else "")
+
+
+def restart_command(stage: StagePaths) -> str:
+    """The command that trains the stage anew from its first step."""
+    alone = _recorded(stage.command, _STAGE_SCHEMA)
+    again = alone.line("shakedown") if alone else f"shakedown train {shlex.quote(stage.root.name)}"
+    return f"{again} --restart"
 
 
 def note_stage_command(stage: StagePaths, words: Sequence[str], overlays: Iterable[Path]) -> None:

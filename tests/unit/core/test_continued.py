@@ -12,6 +12,7 @@ from shakedown.core.continued import (
     cluster_command,
     next_command,
     note_stage_command,
+    restart_command,
     stage_command,
 )
 from shakedown.core.files import write_text
@@ -83,9 +84,11 @@ def test_a_record_that_is_damaged_or_that_others_can_write_says_nothing(
 def test_a_stage_that_was_run_alone_goes_on_alone(tmp_path: Path) -> None:
     stage = RunPaths(tmp_path).stage("sft")
     overlays = [Path("a.yaml"), Path("b.yaml")]
-    note_stage_command(stage, ["train", "sft", "--config", "a.yaml", "b.yaml"], overlays)
+    words = ["train", "sft", "--restart", "--config", "a.yaml", "b.yaml"]
+    note_stage_command(stage, words, overlays)
 
     assert stage_command(stage) == "shakedown train sft --config a.yaml b.yaml"
+    assert restart_command(stage) == "shakedown train sft --config a.yaml b.yaml --restart"
     expected = "snakemake --profile profiles/slurm --configfile a.yaml b.yaml"
     assert cluster_command(stage) == expected
     begin(tmp_path, WORDS, Path.cwd())

@@ -1,13 +1,13 @@
 """What a stage reached, for its outcome: last metrics, accuracy before and after, made of what."""
 
 import math
-import shlex
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from shakedown.core.continued import restart_command
 from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import StagePaths
@@ -93,7 +93,7 @@ def _judge(
         steps=job.config.steps,
         subject=job.stage,
         remedy="give what is asked now a `run:` name of its own, or train anew under this one: "
-        f"shakedown train {shlex.quote(job.stage)} --restart --config CONFIG",
+        + restart_command(job.paths),
         evidence=str(job.paths.provenance),
     )
 
