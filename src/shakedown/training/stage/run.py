@@ -3,10 +3,13 @@
 The attempt always ends with an outcome, and no process outlives it.
 """
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from shakedown.cluster.held import hold
+from shakedown.cluster.memory_kills import kills
 from shakedown.cluster.nodes import allocation_nodes, node_name
 from shakedown.cluster.roster import end_left
 from shakedown.cluster.supervise import Component, Exit, Supervisor
@@ -101,7 +104,11 @@ def _run_attempt(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
         f"{', '.join(launched.nodes)}; logs in {attempt.logs}",
         flush=True,
     )
+    killed_before = kills()
     ending, exits, health = _supervise(launched, nodes)
+    killed = kills() - killed_before
+    if killed > 0 and ending.state == "failed" and ending.component:
+        _note_kills(attempt.log(ending.component), killed)
     ending = with_server_error(ending, exits, read_end(attempt.log("inference")))
     outcome = Outcome(
         stage=job.stage,
@@ -129,6 +136,15 @@ def _run_attempt(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
         judge_outcome(outcome, None, paths.root).write(paths.verdict)
         outcome.write(paths.outcome)
     return outcome
+
+
+def _note_kills(log: Path, killed: int) -> None:
+    """In the log of what failed, where people and the diagnosis look for the reason."""
+    with contextlib.suppress(OSError), log.open("a", encoding="utf-8") as stream:
+        stream.write(
+            f"shakedown: oom_kill event: the kernel killed {killed} process(es) of this stage's "
+            "cgroup for memory while it ran\n"
+        )
 
 
 def rank_nodes(nodes: Sequence[str], world_size: int) -> list[str]:
