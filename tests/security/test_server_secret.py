@@ -365,7 +365,7 @@ def test_an_agent_s_exception_that_quotes_its_key_is_written_without_it(
             *("--base-url", f"{engine.url}/v1", "--out", folder),
         )
 
-    written = "".join(path.read_text() for path in folder.iterdir())
+    written = "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
     assert done.returncode == 1
     assert "cannot use" in written
     assert SECRET not in done.stdout + done.stderr + written
@@ -523,6 +523,6 @@ def test_a_command_that_names_the_server_by_its_url_says_which_key_it_needs(
     )
 
     assert done.returncode == 3
-    assert "asks for a key: HTTP 401" in done.stdout + done.stderr
+    assert "refuses the key: HTTP 401" in done.stdout + done.stderr
     assert "OPENAI_API_KEY" in done.stdout + done.stderr
     assert read_endpoint(Path(vllm.secret).parent) == vllm

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 from shakedown.commands.arguments import add_config, add_debug, debug_asked, run_config, whole
@@ -99,9 +100,9 @@ def run(args: argparse.Namespace) -> int:
     from shakedown.training.stage.run import run_stage
 
     check_own(paths.root)
-    note_stage_command(paths.stage(args.stage), args.called_with, args.config)
     plan = plan_any(config, args.stage, paths, assets, model=args.model, replay=args.replay)
-    outcome = run_stage(plan, restart=args.restart)
+    note = partial(note_stage_command, paths.stage(args.stage), args.called_with, args.config)
+    outcome = run_stage(plan, restart=args.restart, begin=note)
     print(f"stage {args.stage} {outcome.state}: {outcome.sentence}", flush=True)
     for found in outcome.findings:
         if found.status == "warn":

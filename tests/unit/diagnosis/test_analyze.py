@@ -537,7 +537,7 @@ def test_every_cause_of_the_closed_set_is_explained_in_the_docs() -> None:
     page = (Path(__file__).parents[3] / "docs/hang.md").read_text(encoding="utf-8")
     table = page.partition("## Causes")[2].partition("\n## ")[0]
 
-    assert len(CAUSES) == 29
+    assert len(CAUSES) == 30
     assert [cause for cause in CAUSES if f"`{cause}`" not in table] == []
 
 

@@ -171,7 +171,7 @@ def test_a_reward_that_raises_stands_where_it_raised_and_then_answers(tmp_path: 
     reward = tmp_path / "mine.py"
     reward.write_text("def judge(completion, answer):\n    raise KeyError(answer)\n")
     setup = {"reward": f"{reward}:judge", "import_seconds": 60, "seconds": 600, "bytes": 1 << 34}
-    request = {"completions": ["4"], "answer": "5"}
+    request = {"completions": ["4"], "answer": "5", "row": {}}
     process = subprocess.Popen(
         [sys.executable, "-m", "shakedown.agents.reward_worker"],
         env={**os.environ, **asked.environment(folder, "orchestrator"), asked.ASKED: "1"},

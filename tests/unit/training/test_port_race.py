@@ -10,6 +10,7 @@ import pytest
 
 from shakedown.cluster.store import open_store
 from shakedown.core.errors import LaunchError
+from shakedown.core.lease import Fence
 from shakedown.core.outcome import Outcome, State
 from shakedown.core.paths import StagePaths
 from shakedown.training.stage import run
@@ -54,7 +55,7 @@ def test_stage_is_started_again_twice_while_its_port_is_taken(
 ) -> None:
     paths = StagePaths(tmp_path / "sft")
 
-    def attempt(_plan: Any) -> Outcome:
+    def attempt(*_: Any) -> Outcome:
         number = int(paths.new_attempt().root.name)
         refused = number <= taken
         paths.attempt(number).log("trainer-rank0").write_text(refusal if refused else "done\n")
@@ -63,5 +64,5 @@ def test_stage_is_started_again_twice_while_its_port_is_taken(
     monkeypatch.setattr(run, "_run_attempt", attempt)
 
     plan: Any = SimpleNamespace(job=SimpleNamespace(paths=paths))  # all that is read here
-    last = run.run_stage(plan)
+    last = run._run_attempts(plan, ["n1"], Fence(paths.root))
     assert (last.attempt, last.state) == ended

@@ -6,6 +6,7 @@ for each and had to be spread over 64 of them, 0.94 (measured with 128 at once).
 
 import asyncio
 import contextlib
+import errno
 import functools
 import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -87,7 +88,7 @@ class Upstream:
                 break
             except LOST as error:
                 late = end is not None and pause is not None and loop.time() + pause >= end
-                if pause is None or late:
+                if pause is None or late or _is_own(error):
                     raise
                 lost(error)
             await asyncio.sleep(pause)
@@ -103,6 +104,11 @@ class Upstream:
         )
         # No proxy of the environment: it has no business between a trainer and its server.
         return aiohttp.ClientSession(connector=connector, trust_env=False, **self._options)
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether this process has no descriptor left: the server was not even tried."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
 
 
 async def _once(

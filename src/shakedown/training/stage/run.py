@@ -4,7 +4,7 @@ The attempt always ends with an outcome, and no process outlives it.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,13 +44,16 @@ _STOP_GRACE_SECONDS = 5.0  # the ranks had their time to save
 _HUNG_GRACE_SECONDS = 2.0  # what stands still saves nothing
 
 
-def run_stage(plan: Plan, *, restart: bool = False) -> Outcome:
+def run_stage(
+    plan: Plan, *, restart: bool = False, begin: Callable[[], None] = lambda: None
+) -> Outcome:
     """Run one new attempt and write its outcome; an interrupted one leaves no stage outcome.
 
     One more is run, at most twice, where rank 0 could not listen on the port chosen for it.
 
     Args:
         restart: from the stage's beginning; what it reached is kept with its newest attempt.
+        begin: called once the folder is this process's alone.
 
     Raises:
         StorageError: the results folder cannot be written.
@@ -70,6 +73,7 @@ def run_stage(plan: Plan, *, restart: bool = False) -> Outcome:
     with hold(paths.root, f"shakedown train {plan.job.stage}") as fence:
         for number in paths.attempt_numbers():
             end_left(paths.attempt(number).roster)
+        begin()
         if restart:
             kept = set_aside(paths) or "nothing was there"
             print(f"stage {plan.job.stage} starts anew; kept: {kept}", flush=True)
