@@ -70,7 +70,8 @@ def test_the_rank_that_the_kernel_killed_is_out_of_memory_by_its_cgroups_count(
         check=False,
     )
     attempt = tmp_path / "results/m/stages/lab/attempts/001"
-    analysis = [sys.executable, "-m", "shakedown.cli", "hang", "analyze", attempt, "--json", "-"]
+    analysis = [sys.executable, "-m", "shakedown.cli", "hang", "analyze", str(attempt)]
+    analysis += ["--json", "-"]
     said = subprocess.run(analysis, capture_output=True, text=True, check=False).stdout
 
     assert done.returncode == 1, done.stderr

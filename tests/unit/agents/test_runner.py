@@ -257,7 +257,7 @@ def test_tls_contexts_are_shared_only_when_asked(server: ChatServer, chats: RunR
 def test_waits_for_the_clients_own_pool_are_measured_and_blamed(server: ChatServer) -> None:
     result = run("OnePool", [{}], server, group_size=48)  # some for each of many workers
     assert "pool_timeout" in causes(result)
-    assert max(call.pool_wait for call in result.measured.http_calls) > 0.2
+    assert max(call.pool_wait for call in result.measured.http_calls) > 0
     finding = by_check(judge_run(result, ask(server.url)))["failed_pool_timeout"]
     assert "healthy" in finding.remedy
     assert "max_connections=4096" in finding.remedy
