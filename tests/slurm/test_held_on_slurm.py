@@ -46,6 +46,9 @@ def test_a_folder_is_refused_while_the_job_runs_and_taken_over_when_it_has_ended
     lease.touch(0o600)
     lease.write_text(json.dumps(there))
     monkeypatch.setenv("SLURM_CLUSTER_NAME", holder.cluster)
+    # Of a shell that would hide the job: unseen is not ended.
+    for name, value in (("SQUEUE_STATES", "COMPLETED"), ("SLURM_CLUSTERS", "elsewhere")):
+        monkeypatch.setenv(name, value)
 
     def taken() -> bool:
         with contextlib.suppress(RefusedError), hold(tmp_path / "stage", "the next") as fence:

@@ -21,6 +21,7 @@ _ENDED = frozenset(
     {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}
     | {"DEADLINE", "OUT_OF_MEMORY", "REVOKED"}
 )
+_WHICH_SLURM = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")  # and who asks it
 _SILENT = "*"  # behind the state of a node that does not answer (sinfo(1))
 
 
@@ -70,7 +71,8 @@ def ask(job_ids: Collection[str], *, cluster: str = "", seconds: float) -> dict[
         return {}
     # Of an array all tasks: squeue refuses `7_1` once the task is no longer in the queue.
     whole = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids}))
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--format={_FORMAT}"]
+    command = ["squeue", "--noheader", "--array", "--all", "--states=all"]
+    command += [f"--format={_FORMAT}"]
     command += [f"--clusters={cluster}"] if cluster else []
     code, out, words = _run([*command, f"--jobs={whole}"], seconds)
     if code and "Invalid job id" in words:  # a single one that Slurm has forgotten
@@ -135,9 +137,13 @@ def _run(command: Sequence[str], seconds: float) -> tuple[int, str, str]:
     Raises:
         LaunchError: it is not installed, or did not answer in time.
     """
-    # The user's own SQUEUE_FORMAT, SINFO_STATES ... would change the question; `standard` is ISO
-    # 8601 without words such as `Tomorr`.
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("SQUEUE_", "SINFO_"))}
+    # The user's own SQUEUE_FORMAT, SINFO_STATES, SLURM_CLUSTERS ... would change the question;
+    # `standard` is ISO 8601 without words such as `Tomorr`.
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name in _WHICH_SLURM or not name.startswith(("SQUEUE_", "SINFO_", "SLURM_"))
+    }
     environment["SLURM_TIME_FORMAT"] = "standard"
     try:
         done = subprocess.run(

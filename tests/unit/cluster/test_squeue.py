@@ -85,6 +85,8 @@ def test_the_users_own_squeue_variables_do_not_change_the_question(
     programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SQUEUE_PARTITION", "other")
+    monkeypatch.setenv("SLURM_CLUSTERS", "other")
+    monkeypatch.setenv("SLURM_CONF", "/etc/own.conf")
     monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     program(programs, "squeue", f"env > {programs}/seen")
 
@@ -92,7 +94,8 @@ def test_the_users_own_squeue_variables_do_not_change_the_question(
 
     seen = (programs / "seen").read_text().splitlines()
     assert "SLURM_TIME_FORMAT=standard" in seen
-    assert not [line for line in seen if line.startswith("SQUEUE_")]
+    assert "SLURM_CONF=/etc/own.conf" in seen
+    assert not [line for line in seen if line.startswith(("SQUEUE_", "SLURM_CLUSTERS"))]
 
 
 def test_a_job_that_slurm_has_forgotten_is_left_out(programs: Path) -> None:
