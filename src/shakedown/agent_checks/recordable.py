@@ -6,8 +6,8 @@ import aiohttp
 
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.core.verdict import Finding
+from shakedown.inference.upstream import NEUTRAL
 from shakedown.inference.upstream.calls import AT_ONCE, Upstream
-from shakedown.inference.upstream.sampling import NEUTRAL
 from shakedown.rollout.agent_calls import Body, Sampling, prepare, read_reply
 from shakedown.rollout.engine_replies import read_object, said_of_error
 

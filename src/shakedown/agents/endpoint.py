@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from shakedown.inference.upstream.limits import CONNECT_SECONDS, IDLE_SECONDS
+from shakedown.inference.upstream import CONNECT_SECONDS, IDLE_SECONDS
 
 _POOLS = 64  # of the shared client
 

@@ -16,9 +16,8 @@ from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Fai
 from shakedown.core.errors import BlockedError, ServerError, UsageError
 from shakedown.inference.client import Client
 from shakedown.inference.engines import Request, get_token_engine
-from shakedown.inference.upstream import models
+from shakedown.inference.upstream import NEUTRAL, models
 from shakedown.inference.upstream.models import ask_models
-from shakedown.inference.upstream.sampling import NEUTRAL
 
 _CONNECT = 30.0  # seconds
 

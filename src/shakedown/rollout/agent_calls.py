@@ -9,7 +9,7 @@ from typing import Any
 
 from shakedown.core.errors import UsageError
 from shakedown.inference.engines import Completion
-from shakedown.inference.upstream.sampling import NEUTRAL
+from shakedown.inference.upstream import NEUTRAL
 from shakedown.rollout.groups import TokenSequence
 
 Body = dict[str, Any]

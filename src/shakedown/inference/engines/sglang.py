@@ -23,7 +23,7 @@ from shakedown.inference.engines.base import (
     malformed,
     this_machine,
 )
-from shakedown.inference.upstream.sampling import NEUTRAL
+from shakedown.inference.upstream import NEUTRAL
 
 _UPDATE = "/update_weights_from_disk"
 

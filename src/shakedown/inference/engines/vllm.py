@@ -21,7 +21,7 @@ from shakedown.inference.engines.base import (
     malformed,
     this_machine,
 )
-from shakedown.inference.upstream.sampling import NEUTRAL
+from shakedown.inference.upstream import NEUTRAL
 
 _GIB = 1 << 30
 _RELOAD = "/collective_rpc"

@@ -16,7 +16,7 @@ import aiohttp
 import httpx
 
 from shakedown.inference.secret import bearer
-from shakedown.inference.upstream.limits import CONNECT_SECONDS, IDLE_SECONDS
+from shakedown.inference.upstream import CONNECT_SECONDS, IDLE_SECONDS
 
 # Asked again after these: the server did not get the request, or its answer was lost, which does
 # no harm: sampling changes nothing on the server, nor does loading the same weights twice.
