@@ -138,6 +138,17 @@ class Workflow:
         self.started.append(process)
         return process
 
+    def wrap(self, program: str, text: str) -> None:
+        """Put a site's script before one of Slurm's programs; `$real` is the program itself."""
+        site = self.folder / "site"
+        site.mkdir(exist_ok=True)
+        (site / program).write_text(
+            f"#!/bin/sh\nreal={shutil.which(program)}\n{text}\n", encoding="utf-8"
+        )
+        (site / program).chmod(0o755)
+        path = self.environment["PATH"].removeprefix(f"{site}{os.pathsep}")
+        self.environment = {**self.environment, "PATH": f"{site}{os.pathsep}{path}"}
+
     def read(self, name: str) -> str:
         return (self.folder / name).read_text(encoding="utf-8")
 

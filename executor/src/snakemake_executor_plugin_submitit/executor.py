@@ -94,9 +94,9 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         self._sender.sleep = self._outbox.sleep
         if ignored := slurm.ignored_choices(os.environ):
             self.logger.warning(
-                f"{', '.join(ignored)} of this shell say nothing to this run: name account,"
-                " partition, cluster and the like as resources (--default-resources"
-                " slurm_account=...). A job finds the variables in its own environment."
+                f"ignored when jobs are submitted: {', '.join(ignored)} of this shell; give"
+                " account, partition, cluster and the like as resources, such as"
+                " --default-resources slurm_account=NAME. Jobs still find them."
             )
 
     def _open(self) -> tuple[Journal, reattach.Candidates]:

@@ -1,7 +1,6 @@
 """What real sites do to a run: chatter, odd paths, held jobs, names of users, a blind squeue."""
 
 import re
-import shutil
 import signal
 import stat
 import subprocess
@@ -18,20 +17,6 @@ pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 Make = Callable[[str], Workflow]
 
 TWO = 'rule all:\n    input: "out/a", "out/b"\n' + rule("a") + rule("b")
-
-
-def wrap(flow: Workflow, program: str, text: str) -> None:
-    """Put a script of the site before one of Slurm's programs; `$real` is the program itself."""
-    folder = flow.folder / "site"
-    folder.mkdir(exist_ok=True)
-    real = shutil.which(program)
-    (folder / program).write_text(f"#!/bin/sh\nreal={real}\n{text}\n", encoding="utf-8")
-    (folder / program).chmod(0o755)
-    programs = f"{folder}:{flow.environment['PATH']}"
-    flow.environment = {
-        **flow.environment,
-        "PATH": programs.replace(f"{folder}:{folder}", str(folder)),
-    }
 
 
 def test_a_users_other_names_change_nothing(workflow: Make) -> None:
@@ -80,7 +65,7 @@ def test_a_rewritten_comment_changes_nothing(workflow: Make) -> None:
 )
 def test_job_ids_are_never_taken_from_a_sites_chatter(workflow: Make, chatter: str) -> None:
     flow = workflow(TWO)
-    wrap(flow, "sbatch", chatter)
+    flow.wrap("sbatch", chatter)
 
     done = flow.run()
 
@@ -93,8 +78,7 @@ def test_job_ids_are_never_taken_from_a_sites_chatter(workflow: Make, chatter: s
 def test_a_refusal_that_passes_is_borne(workflow: Make) -> None:
     flow = workflow(rule("a"))
     words = "sbatch: error: Batch job submission failed: Unspecified error"
-    wrap(
-        flow,
+    flow.wrap(
         "sbatch",
         f'[ -e tried ] || {{ touch tried; echo "{words}" >&2; exit 1; }}; exec $real "$@"',
     )
@@ -109,8 +93,8 @@ def test_a_refusal_that_passes_is_borne(workflow: Make) -> None:
 def test_a_job_that_squeue_does_not_show_is_ended_before_it_counts_as_lost(workflow: Make) -> None:
     """A retry beside it would write the same files."""
     flow = workflow(rule("a", UNTIL_GO, "retries: 1"))
-    wrap(flow, "squeue", '[ -e blind ] || exec $real "$@"')
-    wrap(flow, "sacct", '[ -e blind ] || exec $real "$@"')
+    flow.wrap("squeue", '[ -e blind ] || exec $real "$@"')
+    flow.wrap("sacct", '[ -e blind ] || exec $real "$@"')
     run = flow.start("--submitit-result-grace", "1")
     wait_for(lambda: flow.has_run("a"), "the job")
     (first,) = flow.submitted()

@@ -89,14 +89,11 @@ def test_nohup_is_respected(workflow: Make) -> None:
 
 def test_a_slurm_that_stays_silent_ends_the_run_and_not_its_jobs(workflow: Make) -> None:
     flow = workflow(THREE)
-    site = flow.folder / "site"
-    site.mkdir()
-    (site / "squeue").write_text(
-        '#!/bin/sh\n[ -e silent ] || exec /usr/bin/squeue "$@"\n'
-        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1\n"
+    flow.wrap(
+        "squeue",
+        '[ -e silent ] || exec $real "$@"\n'
+        "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1",
     )
-    (site / "squeue").chmod(0o755)
-    flow.environment = {**flow.environment, "PATH": f"{site}:{flow.environment['PATH']}"}
     run = flow.start("--submitit-patience", "3")
     wait_for(lambda: all(flow.has_run(name) for name in PARTS), "all jobs")
     flow.touch("silent")

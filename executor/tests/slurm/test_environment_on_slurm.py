@@ -188,7 +188,7 @@ def test_all_variables_at_once_change_nothing_of_a_run_and_reach_the_job(
         assert found["facts"][name] == without["facts"].get(name), name
     assert found["facts"]["Partition"] == "high"
     assert "SBATCH_PARTITION" in found["text"]
-    assert "say nothing to this run" in found["text"]
+    assert "ignored when jobs are submitted" in found["text"]
     assert found["seen"]["MINE"] == "mine"
     for name, value in variables.items():
         if name == "SLURM_JOB_NAME":
