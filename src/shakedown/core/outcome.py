@@ -20,7 +20,7 @@ from shakedown.core.verdict import (
 )
 
 SCHEMA = "shakedown/outcome/1"
-TOLD_ERROR = "told_error"  # the finding in which a failed process says why in its own words
+REPORTED_ERROR = "reported_error"  # the finding in which a failed process says why in its own words
 
 # `unreadable` is what readers say of a damaged file; no stage ends so.
 State = Literal["completed", "hung", "failed", "interrupted", "unreadable"]

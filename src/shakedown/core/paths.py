@@ -175,7 +175,7 @@ class AttemptPaths:
         return self.root / "diverged" / f"rank{rank}.npz"
 
     def error(self, component: str) -> Path:
-        """Why a process of ours ended, where an error of ours did it; see `training.stage.told`."""
+        """The error by which a process of ours ended; see `training.stage.reported_error`."""
         return self.root / "errors" / f"{component}.json"
 
     def log(self, component: str) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from shakedown.core.continued import stage_command
 from shakedown.core.errors import UsageError
-from shakedown.core.outcome import TOLD_ERROR, Outcome, read_outcome
+from shakedown.core.outcome import REPORTED_ERROR, Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, EvidencePaths, StagePaths
 from shakedown.core.verdict import Finding, Scope, Status, Stopwatch, Verdict, installed_versions
 from shakedown.diagnosis.advice import next_command
@@ -77,12 +77,14 @@ def diagnose_stage(attempt_root: Path, outcome: Outcome | None) -> Verdict:
         place = SourceRef(attempt.outcome.name)
         rows = [*evidence.records, exit_of(outcome, place)]
         evidence = replace(evidence, records=rows)
-    return _in_its_own_words(_verdict(evidence, watch, attempt.root), outcome)
+    return _with_reported_error(_verdict(evidence, watch, attempt.root), outcome)
 
 
-def _in_its_own_words(verdict: Verdict, outcome: Outcome | None) -> Verdict:
+def _with_reported_error(verdict: Verdict, outcome: Outcome | None) -> Verdict:
     """With the remedy of an error of ours, which knows more than a rule about its kind."""
-    told = next((f for f in outcome.findings if f.check == TOLD_ERROR), None) if outcome else None
+    told = (
+        next((f for f in outcome.findings if f.check == REPORTED_ERROR), None) if outcome else None
+    )
     if outcome is None or told is None or verdict.status != "FAIL":
         return verdict
     findings = [

@@ -50,8 +50,8 @@ from shakedown.training.faults import Injector
 from shakedown.training.stage.curve import HeldOutCurve
 from shakedown.training.stage.job import StageJob, read_job
 from shakedown.training.stage.loops import first_to_end, trainers_live
+from shakedown.training.stage.reported_error import report_error
 from shakedown.training.stage.servers import connected, weight_sync
-from shakedown.training.stage.told import leave_word
 
 _POLL_SECONDS = 0.02  # the trainer's files: another process, so that nothing can be awaited
 _BEAT_SECONDS = 0.5
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print(f"shakedown: {error}", file=sys.stderr, flush=True)
         if job is not None:
-            leave_word(job.attempt, "orchestrator", error)
+            report_error(job.attempt, "orchestrator", error)
         return int(error.exit_code)
 
 

@@ -32,10 +32,10 @@ from shakedown.training.stage.endings import Ending, with_server_error
 from shakedown.training.stage.evidence import collect_evidence, note_lost_nodes
 from shakedown.training.stage.launched import Launched, Plan
 from shakedown.training.stage.port_race import port_was_taken
+from shakedown.training.stage.reported_error import with_reported_error
 from shakedown.training.stage.restart import set_aside
 from shakedown.training.stage.results import damage_findings, stage_metrics
 from shakedown.training.stage.supervision import Monitor, stop_signals
-from shakedown.training.stage.told import in_its_own_words
 
 # The port is free when it is chosen; until rank 0 listens on it another process can take it.
 _PORT_TRIES = 3
@@ -129,7 +129,7 @@ def _run_attempt(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
     )
     steps, metrics = stage_metrics(paths)
     outcome = launched.finish(replace(outcome, steps=steps, metrics=metrics))
-    outcome = in_its_own_words(outcome, attempt, paths)
+    outcome = with_reported_error(outcome, attempt, paths)
     outcome = replace(outcome, findings=[*outcome.findings, *damage_findings(paths)])
     if outcome.state == "interrupted":
         outcome = replace(outcome, sentence=f"{outcome.sentence}; {plan.resume_hint()}")

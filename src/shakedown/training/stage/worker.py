@@ -34,8 +34,8 @@ from shakedown.training.engines.base import EngineOptions
 from shakedown.training.faults import Injector
 from shakedown.training.stage.job import StageJob, read_job
 from shakedown.training.stage.key import read_key
+from shakedown.training.stage.reported_error import report_error
 from shakedown.training.stage.stopping import StopFlag
-from shakedown.training.stage.told import leave_word
 from shakedown.training.trainer import Trainer
 
 # Longer than any watcher waits: a collective that times out takes its evidence with it.
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         print(f"shakedown: {error}", file=sys.stderr, flush=True)
         if job is not None:
-            leave_word(job.attempt, f"trainer-rank{os.environ.get('RANK', '0')}", error)
+            report_error(job.attempt, f"trainer-rank{os.environ.get('RANK', '0')}", error)
         return int(error.exit_code)
     except Exception:  # noqa: BLE001 - told as Python would, but without torch's teardown
         sys.excepthook(*sys.exc_info())  # torch's own names the rank in every line

@@ -14,7 +14,7 @@ from shakedown.monitor.workflow import WorkflowRun
 from shakedown.report.collect import collect
 from shakedown.report.summary import headline, workflow_steps
 from shakedown.training.nan_guard import DivergedError, finite
-from shakedown.training.stage.told import in_its_own_words, leave_word
+from shakedown.training.stage.reported_error import report_error, with_reported_error
 
 COMMAND = "snakemake --configfile mine.yaml"
 LOG = """Traceback (most recent call last):
@@ -54,12 +54,12 @@ def test_what_a_rank_says_of_its_end_reaches_everybody_who_is_asked(
     stage = paths.stage("sft")
     attempt = stage.new_attempt()
     write_text(attempt.log("trainer-rank0"), LOG.format(error=f"{type(error).__name__}: {error}"))
-    leave_word(attempt, "trainer-rank0", error)
+    report_error(attempt, "trainer-rank0", error)
     bare = Outcome(
         "sft", 1, "failed", "trainer-rank0 exited with code 1", failed_component="trainer-rank0"
     )
 
-    outcome = in_its_own_words(bare, attempt, stage)
+    outcome = with_reported_error(bare, attempt, stage)
     outcome.write(attempt.outcome)
     diagnosis = diagnose_stage(attempt.root, outcome)
     diagnosis.write(stage.diagnosis)
@@ -85,4 +85,4 @@ def test_an_attempt_that_left_no_word_keeps_its_outcome(tmp_path: Path) -> None:
 
     write_text(attempt.error("trainer-rank0"), "{")
 
-    assert in_its_own_words(bare, attempt, stage) == bare
+    assert with_reported_error(bare, attempt, stage) == bare

@@ -10,15 +10,15 @@ from dataclasses import asdict, dataclass, replace
 from shakedown.core.continued import fixed_then, stage_command
 from shakedown.core.errors import ExitCode, ShakedownError, StorageError, UsageError
 from shakedown.core.files import read_json_as, write_json
-from shakedown.core.outcome import TOLD_ERROR, Outcome
+from shakedown.core.outcome import REPORTED_ERROR, Outcome
 from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.core.verdict import Blame, Finding
 
-_SCHEMA = "shakedown/told-error/1"
+_SCHEMA = "shakedown/reported-error/1"
 
 
 @dataclass(frozen=True)
-class ToldError:
+class ReportedError:
     """An error as it was raised; `kind` is its class."""
 
     kind: str
@@ -32,21 +32,21 @@ class ToldError:
         return "environment" if self.exit_code == ExitCode.BLOCKED else "user"
 
 
-def leave_word(attempt: AttemptPaths, component: str, error: ShakedownError) -> None:
+def report_error(attempt: AttemptPaths, component: str, error: ShakedownError) -> None:
     """Leave the error for the supervisor; a full disk must not hide it from the log."""
-    told = ToldError(type(error).__name__, str(error.args[0]), error.hint, int(error.exit_code))
+    told = ReportedError(type(error).__name__, str(error.args[0]), error.hint, int(error.exit_code))
     with contextlib.suppress(StorageError):
         write_json(attempt.error(component), {"schema": _SCHEMA, **asdict(told)})
 
 
-def in_its_own_words(outcome: Outcome, attempt: AttemptPaths, stage: StagePaths) -> Outcome:
+def with_reported_error(outcome: Outcome, attempt: AttemptPaths, stage: StagePaths) -> Outcome:
     """The outcome of a failed attempt with what the process that failed says of it."""
     explained = any(found.status == "fail" for found in outcome.findings)
     told = None if explained or outcome.state != "failed" else _word(attempt, outcome)
     if told is None:
         return outcome
     finding = Finding(
-        check=TOLD_ERROR,
+        check=REPORTED_ERROR,
         status="fail",
         scope="role",
         subject=outcome.failed_component,
@@ -63,7 +63,7 @@ def in_its_own_words(outcome: Outcome, attempt: AttemptPaths, stage: StagePaths)
     )
 
 
-def _word(attempt: AttemptPaths, outcome: Outcome) -> ToldError | None:
+def _word(attempt: AttemptPaths, outcome: Outcome) -> ReportedError | None:
     """Of the component that failed first; of ranks that one srun started, the first rank's."""
     own = attempt.error(outcome.failed_component)
     role = outcome.failed_component.partition("-")[0]
@@ -71,5 +71,5 @@ def _word(attempt: AttemptPaths, outcome: Outcome) -> ToldError | None:
         return None
     for path in (own, *sorted(own.parent.glob(f"{role}*.json"))):
         with contextlib.suppress(UsageError):
-            return read_json_as(ToldError, path, "told error", schema=_SCHEMA)
+            return read_json_as(ReportedError, path, "reported error", schema=_SCHEMA)
     return None
