@@ -163,10 +163,13 @@ def test_healthy_job_is_found_moving_by_two_samples(tmp_path: Path) -> None:
     with running("none", 2, tmp_path / "001") as job:
         while not (beats := read_heartbeats(job.attempt / "heartbeat")) or beats[-1].step < 3:
             time.sleep(0.2)
-        job.collect()
-    verdict = diagnose_stage(job.attempt, None)
-    assert verdict.extra["diagnosis"]["state"] == "healthy"
-    assert verdict.status == "PASS"
+        for _ in range(5):  # a busy machine may let no step end between two samples
+            job.collect()
+            verdict = diagnose_stage(job.attempt, None)
+            assert verdict.extra["diagnosis"]["state"] != "hung", verdict.summary
+            if verdict.status == "PASS":
+                break
+    assert verdict.extra["diagnosis"]["state"] == "healthy", verdict.summary
     assert diagnose(job)[1]["cause"] == "slow_not_hung"
 
 

@@ -86,6 +86,14 @@ def test_mean_step_since_the_first_heartbeat_counts_where_no_log_tells(
     assert list(diagnose(tmp_path).chosen.ranks) == named
 
 
+@pytest.mark.parametrize(("age", "named"), [(5.0, []), (11.0, [1])])
+def test_pause_of_seconds_is_no_hang_however_short_the_steps(
+    tmp_path: Path, age: float, named: list[int]
+) -> None:
+    job(tmp_path, age=age, step=40, began=NOW - age - 4.0)  # 0.1 s a step
+    assert list(diagnose(tmp_path).chosen.ranks) == named
+
+
 def test_mean_of_a_few_steps_is_that_of_loading_and_does_not_count(tmp_path: Path) -> None:
     job(tmp_path, age=20.0, step=2, began=NOW - 500.0)
     assert list(diagnose(tmp_path).chosen.ranks) == [1]
@@ -230,6 +238,7 @@ def test_rank_that_did_nothing_while_all_others_wait_hangs(tmp_path: Path) -> No
         ({"io": 950}, "rank 1 read or wrote 50 bytes"),
         ({"output": 60}, "rank 1 printed"),
         ({"wchan": "hrtimer_nanosleep"}, "rank 1 sleeps until a timer ends"),
+        ({"state": "R"}, "rank 1 is ready to run, and got no CPU"),
     ],
 )
 def test_rank_that_did_something_may_be_slow_and_is_not_named(

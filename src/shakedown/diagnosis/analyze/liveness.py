@@ -1,7 +1,8 @@
 """Whether a job that looks hung may only be in the middle of a long step.
 
 A rank that computes while the others wait in the next collective looks like one that hangs. Only
-time tells: a component stands still once its heartbeat is older than `PATIENCE_STEPS` steps.
+time tells: a component stands still once its heartbeat is older than `PATIENCE_STEPS` steps, and
+than `MIN_PATIENCE_SECONDS`.
 """
 
 import math
@@ -21,6 +22,9 @@ from shakedown.monitor.watch import LONG_PHASES, PATIENCE_STEPS, WAITING_PHASES
 # Somebody waited for minutes before they were written.
 _WAITED = frozenset({"timeout", "missing_ranks", "nccl_error", "abort", "peer_closed", "exit"})
 MIN_STEPS = 10  # the mean of fewer steps is that of loading the model
+# A busy machine pauses a job whose steps are short for longer than three of them: 5 s were
+# seen with four processes per core.
+MIN_PATIENCE_SECONDS = 10
 LONG_SECONDS = 300  # start_timeout by default: patience with loading, compiling, checkpoints
 LESS_SURE = 0.1
 
@@ -167,6 +171,8 @@ def _does(component: ComponentFacts, s: Situation) -> str:
     spins = component.role == TRAINER and s.positions[component.rank].kind == "host_sync"
     if share > IDLE_SHARE and not spins:
         return f"used {share:.0%} of a core"
+    if component.states[-1].state == "R" and not spins:
+        return "is ready to run, and got no CPU"
     if last.output > first.output:
         return "printed"
     if last.io > first.io:
@@ -202,7 +208,7 @@ def _look_again(
 def _untimed(s: Situation, chosen: Hypothesis, pace: Pace | None) -> Hypothesis:
     """Where nothing tells since when the ranks stand there."""
     if pace is not None:
-        wait = math.ceil(PATIENCE_STEPS * pace.seconds)
+        wait = max(math.ceil(PATIENCE_STEPS * pace.seconds), MIN_PATIENCE_SECONDS)
         why = f"{pace.says}, and nothing tells since when the ranks stand there"
         return _less_sure(chosen, f"a second sample {wait} s after the first: {why}")
     if _samples(s) == 1:
@@ -275,7 +281,8 @@ def _age(beats: Sequence[BeatRecord], pace: Pace | None) -> _Age | None:
         return _Age(seconds, LONG_SECONDS - seconds, says, newest.place)
     if pace is None:
         return None
-    return _Age(seconds, PATIENCE_STEPS * pace.seconds - seconds, pace.says, pace.place)
+    patience = max(PATIENCE_STEPS * pace.seconds, MIN_PATIENCE_SECONDS)
+    return _Age(seconds, patience - seconds, pace.says, pace.place)
 
 
 def _counts_on(component: ComponentFacts) -> bool:
