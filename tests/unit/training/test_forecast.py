@@ -22,6 +22,24 @@ DEMO = ROOT / "config" / "config.yaml"
 # The keys that a plan reads of huggingface.co/Qwen/Qwen3-8B's config.json (transformers 4.51.0),
 # compared with copies of it on the hub ("Copy config.json from Qwen/Qwen3-8B").
 QWEN3_8B = ROOT / "tests" / "data" / "models" / "qwen3-8b"
+# Those of huggingface.co/Qwen/Qwen3-30B-A3B, whose card says 30.5B parameters, 3.3B activated.
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
 H100 = ["qwen3-2x8-h100", "qwen3-2x8-h100-megatron"]
 SIZES = {
     "hidden_size": 256,
@@ -36,6 +54,15 @@ SIZES = {
 def _body(kind: str, layers: int, *, tied: bool = False) -> dict[str, Any]:
     sizes = {**SIZES, "num_hidden_layers": layers, "tie_word_embeddings": tied}
     return {"model_type": kind, **sizes}
+
+
+def _experts(kind: str, layers: int, **more: Any) -> dict[str, Any]:
+    sizes: dict[str, Any] = {"num_experts_per_tok": 2}
+    if kind == "mixtral":
+        sizes |= {"num_local_experts": 8}
+    else:
+        sizes |= {"num_experts": 8, "moe_intermediate_size": 96, "norm_topk_prob": True}
+    return {**_body(kind, layers), **sizes, **more}
 
 
 def _model(body: dict[str, Any]) -> Any:
@@ -58,6 +85,33 @@ def test_parameters_are_those_of_the_real_model(kind: str, tied: bool) -> None:
     found = read_decoder(body, "here").parameters
 
     assert found == sum(each.numel() for each in _model(body).parameters())
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        _experts("qwen3_moe", 3),
+        _experts("qwen3_moe", 5, decoder_sparse_step=2),
+        _experts("qwen3_moe", 6, decoder_sparse_step=2, mlp_only_layers=[0, 3]),
+        _experts("qwen3_moe", 4, mlp_only_layers=[0, 1, 2, 3], tie_word_embeddings=True),
+        _experts("mixtral", 3),
+    ],
+)
+def test_parameters_with_experts_are_those_of_the_real_model(body: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**body))
+
+    found = read_decoder(body, "here").parameters
+
+    assert found == sum(each.numel() for each in model.parameters())
+    # As transformers writes the config again, where keys may have other names.
+    assert found == read_decoder(model.config.to_dict(), "here").parameters
+
+
+def test_a_published_mixture_has_the_parameters_of_its_card() -> None:
+    model = read_decoder(QWEN3_30B_A3B, "here")
+
+    assert (model.parameters / 1e9, model.active / 1e9) == pytest.approx((30.5, 3.0), abs=0.05)
 
 
 def _kept_by(body: dict[str, Any], dtype: torch.dtype, tokens: int) -> int:
@@ -87,6 +141,47 @@ def test_a_layer_keeps_what_autograd_keeps_of_it(kind: str, dtype: torch.dtype) 
     predicted = tokens * read_decoder(_body(kind, 1), "here").kept(dtype.itemsize, t=1)
 
     assert predicted == pytest.approx((three - one) / 2, rel=0.03)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_layer_with_experts_keeps_what_autograd_keeps_of_it(
+    kind: str, dtype: torch.dtype
+) -> None:
+    tokens = 64
+    one, three = (_kept_by(_experts(kind, layers), dtype, tokens) for layers in (1, 3))
+    model = read_decoder(_experts(kind, 1), "here")
+
+    predicted = tokens * model.kept(dtype.itemsize, t=1, layer=model.sparse)
+
+    assert predicted == pytest.approx((three - one) / 2, rel=0.03)
+
+
+def test_a_pipelines_ranks_hold_the_layers_that_are_theirs() -> None:
+    sizes = _experts("qwen3_moe", 4, mlp_only_layers=[0, 1])
+    model = read_decoder(sizes, "here")
+
+    def held(p: int) -> int:
+        return states(model, Work("megatron", 1, 1, p, 4, 1, 8, 8, 4, gpu=False))
+
+    ends = model.embedding + model.hidden
+    # The last stage has both layers with experts, and nothing of the first two.
+    assert held(2) == 16 * (ends + 2 * (model.sparse.matrices + model.sparse.whole))
+    assert held(1) == 16 * model.parameters
+
+
+def test_a_mixture_of_experts_is_planned_and_says_what_is_assumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B_A3B), encoding="utf-8")
+    files = [str(DEMO), str(DEMO.parent / "examples" / "qwen3-2x8-h100.yaml")]
+
+    code = main(["train", "sft", "--config", *files, "--model", str(tmp_path), "--plan"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert code == 0
+    assert lines[1].startswith("assumes 48 of 48 layers with 128 experts, 8 a token")
+    assert lines[-1].startswith("PASS ")
 
 
 def test_a_rank_of_fsdp_has_a_share_of_the_states_and_of_megatron_its_documented_bytes() -> None:
@@ -203,7 +298,11 @@ def test_a_stage_that_is_a_command_cannot_be_planned(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"model_type": "mixtral"}, "'mixtral' cannot be planned"),
+        ({"model_type": "deepseek_v3"}, "'deepseek_v3' cannot be planned"),
+        ({"model_type": "mixtral"}, "num_local_experts is None"),
+        ({**QWEN3_30B_A3B, "num_experts_per_tok": 129}, "num_experts_per_tok is 129"),
+        ({**QWEN3_30B_A3B, "mlp_only_layers": ["0"]}, "mlp_only_layers is"),
+        ({**QWEN3_30B_A3B, "decoder_sparse_step": -1}, "decoder_sparse_step is -1"),
         ({"model_type": 7}, "7 cannot be planned"),
         ({"hidden_size": -1}, "hidden_size is -1"),
         ({"num_hidden_layers": None}, "num_hidden_layers is None"),

@@ -1,7 +1,7 @@
-"""A dense decoder's sizes by its config.json: parameters, and what a layer keeps for backward."""
+"""A decoder's sizes by its config.json: parameters, and what a layer keeps for backward."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shakedown.core.errors import BlockedError
@@ -13,15 +13,53 @@ from shakedown.training.metrics.flops import Shape
 _HEAD_SIZES: Mapping[str, int | None] = {
     "llama": None,
     "mistral": None,
+    "mixtral": None,
     "qwen2": None,
     "qwen3": 128,
+    "qwen3_moe": None,
 }
+_EXPERT_FFN = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
+_INDEX = 8  # bytes
+_ROUTED = 4  # indices that are kept for each expert of a token: chosen, sorted, and back
 FLOAT32 = 4  # bytes
 
 
 @dataclass(frozen=True)
+class Experts:
+    """Gated MLPs and a router in the place of a layer's MLP.
+
+    Attributes:
+        chosen: experts of a token.
+        every: each so many-th layer has them.
+        without: layers that have none all the same, from 0.
+    """
+
+    count: int
+    chosen: int
+    ffn: int
+    every: int = 1
+    without: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Parameters of a layer.
+
+    Attributes:
+        matrices: that tensor parallelism cuts.
+        whole: norms and a router, which every tensor rank holds.
+        used: in the matrix products of a token.
+    """
+
+    matrices: int
+    whole: int
+    used: int
+    sparse: bool
+
+
+@dataclass(frozen=True)
 class Decoder:
-    """Layers of queries, keys, values, output and a gated MLP, two RMS norms each.
+    """Layers of queries, keys, values, output and a gated MLP or experts, two RMS norms each.
 
     Attributes:
         groups: key-value heads.
@@ -38,6 +76,7 @@ class Decoder:
     vocabulary: int
     tied: bool
     qkv_bias: bool
+    experts: Experts | None = None
 
     @property
     def query(self) -> int:
@@ -50,15 +89,53 @@ class Decoder:
         return self.groups * self.head_size
 
     @property
-    def matrices(self) -> int:
-        """Parameters of a layer that tensor parallelism cuts."""
-        bias = self.query + 2 * self.key if self.qkv_bias else 0
-        return self.hidden * (2 * self.query + 2 * self.key + 3 * self.ffn) + bias
+    def dense(self) -> Layer:
+        """A layer with one MLP."""
+        return self._layer(3 * self.hidden * self.ffn)
 
     @property
-    def norms(self) -> int:
-        """Parameters of a layer that every tensor rank holds."""
-        return 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
+    def sparse(self) -> Layer:
+        """A layer with experts; where the model has none, as `dense`."""
+        experts = self.experts
+        if experts is None:
+            return self.dense
+        one, router = 3 * self.hidden * experts.ffn, self.hidden * experts.count
+        return self._layer(experts.count * one, used=experts.chosen * one, router=router)
+
+    def _layer(self, mlp: int, *, used: int | None = None, router: int = 0) -> Layer:
+        bias = self.query + 2 * self.key if self.qkv_bias else 0
+        attention = self.hidden * (2 * self.query + 2 * self.key) + bias
+        norms = 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
+        products = attention + (mlp if used is None else used) + router
+        return Layer(attention + mlp, norms + router, products, sparse=router > 0)
+
+    def layers_of(self, first: int, end: int) -> Mapping[Layer, int]:
+        """How many of each kind are from layer `first` up to `end`."""
+        experts = self.experts
+        if experts is None:
+            return {self.dense: end - first}
+        every = experts.every
+        without = sum(first <= n < end and (n + 1) % every == 0 for n in experts.without)
+        sparse = end // every - first // every - without
+        counts = {self.sparse: sparse, self.dense: end - first - sparse}
+        return {layer: count for layer, count in counts.items() if count}
+
+    @property
+    def kinds(self) -> Mapping[Layer, int]:
+        """Of the whole model."""
+        return self.layers_of(0, self.layers)
+
+    @property
+    def assumes(self) -> str:
+        """What is taken for granted of experts, in a line; empty where there are none."""
+        experts = self.experts
+        if experts is None:
+            return ""
+        sparse = self.kinds.get(self.sparse, 0)
+        return (
+            f"{sparse} of {self.layers} layers with {experts.count} experts, {experts.chosen} a "
+            "token, chosen evenly; all are trained, and cut over t alone; MFU as of dense models"
+        )
 
     @property
     def embedding(self) -> int:
@@ -67,35 +144,57 @@ class Decoder:
     @property
     def parameters(self) -> int:
         ends = self.embedding * (1 if self.tied else 2) + self.hidden
-        return self.layers * (self.matrices + self.norms) + ends
+        body = sum(n * (each.matrices + each.whole) for each, n in self.kinds.items())
+        return body + ends
 
     @property
     def qk_norm(self) -> bool:
         """Queries and keys have a norm of their own."""
-        return self.kind == "qwen3"
+        return self.kind in ("qwen3", "qwen3_moe")
 
     @property
     def shape(self) -> Shape:
         """For the count of operations."""
-        products = self.layers * self.matrices + self.embedding
-        return Shape(products, self.layers, self.heads, self.head_size)
+        return Shape(self.active, self.layers, self.heads, self.head_size)
 
-    def kept(self, size: int, *, t: int) -> int:
+    @property
+    def active(self) -> int:
+        """Parameters in the matrix products of a token: of the experts, those that it chooses."""
+        return sum(n * each.used for each, n in self.kinds.items()) + self.embedding
+
+    def read(self, tokens: int) -> int:
+        """Parameters that a forward pass of so many tokens reads, which choose experts evenly."""
+        if self.experts is None:
+            return self.parameters
+        unread = (1 - self.experts.chosen / self.experts.count) ** tokens
+        idle = 3 * self.hidden * self.experts.ffn * self.experts.count * unread
+        return self.parameters - int(self.kinds.get(self.sparse, 0) * idle)
+
+    def kept(self, size: int, *, t: int, layer: Layer | None = None) -> int:
         """Bytes a token that a layer of transformers keeps for its backward pass, on a rank of t.
 
         Counted like Korthikanti et al. (arXiv 2205.05198, section 4.1), for the operations of
         these layers with fused attention: each of two norms keeps its input in float32, what it
         has normalised and its output; the rotated queries and keys, the values and the attention's
         output; gate, its SiLU, up and their product. A norm of queries and keys keeps its input
-        in float32 and what it has normalised.
+        in float32 and what it has normalised. Experts by transformers' `grouped_mm`: a copy of the
+        token for each that it chooses, their answers, gates and products, and the router's choice.
 
         Args:
             size: bytes of a number in the dtype that is computed in.
+            layer: one of `kinds`; None: a dense one.
         """
         whole = 2 * self.hidden * (FLOAT32 + 2 * size)
-        cut = 2 * size * (self.query + self.key) + 4 * size * self.ffn
+        cut = 2 * size * (self.query + self.key)
         if self.qk_norm:
             cut += (FLOAT32 + size) * (self.query + self.key)
+        if layer and layer.sparse and self.experts:
+            chosen = self.experts.chosen
+            whole += 2 * size * chosen * self.hidden + FLOAT32 * self.experts.count
+            whole += chosen * (_ROUTED * _INDEX + 2 * FLOAT32 + size)
+            cut += 4 * size * chosen * self.experts.ffn
+        else:
+            cut += 4 * size * self.ffn
         return whole + cut // t
 
     def cache(self, size: int, *, t: int = 1) -> int:
@@ -115,8 +214,8 @@ def read_decoder(body: Mapping[str, Any], where: str) -> Decoder:
     kind = body.get("model_type")
     if not isinstance(kind, str) or kind not in _HEAD_SIZES or "quantization_config" in body:
         raise BlockedError(
-            f"{where}: model_type {kind!r:.60} cannot be planned; expected a dense, unquantised "
-            f"model of {', '.join(_HEAD_SIZES)}",
+            f"{where}: model_type {kind!r:.60} cannot be planned; expected an unquantised model "
+            f"of {', '.join(_HEAD_SIZES)}",
             hint="run a few steps and read memory_max_gb in metrics.jsonl",
         )
 
@@ -131,6 +230,29 @@ def read_decoder(body: Mapping[str, Any], where: str) -> Decoder:
             )
         return int(value)
 
+    def experts() -> Experts | None:
+        if kind not in ("mixtral", "qwen3_moe"):
+            return None
+        # transformers writes either name.
+        named = "num_experts" if body.get("num_experts") is not None else "num_local_experts"
+        found = Experts(count(named), count("num_experts_per_tok"), count(_EXPERT_FFN[kind]))
+        if found.chosen > found.count:
+            raise BlockedError(
+                f"{where}: num_experts_per_tok is {found.chosen}, expected at most {named}, "
+                f"{found.count}",
+                hint="take config.json from the model's folder",
+            )
+        if kind == "mixtral":
+            return found
+        without = body.get("mlp_only_layers") or []
+        if not (isinstance(without, list) and all(map(is_count, without))):
+            raise BlockedError(
+                f"{where}: mlp_only_layers is {without!r:.60}, expected a list of layers",
+                hint="take config.json from the model's folder",
+            )
+        every = count("decoder_sparse_step", 1)
+        return replace(found, every=every, without=frozenset(without))
+
     hidden, heads = count("hidden_size"), count("num_attention_heads")
     return Decoder(
         kind=kind,
@@ -143,4 +265,5 @@ def read_decoder(body: Mapping[str, Any], where: str) -> Decoder:
         vocabulary=count("vocab_size"),
         tied=body.get("tie_word_embeddings") is True,
         qkv_bias=kind == "qwen2" or body.get("attention_bias") is True,
+        experts=experts(),
     )

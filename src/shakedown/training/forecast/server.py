@@ -60,15 +60,15 @@ def plan_server(
 def _speed(model: Decoder, serving: Serving, tokens: int, card: Card, flops: float) -> float:
     """Tokens a second of a replica at most.
 
-    A step of generation reads weights and cache once and computes 2 N operations a token; the
-    longer of the two bounds it (the roofline of Williams et al. 2009; Pope et al., arXiv
-    2211.05102, section 2). Sequences are half as long as the longest one.
+    A step of generation reads weights and cache once and computes 2 N operations a token, for N
+    parameters in its matrix products; the longer of the two bounds it (the roofline of Williams et
+    al. 2009; Pope et al., arXiv 2211.05102, section 2). Sequences are half as long as the longest.
     """
     length = max(1, serving.length // 2)
     most = tokens // length
     if serving.sequences is not None:
         most = min(most, -(-serving.sequences // serving.d))
     gpus = serving.t * serving.p
-    read = serving.size * model.parameters + most * length * model.cache(serving.size)
-    seconds = max(read / (card.bandwidth * gpus), 2 * model.parameters * most / (flops * gpus))
+    read = serving.size * model.read(most) + most * length * model.cache(serving.size)
+    seconds = max(read / (card.bandwidth * gpus), 2 * model.active * most / (flops * gpus))
     return most / seconds

@@ -20,6 +20,8 @@ def render(plan: Plan) -> str:
         "a rank's GB by kind, at the moments of a step at which it may be highest:",
         *_table(plan),
     ]
+    if plan.assumes:
+        lines.insert(1, f"assumes {plan.assumes}")
     if plan.server:
         lines += _server(plan, plan.server)
     lines += [_row(f"host: {kind}", size) for kind, size in plan.host.items()]

@@ -39,6 +39,7 @@ class Plan:
         shared: trainer and server have a GPU together.
         limit: memory of the GPU; None: it is not known.
         mfu, tokens_per_second: expected, of all ranks; None without figures of the GPU.
+        assumes: of the model's experts.
     """
 
     stage: str
@@ -52,6 +53,7 @@ class Plan:
     limit: int | None
     mfu: float | None = None
     tokens_per_second: float | None = None
+    assumes: str = ""
 
     @property
     def moment(self) -> str:
@@ -123,6 +125,7 @@ def plan_of(config: Config, name: str, model: Decoder, *, length: int | None = N
         limit=card.memory if card else None,
         mfu=mfu,
         tokens_per_second=speed,
+        assumes=model.assumes,
     )
 
 

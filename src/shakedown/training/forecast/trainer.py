@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from shakedown.training.engines import BLOCK_BYTES, ONE_UNIT_PARAMETERS, pieces_of
-from shakedown.training.forecast.decoder import FLOAT32, Decoder
+from shakedown.training.forecast.decoder import FLOAT32, Decoder, Layer
 
 # Moments of AdamW: two numbers in float32 a parameter (Loshchilov and Hutter, arXiv 1711.05101).
 _MOMENTS = 2 * FLOAT32
@@ -59,20 +59,26 @@ class _Part:
     """What one pipeline stage has: parameters of a rank before `d` shards them.
 
     Attributes:
-        layer, root: of one layer; of embedding, last norm and head.
+        kinds: how many layers of each kind.
+        layer, body, root: of the largest layer; of all layers; of embedding, last norm and head.
         head: of the head alone.
         flying: micro batches whose activations are held at once.
     """
 
-    layers: int
+    kinds: Mapping[Layer, int]
     layer: int
+    body: int
     root: int
     head: int
     flying: int
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer + self.root
+        return self.body + self.root
+
+    @property
+    def layers(self) -> int:
+        return sum(self.kinds.values())
 
 
 def highest(model: Decoder, work: Work) -> dict[str, Kinds]:
@@ -110,9 +116,13 @@ def _part(model: Decoder, work: Work, stage: int) -> _Part:
     # 1F1B (Narayanan et al., arXiv 2104.04473, section 2.2): a stage holds as many as stages follow
     # it. With fewer micro batches than stages all are held.
     count = work.micro_batches
+    each = model.layers // work.p
+    kinds = model.layers_of(stage * each, (stage + 1) * each)
+    sizes = {layer: layer.matrices // work.t + layer.whole for layer in kinds}
     return _Part(
-        layers=model.layers // work.p,
-        layer=model.matrices // work.t + model.norms,
+        kinds=kinds,
+        layer=max(sizes.values(), default=0),
+        body=sum(count * sizes[layer] for layer, count in kinds.items()),
         root=root,
         head=words if last else 0,
         flying=count if count < work.p else work.p - stage,
@@ -145,7 +155,7 @@ def _moments(model: Decoder, work: Work, stage: int) -> Iterator[tuple[str, Kind
     base = _held(part, work)
     if work.reference:
         base["reference"] = base["weights"]
-    layer = _layer_activations(model, work)
+    layer = max((_layer_activations(model, work, each) for each in part.kinds), default=0)
     activations = part.flying * (_saved(model, work, part) + last * _last_norm(model, work))
     step = _megatron_step if work.backend == "megatron" else _sharded_step
     for name, kinds in step(part, work, activations, layer):
@@ -198,7 +208,7 @@ def _sharded_step(
         yield "end", {**end, "activations": others}
         return
     # A pipeline's stage keeps its layers gathered while micro batches are on their way.
-    root = size * part.root + (size * part.layers * unit if work.p > 1 else 0)
+    root = size * part.root + (size * part.body if work.p > 1 else 0)
     around = size * unit * (1 if work.p > 1 else 3)
     yield "head", {"gathered": root, "gradients": before + head, "activations": activations}
     for done, name in ((0, "last layer"), (1, "layers")):
@@ -240,17 +250,17 @@ def _one_unit_reduced(work: Work, whole: int, kept: int) -> dict[str, int]:
 
 def _unsharded_parameters(part: _Part, work: Work) -> int:
     """As the engine counts them: layers that are cut over t count whole."""
-    return part.layers * part.layer * work.t + part.root
+    return part.body * work.t + part.root
 
 
-def _layer_activations(model: Decoder, work: Work) -> int:
+def _layer_activations(model: Decoder, work: Work, layer: Layer) -> int:
     """Bytes that one layer keeps of a micro batch.
 
     Megatron's own layers, without its fused kernels: a norm keeps its input and what it has
     normalised in float32, and attention its softmax in float32 and in the dtype (the 5 a s / h of
     Korthikanti et al., arXiv 2205.05198, without dropout).
     """
-    kept = model.kept(work.size, t=work.t)
+    kept = model.kept(work.size, t=work.t, layer=layer)
     if work.backend == "megatron":
         kept += 2 * model.hidden * (FLOAT32 - work.size)
         softmax = FLOAT32 if work.size == FLOAT32 else FLOAT32 + work.size
@@ -264,10 +274,11 @@ def _saved(model: Decoder, work: Work, part: _Part) -> int:
     With activation checkpointing each layer's input, and one layer whole as it is computed again
     (Chen et al., arXiv 1604.06174).
     """
-    layer = _layer_activations(model, work)
+    each = {layer: _layer_activations(model, work, layer) for layer in part.kinds}
     if not work.checkpointing:
-        return part.layers * layer
-    return part.layers * work.tokens * work.size * model.hidden + layer
+        return sum(count * each[layer] for layer, count in part.kinds.items())
+    largest = max(each.values(), default=0)
+    return part.layers * work.tokens * work.size * model.hidden + largest
 
 
 def _last_norm(model: Decoder, work: Work) -> int:
@@ -300,5 +311,11 @@ def _evaluation(model: Decoder, work: Work, part: _Part) -> int:
     tokens = _EVALUATED_ROWS * work.length
     # The next token's logits: as they are made, in float32, and their softmax.
     logits = _EVALUATED_ROWS * model.vocabulary * (size + 2 * FLOAT32)
-    prefill = tokens * (3 * size * model.ffn // work.t + size * model.hidden)
-    return copy + gathered + tokens * model.cache(size, t=work.t) + logits + prefill
+    passed = tokens * (3 * size * model.ffn // work.t + size * model.hidden)
+    if model.experts:
+        chosen, ffn = model.experts.chosen, model.experts.ffn
+        routed = chosen * size * (3 * ffn // work.t + 2 * model.hidden)
+        # On GPUs transformers generates by `batched_mm`: a copy of each row's experts.
+        copies = 3 * size * _EVALUATED_ROWS * chosen * model.hidden * ffn if work.gpu else 0
+        passed = max(passed, tokens * routed, copies)
+    return copy + gathered + tokens * model.cache(size, t=work.t) + logits + passed
