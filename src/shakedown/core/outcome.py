@@ -66,6 +66,11 @@ class Outcome:
         """BLOCKED for an interrupted attempt: it can go on, and nothing was judged."""
         return _EXIT_CODES[self.state]
 
+    @property
+    def explained(self) -> bool:
+        """Whether the stage itself says why it did not complete: a diagnosis knows no better."""
+        return self.state != "completed" and any(each.status == "fail" for each in self.findings)
+
     def write(self, path: Path) -> None:
         """Write atomically."""
         write_json(path, {"schema": SCHEMA, **asdict(self)})
@@ -95,8 +100,7 @@ def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path)
     sentence = outcome.sentence
     paths = StagePaths(stage_root)
     evidence = [str(paths.outcome)]
-    explained = any(found.status == "fail" for found in outcome.findings)
-    if not completed and diagnosis is not None and not explained:
+    if not completed and diagnosis is not None and not outcome.explained:
         sentence = f"{diagnosis.summary} ({outcome.sentence})"
         evidence.append(str(paths.diagnosis_html))
     finding = Finding(
@@ -108,7 +112,7 @@ def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path)
         expected="completed",
         blame="none" if completed else "code",
         evidence=evidence,
-        remedy="" if completed or explained else f"read {paths.diagnosis_html}",
+        remedy="" if completed or outcome.explained else f"read {paths.diagnosis_html}",
     )
     return Verdict(
         stage=f"accept {outcome.stage}",

@@ -278,14 +278,19 @@ def _stage_trouble(view: RunView, step: WorkflowStep, stage: StageView) -> Headl
     default = "failed" if step.state == "FAIL" else "could not be judged"
     without = "is silent" if _is_live(view.jobs.get(f"stages/{stage.name}")) else "was cut off"
     word = words.get(outcome.state, default) if outcome else without
-    bad = _bad_findings(judge)
+    told = outcome if outcome and outcome.explained else None
+    bad = [*_bad_findings(judge), *_worst_of(told.findings if told else ())]
+    remedy = next((f.remedy for f in bad if f.remedy), "")
+    # As for the gate: what the stage itself asks for comes before what its processes show.
+    asked = [told.next if told else "", *(verdict.next for verdict in judges)]
+    following = next(filter(None, asked), "") or _default_next(view, stage)
     return Headline(
         step.state,
         f"{stage.name} {word}{_where(stage)}",
         _why(step, judge),
         culprit=culprits(stage.diagnosis) or (outcome.failed_component if outcome else ""),
-        remedy=next((f.remedy for f in bad if f.remedy), ""),
-        next=next((v.next for v in judges if v.next), "") or _default_next(view, stage),
+        remedy="" if remedy == following else remedy,
+        next=following,
         anchor=step.anchor,
     )
 
@@ -372,7 +377,11 @@ def _finished(view: RunView, steps: Sequence[WorkflowStep]) -> Headline:
 
 
 def _bad_findings(verdict: Verdict | None) -> list[Finding]:
-    found = sort_findings(verdict.findings) if verdict else []
+    return _worst_of(verdict.findings if verdict else ())
+
+
+def _worst_of(findings: Sequence[Finding]) -> list[Finding]:
+    found = sort_findings(findings)
     return [finding for finding in found if finding.status in ("fail", "error", "warn")]
 
 

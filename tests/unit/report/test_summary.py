@@ -115,6 +115,16 @@ def test_a_hang_without_a_diagnosis_says_how_to_get_one() -> None:
     assert found.next == "shakedown hang analyze results/demo/stages/grpo/latest"
 
 
+@pytest.mark.parametrize("diagnosis", [None, judged(), judged("BLOCKED", "unknown", next=AGAIN)])
+def test_a_stage_that_says_itself_why_it_failed_says_what_to_do(diagnosis: Verdict | None) -> None:
+    anew = "train anew: shakedown train sft --restart"
+    changed = Finding("settings_changed", "fail", "config", "sft", remedy=anew)
+    outcome = Outcome("sft", 2, "failed", "0 of 6 steps", findings=[changed], next=anew)
+    attempt = AttemptView(2, Path("sft"), outcome)
+    found = top(run([stage("sft", attempts=[attempt], diagnosis=diagnosis, again=AGAIN)]))
+    assert (found.next, found.remedy) == (anew, ""), "said once, and not what would change nothing"
+
+
 def test_a_diagnosis_that_found_no_cause_adds_to_the_outcome() -> None:
     unknown = judged("BLOCKED", "cause unknown, collect stacks")
     found = top(run([stage("grpo", "failed", diagnosis=unknown, again=AGAIN)]))

@@ -41,8 +41,7 @@ def report_error(attempt: AttemptPaths, component: str, error: ShakedownError) -
 
 def with_reported_error(outcome: Outcome, attempt: AttemptPaths, stage: StagePaths) -> Outcome:
     """The outcome of a failed attempt with what the process that failed says of it."""
-    explained = any(found.status == "fail" for found in outcome.findings)
-    told = None if explained or outcome.state != "failed" else _word(attempt, outcome)
+    told = None if outcome.explained or outcome.state != "failed" else _word(attempt, outcome)
     if told is None:
         return outcome
     finding = Finding(
