@@ -22,7 +22,7 @@ from shakedown.config.places import ranks_a_node
 from shakedown.core.continued import Command
 from shakedown.core.errors import ShakedownError
 from shakedown.core.private import close_to_others, let_group_read, own_folder
-from shakedown.core.provenance import source_file
+from shakedown.core.provenance import source_files
 from shakedown.core.visible import visible
 from shakedown.data_sources import parse_source
 from shakedown.monitor.workflow import WorkflowRun
@@ -167,7 +167,7 @@ def stage_files(wildcards):
     files = [
         Path(parse_source(CONFIG.data.train).place),
         *(Path(CONFIG.model.source, name) for name in model),
-        *filter(None, map(source_file, own)),
+        *(path for target in own for path in source_files(target)),
     ]
     return [str(path) for path in files if path.is_file()]
 

@@ -4,11 +4,13 @@
 it was asked to use. The rows are judged as they stand; nothing else says what a result is of.
 """
 
+import ast
+import functools
 import hashlib
 import importlib.machinery
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -23,6 +25,10 @@ Made = Mapping[str, str]
 _CHUNK = 4 << 20  # bytes read at a time
 # A file that is written again within its clock's tick has the same time of change.
 _SETTLED_SECONDS = 2.0
+# Of the user's modules that one imports another: more are passed over.
+_MAX_MODULES = 256
+_MAX_MODULE_BYTES = 1 << 20
+_INSTALLED = ("site-packages", "dist-packages")
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,68 @@ def source_file(target: str) -> Path | None:
             return None
         searched = list(found.submodule_search_locations or ())
     return Path(found.origin).absolute() if found and found.origin else None
+
+
+def source_files(target: str) -> list[Path]:
+    """The file of a target, and the modules of its folder or package that it imports, by and by.
+
+    Found without importing one: what is imported by a name that is computed is not seen.
+
+    Raises:
+        OSError: one cannot be read.
+    """
+    first = source_file(target)
+    if first is None:
+        return []
+    root = tree = first.parent
+    waiting = [first]
+    while (package := root / "__init__.py").is_file():
+        waiting.append(package)
+        root, tree = root.parent, root
+    found = set(waiting)
+    if tree.name in _INSTALLED:
+        return [first]
+    inside = tree.resolve()
+    while waiting and len(found) < _MAX_MODULES:
+        path = waiting.pop()
+        facts = path.stat()
+        if facts.st_size > _MAX_MODULE_BYTES or path.suffix != ".py":
+            continue
+        for level, name in _imports(path, facts.st_size, facts.st_mtime_ns):
+            base = path.parents[level - 1] if 0 < level <= len(path.parents) else root
+            for module in _modules(base, name):
+                own = module.resolve().is_relative_to(inside)
+                if own and module not in found and len(found) < _MAX_MODULES:
+                    found.add(module)
+                    waiting.append(module)
+    return sorted(found)
+
+
+@functools.lru_cache(maxsize=2 * _MAX_MODULES)
+def _imports(path: Path, _size: int, _changed: int) -> Sequence[tuple[int, str]]:
+    """Level and dotted name of all that a file imports; a name may be that of no module."""
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()
+    found: list[tuple[int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found += [(0, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            within = f"{node.module}." if node.module else ""
+            found += [(node.level, f"{within}{alias.name}") for alias in node.names]
+    return list(dict.fromkeys(found))
+
+
+def _modules(base: Path, name: str) -> Iterator[Path]:
+    """The files that an import of `a.b.c` runs, as far as it leads to some."""
+    for part in name.split("."):
+        base /= part
+        for path in (base / "__init__.py", base.with_name(f"{part}.py")):
+            if path.is_file():
+                yield path
+                break
 
 
 @dataclass(frozen=True)

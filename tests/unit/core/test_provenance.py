@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from shakedown.core.provenance import Contents, Span, judge, source_file, spans
+from shakedown.core.provenance import Contents, Span, judge, source_file, source_files, spans
 
 A = {"lr": "0.1", "data": "one"}
 B = {"lr": "0.2", "data": "one"}
@@ -109,3 +109,36 @@ def test_a_target_s_file_is_found_without_running_it(
     assert source_file("own_package.none:f") is None
     assert source_file("none.py:f") is None
     assert source_file("exact_match") is source_file("") is source_file("a..b:f") is None
+
+
+def test_modules_that_a_target_imports_from_its_own_folder_are_of_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "own.py": "import json, helper\nfrom parts.deep import f\nimport outside_it\n",
+        "helper.py": "def g():\n    import own, broken\n",
+        "broken.py": "def (",
+        "unused.py": "",
+        "parts/__init__.py": "",
+        "parts/deep.py": "from . import beside\nfrom .none import x\n",
+        "parts/beside.py": "from ..helper import g\n",
+        "parts/apart.py": "",
+    }
+    (tmp_path / "parts").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    (tmp_path / "outside_it.py").symlink_to(__file__)
+
+    used = {"own.py", "helper.py", "broken.py", "parts/__init__.py", "parts/deep.py"}
+    used |= {"parts/beside.py"}
+    assert {str(path.relative_to(tmp_path)) for path in source_files("own.py:f")} == used
+    package = {f"parts/{name}.py" for name in ("__init__", "deep", "beside")}
+    found = source_files("parts.deep:f")
+    assert {str(path.relative_to(tmp_path)) for path in found} == package
+    assert source_files("exact_match") == source_files("none.py:f") == []
+
+    contents = Contents(tmp_path / "contents.json")
+    before = contents.digest(source_files("own.py:f"))
+    (tmp_path / "parts" / "beside.py").write_text("changed = True\n", encoding="utf-8")
+    assert contents.digest(source_files("own.py:f")) != before

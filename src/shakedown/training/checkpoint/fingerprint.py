@@ -12,7 +12,7 @@ from shakedown.cluster.allocation import parse_allocation
 from shakedown.config import GrpoConfig, OptimizerConfig, SftConfig
 from shakedown.core.folders import storage_errors
 from shakedown.core.model_folder import TOKENIZERS
-from shakedown.core.provenance import Contents, differing, source_file
+from shakedown.core.provenance import Contents, differing, source_files
 from shakedown.data_sources import parse_source
 from shakedown.training.stage.job import StageJob
 
@@ -117,10 +117,9 @@ def _contents(job: StageJob, contents: Contents) -> dict[str, str]:
         found["heldout"] = _data_digest(job.heldout, contents)
     agent = job.config.grpo.agent if job.config.grpo else ""
     for name, target in (("reward", job.reward), ("agent", agent)):
-        source = source_file(target)
-        if source is not None:
-            with storage_errors("read", source):
-                found[f"{name}_source"] = contents.digest([source])
+        with storage_errors("read", Path(target.rpartition(":")[0])):
+            if sources := source_files(target):
+                found[f"{name}_source"] = contents.digest(sources)
     return found
 
 
