@@ -107,16 +107,20 @@ def charts(columns: Mapping[str, Series]) -> list[Chart]:
     return found
 
 
-def other_charts(columns: Mapping[str, Series], limit: int = 24) -> list[Chart]:
-    """A chart for every column that no panel knows."""
+# Charts of one page that no panel knows: a stage of ours has some 50, a file may hold thousands.
+MAX_OTHER = 200
+
+
+def other_charts(columns: Mapping[str, Series]) -> tuple[list[Chart], list[str]]:
+    """A chart for every column that no panel knows, and the names beyond `MAX_OTHER`."""
     known = {key for panel in PANELS for key, _ in panel.columns}
     domain = _steps(columns.values())
-    names = [name for name in columns if name not in known][:limit]
-    panels = [Panel(text.shorten(name, 40), [(name, "value")]) for name in names]
-    return [
-        _chart(panel, [(columns[name], "value")], domain)
-        for panel, name in zip(panels, names, strict=True)
+    names = [name for name in columns if name not in known]
+    shown = [
+        _chart(Panel(text.shorten(name, 40), [(name, "value")]), [(columns[name], "value")], domain)
+        for name in names[:MAX_OTHER]
     ]
+    return shown, names[MAX_OTHER:]
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:

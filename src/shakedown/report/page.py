@@ -55,6 +55,7 @@ class PageSection:
     diagnosis: DiagnosisFacts = field(default_factory=DiagnosisFacts)
     charts: Sequence[Chart] = ()
     other_charts: Sequence[Chart] = ()
+    columns_left_out: int = 0
 
     @property
     def sentence(self) -> str:
@@ -135,6 +136,7 @@ def _stage_group(
     stage: StageView, anchor: str, steps: Sequence[WorkflowStep], folder: Path
 ) -> PageSection:
     columns = facts.columns(stage)
+    others, left_out = charts.other_charts(columns)
     return PageSection(
         name=stage.name,
         anchor=anchor,
@@ -145,7 +147,8 @@ def _stage_group(
         figures=facts.figures(stage),
         diagnosis=facts.diagnosis_facts(stage.diagnosis),
         charts=charts.charts(columns),
-        other_charts=charts.other_charts(columns),
+        other_charts=others,
+        columns_left_out=len(left_out),
     )
 
 
