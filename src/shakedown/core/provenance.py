@@ -25,7 +25,7 @@ Made = Mapping[str, str]
 _CHUNK = 4 << 20  # bytes read at a time
 # A file that is written again within its clock's tick has the same time of change.
 _SETTLED_SECONDS = 2.0
-# Of the user's modules that one imports another: more are passed over.
+# At most so many of the user's modules count; docs/training.md says so.
 _MAX_MODULES = 256
 _MAX_MODULE_BYTES = 1 << 20
 _INSTALLED = ("site-packages", "dist-packages")
@@ -111,9 +111,9 @@ def source_file(target: str) -> Path | None:
 
 
 def source_files(target: str) -> list[Path]:
-    """The file of a target, and the modules of its folder or package that it imports, by and by.
+    """The file of a target, and what it imports, directly or not, from its own folder or package.
 
-    Found without importing one: what is imported by a name that is computed is not seen.
+    Found without importing anything: an import by a computed name is not seen.
 
     Raises:
         OSError: one cannot be read.

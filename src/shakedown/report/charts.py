@@ -107,12 +107,12 @@ def charts(columns: Mapping[str, Series]) -> list[Chart]:
     return found
 
 
-# Charts of one page that no panel knows: a stage of ours has some 50, a file may hold thousands.
+# A stage of ours has some 50 columns without a panel; a file may hold thousands.
 MAX_OTHER = 200
 
 
-def other_charts(columns: Mapping[str, Series]) -> tuple[list[Chart], list[str]]:
-    """A chart for every column that no panel knows, and the names beyond `MAX_OTHER`."""
+def other_charts(columns: Mapping[str, Series]) -> tuple[list[Chart], int]:
+    """A chart for every column that no panel knows, and how many have none, see `MAX_OTHER`."""
     known = {key for panel in PANELS for key, _ in panel.columns}
     domain = _steps(columns.values())
     names = [name for name in columns if name not in known]
@@ -120,7 +120,7 @@ def other_charts(columns: Mapping[str, Series]) -> tuple[list[Chart], list[str]]
         _chart(Panel(text.shorten(name, 40), [(name, "value")]), [(columns[name], "value")], domain)
         for name in names[:MAX_OTHER]
     ]
-    return shown, names[MAX_OTHER:]
+    return shown, max(0, len(names) - MAX_OTHER)
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:

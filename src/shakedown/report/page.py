@@ -148,7 +148,7 @@ def _stage_group(
         diagnosis=facts.diagnosis_facts(stage.diagnosis),
         charts=charts.charts(columns),
         other_charts=others,
-        columns_left_out=len(left_out),
+        columns_left_out=left_out,
     )
 
 

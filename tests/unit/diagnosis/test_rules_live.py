@@ -78,19 +78,14 @@ def test_rank_that_stands_for_many_steps_is_named(tmp_path: Path) -> None:
     assert not any("second sample" in text for text in chosen.needed)
 
 
-@pytest.mark.parametrize(("age", "named"), [(20.0, []), (40.0, [1])])
-def test_mean_step_since_the_first_heartbeat_counts_where_no_log_tells(
-    tmp_path: Path, age: float, named: list[int]
+@pytest.mark.parametrize(
+    ("step_seconds", "age", "named"),
+    [(10.0, 20.0, []), (10.0, 40.0, [1]), (0.1, 5.0, []), (0.1, 11.0, [1])],
+)
+def test_patience_is_three_mean_steps_and_ten_seconds_where_no_log_tells(
+    tmp_path: Path, step_seconds: float, age: float, named: list[int]
 ) -> None:
-    job(tmp_path, age=age, step=40, began=NOW - age - 400.0)  # 10 s a step
-    assert list(diagnose(tmp_path).chosen.ranks) == named
-
-
-@pytest.mark.parametrize(("age", "named"), [(5.0, []), (11.0, [1])])
-def test_pause_of_seconds_is_no_hang_however_short_the_steps(
-    tmp_path: Path, age: float, named: list[int]
-) -> None:
-    job(tmp_path, age=age, step=40, began=NOW - age - 4.0)  # 0.1 s a step
+    job(tmp_path, age=age, step=40, began=NOW - age - 40 * step_seconds)
     assert list(diagnose(tmp_path).chosen.ranks) == named
 
 

@@ -180,7 +180,7 @@ def test_a_mixture_of_experts_is_planned_and_says_what_is_assumed(
 
     lines = capsys.readouterr().out.splitlines()
     assert code == 0
-    assert lines[1].startswith("assumes 48 of 48 layers with 128 experts, 8 a token")
+    assert lines[1].startswith("assumes 48 of 48 layers have 128 experts, 8 per token")
     assert lines[-1].startswith("PASS ")
 
 

@@ -22,8 +22,8 @@ from shakedown.monitor.watch import LONG_PHASES, PATIENCE_STEPS, WAITING_PHASES
 # Somebody waited for minutes before they were written.
 _WAITED = frozenset({"timeout", "missing_ranks", "nccl_error", "abort", "peer_closed", "exit"})
 MIN_STEPS = 10  # the mean of fewer steps is that of loading the model
-# A busy machine pauses a job whose steps are short for longer than three of them: 5 s were
-# seen with four processes per core.
+# A busy machine pauses a job whose steps are short for longer than three of them: two samples that
+# were to be 1 s apart came 5 s apart where other processes had the cores.
 MIN_PATIENCE_SECONDS = 10
 LONG_SECONDS = 300  # start_timeout by default: patience with loading, compiling, checkpoints
 LESS_SURE = 0.1
@@ -171,7 +171,7 @@ def _does(component: ComponentFacts, s: Situation) -> str:
     spins = component.role == TRAINER and s.positions[component.rank].kind == "host_sync"
     if share > IDLE_SHARE and not spins:
         return f"used {share:.0%} of a core"
-    if component.states[-1].state == "R" and not spins:
+    if component.state and component.state.state == "R" and not spins:
         return "is ready to run, and got no CPU"
     if last.output > first.output:
         return "printed"

@@ -29,9 +29,9 @@ class Experts:
     """Gated MLPs and a router in the place of a layer's MLP.
 
     Attributes:
-        chosen: experts of a token.
-        every: each so many-th layer has them.
-        without: layers that have none all the same, from 0.
+        chosen: experts per token.
+        every: every n-th layer has them.
+        without: exceptions to that, counted from 0.
     """
 
     count: int
@@ -133,8 +133,9 @@ class Decoder:
             return ""
         sparse = self.kinds.get(self.sparse, 0)
         return (
-            f"{sparse} of {self.layers} layers with {experts.count} experts, {experts.chosen} a "
-            "token, chosen evenly; all are trained, and cut over t alone; MFU as of dense models"
+            f"{sparse} of {self.layers} layers have {experts.count} experts, {experts.chosen} "
+            "per token, evenly used; all are trained, and split by tensor parallelism alone; "
+            "the MFU of a dense model"
         )
 
     @property
@@ -202,6 +203,44 @@ class Decoder:
         return 2 * self.layers * max(1, self.groups // t) * self.head_size * size
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """The numbers of a config.json. `where`: the file, as errors name it."""
+
+    body: Mapping[str, Any]
+    where: str
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.body.get(key)
+        if value is None and default:
+            return default
+        if not (is_count(value) and value):
+            raise self.wrong(key, "a positive number")
+        return int(value)
+
+    def wrong(self, key: str, expected: str) -> BlockedError:
+        return BlockedError(
+            f"{self.where}: {key} is {self.body.get(key)!r:.60}, expected {expected}",
+            hint="take config.json from the model's folder",
+        )
+
+
+def _experts(sizes: _Sizes, kind: str) -> Experts:
+    # transformers writes either name.
+    named = "num_local_experts" if sizes.body.get("num_experts") is None else "num_experts"
+    found = Experts(
+        sizes.count(named), sizes.count("num_experts_per_tok"), sizes.count(_EXPERT_FFN[kind])
+    )
+    if found.chosen > found.count:
+        raise sizes.wrong("num_experts_per_tok", f"at most {named}, {found.count}")
+    if kind == "mixtral":
+        return found
+    without = sizes.body.get("mlp_only_layers") or []
+    if not (isinstance(without, list) and all(map(is_count, without))):
+        raise sizes.wrong("mlp_only_layers", "a list of layers")
+    return replace(found, every=sizes.count("decoder_sparse_step", 1), without=frozenset(without))
+
+
 def read_decoder(body: Mapping[str, Any], where: str) -> Decoder:
     """From a config.json's object.
 
@@ -219,40 +258,8 @@ def read_decoder(body: Mapping[str, Any], where: str) -> Decoder:
             hint="run a few steps and read memory_max_gb in metrics.jsonl",
         )
 
-    def count(key: str, default: int | None = None) -> int:
-        value = body.get(key)
-        if value is None and default:
-            return default
-        if not (is_count(value) and value):
-            raise BlockedError(
-                f"{where}: {key} is {value!r:.60}, expected a positive number",
-                hint="take config.json from the model's folder",
-            )
-        return int(value)
-
-    def experts() -> Experts | None:
-        if kind not in ("mixtral", "qwen3_moe"):
-            return None
-        # transformers writes either name.
-        named = "num_experts" if body.get("num_experts") is not None else "num_local_experts"
-        found = Experts(count(named), count("num_experts_per_tok"), count(_EXPERT_FFN[kind]))
-        if found.chosen > found.count:
-            raise BlockedError(
-                f"{where}: num_experts_per_tok is {found.chosen}, expected at most {named}, "
-                f"{found.count}",
-                hint="take config.json from the model's folder",
-            )
-        if kind == "mixtral":
-            return found
-        without = body.get("mlp_only_layers") or []
-        if not (isinstance(without, list) and all(map(is_count, without))):
-            raise BlockedError(
-                f"{where}: mlp_only_layers is {without!r:.60}, expected a list of layers",
-                hint="take config.json from the model's folder",
-            )
-        every = count("decoder_sparse_step", 1)
-        return replace(found, every=every, without=frozenset(without))
-
+    sizes = _Sizes(body, where)
+    count = sizes.count
     hidden, heads = count("hidden_size"), count("num_attention_heads")
     return Decoder(
         kind=kind,
@@ -265,5 +272,5 @@ def read_decoder(body: Mapping[str, Any], where: str) -> Decoder:
         vocabulary=count("vocab_size"),
         tied=body.get("tie_word_embeddings") is True,
         qkv_bias=kind == "qwen2" or body.get("attention_bias") is True,
-        experts=experts(),
+        experts=_experts(sizes, kind) if kind in _EXPERT_FFN else None,
     )
