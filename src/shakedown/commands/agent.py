@@ -390,11 +390,9 @@ def _finish(verdict: Verdict, paths: AgentsPaths, args: argparse.Namespace) -> i
 def _lines(paths: AgentsPaths) -> "EpisodeLines":
     """The new file of episodes; what an older run found does not stay beside it."""
     from shakedown.agents.episode_lines import EpisodeLines
-    from shakedown.core.folders import storage_errors
+    from shakedown.core.folders import remove_earlier
 
-    for old in (paths.verdict, paths.page):
-        with storage_errors("remove", old):
-            old.unlink(missing_ok=True)
+    remove_earlier(paths.verdict, paths.page)
     return EpisodeLines(paths.episodes)
 
 

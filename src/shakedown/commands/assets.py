@@ -5,6 +5,7 @@ from pathlib import Path
 
 from shakedown.cluster.held import hold
 from shakedown.commands.arguments import add_config, add_strict, run_config
+from shakedown.core.folders import remove_earlier
 from shakedown.core.paths import AssetsPaths
 from shakedown.core.verdict import finish
 from shakedown.training.assets import prepare_assets
@@ -26,5 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = run_config(args.config)
     with hold(args.out, "shakedown assets"):
-        verdict = prepare_assets(config, args.out)
-        return finish(verdict, AssetsPaths(args.out).verdict, strict=args.strict)
+        path = AssetsPaths(args.out).verdict
+        remove_earlier(path)
+        return finish(prepare_assets(config, args.out), path, strict=args.strict)

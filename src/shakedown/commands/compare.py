@@ -22,7 +22,8 @@ from shakedown.commands.arguments import (
     positive,
     run_config,
 )
-from shakedown.core.errors import BlockedError, StorageError, UsageError, did_you_mean
+from shakedown.core.errors import BlockedError, UsageError, did_you_mean
+from shakedown.core.folders import remove_earlier
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Stopwatch, blocked_verdict, finish, with_findings
 from shakedown.data_sources import parse_source, read_rows
@@ -168,7 +169,7 @@ def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
         from shakedown.consistency.write import make_verdict, prompt_verdict
         from shakedown.report.comparison_page import write_report
 
-        _remove_earlier(paths)
+        remove_earlier(paths.verdict, paths.page, paths.tokens, paths.samples)
         try:
             result = compare(plan, args.out, progress=_say)
         except PromptMismatchError as error:
@@ -182,17 +183,6 @@ def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
         greedy = result.accuracy.get("greedy", Paired())
         print(cmp_rollout(result.engine, greedy), flush=True)
     return code
-
-
-def _remove_earlier(paths: ComparisonPaths) -> None:
-    """An earlier comparison's page and tables must not stand beside this one's verdict."""
-    for path in (paths.page, paths.tokens, paths.samples):
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"cannot remove {path}: {error.strerror or error}", hint="choose another --out"
-            ) from error
 
 
 def _again(args: argparse.Namespace) -> str:

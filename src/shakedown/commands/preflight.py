@@ -15,6 +15,7 @@ from shakedown.config import Config
 from shakedown.config.places import stage_placement
 from shakedown.core.continued import begin_command, next_command
 from shakedown.core.errors import BlockedError, ExitCode, StorageError, UsageError
+from shakedown.core.folders import remove_earlier
 from shakedown.core.paths import PreflightPaths
 from shakedown.core.verdict import finish, render_text
 from shakedown.data_sources.source import HUB_PREFIX, parse_source
@@ -159,6 +160,7 @@ def run(args: argparse.Namespace) -> int:
         after=_after(out, args.config),
         say=lambda text: print(f"preflight: {text}", flush=True),
     )
+    remove_earlier(PreflightPaths(out).verdict)
     checked = run_preflight(settings)
     try:
         checked.write(out)

@@ -30,6 +30,17 @@ def storage_errors(action: str, path: Path) -> Iterator[None]:
         ) from error
 
 
+def remove_earlier(*results: Path) -> None:
+    """Remove what an earlier run found: if this one is killed, nothing speaks for it.
+
+    Raises:
+        StorageError: the file system refuses.
+    """
+    for path in results:
+        with storage_errors("remove", path):
+            path.unlink(missing_ok=True)
+
+
 def _failures() -> tuple[type[Exception], ...]:
     """What a file system raises; safetensors, which an extra installs, has an error of its own."""
     if importlib.util.find_spec("safetensors") is None:

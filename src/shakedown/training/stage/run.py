@@ -16,7 +16,7 @@ from shakedown.cluster.supervise import Component, Exit, Supervisor
 from shakedown.core.continued import cluster_command
 from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.files import write_text
-from shakedown.core.folders import storage_errors
+from shakedown.core.folders import remove_earlier, storage_errors
 from shakedown.core.lease import Fence
 from shakedown.core.outcome import Outcome, judge_outcome
 from shakedown.core.paths import AttemptPaths, StagePaths
@@ -96,9 +96,7 @@ def _run_attempt(plan: Plan, nodes: Sequence[str], fence: Fence) -> Outcome:
     clock = Stopwatch()
     with storage_errors("write", paths.root):
         own_tree(paths.checkpoints)
-    # Gone before the attempt begins: if this process is killed, no older outcome speaks for it.
-    paths.outcome.unlink(missing_ok=True)
-    paths.verdict.unlink(missing_ok=True)
+    remove_earlier(paths.outcome, paths.verdict)
     attempt = paths.new_attempt()
     write_text(attempt.fence, f"{fence.number}\n")
     stopping.prepare(attempt.stop)
