@@ -40,6 +40,7 @@ QWEN3_30B_A3B = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+EXPERTS = ("mixtral", "qwen3_moe")
 H100 = ["qwen3-2x8-h100", "qwen3-2x8-h100-megatron"]
 SIZES = {
     "hidden_size": 256,
@@ -85,6 +86,19 @@ def test_parameters_are_those_of_the_real_model(kind: str, tied: bool) -> None:
     found = read_decoder(body, "here").parameters
 
     assert found == sum(each.numel() for each in _model(body).parameters())
+
+
+@pytest.mark.parametrize("mlp", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
+def test_biases_are_counted_where_transformers_has_them(kind: str, mlp: bool) -> None:
+    more = {"attention_bias": True, "mlp_bias": mlp}
+    body = _experts(kind, 3, **more) if kind in EXPERTS else {**_body(kind, 3), **more}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**body))
+
+    found = read_decoder(body, "here").parameters
+
+    assert found == sum(each.numel() for each in model.parameters())
 
 
 @pytest.mark.parametrize(

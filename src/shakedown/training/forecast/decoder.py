@@ -18,6 +18,8 @@ _HEAD_SIZES: Mapping[str, int | None] = {
     "qwen3": 128,
     "qwen3_moe": None,
 }
+# Whose `attention_bias` transformers reads: of queries, keys, values and the output projection.
+_ATTENTION_BIAS = frozenset({"llama", "qwen3", "qwen3_moe"})
 _EXPERT_FFN = {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
 _INDEX = 8  # bytes
 _ROUTED = 4  # indices that are kept for each expert of a token: chosen, sorted, and back
@@ -46,8 +48,8 @@ class Layer:
     """Parameters of a layer.
 
     Attributes:
-        matrices: that tensor parallelism cuts.
-        whole: norms and a router, which every tensor rank holds.
+        matrices: that tensor parallelism cuts, with their biases.
+        whole: norms, a router and biases of what is summed over tensor ranks; each holds them.
         used: in the matrix products of a token.
     """
 
@@ -64,6 +66,8 @@ class Decoder:
     Attributes:
         groups: key-value heads.
         tied: the output head is the embedding.
+        qkv_bias, output_bias: of attention.
+        mlp_bias: of gate, up and down.
     """
 
     kind: str
@@ -76,6 +80,8 @@ class Decoder:
     vocabulary: int
     tied: bool
     qkv_bias: bool
+    output_bias: bool = False
+    mlp_bias: bool = False
     experts: Experts | None = None
 
     @property
@@ -91,7 +97,8 @@ class Decoder:
     @property
     def dense(self) -> Layer:
         """A layer with one MLP."""
-        return self._layer(3 * self.hidden * self.ffn)
+        gate, down = self.mlp_bias * self.ffn, self.mlp_bias * self.hidden
+        return self._layer(3 * self.hidden * self.ffn + 2 * gate, whole=down)
 
     @property
     def sparse(self) -> Layer:
@@ -100,14 +107,16 @@ class Decoder:
         if experts is None:
             return self.dense
         one, router = 3 * self.hidden * experts.ffn, self.hidden * experts.count
-        return self._layer(experts.count * one, used=experts.chosen * one, router=router)
+        return self._layer(experts.count * one, used=experts.chosen * one, whole=router)
 
-    def _layer(self, mlp: int, *, used: int | None = None, router: int = 0) -> Layer:
+    def _layer(self, mlp: int, *, used: int | None = None, whole: int = 0) -> Layer:
+        """`used`: of an MLP's experts; `whole`: beside norms and attention's output bias."""
         bias = self.query + 2 * self.key if self.qkv_bias else 0
         attention = self.hidden * (2 * self.query + 2 * self.key) + bias
         norms = 2 * self.hidden + (2 * self.head_size if self.qk_norm else 0)
-        products = attention + (mlp if used is None else used) + router
-        return Layer(attention + mlp, norms + router, products, sparse=router > 0)
+        products = attention + (mlp if used is None else used) + whole
+        whole += norms + self.output_bias * self.hidden
+        return Layer(attention + mlp, whole, products, sparse=used is not None)
 
     def layers_of(self, first: int, end: int) -> Mapping[Layer, int]:
         """How many of each kind are from layer `first` up to `end`."""
@@ -261,6 +270,7 @@ def read_decoder(body: Mapping[str, Any], where: str) -> Decoder:
     sizes = _Sizes(body, where)
     count = sizes.count
     hidden, heads = count("hidden_size"), count("num_attention_heads")
+    bias = body.get("attention_bias") is True and kind in _ATTENTION_BIAS
     return Decoder(
         kind=kind,
         layers=count("num_hidden_layers"),
@@ -271,6 +281,8 @@ def read_decoder(body: Mapping[str, Any], where: str) -> Decoder:
         head_size=count("head_dim", _HEAD_SIZES[kind] or hidden // heads),
         vocabulary=count("vocab_size"),
         tied=body.get("tie_word_embeddings") is True,
-        qkv_bias=kind == "qwen2" or body.get("attention_bias") is True,
+        qkv_bias=kind == "qwen2" or bias,
+        output_bias=bias,
+        mlp_bias=body.get("mlp_bias") is True and kind == "llama",
         experts=_experts(sizes, kind) if kind in _EXPERT_FFN else None,
     )
