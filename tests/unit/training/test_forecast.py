@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from shakedown.cli import main
 from shakedown.config import load_config
 from shakedown.core.errors import BlockedError
+from shakedown.training.batch import token_slices
 from shakedown.training.forecast.cards import card_of
 from shakedown.training.forecast.decoder import read_decoder
 from shakedown.training.forecast.stage import memory_share, plan_of
@@ -229,6 +230,26 @@ def test_a_pipelines_first_stage_holds_a_micro_batch_for_each_stage_behind_it() 
 
     # A p-th of the layers, for p micro batches.
     assert activations(4) == pytest.approx(activations(1), rel=0.01)
+
+
+@pytest.mark.parametrize("budget", [1000, 2048, 9000, 1 << 20])
+def test_a_token_budget_is_planned_as_the_ranks_cut_by_it(tmp_path: Path, budget: int) -> None:
+    change = f"micro_batch_size: null, max_tokens_per_micro_batch: {budget}"
+    config = load_config(*map(Path, _overlay(tmp_path, f"stages: {{grpo: {{{change}}}}}")))
+
+    work = plan_of(config, "grpo", read_decoder(_qwen3_8b(), "here")).work
+
+    generator = torch.Generator().manual_seed(0)
+    for shortest in (1, 1500, 2048):  # 512 rows over 16 ranks, up to serve.max_model_len
+        lengths = torch.randint(shortest, 2049, (512,), generator=generator)
+        lengths[0] = 2048
+        falling = sorted(lengths.tolist(), reverse=True)
+        cuts = token_slices(falling, world_size=16, budget=budget)
+        real = [len(cut) * falling[cut[0]] for cut in cuts if cut[0] < 512]
+        assert max(real) <= work.tokens <= max(budget, 2048)
+        assert len(cuts) / 16 <= work.micro_batches
+    # Of the longest rows exactly.
+    assert len(cuts) / 16 == work.micro_batches
 
 
 @pytest.mark.parametrize("example", H100)

@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from shakedown.training.forecast.cards import GB
 from shakedown.training.forecast.server import ServerPlan
 from shakedown.training.forecast.stage import EXPECTED_MFU, Plan
-from shakedown.training.forecast.trainer import total
+from shakedown.training.forecast.trainer import Work, total
 
 
 def render(plan: Plan) -> str:
     """For a person; GB are 10^9 bytes."""
     work = plan.work
     cut = f"{work.backend}:d{work.d}t{work.t}p{work.p}"
-    rows = f"{work.micro_batches} micro batches of {work.rows} rows of up to {work.length} tokens"
+    rows = f"{work.micro_batches} micro batches of {micro_batch(work)}"
     dtype = "float32" if work.size == 4 else "bfloat16"
     again = ", activation checkpointing" if work.checkpointing else ""
     lines = [
@@ -26,6 +26,13 @@ def render(plan: Plan) -> str:
         lines += _server(plan, plan.server)
     lines += [_row(f"host: {kind}", size) for kind, size in plan.host.items()]
     return "\n".join([*lines, *_speed(plan), _judged(plan)])
+
+
+def micro_batch(work: Work) -> str:
+    """The largest one."""
+    if work.budget:
+        return f"{work.budget} tokens in rows of up to {work.length}"
+    return f"{work.rows} rows of up to {work.length} tokens"
 
 
 def _table(plan: Plan) -> Iterator[str]:

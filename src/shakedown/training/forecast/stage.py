@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shakedown.cluster.allocation import parse_allocation
+from shakedown.cluster.allocation import Part, parse_allocation
 from shakedown.config import Config, StageConfig
 from shakedown.config.places import MEMORY_OPTIONS, server_part
 from shakedown.core.errors import UsageError
@@ -134,10 +134,11 @@ def _work(config: Config, stage: StageConfig, length: int) -> Work:
     known = DIMENSIONS.get(part.backend, frozenset())
     if part.experts or any(size > 1 and name not in known for name, size in part.dims.items()):
         raise UsageError(f"allocation {stage.allocation!r}: expected one of a training engine here")
-    grpo = stage.grpo
-    rows = stage.batch_size * (grpo.group_size if grpo else 1)
-    share = -(-rows // part.size("d"))
-    micro = min(stage.micro_batch_size or share, share)
+    grpo, budget = stage.grpo, stage.max_tokens_per_micro_batch
+    share = _share(stage, part)
+    # A budget below a row's length: that row is alone.
+    rows = max(1, budget // length) if budget else stage.micro_batch_size or share
+    micro = min(rows, share)
     return Work(
         backend=part.backend,
         d=part.size("d"),
@@ -145,6 +146,7 @@ def _work(config: Config, stage: StageConfig, length: int) -> Work:
         p=part.size("p"),
         size=_SIZES[config.model.dtype],
         rows=micro,
+        budget=min(max(budget, length), share * length) if budget else 0,
         length=length,
         # Of an own agent's conversation any token may be the model's.
         trained=min(length, grpo.max_tokens) if grpo and not grpo.agent else length,
@@ -154,6 +156,12 @@ def _work(config: Config, stage: StageConfig, length: int) -> Work:
         reference=grpo is not None and grpo.kl_coef > 0,
         gpu=config.cluster.gpus_per_node > 0,
     )
+
+
+def _share(stage: StageConfig, part: Part) -> int:
+    """Rows of a rank; an own agent may make more or fewer."""
+    rows = stage.batch_size * (stage.grpo.group_size if stage.grpo else 1)
+    return -(-rows // part.size("d"))
 
 
 def _host(stage: StageConfig, model: Decoder, work: Work) -> dict[str, int]:

@@ -27,7 +27,9 @@ class Work:
         size: bytes of a number in the dtype that is computed in.
         rows, length: of a micro batch, in tokens with prompt.
         trained: tokens of a row that are trained.
-        micro_batches: of a step.
+        micro_batches: of a step, if all rows are the longest.
+        budget: tokens of a micro batch, padding included, however long its rows are; 0: those of
+            `rows`.
         evaluates: the ranks themselves answer held-out rows.
         reference: a second model beside the policy.
         gpu: Megatron's optimizer is spread over the data ranks on GPUs alone; gloo's copies are
@@ -47,11 +49,17 @@ class Work:
     evaluates: bool = False
     reference: bool = False
     gpu: bool = True
+    budget: int = 0
 
     @property
     def tokens(self) -> int:
         """That a micro batch computes."""
-        return self.rows * self.length
+        return self.budget or self.rows * self.length
+
+    @property
+    def trained_tokens(self) -> int:
+        """Of those; more of shorter rows, whose prompts may be short, fill a budget."""
+        return self.budget or self.rows * self.trained
 
 
 @dataclass(frozen=True)
@@ -289,7 +297,7 @@ def _logits(model: Decoder, work: Work) -> int:
     """Bytes of scoring the trained tokens, block by block of the vocabulary (engines/scoring.py):
     hidden states and their float32 gradient, one block, and the pieces that are worked on.
     """
-    tokens = work.rows * work.trained
+    tokens = work.trained_tokens
     words = -(-model.vocabulary // work.t)
     block = tokens * min(words, max(1, BLOCK_BYTES // (FLOAT32 * tokens)))
     pieces = _HELD_PIECES * min(FLOAT32 * block, BLOCK_BYTES // pieces_of(work.size))

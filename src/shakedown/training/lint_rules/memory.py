@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
 from shakedown.training.forecast.cards import GB
+from shakedown.training.forecast.show import micro_batch
 from shakedown.training.forecast.stage import Plan, plan_of
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
 
@@ -39,5 +40,4 @@ def _parts(plan: Plan) -> str:
     kinds = [f"{kind} {size / GB:.1f}" for kind, size in plan.trainer.items() if size >= GB // 20]
     if plan.beside:
         kinds.append(f"server {plan.beside / GB:.1f}")
-    rows = f"{plan.work.rows} rows of {plan.work.length} tokens"
-    return f"{plan.needed / GB:.1f} GB a GPU with {rows} ({', '.join(kinds)})"
+    return f"{plan.needed / GB:.1f} GB a GPU with {micro_batch(plan.work)} ({', '.join(kinds)})"
