@@ -1,6 +1,7 @@
 """What `train --plan` predicts, against the real thing where it can be had without a GPU."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +10,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shakedown.cli import main
-from shakedown.config import load_config
+from shakedown.config import Config, StageConfig, load_config
 from shakedown.core.errors import BlockedError
 from shakedown.training.batch import token_slices
 from shakedown.training.forecast.cards import card_of
 from shakedown.training.forecast.decoder import read_decoder
-from shakedown.training.forecast.stage import memory_share, plan_of
+from shakedown.training.forecast.stage import memory_share, plan_of, with_micro_batches
 from shakedown.training.forecast.trainer import Work, highest, states, total
 from shakedown.training.lint import findings_of
+from shakedown.training.lint_rules.model_sizes import known_decoder
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "config" / "config.yaml"
 # The keys that a plan reads of huggingface.co/Qwen/Qwen3-8B's config.json (transformers 4.51.0),
 # compared with copies of it on the hub ("Copy config.json from Qwen/Qwen3-8B").
-QWEN3_8B = ROOT / "tests" / "data" / "models" / "qwen3-8b"
+MODELS = ROOT / "tests" / "data" / "models"  # folders of models that examples name, in lower case
+QWEN3_8B = MODELS / "qwen3-8b"
 # Those of huggingface.co/Qwen/Qwen3-30B-A3B, whose card says 30.5B parameters, 3.3B activated.
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
@@ -268,6 +271,107 @@ def test_the_h100_examples_fit_their_gpus(
     assert 0 < told["mfu"] <= 0.4
     # 6 N operations a token at least, on 16 GPUs of 989 TFLOP/s.
     assert 0 < told["tokens_per_second"] < told["mfu"] * 16 * 989.4e12 / (6 * 7.5e9)
+
+
+def _shown_on_gpus() -> dict[str, str]:
+    """Each run that an example or a README shows and that asks for GPUs, by its place."""
+    examples = (ROOT / "config" / "examples").glob("*.yaml")
+    shown = {path.name: path.read_text("utf-8") for path in examples}
+    for page in ("README.md", "config/README.md"):
+        blocks = re.findall(r"```yaml\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+        shown |= {f"{page} {number}": block for number, block in enumerate(blocks)}
+    asks = re.compile(r"gpus_per_node: *[1-9]")
+    return {place: text for place, text in shown.items() if asks.search(text)}
+
+
+def test_what_examples_and_readmes_show_fits_its_gpus(tmp_path: Path) -> None:
+    judged: dict[str, bool | None] = {}
+    for place, text in _shown_on_gpus().items():
+        (tmp_path / "run.yaml").write_text(text, encoding="utf-8")
+        config = load_config(DEMO, tmp_path / "run.yaml")
+        for name in config.own_stages:
+            model = known_decoder(str(MODELS / Path(config.model.source).name.lower()))
+            assert model, f"{place}: {config.model.source} has no config.json in {MODELS}"
+            judged[f"{place} {name}"] = plan_of(config, name, model).fits
+
+    assert len(judged) >= 8  # both stages of two examples and two READMEs
+    assert [place for place, fits in judged.items() if not fits] == []
+
+
+GPUS = "cluster: {gpus_per_node: 8, gpu_model: h100}\nserve: {max_model_len: 2048}\n"
+
+
+def _sft(folder: Path, stage: str, *, more: str = GPUS) -> Config:
+    path = folder / "mine.yaml"
+    path.write_text(f"{more}stages: {{sft: {{batch_size: 512, {stage}}}}}", encoding="utf-8")
+    return load_config(DEMO, path)
+
+
+@pytest.mark.parametrize("checkpointing", ["", ", activation_checkpointing: true"])
+@pytest.mark.parametrize("allocation", ["fsdp:d8", "fsdp:d4t2", "megatron:d1t8"])
+def test_micro_batches_left_open_hold_as_many_rows_as_fit(
+    tmp_path: Path, allocation: str, checkpointing: str
+) -> None:
+    model, stage = read_decoder(_qwen3_8b(), "here"), f"allocation: '{allocation}'{checkpointing}"
+    config = _sft(tmp_path, stage)
+
+    budget = with_micro_batches(config, "sft", model).max_tokens_per_micro_batch
+
+    assert budget is not None
+    assert budget % 2048 == 0
+    assert plan_of(config, "sft", model).work.budget == budget
+    assert plan_of(config, "sft", model).fits
+    more = _sft(tmp_path, f"{stage}, max_tokens_per_micro_batch: {budget + 2048}")
+    assert plan_of(more, "sft", model).fits is False
+
+
+def test_all_rows_that_fit_are_one_micro_batch_or_one_for_each_stage_of_a_pipeline(
+    tmp_path: Path,
+) -> None:
+    model = read_decoder(_body("qwen3", 4), "here")
+
+    def chosen(allocation: str) -> StageConfig:
+        return with_micro_batches(_sft(tmp_path, f"allocation: '{allocation}'"), "sft", model)
+
+    assert chosen("fsdp:d8").max_tokens_per_micro_batch == 64 * 2048
+    assert chosen("megatron:d4p2").max_tokens_per_micro_batch == 64 * 2048
+    assert chosen("archon:d4p2").micro_batch_size == 64
+
+
+def test_an_engine_without_a_budget_gets_micro_batches_of_like_size(tmp_path: Path) -> None:
+    model = read_decoder(_qwen3_8b(), "here")
+    stage = "allocation: 'archon:d8', activation_checkpointing: true"
+    config = _sft(tmp_path, stage)
+
+    rows = with_micro_batches(config, "sft", model).micro_batch_size
+
+    assert rows is not None
+    count = plan_of(config, "sft", model).work.micro_batches
+    assert 1 < count == -(-64 // rows)
+    more = _sft(tmp_path, f"{stage}, micro_batch_size: {-(-64 // (count - 1))}")
+    assert plan_of(more, "sft", model).fits is False
+
+
+@pytest.mark.parametrize(
+    ("more", "stage", "known", "cut"),
+    [
+        (GPUS.replace("h100", "v9000"), "", True, (None, 2048)),
+        (GPUS.replace("h100", "''"), "", True, (None, 2048)),
+        (GPUS, "", False, (None, 2048)),
+        (GPUS, "allocation: 'fsdp:d1', ", True, (None, 2048)),  # not even one row fits
+        (GPUS, "micro_batch_size: 3, ", True, (3, None)),
+        (GPUS, "max_tokens_per_micro_batch: 9000, ", True, (None, 9000)),
+        ("cluster: {gpus_per_node: 0, gpu_model: h100}\n", "", True, (None, None)),
+    ],
+)
+def test_without_a_plan_one_row_and_what_is_said_or_on_cpus_as_it_stands(
+    tmp_path: Path, more: str, stage: str, known: bool, cut: tuple[int | None, int | None]
+) -> None:
+    config = _sft(tmp_path, f"{stage}eval_samples: 0", more=more)
+
+    found = with_micro_batches(config, "sft", read_decoder(_qwen3_8b(), "here") if known else None)
+
+    assert (found.micro_batch_size, found.max_tokens_per_micro_batch) == cut
 
 
 def _overlay(folder: Path, text: str) -> list[str]:

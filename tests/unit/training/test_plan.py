@@ -10,6 +10,7 @@ from shakedown.core.files import write_json
 from shakedown.core.outcome import Outcome, State
 from shakedown.core.paths import RunPaths
 from shakedown.training.assets import Assets
+from shakedown.training.stage.job import read_job
 from shakedown.training.stage.plan import plan_stage
 
 ASSETS = Assets("/the/model", "train.jsonl", "heldout.jsonl")
@@ -43,6 +44,26 @@ def test_a_plan_takes_model_data_and_ranks_from_assets_and_config(
 
     assert (job.model, job.train, job.heldout) == ("/the/model", "train.jsonl", "heldout.jsonl")
     assert (job.world_size, job.seed, job.replay) == (2, 5, "")
+
+
+@pytest.mark.parametrize(("gpus", "budget"), [(0, None), (8, 64 * 2048)])
+def test_the_ranks_are_told_the_micro_batches_that_fit_their_gpus(
+    config: Config, tmp_path: Path, gpus: int, budget: int | None
+) -> None:
+    small = Path(__file__).parents[2] / "data" / "models" / "qwen3-0.6b"
+    cluster = config.cluster.model_copy(update={"gpus_per_node": gpus, "gpu_model": "h200"})
+    serve = config.serve.model_copy(update={"max_model_len": 2048})
+    more = {"batch_size": 128, "activation_checkpointing": True}
+    first = config.own_stages["first"].model_copy(update=more)
+    asked = config.model_copy(
+        update={"cluster": cluster, "serve": serve, "stages": {"first": first}}
+    )
+
+    job = plan_stage(asked, "first", RunPaths(tmp_path), ASSETS, model=small).job
+
+    job.write(tmp_path / "job.json")
+    told = read_job(tmp_path / "job.json").config
+    assert (told.micro_batch_size, told.max_tokens_per_micro_batch) == (None, budget)
 
 
 def test_a_stage_starts_from_the_model_of_the_one_before(config: Config, tmp_path: Path) -> None:

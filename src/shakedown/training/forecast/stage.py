@@ -1,5 +1,6 @@
 """The plan of a stage of a config: memory of trainer and server, and the trainer's speed."""
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -8,7 +9,7 @@ from shakedown.cluster.allocation import Part, parse_allocation
 from shakedown.config import Config, StageConfig
 from shakedown.config.places import MEMORY_OPTIONS, server_part
 from shakedown.core.errors import UsageError
-from shakedown.training.engines import DIMENSIONS
+from shakedown.training.engines import DIMENSIONS, OPTIONS
 from shakedown.training.forecast.cards import Card, card_of
 from shakedown.training.forecast.decoder import Decoder
 from shakedown.training.forecast.server import DEFAULT_SHARE, ServerPlan, Serving, plan_server
@@ -106,9 +107,47 @@ def plan_of(config: Config, name: str, model: Decoder, *, length: int | None = N
     Raises:
         UsageError: an allocation is not valid, or its engine has not these dimensions.
     """
-    stage = config.own_stages[name]
+    stage = with_micro_batches(config, name, model)
+    return _plan(config, name, stage, model, length or config.serve.max_model_len)
+
+
+def with_micro_batches(config: Config, name: str, model: Decoder | None) -> StageConfig:
+    """The stage as its ranks run it: on GPUs, with the micro batches that the config leaves open.
+
+    They hold as many of the longest rows as the plan fits into a GPU's memory, as a budget of
+    tokens where the engine is cut by one; one row where model or GPU is not known, or none fits.
+    No gradient depends on it, but for rounding.
+
+    Raises:
+        UsageError: as `plan_of`.
+    """
+    stage, length = config.own_stages[name], config.serve.max_model_len
+    said = stage.micro_batch_size or stage.max_tokens_per_micro_batch
+    if said or not config.cluster.gpus_per_node:
+        return stage
+    part = parse_allocation(stage.allocation).parts[0]
+    share = _share(stage, part)
+
+    def cut(rows: int) -> StageConfig:
+        if "max_tokens_per_micro_batch" in OPTIONS.get(part.backend, ()):
+            return stage.model_copy(update={"max_tokens_per_micro_batch": rows * length})
+        # Evenly: an engine without a budget fills all micro batches up to the largest.
+        return stage.model_copy(update={"micro_batch_size": -(-share // -(-share // rows))})
+
+    def fits(rows: int) -> bool:
+        return model is not None and _plan(config, name, cut(rows), model, length).fits is True
+
+    # A pipeline's stages have something to do if there are as many micro batches.
+    most = max(1, share // part.size("p"))
+    # All rows at once are judged apart: they need no sum of gradients beside.
+    if fits(most):
+        return cut(most)
+    return cut(max(1, bisect_left(range(1, most), True, key=lambda rows: not fits(rows))))
+
+
+def _plan(config: Config, name: str, stage: StageConfig, model: Decoder, length: int) -> Plan:
     card = card_of(config.cluster.gpu_model)
-    work = _work(config, stage, length or config.serve.max_model_len)
+    work = _work(config, stage, length)
     flops = peak_flops(config.cluster.gpu_model, config.model.dtype) if card else None
     mfu, speed = _speed(stage, model, work, flops) if flops else (None, None)
     server = _server(config, stage, model, card, flops)

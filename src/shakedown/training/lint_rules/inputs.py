@@ -6,7 +6,7 @@ from itertools import islice
 from pathlib import Path
 
 from shakedown.config import CommandStage, Config, StageConfig
-from shakedown.core.errors import BlockedError, ShakedownError
+from shakedown.core.errors import ShakedownError
 from shakedown.core.verdict import Finding
 from shakedown.data_sources import Conversation, conversation_of, parse_source, placed_rows, row_of
 from shakedown.training.assets import DEMO, needs_heldout_answers, needs_train_answers
@@ -14,8 +14,8 @@ from shakedown.training.demo import addition_rows
 from shakedown.training.forecast.decoder import Decoder
 from shakedown.training.lint_rules.model_sizes import (
     ModelSizes,
-    decoder_of,
     demo_sizes,
+    known_decoder,
     read_sizes,
 )
 
@@ -81,15 +81,8 @@ def read_inputs(config: Config) -> Inputs:
         _rows(config, heldout=False),
         _rows(config, heldout=True),
         _memory_folders(),
-        _decoder(source),
+        known_decoder(source),
     )
-
-
-def _decoder(source: str) -> Decoder | None:
-    try:
-        return decoder_of(source)
-    except BlockedError:
-        return None
 
 
 def _rows(config: Config, *, heldout: bool) -> Rows:

@@ -89,6 +89,14 @@ def decoder_of(source: str) -> Decoder:
     return read_decoder(body, str(path))
 
 
+def known_decoder(source: str) -> Decoder | None:
+    """As `decoder_of`; None for a model that cannot be planned with, or is not here."""
+    try:
+        return decoder_of(source)
+    except BlockedError:
+        return None
+
+
 def _body(path: Path) -> Mapping[str, Any] | str:
     """What a config.json holds, or why it cannot be used."""
     try:

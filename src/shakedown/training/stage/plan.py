@@ -16,6 +16,8 @@ from shakedown.inference.folder import read_endpoint
 from shakedown.profiling.request import requested
 from shakedown.training.assets import Assets, read_assets
 from shakedown.training.drift import drift_limits
+from shakedown.training.forecast.stage import with_micro_batches
+from shakedown.training.lint_rules.model_sizes import known_decoder
 from shakedown.training.stage.command import CommandJob, CommandPlan
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.launched import Plan
@@ -101,15 +103,17 @@ def plan_stage(
         replay: a folder of recorded rollouts to train on instead of generating.
 
     Raises:
-        UsageError: `model` is no Hugging Face folder; NeMo RL's variables for profiles are wrong.
+        UsageError: `model` is no Hugging Face folder; NeMo RL's variables for profiles are wrong;
+            the allocation is not valid.
         ConfigError: the stage before this one has not completed.
         UntrustedError: others can change the model of that stage.
     """
-    settings = config.own_stages[stage]
+    folder = _own_model(model) if model else _input_model(config, stage, paths, assets.model)
+    settings = with_micro_batches(config, stage, known_decoder(folder))
     job = StageJob(
         stage=stage,
         config=settings,
-        model=_own_model(model) if model else _input_model(config, stage, paths, assets.model),
+        model=folder,
         dtype=config.model.dtype,
         train=assets.train,
         heldout=assets.heldout,
