@@ -34,7 +34,10 @@ stages:
     eval_samples: 20
     grpo: {group_size: 8, max_tokens: 512}
 """
-CLUSTER = "cluster: {nodes: 2, gpus_per_node: 8, launcher: slurm}\nresults: /shared/results\n"
+CLUSTER = (
+    "cluster: {nodes: 2, gpus_per_node: 8, gpu_model: h100, launcher: slurm}\n"
+    "results: /shared/results\n"
+)
 
 
 @dataclass(frozen=True)
@@ -572,6 +575,21 @@ BROKEN = (
         "stages.again",
         "warn",
     ),
+    # Memory.
+    Case("GPUs of no name", "cluster: {gpus_per_node: 3}", "cluster.gpu_model", "warn"),
+    Case(
+        "one row that no GPU here holds",
+        "cluster: {gpus_per_node: 3, gpu_model: l4}\nmodel: {source: models/large}",
+        "stages.sft.allocation",
+        also=("stages.grpo.allocation",),
+    ),
+    Case(
+        "more rows at once than a GPU holds",
+        "cluster: {gpus_per_node: 3, gpu_model: l4}\nserve: {max_model_len: 8192}\n"
+        "stages: {sft: {batch_size: 200, max_tokens_per_micro_batch: 819200}}",
+        "stages.sft.max_tokens_per_micro_batch",
+        "warn",
+    ),
     # What the demo leaves behind.
     Case(
         "the demo's lengths and a model of one's own",
@@ -675,7 +693,20 @@ GOOD: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
             "stages.grpo.checkpoint_every",
         ),
     ),
-    ("one GPU", "own", "cluster: {gpus_per_node: 3}", ()),
+    ("one GPU", "own", "cluster: {gpus_per_node: 3, gpu_model: h100}", ()),
+    (
+        "as many rows as a small GPU holds",
+        "own",
+        "cluster: {gpus_per_node: 3, gpu_model: l4}\nserve: {max_model_len: 8192}\n"
+        "stages: {sft: {batch_size: 200}}",
+        (),
+    ),
+    (
+        "a model of the hub on GPUs of no name",
+        "own",
+        "cluster: {gpus_per_node: 3}\nmodel: {source: Qwen/Qwen3-0.6B}",
+        (),
+    ),
     (
         "two nodes of eight",
         "own",
@@ -775,6 +806,7 @@ _GEMMA3 = {
 MODELS: dict[str, dict[str, Any]] = {
     "llama": _LLAMA,
     "qwen3": {**_LLAMA, "model_type": "qwen3", "max_position_embeddings": 40960},
+    "large": {**_LLAMA, "num_hidden_layers": 400, "hidden_size": 1024},
     "wide": {**_LLAMA, "num_attention_heads": 12, "hidden_size": 768},
     "odd": {**_LLAMA, "intermediate_size": 1535},
     "linear": {**_LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}},

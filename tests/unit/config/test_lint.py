@@ -108,7 +108,7 @@ def test_a_batch_is_shared_by_the_data_ranks_alone(
     assert [f.check for f in found] == ([] if sound else ["batch"])
 
 
-GPUS = "cluster: {nodes: 2, gpus_per_node: 8}\n"
+GPUS = "cluster: {nodes: 2, gpus_per_node: 8, gpu_model: h100}\n"
 
 
 def _findings(tmp_path: Path, overlay: str) -> list[Finding]:
@@ -140,7 +140,11 @@ def _findings(tmp_path: Path, overlay: str) -> list[Finding]:
             "serve.allocation",
             "take a smaller d, t: a server runs on one node",
         ),
-        ("cluster: {gpus_per_node: 2}", "stages.grpo.allocation", "vllm:d1+fsdp:d2 needs 3 GPUs"),
+        (
+            "cluster: {gpus_per_node: 2, gpu_model: h100}",
+            "stages.grpo.allocation",
+            "vllm:d1+fsdp:d2 needs 3 GPUs",
+        ),
         ("stages: {sft: {nodes: 2}}", "stages.sft.nodes", "at most cluster.nodes: 1"),
         (
             "cluster: {nodes: 3}\nstages: {sft: {nodes: 3}}",
@@ -161,7 +165,7 @@ def test_what_does_not_fit_into_the_cluster_is_a_fault_of_its_key(
 @pytest.mark.parametrize(
     "overlay",
     [
-        "cluster: {gpus_per_node: 3}",
+        "cluster: {gpus_per_node: 3, gpu_model: h100}",
         GPUS + "serve: {allocation: 'vllm:d4t2'}\n"
         "stages: {grpo: {allocation: 'megatron:t8', nodes: 2}}",
         GPUS + "serve: {share_gpus: true, extra_args: [--gpu-memory-utilization=0.4]}\n"
@@ -181,11 +185,15 @@ def test_what_fits_into_the_cluster_is_sound(tmp_path: Path, overlay: str) -> No
             "a tensor-parallel group of 16 over 2 nodes",
         ),
         (
-            "cluster: {gpus_per_node: 2}\nserve: {share_gpus: true}",
+            "cluster: {gpus_per_node: 2, gpu_model: h100}\nserve: {share_gpus: true}",
             "serve.extra_args",
             "--gpu-memory-utilization beside serve.share_gpus",
         ),
-        ("cluster: {gpus_per_node: 8}\nserve: {keep: true}", "serve.keep", "launcher: slurm"),
+        (
+            "cluster: {gpus_per_node: 8, gpu_model: h100}\nserve: {keep: true}",
+            "serve.keep",
+            "launcher: slurm",
+        ),
     ],
 )
 def test_what_fits_badly_is_a_warning_that_stops_nothing(

@@ -31,6 +31,10 @@ _CARDS: Mapping[str, tuple[int, int]] = {
 }
 
 
+# As Slurm's gres could have them.
+KNOWN = tuple(name.lower().replace(" ", "_") for name in _CARDS)
+
+
 @dataclass(frozen=True)
 class Card:
     """`memory`: bytes. Drivers show some 6 % more than the sheet's GB (81,559 MiB of an H100's 80

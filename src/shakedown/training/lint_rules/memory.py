@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator
 
+from shakedown.config import StageConfig
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
-from shakedown.training.forecast.cards import GB
+from shakedown.training.forecast.cards import GB, KNOWN
 from shakedown.training.forecast.show import micro_batch
 from shakedown.training.forecast.stage import Plan, plan_of
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
@@ -14,8 +15,13 @@ def fits(inputs: Inputs) -> Iterator[Finding]:
     """Refused is what no batch makes smaller: weights, gradients and optimizer. The rest is of the
     longest rows that may come, which a stage need never see: a warning.
     """
-    if inputs.decoder is None:
+    cluster = inputs.config.cluster
+    if inputs.decoder is None or not inputs.config.own_stages:
         return
+    if cluster.gpus_per_node and not cluster.gpu_model:
+        expected = f"the GPU as Slurm's gres names it, such as {', '.join(KNOWN)}"
+        remedy = "set it so that memory can be judged; open micro batches have one row till then"
+        yield advice("memory", "cluster.gpu_model", "empty", expected, remedy)
     for key, stage in inputs.stages:
         try:
             plan = plan_of(inputs.config, key.removeprefix("stages."), inputs.decoder)
@@ -33,7 +39,13 @@ def fits(inputs: Inputs) -> Iterator[Finding]:
             yield fault("memory", f"{key}.allocation", stage.allocation, expected, remedy)
         else:
             measured = f"{plan.needed / GB:.1f} GB"
-            yield advice("memory", f"{key}.micro_batch_size", measured, expected, remedy)
+            yield advice("memory", f"{key}.{_shrinking(stage)}", measured, expected, remedy)
+
+
+def _shrinking(stage: StageConfig) -> str:
+    """The key that makes the batch's part smaller; where it is left open, one row is too much."""
+    cuts = ("micro_batch_size", "max_tokens_per_micro_batch")
+    return next((name for name in cuts if getattr(stage, name)), "allocation")
 
 
 def _parts(plan: Plan) -> str:
