@@ -26,6 +26,8 @@ from shakedown.training.metrics.flops import peak_flops
 # MFU of dense training in bfloat16 on H100s: 38 to 43 % (Llama 3, arXiv 2407.21783, table 4).
 EXPECTED_MFU = 0.40
 _SIZES = {"float32": 4, "bfloat16": 2}
+# As vLLM's gpu_memory_utilization: what is not planned (fragments, buffers of NCCL) takes the rest.
+_FILLED = 0.9
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,10 @@ def with_micro_batches(config: Config, name: str, model: Decoder | None) -> Stag
         return stage.model_copy(update={"micro_batch_size": -(-share // -(-share // rows))})
 
     def fits(rows: int) -> bool:
-        return model is not None and _plan(config, name, cut(rows), model, length).fits is True
+        if model is None:
+            return False
+        plan = _plan(config, name, cut(rows), model, length)
+        return plan.fits is True and plan.needed <= _FILLED * (plan.limit or 0)
 
     # A pipeline's stages have something to do if there are as many micro batches.
     most = max(1, share // part.size("p"))
