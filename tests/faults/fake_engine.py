@@ -2,8 +2,9 @@
 
 Speaks the health check and completions of vLLM and SGLang's documented /generate. Modes: `good`,
 `silent` (accepts, never answers), `crash` (prints what an engine prints and exits), `refuse`
-(does not know the model), `stubborn` (ignores SIGTERM), `open` (does not ask for its secret),
-`plain` (completions alone, without token ids). Starts a child as engines do.
+(does not know the model), `stubborn` (ignores SIGTERM), `deaf` (that, and `silent`), `open` (does
+not ask for its secret), `plain` (completions alone, without token ids). Starts a child as engines
+do.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from typing import Any
 from shakedown.inference.secret import read_secret
 
 LOGPROB = -0.5
+_SILENT = ("silent", "deaf")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -38,7 +40,7 @@ class Handler(BaseHTTPRequestHandler):
         return known
 
     def do_GET(self) -> None:
-        if self.server.mode == "silent":
+        if self.server.mode in _SILENT:
             time.sleep(3600)
         if self.path == "/metrics":
             self._send(200, metrics(len(self.server.seen)).encode())
@@ -49,7 +51,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
         self.server.seen.append((self.path, body))
-        if self.server.mode == "silent":
+        if self.server.mode in _SILENT:
             time.sleep(3600)
         if self.server.mode == "refuse":
             self._answer(404, {"error": {"message": f"The model {body['model']} does not exist."}})
@@ -143,7 +145,7 @@ def main() -> None:
         sys.exit(
             "RuntimeError: Engine core initialization failed\ntorch.OutOfMemoryError: out of memory"
         )
-    if mode == "stubborn":
+    if mode in ("stubborn", "deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     secret = "" if mode == "open" else own_secret()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -16,12 +17,14 @@ import psutil
 import pytest
 
 from shakedown.core.errors import ServerError, UsageError
+from shakedown.core.lease import Holder, holder_of
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import ServerOrder, read_endpoint, read_state
 from shakedown.inference.lease import Lease
 from shakedown.inference.secret import bearer
 from shakedown.inference.server import ensure, in_use, start, status, stop
 from tests.command import shakedown
+from tests.workflow.helpers import processes_that_mention
 
 ENGINE = Path(__file__).with_name("fake_engine.py")
 
@@ -223,13 +226,157 @@ def test_server_in_use_outlives_its_lease(folder: Path) -> None:
         assert lives(endpoint.pid)
 
 
+def daemon_of(folder: Path) -> Holder:
+    found = holder_of(folder / "daemon")
+    assert found is not None
+    return found
+
+
+def pid_in_state(folder: Path) -> int:
+    state = read_state(folder / "state.json") if (folder / "state.json").exists() else None
+    return state.pid if state is not None else 0
+
+
+@contextlib.contextmanager
+def starting(folder: Path, mode: str) -> Iterator[subprocess.Popen[str]]:
+    """A `serve start` in another terminal, whose server runs and has not answered."""
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "shakedown.cli", *map(str, start_command(folder, mode))],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert until(lambda: (pid := pid_in_state(folder)) > 0 and len(family(pid)) > 1)
+        yield begun
+    finally:
+        begun.kill()
+        begun.communicate()
+
+
+def start_command(folder: Path, mode: str) -> list[object]:
+    engine = ["--engine", "vllm", "--model", "hub/model"]
+    prefix = f"{sys.executable} {ENGINE} {mode}"
+    return ["serve", "start", *engine, "--out", folder, "--prefix", prefix]
+
+
+@pytest.mark.parametrize("second", ["start", "stop"])
+def test_second_terminal_is_told_of_the_start_and_changes_nothing(
+    folder: Path, second: str
+) -> None:
+    with starting(folder, "silent") as first:
+        server = pid_in_state(folder)
+        given = start_command(folder, "good") if second == "start" else ["serve", "stop", folder]
+
+        done = shakedown(*given)
+
+        assert done.returncode == 2
+        assert f"is in use: shakedown serve start (pid {first.pid} on " in done.stderr
+        assert f"kill {first.pid}" in done.stderr
+        assert first.poll() is None
+        assert lives(server)
+        assert not (folder / "verdict.json").exists()
+
+
+def test_of_two_starts_at_once_one_server_is_left(folder: Path) -> None:
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-m", "shakedown.cli", *map(str, start_command(folder, "good"))],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [each.communicate(timeout=120)[1] for each in both]
+
+    codes = [each.returncode for each in both]
+    assert codes in ([0, 0], [0, 2], [2, 0])  # 0: the first one's server answered before
+    assert all(
+        "is in use: shakedown serve start" in said[codes.index(2)] for _ in codes if 2 in codes
+    )
+    assert read_endpoint(folder).pid == pid_in_state(folder)
+    mentioned = processes_that_mention(f"shakedown.inference.daemon {folder}")
+    assert len(mentioned) == 1
+
+
+def test_restart_is_waited_for_and_its_server_is_used(folder: Path) -> None:
+    first = start(order(), folder)
+    os.kill(first.pid, signal.SIGKILL)
+    assert until(lambda: not status(folder).alive)
+    with ThreadPoolExecutor(3) as pool:
+        used = list(pool.map(lambda _: ensure(folder, order).pid, range(3)))
+
+    assert set(used) == {pid_in_state(folder)}
+
+
+@pytest.mark.parametrize("guard_too", [False, True])
+def test_killed_starter_and_daemon_are_taken_over_and_their_server_ends_first(
+    folder: Path, guard_too: bool
+) -> None:
+    with starting(folder, "deaf") as first:
+        daemon, left = daemon_of(folder).pid, pid_in_state(folder)
+        guards = [p.pid for p in psutil.Process(daemon).children() if "guard.py" in p.cmdline()[-2]]
+        assert len(guards) == 1
+        for pid in (*(guards if guard_too else []), first.pid, daemon):
+            os.kill(pid, signal.SIGKILL)
+        first.wait(30)
+        assert until(lambda: not lives(daemon))
+        assert lives(left)  # deaf to the guard's SIGTERM
+
+        second = start(order(), folder)
+
+        assert not lives(left)
+        assert second.pid == pid_in_state(folder)
+        assert status(folder).answers
+
+
+def test_server_in_a_container_is_not_taken_for_a_dead_one(folder: Path) -> None:
+    """Its process numbers mean nothing here."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a space of process ids")
+    outer = subprocess.Popen(
+        ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", sys.executable]
+        + ["-c", IN_CONTAINER, str(folder)],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert outer.stdout is not None
+        assert outer.stdout.readline() == "answers\n"
+        endpoint = read_endpoint(folder)
+        assert status(folder).answers
+        assert start(order(), folder).started == endpoint.started
+        assert stop(folder) == "stopped"
+        assert httpx_refuses(endpoint.base_url)
+    finally:
+        outer.communicate("")
+
+
+IN_CONTAINER = """
+import sys
+from pathlib import Path
+from tests.faults.test_serving_faults import order, start
+start(order(), Path(sys.argv[1]), say=lambda line: None)
+print("answers", flush=True)
+sys.stdin.read()
+"""
+
+
+def httpx_refuses(url: str) -> bool:
+    try:
+        httpx.get(url)
+    except httpx.ConnectError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_server_ends_with_its_daemon(folder: Path, number: signal.Signals) -> None:
     pids = family(start(order(), folder).pid)
-    state = read_state(folder / "state.json")
-    assert state is not None
 
-    os.kill(state.daemon_pid, number)
+    os.kill(daemon_of(folder).pid, number)
 
     assert until(lambda: not any(lives(pid) for pid in pids))
     assert until(lambda: not status(folder).alive)

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from shakedown.cluster.guard import look
+from shakedown.cluster.roster import Roster
 from shakedown.core import private
 from shakedown.core.errors import UntrustedError, UsageError
 from shakedown.core.files import write_json, write_text
+from shakedown.core.lease import Holder
 from shakedown.core.paths import ServerPaths, StagePaths
 from shakedown.core.verdict import Verdict
 from shakedown.inference.engines import LaunchSpec
@@ -163,11 +166,15 @@ def test_where_a_file_server_takes_this_user_for_another_his_own_files_are_belie
 # --- the server
 
 
-def test_a_state_or_a_job_that_others_can_write_ends_nothing(tmp_path: Path) -> None:
+def test_what_names_a_servers_processes_ends_nothing_where_others_can_write_it(
+    tmp_path: Path,
+) -> None:
     folder = ServerPaths(tmp_path)
     victim = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    found = look(victim.pid)
+    assert found is not None
     try:
-        State("running", "n", victim.pid, pid=victim.pid).write(folder.state)
+        State("running", "n", victim.pid).write(folder.state)
         folder.state.chmod(0o664)
         with pytest.raises(UntrustedError, match=r"state\.json can be written by its group"):
             stop(tmp_path)
@@ -175,6 +182,17 @@ def test_a_state_or_a_job_that_others_can_write_ends_nothing(tmp_path: Path) -> 
         folder.job.write_text("7\n")
         folder.job.chmod(0o666)
         with pytest.raises(UntrustedError, match="job can be written by everybody"):
+            stop(tmp_path)
+        folder.job.unlink()
+        Roster(sessions={str(victim.pid): found.started}).write(folder.roster)
+        folder.roster.chmod(0o664)
+        with pytest.raises(UntrustedError, match=r"roster\.json can be written by its group"):
+            stop(tmp_path)
+        folder.roster.unlink()
+        own = dataclasses.replace(Holder.here("the daemon"), pid=victim.pid, started=found.started)
+        write_json(folder.daemon / ".lease" / "1", dataclasses.asdict(own))
+        (folder.daemon / ".lease" / "1").chmod(0o664)
+        with pytest.raises(UntrustedError, match="1 can be written by its group"):
             stop(tmp_path)
         assert victim.poll() is None
     finally:

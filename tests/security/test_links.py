@@ -58,10 +58,12 @@ def test_what_a_neighbour_puts_in_the_place_of_a_file_is_not_written(
     assert path.is_symlink() or not path.is_file() or path.stat().st_size in (0, 8)
 
 
-def test_a_link_in_the_place_of_a_lock_truncates_nothing(shared: Path, profile: Path) -> None:
+def test_a_link_in_the_place_of_a_lease_changes_nothing(shared: Path, profile: Path) -> None:
     folder = ServerPaths(shared / "policy")
     folder.root.mkdir(0o755)
-    folder.lock.symlink_to(profile)
+    lease = folder.root / ".lease"
+    lease.mkdir(0o700)
+    (lease / "1").symlink_to(profile)
     with pytest.raises(UntrustedError, match="is a link"):
         stop(folder.root)
     assert profile.read_text() == "precious"

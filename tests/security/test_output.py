@@ -21,6 +21,7 @@ from shakedown.cluster.nodes import node_name
 from shakedown.config import load_config
 from shakedown.core.errors import ConfigError
 from shakedown.core.files import write_json, write_text
+from shakedown.core.lease import Holder
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
@@ -258,13 +259,14 @@ def test_damaged_metrics_rows_cost_a_stage_neither_its_outcome_nor_its_next_star
     assert MetricsLog(paths.metrics).keep_until(3) == 2
 
 
-@pytest.mark.parametrize(("key", "pid"), [("daemon_pid", -1), ("daemon_pid", 0), ("pid", -1)])
+@pytest.mark.parametrize("pid", [-1, 0])
 @pytest.mark.parametrize("action", ["status", "stop"])
-def test_a_state_of_an_impossible_process_is_refused_and_nobody_is_signalled(
-    action: str, key: str, pid: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_lease_of_an_impossible_process_is_refused_and_nobody_is_signalled(
+    action: str, pid: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = State("running", node_name(), os.getpid(), pid=os.getpid())
-    write_json(tmp_path / "state.json", {**asdict(own), key: pid})
+    State("running", node_name(), os.getpid()).write(tmp_path / "state.json")
+    holder = asdict(Holder.here("the daemon"))
+    write_json(tmp_path / "daemon" / ".lease" / "1", {**holder, "pid": pid})
 
     assert main(["serve", action, str(tmp_path)]) == 2
 

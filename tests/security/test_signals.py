@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +14,17 @@ from typing import Any
 import pytest
 
 from shakedown.agents.worker_pool import Worker
-from shakedown.cluster import guard
+from shakedown.cluster import guard, roster
 from shakedown.cluster.nodes import node_name
 from shakedown.cluster.recorded import Recorded
+from shakedown.cluster.roster import Roster
 from shakedown.cluster.supervise import Component, Supervisor
-from shakedown.core.errors import ServerError
+from shakedown.core.errors import RefusedError
+from shakedown.core.files import write_json
 from shakedown.core.identity import boot_id
+from shakedown.core.lease import Holder
 from shakedown.core.paths import EvidencePaths, ServerPaths
-from shakedown.inference import processes
+from shakedown.core.private import own_folder
 from shakedown.inference.folder import State
 from shakedown.inference.server import stop
 from shakedown.monitor.collect import hooked, proc
@@ -127,63 +131,32 @@ def test_without_pidfd_the_start_is_compared_all_the_same(
     assert stranger.process.wait(10) == -signal.SIGKILL
 
 
-# --- the server's state file
+# --- what a server's folder says
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServerPaths:
-    monkeypatch.setattr(processes, "_GUARD_SECONDS", 0.2)
-    monkeypatch.setattr(processes, "_KILL_SECONDS", 5.0)
+    monkeypatch.setattr(roster, "_GUARD_SECONDS", 0.2)
     return ServerPaths(tmp_path)
 
 
-def write_state(folder: ServerPaths, stranger: Stranger, **changes: Any) -> None:
-    """A server and a daemon whose numbers the stranger has."""
-    given: dict[str, Any] = {
-        "phase": "running",
-        "node": node_name(),
-        "daemon_pid": stranger.pid,
-        "daemon_ticks": stranger.started - 1,
-        "boot": boot_id(),
-        "pid": stranger.pid,
-        "ticks": stranger.started - 1,
-    }
-    State(**{**given, **changes}).write(folder.state)
+def write_records(folder: ServerPaths, stranger: Stranger, **changes: Any) -> None:
+    """A server and a daemon whose numbers the stranger has, with another start."""
+    started, boot = changes.get("started", stranger.started - 1), changes.get("boot", boot_id())
+    State("running", node_name(), stranger.pid).write(folder.state)
+    holder = replace(Holder.here("the daemon"), pid=stranger.pid, started=started, boot=boot)
+    own_folder(folder.daemon / ".lease")
+    write_json(folder.daemon / ".lease" / "1", asdict(holder))
+    known = {str(stranger.pid): changes.get("server", started)}
+    Roster((stranger.pid, started), known, boot=boot).write(folder.roster)
 
 
+@pytest.mark.parametrize("boot", [boot_id(), "before the machine started again"])
 def test_stop_leaves_a_stranger_who_has_the_servers_numbers(
-    stranger: Stranger, folder: ServerPaths
+    stranger: Stranger, folder: ServerPaths, boot: str
 ) -> None:
-    write_state(folder, stranger)
-
-    assert stop(folder.root) == "was not running"
-    assert stranger.lives
-
-
-def test_stop_leaves_a_stranger_whose_machine_was_started_again(
-    stranger: Stranger, folder: ServerPaths
-) -> None:
-    ticks = stranger.started
-    write_state(folder, stranger, ticks=ticks, daemon_ticks=ticks, boot="before")
-
-    assert stop(folder.root) == "was not running"
-    assert stranger.lives
-
-
-def test_stop_leaves_whoever_an_ended_servers_record_names(
-    stranger: Stranger, folder: ServerPaths
-) -> None:
-    ticks = stranger.started
-    write_state(folder, stranger, ticks=ticks, daemon_ticks=ticks, phase="ended")
-
-    assert stop(folder.root) == "was not running"
-    assert stranger.lives
-
-
-def test_stop_leaves_whoever_a_record_without_start_times_names(
-    stranger: Stranger, folder: ServerPaths
-) -> None:
-    write_state(folder, stranger, ticks=0, daemon_ticks=0, boot="")
+    started = stranger.started - (boot == boot_id())
+    write_records(folder, stranger, started=started, boot=boot)
 
     assert stop(folder.root) == "was not running"
     assert stranger.lives
@@ -191,7 +164,7 @@ def test_stop_leaves_whoever_a_record_without_start_times_names(
 
 def test_stop_ends_a_server_that_its_daemon_has_left(folder: ServerPaths) -> None:
     server = Stranger("this user", "trap '' TERM; sleep 60 & echo ready; wait")
-    write_state(folder, server, ticks=server.started)
+    write_records(folder, server, server=server.started)
 
     assert stop(folder.root) == "was not running"
     assert server.process.wait(10) == -signal.SIGKILL
@@ -201,14 +174,14 @@ def test_stop_ends_a_server_that_its_daemon_has_left(folder: ServerPaths) -> Non
 
 def test_a_session_whose_leader_is_gone_is_told_and_not_signalled(folder: ServerPaths) -> None:
     leader = Stranger("this user", "sleep 60 & echo ready; read line")
-    write_state(folder, leader, ticks=leader.started)
+    write_records(folder, leader, server=leader.started)
     assert leader.process.stdin is not None
     leader.process.stdin.write(b"\n")
     leader.process.stdin.flush()
     leader.process.wait(10)
     (left,) = guard.members({leader.pid})
 
-    with pytest.raises(ServerError, match=rf"\[{left}\] may be the server's"):
+    with pytest.raises(RefusedError, match=f"processes {left} may be left of a killed"):
         stop(folder.root)
 
     assert guard.members({leader.pid}) == [left]

@@ -11,9 +11,14 @@ from shakedown.core.errors import LaunchError
 _SECONDS = 20.0  # a busy controller answers late; without an answer nothing is proven
 
 
-def hold(folder: Path, what: str) -> AbstractContextManager[lease.Fence]:
+def hold(folder: Path, what: str, *, wait: bool = False) -> AbstractContextManager[lease.Fence]:
     """As `core.lease.hold`."""
-    return lease.hold(folder, what, job_ended=job_ended)
+    return lease.hold(folder, what, job_ended=job_ended, wait=wait)
+
+
+def holder_of(folder: Path) -> lease.Holder | None:
+    """As `core.lease.holder_of`."""
+    return lease.holder_of(folder, job_ended=job_ended)
 
 
 def job_ended(job: str, cluster: str) -> bool:

@@ -62,13 +62,13 @@ def _end(roster: Roster, path: Path) -> None:
     # Without its leader a session of that number may be a later one: it is not signalled.
     proven = {number: start for number, start in known.items() if _lives(number, start)}
     if living(proven, roster.marks):
-        print(f"{path.parent}: ending processes of an attempt that was killed", flush=True)
+        print(f"{path.parent}: ending processes of a killed supervisor", flush=True)
         end(proven, _GRACE_SECONDS, roster.marks)
     left = [each for each in living(known, roster.marks) if _is_own(each)]
     if left:
         numbers = ",".join(str(each.pid) for each in left)
         raise RefusedError(
-            f"{path.parent}: processes {numbers} may be left of an attempt that was killed",
+            f"{path.parent}: processes {numbers} may be left of a killed supervisor",
             hint=f"ps -o pid,user,lstart,stat,wchan,args -p {numbers}; if they are: kill -9 "
             + numbers.replace(",", " "),
         )

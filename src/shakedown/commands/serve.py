@@ -20,7 +20,7 @@ from shakedown.commands.arguments import (
     run_config,
     whole,
 )
-from shakedown.core.errors import ExitCode, ShakedownError, UntrustedError, UsageError
+from shakedown.core.errors import ExitCode, RefusedError, ShakedownError, UntrustedError, UsageError
 from shakedown.core.paths import ServerPaths
 from shakedown.core.verdict import Stopwatch, finish
 
@@ -203,7 +203,8 @@ def _start(args: argparse.Namespace) -> int:
     order = _order(args)
     try:
         found = verdict.started(start(order, args.out, say=_say), clock)
-    except (UsageError, UntrustedError):  # says nothing of a server: no verdict is written
+    # They say nothing of a server: no verdict is written.
+    except (UsageError, UntrustedError, RefusedError):
         raise
     except ShakedownError as error:
         # The verdict tells the first line; the rest, the end of the log, is for who looks on.

@@ -18,6 +18,7 @@ import os
 import shlex
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -32,6 +33,8 @@ from shakedown.core.leftovers import temporary_file
 from shakedown.core.private import own_folder, write_secret
 
 RENEW_SECONDS = 30.0  # a file server may be away for a moment: a sign of life, never a proof
+_SILENCE_SECONDS = 4 * RENEW_SECONDS  # who waits for a holder does so while it shows signs of life
+_POLL_SECONDS = 0.25
 _FOLDER = ".lease"
 _RELEASED = ".released"
 _ENDINGS = ("", _RELEASED)
@@ -56,6 +59,11 @@ class Holder:
     job: str = ""
     restarts: int = 0
     cluster: str = ""
+
+    def __post_init__(self) -> None:
+        # A signal to a number below 1 goes to a group of processes, to -1 to all of this user's.
+        if self.pid < 1:
+            raise ValueError(f"no process has the id {self.pid}")
 
     @classmethod
     def here(cls, what: str) -> Self:
@@ -134,11 +142,14 @@ class Fence:
 
 
 @contextlib.contextmanager
-def hold(folder: Path, what: str, *, job_ended: JobEnded = _not_known) -> Iterator[Fence]:
+def hold(
+    folder: Path, what: str, *, job_ended: JobEnded = _not_known, wait: bool = False
+) -> Iterator[Fence]:
     """Be the only one that writes the folder, which is made where it is missing.
 
     Args:
         what: what the holder does, for whoever comes second.
+        wait: come second, after a holder that shows signs of life.
 
     Raises:
         RefusedError: another one holds it, or cannot be proven to be gone.
@@ -149,7 +160,7 @@ def hold(folder: Path, what: str, *, job_ended: JobEnded = _not_known) -> Iterat
     place = folder / _FOLDER
     with storage_errors("write", place):
         own_folder(place)
-        number = _take(place, Holder.here(what), job_ended)
+        number = _take(place, Holder.here(what), job_ended, wait=wait)
     mine = place / str(number)
     done = threading.Event()
     renewal = threading.Thread(target=_renew, args=(mine, done), name="lease", daemon=True)
@@ -164,13 +175,27 @@ def hold(folder: Path, what: str, *, job_ended: JobEnded = _not_known) -> Iterat
             mine.rename(f"{mine}{_RELEASED}")
 
 
-def _take(place: Path, holder: Holder, job_ended: JobEnded) -> int:
+def holder_of(folder: Path, *, job_ended: JobEnded = _not_known) -> Holder | None:
+    """Who holds the folder; None where nobody does, or whoever did is proven to be gone.
+
+    Raises:
+        RefusedError: the lease does not say who.
+        UntrustedError: others could have written it.
+    """
+    place = folder / _FOLDER
+    newest = max(_numbers(place), default=0)
+    return _living(place / str(newest), Holder.here(""), job_ended)
+
+
+def _take(place: Path, holder: Holder, job_ended: JobEnded, *, wait: bool) -> int:
     """The number that is the holder's from now on."""
     for _ in range(_TRIES):
         newest = max(_numbers(place), default=0)
         last = place / str(newest)
-        if last.exists():
-            _require_gone(last, holder, job_ended)
+        while other := _living(last, holder, job_ended):
+            if not wait or _silence(last) > _SILENCE_SECONDS:
+                raise _refusal(last, other, holder)
+            time.sleep(_POLL_SECONDS)
         mine = place / str(newest + 1)
         if not _create(mine, holder):
             continue
@@ -182,23 +207,26 @@ def _take(place: Path, holder: Holder, job_ended: JobEnded) -> int:
     raise RefusedError(f"{place.parent} is taken by one process after the other: try again")
 
 
-def _require_gone(last: Path, here: Holder, job_ended: JobEnded) -> None:
+def _living(last: Path, here: Holder, job_ended: JobEnded) -> Holder | None:
+    """The newest lease's holder, if it has not released the folder and is not proven to be gone."""
     try:
         holder = read_json_as(Holder, last, "lease", unknown="ignore")
     except UsageError as error:
-        if not last.exists():  # released meanwhile
-            return
+        if not last.exists():  # released, or there never was one
+            return None
         raise RefusedError(
             f"{last.parent.parent} is in use: {error.args[0]}", hint=_clear(last)
         ) from error
-    if holder.is_gone(here, job_ended):
-        return
+    return None if holder.is_gone(here, job_ended) else holder
+
+
+def _refusal(last: Path, holder: Holder, here: Holder) -> RefusedError:
     if holder.within_reach(here):
-        raise RefusedError(
+        return RefusedError(
             f"{last.parent.parent} is in use: {holder}",
             hint=f"wait for it, or end it: kill {holder.pid}",
         )
-    raise RefusedError(
+    return RefusedError(
         f"{last.parent.parent} is in use: {holder}; its last sign of life is {_silence(last):.0f} "
         f"s old (one comes every {RENEW_SECONDS:.0f} s), and from here it is not proven to be gone",
         hint=f"wait for it; once you know that it is gone: {_clear(last)}",

@@ -92,7 +92,9 @@ class ServerPaths(StepPaths):
     job_mark = Below("job_mark")  # what that job's name and comment bear and no other job's
     stop = Below("stop")  # its presence asks the daemon to end the server
     released = Below("released")  # written when the steps that use the server are done with it
-    lock = Below(".lock")  # held by a start, stop or restart: one at a time
+    # held by the server's daemon as long as it lives; the folder itself by a start, stop or restart
+    daemon = Below("daemon")
+    roster = Below("roster.json")  # as an attempt's
     log = Below("server.log")  # the engine's own output
     previous_log = Below("server.previous.log")  # the engine's output before its last restart
     daemon_log = Below("daemon.log")

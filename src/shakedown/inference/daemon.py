@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from shakedown.cluster.held import hold
 from shakedown.cluster.nodes import node_name
-from shakedown.cluster.recorded import Recorded
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.errors import ServerError, ShakedownError
 from shakedown.core.files import write_json
@@ -51,12 +51,22 @@ class _Signals:
 
 
 def keep(folder: ServerPaths, order: ServerOrder) -> int:
-    """Run the server of `folder` to its end; returns 0 when it was ended on purpose, else 3."""
+    """Run the server of `folder` to its end; returns 0 when it was ended on purpose, else 3.
+
+    Raises:
+        RefusedError: another daemon keeps the folder's server.
+        StorageError: the folder cannot be written.
+    """
     signals = _Signals()
+    # The one before may still be at its last lines, after it has said that its server has ended.
+    with hold(folder.daemon, f"the daemon of {order.name}", wait=True):
+        return _keep(folder, order, signals)
+
+
+def _keep(folder: ServerPaths, order: ServerOrder, signals: _Signals) -> int:
     # The state is written before anything can fail: whoever started this process waits for that
     # file and does not see its exit code.
-    me = Recorded.of(os.getpid())
-    state = State("starting", node_name(), me.pid, me.started, me.boot)
+    state = State("starting", node_name())
     state.write(folder.state)
     try:
         # Only here, on the node where the server runs, is it known which addresses and ports there
@@ -74,10 +84,9 @@ def _run(folder: ServerPaths, order: ServerOrder, state: State, signals: _Signal
     # Read once, as the engine does: a file that is lost later ends no server.
     asked = RequestWatch(partial(_metrics, order, read_secret(Path(order.spec.secret))))
     lease = LeaseWatch(folder.lease, order.lease, asked=asked)
-    with Supervisor(grace=order.grace) as supervisor:
-        server = Recorded.of(supervisor.start(_component(order, launch, folder)))
-        state = replace(state, phase="running", pid=server.pid, ticks=server.started)
-        state = replace(state, command=list(launch.argv))
+    with Supervisor(grace=order.grace, roster=folder.roster) as supervisor:
+        server = supervisor.start(_component(order, launch, folder))
+        state = replace(state, phase="running", pid=server, command=list(launch.argv))
         state.write(folder.state)
         state = replace(_watch(folder, supervisor, lease, signals, state), ended=_now())
         supervisor.stop_all(order.grace)
@@ -181,7 +190,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A session of its own: neither the terminal's hangup nor a signal to the starter's process
         # group reaches the daemon, so the server outlives the command that started it.
         os.setsid()
-    return keep(ServerPaths(args.folder), order)
+    try:
+        return keep(ServerPaths(args.folder), order)
+    except ShakedownError as error:
+        print(f"daemon: {error}", flush=True)
+        return int(error.exit_code)
 
 
 if __name__ == "__main__":

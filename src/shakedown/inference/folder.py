@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from shakedown.cluster.recorded import Recorded
 from shakedown.core.errors import UsageError
 from shakedown.core.files import json_as, read_json_as, write_json
 from shakedown.core.model_folder import check_sizes, check_tokenizer
@@ -71,18 +70,13 @@ class ServerOrder:
 class State:
     """What the daemon reports.
 
-    `daemon_ticks` and `ticks`: when its process and the server's started, in clock ticks since the
-    start of the machine, which `boot` names: process ids are used again. `trouble`: what the log
-    of the running server names; `ended`: when it did, by the node's own clock (ISO 8601).
+    `pid`: the server's, the daemon's child. `trouble`: what the log of the running server names;
+    `ended`: when it did, by the node's own clock (ISO 8601).
     """
 
     phase: Literal["starting", "running", "ended"]
     node: str
-    daemon_pid: int
-    daemon_ticks: int = 0
-    boot: str = ""
     pid: int = 0
-    ticks: int = 0
     host: str = ""
     port: int = 0
     reason: str = ""
@@ -90,11 +84,6 @@ class State:
     command: list[str] = field(default_factory=list)
     trouble: str = ""
     ended: str = ""
-
-    def __post_init__(self) -> None:
-        # A signal to a number below 1 goes to a group of processes, to -1 to all of this user's.
-        if self.daemon_pid < 1 or self.pid < 0:
-            raise ValueError(f"no process has the id {min(self.daemon_pid, self.pid)}")
 
     @property
     def obituary(self) -> str:
@@ -104,15 +93,6 @@ class State:
         how = "was ended" if self.returncode is None else "died"
         cause = f"; likely cause: {self.trouble}" if self.trouble else ""
         return f"the server {how} at {self.ended[11:19]}: {self.reason}{cause}"
-
-    @property
-    def daemon(self) -> Recorded:
-        return Recorded(self.daemon_pid, self.daemon_ticks, self.boot)
-
-    @property
-    def server(self) -> Recorded:
-        """The daemon's child, which leads a session of its own."""
-        return Recorded(self.pid, self.ticks, self.boot)
 
     def write(self, path: Path) -> None:
         """Write atomically as JSON."""
@@ -218,7 +198,6 @@ def read_state(path: Path) -> State | None:
     """What the daemon reports; None before its first report."""
     if not path.exists():
         return None
-    # An older version's record has no start times: it is read, and its numbers match no process.
     return read_json_as(State, path, "server state", unknown="ignore", hint=_START)
 
 

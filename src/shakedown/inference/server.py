@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shakedown.core.errors import ServerError, ShakedownError, UsageError
+from shakedown.core.errors import ServerError, ShakedownError, StorageError, UsageError
 from shakedown.core.files import write_json, write_text
+from shakedown.core.lease import holder_of
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import open_own
 from shakedown.inference import external, slurm
@@ -30,7 +31,6 @@ from shakedown.inference.lease import Lease
 from shakedown.inference.processes import (
     POLL_SECONDS,
     alive,
-    daemon_lives,
     job_id,
     job_state,
 )
@@ -42,7 +42,7 @@ from shakedown.inference.ready import (
     wait_ready,
 )
 from shakedown.inference.secret import make_secret
-from shakedown.inference.stopping import Say, locked, stop_server
+from shakedown.inference.stopping import Say, stop_server, turn
 
 _KEEPER_SECONDS = 60.0  # for a daemon to be heard: a shared file system may be slow to show files
 _QUEUE_SAY_SECONDS = 10.0
@@ -63,27 +63,27 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
 
     Raises:
         UsageError: the model's folder does not exist.
+        RefusedError: another command changes the folder's server.
         ServerError: it exited, was not given a port, or did not answer in time.
         LaunchError: Slurm refused the job.
     """
     folder = ServerPaths(root.absolute())
     if order.engine == external.KIND:
-        with locked(folder):
+        with turn(folder, "start"):
             if found := _running(folder):
                 say(f"serve: {found.name} of this folder is replaced by {order.url}")
-                stop_server(folder, say)
+            stop_server(folder, say)
             return external.attach(order, folder, say)
     order = launchable(order)
     get_engine(order.engine).launch(order.spec)  # a wrong allocation is told before anything runs
-    with locked(folder):
+    with turn(folder, "start"):
         make_secret(folder.secret, os.environ.get(_OWN_KEY, ""))
         running = _running(folder)
         if running is not None and running.order == order and _answers(running):
             say(f"serve: {order.name} is already running at {running.base_url}")
             Lease(folder.lease).renew()
             return running
-        if running is not None:
-            stop_server(folder, say)
+        stop_server(folder, say)
         return _start(order, folder, say)
 
 
@@ -105,9 +105,11 @@ def ensure(
     if endpoint.external:
         external.check_answers(endpoint, folder.root)
         return endpoint
-    with locked(folder):
-        if alive(folder) and _answers(endpoint):
-            Lease(folder.lease).renew()
+    if _is_kept(endpoint, folder):
+        return endpoint
+    with turn(folder, "ensure", wait=True):
+        endpoint = read_endpoint(path)
+        if _is_kept(endpoint, folder):  # another has started it meanwhile
             return endpoint
         if order is None:
             raise UsageError(
@@ -129,6 +131,13 @@ def ensure(
         # The answers are the same: what was made with the endpoint is not out of date.
         os.utime(folder.endpoint, ns=(before.st_atime_ns, before.st_mtime_ns))
         return started
+
+
+def _is_kept(endpoint: Endpoint, folder: ServerPaths) -> bool:
+    if not (alive(folder) and _answers(endpoint)):
+        return False
+    Lease(folder.lease).renew()
+    return True
 
 
 def _placed_as(endpoint: Endpoint, order: ServerOrder) -> ServerOrder:
@@ -176,14 +185,22 @@ def stop(root: Path, *, say: Say = print) -> str:
     """End the server and see that it is gone; returns what was done.
 
     Raises:
-        ServerError: a process of it is still there.
+        RefusedError: another command changes it; processes of a killed daemon are left.
+        ServerError: it is still there.
     """
     folder = ServerPaths(root.absolute())
     if not folder.root.is_dir():
         raise UsageError(f"{root} does not exist: no server was started there")
     if external.found(folder):
         return "is of an external server: nothing was ended"
-    with locked(folder):
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(turn(folder, "stop"))
+        except StorageError:
+            # A full or read-only disk takes no lease, of a start neither: a server that runs can be
+            # stopped all the same.
+            if not alive(folder):
+                raise
         return stop_server(folder, say)
 
 
@@ -357,13 +374,8 @@ def _endpoint(order: ServerOrder, folder: ServerPaths, state: State) -> Endpoint
 
 
 def _running(folder: ServerPaths) -> Endpoint | None:
-    """The endpoint of a server whose processes or job are there."""
-    if not alive(folder):
-        return None
-    if folder.endpoint.is_file():
-        return read_endpoint(folder.root)
-    stop_server(folder, lambda _: None)  # a start that was cut off
-    return None
+    """The endpoint of a server whose processes or job are there; none of a start cut off."""
+    return read_endpoint(folder.root) if alive(folder) and folder.endpoint.is_file() else None
 
 
 def _answers(endpoint: Endpoint) -> bool:
@@ -382,7 +394,8 @@ def _why_dead(folder: ServerPaths) -> str | None:
         return None
     if state.phase == "ended":
         return f"did not start: {state.reason}"
-    return None if daemon_lives(state) else "lost its daemon"
+    # Without Slurm, which is not to be asked at every look: on another node it is believed to live.
+    return None if holder_of(folder.daemon) else "lost its daemon"
 
 
 __all__ = ["Status", "ensure", "start", "status", "stop"]

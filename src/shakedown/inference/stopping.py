@@ -1,50 +1,65 @@
 """Ending a server, also on a disk that takes no file any more, and one command at a time for it."""
 
 import contextlib
-import errno
-import fcntl
-import os
 import signal
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from shakedown.cluster.nodes import node_name
-from shakedown.core.errors import StorageError
+from shakedown.cluster.held import hold
+from shakedown.cluster.recorded import Recorded
+from shakedown.cluster.roster import end_left
+from shakedown.core.errors import ServerError, StorageError
 from shakedown.core.files import write_text
+from shakedown.core.folders import storage_errors
+from shakedown.core.lease import Holder
 from shakedown.core.paths import ServerPaths
-from shakedown.core.private import open_own, own_folder
+from shakedown.core.private import own_folder
 from shakedown.inference import slurm
-from shakedown.inference.folder import State, read_state
-from shakedown.inference.processes import alive, end_orphans, gone, job_id, job_mark, job_state
+from shakedown.inference.processes import alive, daemon_of, gone, job_id, job_mark, job_state
 
 Say = Callable[[str], None]
 _STOP_SECONDS = 40.0  # the daemon's own grace time, and the kill after it
 
 
 def stop_server(folder: ServerPaths, say: Say) -> str:
-    """End the server, its daemon or its job; says what was done."""
-    state, job = read_state(folder.state), job_id(folder)
-    if not alive(folder):
-        end_orphans(state)
-        return "was not running"
+    """End the server, its daemon or its job; says what was done.
+
+    Raises:
+        RefusedError: processes of a killed daemon are left, or may be somebody else's.
+        ServerError: it could not be ended from here.
+        LaunchError: its job could not be cancelled.
+    """
+    was_running = alive(folder)
+    if was_running:
+        _stop(folder, say)
+    end_left(folder.roster)
+    return "stopped" if was_running else "was not running"
+
+
+def _stop(folder: ServerPaths, say: Say) -> None:
     asked = _ask_to_stop(folder, say)
     waiting = job_state(folder)
     # A job in the queue has no daemon yet that could see the stop file.
     if not asked or (waiting is not None and waiting.waiting):
-        _end(folder, state, job, signal.SIGTERM)
+        _signal(folder, signal.SIGTERM)
+    if gone(folder, _STOP_SECONDS):
+        return
+    say("serve: the daemon does not answer, ending it")
+    _signal(folder, signal.SIGKILL)  # its guard ends the server
     if not gone(folder, _STOP_SECONDS):
-        say("serve: the daemon does not answer, ending it")
-        _end(folder, state, job, signal.SIGKILL)  # its guard ends the server
-        gone(folder, _STOP_SECONDS)
-    end_orphans(read_state(folder.state) or state)
-    return "stopped"
+        who = f"Slurm job {job_id(folder)}" if job_id(folder) else str(daemon_of(folder))
+        raise ServerError(
+            f"{folder.root}: its server was not ended: {who} is not known to be gone",
+            hint=f"end it where it runs, then: shakedown serve stop {folder.root}",
+        )
 
 
-def _end(folder: ServerPaths, state: State | None, job: str, signum: int) -> None:
-    if job:
+def _signal(folder: ServerPaths, signum: int) -> None:
+    if job := job_id(folder):
         slurm.cancel(job, job_mark(folder))
-    elif state is not None and state.node == node_name():
-        state.daemon.send(signum)
+        return
+    daemon = daemon_of(folder)
+    if daemon is not None and daemon.within_reach(Holder.here("")):
+        Recorded(daemon.pid, daemon.started, daemon.boot).send(signum)
 
 
 def _ask_to_stop(folder: ServerPaths, say: Say) -> bool:
@@ -58,24 +73,16 @@ def _ask_to_stop(folder: ServerPaths, say: Say) -> bool:
 
 
 @contextlib.contextmanager
-def locked(folder: ServerPaths) -> Iterator[None]:
-    """One start, stop or restart of a server at a time, in a folder that only this user changes."""
-    try:
+def turn(folder: ServerPaths, action: str, *, wait: bool = False) -> Iterator[None]:
+    """One start, stop or restart of a server at a time, in a folder that only this user changes.
+
+    Args:
+        wait: come second, instead of being refused.
+
+    Raises:
+        RefusedError: another command changes the server.
+    """
+    with storage_errors("use", folder.root):
         own_folder(folder.root)
-        lock = os.fdopen(_open_lock(folder.lock), "rb")
-    except OSError as error:
-        raise StorageError(f"cannot use {folder.root}: {error.strerror}") from error
-    with lock:
-        # The kernel gives the lock back when its holder dies, so a killed start locks nobody out.
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with hold(folder.root, f"shakedown serve {action}", wait=wait):
         yield
-
-
-def _open_lock(path: Path) -> int:
-    try:
-        return open_own(path, os.O_WRONLY)  # flock on NFS asks for a file that is open to write
-    except OSError as error:
-        # On a file system that has turned read-only a server can still be stopped.
-        if error.errno != errno.EROFS:
-            raise
-        return open_own(path, os.O_RDONLY)

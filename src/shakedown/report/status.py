@@ -9,6 +9,7 @@ import httpx
 
 from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import ShakedownError
+from shakedown.core.lease import holder_of
 from shakedown.core.paths import ServerPaths, StagePaths
 from shakedown.core.visible import masked
 from shakedown.inference.engines import get_engine
@@ -99,12 +100,13 @@ def _server(server: ServerView, job: JobView | None) -> ServerView:
     if job is not None:
         return replace(server, gone=jobs.ended(job)) if job.ended else server
     try:
-        state = read_state(ServerPaths(server.root).state)
+        paths = ServerPaths(server.root)
+        state, holds = read_state(paths.state), holder_of(paths.daemon)
     except ShakedownError:
         return server  # `collect` has listed it
-    if state is None or state.node != node_name() or state.daemon.lives:
+    if state is None or state.node != node_name() or holds:
         return server
-    return replace(server, gone=f"its process {state.daemon_pid} is gone from {state.node}")
+    return replace(server, gone=f"its daemon is gone from {state.node}")
 
 
 def as_text(status: RunStatus) -> str:

@@ -15,7 +15,7 @@ from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
 from shakedown.inference.folder import Endpoint, read_endpoint, with_model
 from shakedown.inference.relay import split_urls
-from shakedown.inference.stopping import locked
+from shakedown.inference.stopping import turn
 from shakedown.rollout.store import Weights
 from shakedown.rollout.weights import WeightSync, all_loaded, probe_tokens
 
@@ -36,6 +36,7 @@ def update_server(path: Path, model: str, *, within: float) -> float:
 
     Raises:
         UsageError: the server takes no weights; the folder holds none, or those of another model.
+        RefusedError: another command changes the server.
         WeightUpdateError: it, or one of several, does not answer with the new weights.
         ServerError: it refused or did not answer.
     """
@@ -50,9 +51,9 @@ def update_server(path: Path, model: str, *, within: float) -> float:
     if not any(folder.glob("*.safetensors")):
         raise UsageError(f"{folder} holds no *.safetensors", hint="give a Hugging Face folder")
     _check_same_kind(endpoint, folder)
-    seconds = asyncio.run(_update(endpoint, folder, within))
     root = ServerPaths(path if path.is_dir() else path.parent)
-    with locked(root):
+    with turn(root, "update-weights"):
+        seconds = asyncio.run(_update(endpoint, folder, within))
         # With the order: `serve start` with the former model then starts a server that has it.
         now = replace(read_endpoint(path), model=str(folder), order=order)
         write_json(root.endpoint, now.to_json())

@@ -17,6 +17,7 @@ import pytest
 from shakedown import cli
 from shakedown.cluster.recorded import Recorded
 from shakedown.core.files import write_json, write_text
+from shakedown.core.lease import Holder
 from shakedown.core.paths import RunPaths
 from shakedown.inference.folder import State
 from shakedown.monitor.heartbeat import Beat, encode, host_name
@@ -256,11 +257,13 @@ def test_a_server_on_this_host_whose_process_is_gone_is_told(run: Run) -> None:
     folder, dead = run.paths.server("policy"), ended_process()
     node = WorkflowRun.here("").host
     write_json(folder.endpoint, {"base_url": "http://127.0.0.1:1"})
-    write_json(folder.state, asdict(State("running", node, dead.pid, dead.started, dead.boot)))
+    write_json(folder.state, asdict(State("running", node)))
+    holder = replace(Holder.here("the daemon"), pid=dead.pid, started=dead.started)
+    write_json(folder.daemon / ".lease" / "1", asdict(holder))
 
     shown = run.shown()
 
-    assert f"its process {dead.pid} is gone from {node}" in shown
+    assert f"its daemon is gone from {node}" in shown
     assert "not running" in shown
 
 
