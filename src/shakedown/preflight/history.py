@@ -115,8 +115,13 @@ def exclude_known(path: Path, hours: float, target: Path) -> list[str]:
     Raises:
         StorageError: a file cannot be read or written.
     """
-    names = sorted(excluded(path, hours))
-    write_bad_nodes(target, names)
+    if not path.exists():
+        write_bad_nodes(target, [])
+        return []
+    with _opened(path) as base:
+        base.execute("BEGIN IMMEDIATE")  # of two at once none writes a list older than the other's
+        names = sorted(excluded(path, hours))
+        write_bad_nodes(target, names)
     return names
 
 

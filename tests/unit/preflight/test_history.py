@@ -1,5 +1,9 @@
 """What is kept of nodes over runs, and whom later jobs keep off."""
 
+import sqlite3
+import threading
+import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -77,3 +81,14 @@ def test_a_file_of_something_else_is_an_error_and_stays_as_it_is(path: Path) -> 
         remember(path, [look("n1", 1)])
 
     assert path.read_bytes() == b"no database" * 1000
+
+
+def test_who_writes_the_list_waits_for_a_judgement_that_is_being_added(
+    path: Path, tmp_path: Path
+) -> None:
+    remember(path, [Look(time.time(), "r", "n1", ok=False)])
+    with closing(sqlite3.connect(path, check_same_thread=False)) as other:
+        other.execute("INSERT INTO looks VALUES (?, 'r', 'n2', 0, 'reach')", (time.time(),))
+        threading.Timer(0.5, other.commit).start()
+
+        assert exclude_known(path, 24, tmp_path / "excluded") == ["n1", "n2"]
