@@ -1,6 +1,7 @@
 """`shakedown preflight`: check nodes, network and disks before anything is started."""
 
 import argparse
+import contextlib
 import json
 import os
 import time
@@ -9,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from shakedown.cluster.held import hold
 from shakedown.cluster.nodes import allocation_nodes, expand_nodelist, node_name
 from shakedown.commands.arguments import above_zero, add_strict, place, run_config, whole
 from shakedown.config import Config
@@ -26,6 +28,7 @@ from shakedown.preflight.once import MODES, check_this_node
 
 if TYPE_CHECKING:
     from shakedown.preflight.run import Checked
+    from shakedown.preflight.settings import Settings
 
 _ONCE_SECONDS = 10.0  # Slurm ends a HealthCheckProgram after 60 s, and a job waits for its Prolog
 EXAMPLES = (
@@ -124,10 +127,10 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: an option or the config cannot be used.
+        RefusedError: another process writes the results folder.
         BlockedError: the job of `--job` does not run.
         StorageError: the results folder cannot be written.
     """
-    from shakedown.preflight.run import run_preflight
     from shakedown.preflight.settings import Settings
 
     config = run_config([args.config]) if args.config else None
@@ -160,14 +163,23 @@ def run(args: argparse.Namespace) -> int:
         after=_after(out, args.config),
         say=lambda text: print(f"preflight: {text}", flush=True),
     )
-    remove_earlier(PreflightPaths(out).verdict)
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(StorageError):  # the disk is among what is checked
+            stack.enter_context(hold(out, "shakedown preflight"))
+            remove_earlier(PreflightPaths(out).verdict)
+        return _check(settings, args, config)
+
+
+def _check(settings: "Settings", args: argparse.Namespace, config: Config | None) -> int:
+    from shakedown.preflight.run import run_preflight
+
     checked = run_preflight(settings)
     try:
-        checked.write(out)
+        checked.write(settings.out)
         _remember(checked, args, config)
         if args.record_baseline and checked.verdict.status in ("PASS", "WARN"):
             record_baseline(args.record_baseline, checked.reports)
-        return finish(checked.verdict, PreflightPaths(out).verdict, strict=args.strict)
+        return finish(checked.verdict, PreflightPaths(settings.out).verdict, strict=args.strict)
     except StorageError:
         print(render_text(checked.verdict))  # what was found must not be lost with the disk
         raise
