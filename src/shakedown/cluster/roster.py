@@ -1,5 +1,6 @@
 """The processes of a supervisor, written down: whoever finds it killed sees that they are gone."""
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,13 @@ def end_left(path: Path) -> None:
     roster = read_json_as(Roster, path, "roster")
     if (roster.boot, roster.space) == (boot_id(), pid_space()):
         _end(roster, path)
-    path.unlink(missing_ok=True)
+    remove(path)
+
+
+def remove(path: Path) -> None:
+    """Say that all are gone; on a disk that is read-only by now the next one sees it for itself."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _end(roster: Roster, path: Path) -> None:

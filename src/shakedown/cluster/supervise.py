@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from shakedown.cluster.guard import MARK, Process, living, look, send
-from shakedown.cluster.roster import Roster
+from shakedown.cluster.roster import Roster, remove
 from shakedown.core.errors import LaunchError, StorageError
 from shakedown.core.folders import storage_errors
 from shakedown.core.leftovers import private_folder
@@ -141,7 +141,7 @@ class Supervisor:
             self._dismiss_guard()
             self._folders.close()
             if self._roster is not None:
-                self._roster.unlink(missing_ok=True)
+                remove(self._roster)
 
     def start(self, component: Component) -> int:
         """Start a component and return its pid, which is also its group's and session's id.

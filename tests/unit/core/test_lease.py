@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from shakedown.cluster.guard import look
 from shakedown.core.errors import RefusedError
-from shakedown.core.lease import Fence, Holder, hold
+from shakedown.core.lease import Fence, Holder, hold, holder_of
 
 CONTENDER = """
 import sys
@@ -88,6 +89,57 @@ def test_a_holder_that_ends_leaves_the_folder_to_the_next(tmp_path: Path) -> Non
             fence.check()
             assert fence.number == number
     assert sorted(os.listdir(tmp_path / ".lease")) == ["2.released", "3.released"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a space of process ids")
+def test_of_two_containers_on_one_host_each_takes_the_others_holder_for_alive(
+    tmp_path: Path,
+) -> None:
+    """Each is process 1 or so of its own: their numbers, even their starts, may be the same."""
+    inside = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    command = [*inside, sys.executable, "-c", CONTENDER, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    first = subprocess.Popen(command, text=True, **pipes)  # type: ignore[call-overload]
+    try:
+        first.stdin.write("go\n")
+        first.stdin.flush()
+        assert first.stdout.readline() == "held 1\n"
+
+        second = subprocess.run(command, input="go\n", text=True, capture_output=True, check=True)
+        with pytest.raises(RefusedError, match="not proven to be gone"), hold(tmp_path, "outside"):
+            pass
+
+        assert second.stdout.startswith("refused")
+        assert "a contender (pid 1 on " in second.stdout
+        assert "not proven to be gone" in second.stdout
+        assert holder_of(tmp_path) is not None
+        assert os.listdir(tmp_path / ".lease") == ["1"]
+    finally:
+        first.communicate("end\n")
+    assert os.listdir(tmp_path / ".lease") == ["1.released"]
+
+
+def test_who_waits_comes_after_the_holder_and_not_after_a_silent_one(
+    race: Race, tmp_path: Path
+) -> None:
+    first, _, _ = race(1)
+    os.utime(tmp_path / ".lease" / "1", (1, 1))
+    with (
+        pytest.raises(RefusedError, match=f"pid {first.pid}"),
+        hold(tmp_path, "second", wait=True),
+    ):
+        pass
+    os.utime(tmp_path / ".lease" / "1")
+
+    def end() -> None:
+        assert first.stdin is not None
+        first.stdin.write("end\n")
+        first.stdin.flush()
+
+    threading.Timer(1.0, end).start()
+    with hold(tmp_path, "second", wait=True) as fence:
+        assert fence.number == 2
+        assert (tmp_path / ".lease" / "1.released").exists()
 
 
 def write(folder: Path, text: str) -> Path:
