@@ -223,6 +223,7 @@ class Training:
     def words(self, rate: float, *more: str) -> list[str]:
         body = load_config(ROOT / "config" / "config.yaml").model_dump(mode="json")
         body |= {"run": "r", "results": str(self.folder), "order": [self.name]}
+        body["agents"]["target"] = str(ROOT / body["agents"]["target"])
         own = {"allocation": "fsdp:d1", "steps": STEPS, "checkpoint_every": 1, "eval_samples": 0}
         stage = {**body["stages"][self.name], **{"sft": SFT, "grpo": GRPO}[self.name], **own}
         stage["optimizer"] = {"lr": rate}
