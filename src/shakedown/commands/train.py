@@ -20,6 +20,7 @@ from shakedown.core.continued import note_stage_command
 from shakedown.core.errors import ExitCode, UsageError, did_you_mean
 from shakedown.core.paths import AttemptPaths, RunPaths
 from shakedown.core.private import check_own
+from shakedown.core.verdict import finding_line
 from shakedown.training.forecast.show import render
 from shakedown.training.forecast.stage import plan_of
 from shakedown.training.lint import require_sound
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"stage {args.stage} {outcome.state}: {outcome.sentence}", flush=True)
     for found in outcome.findings:
         if found.status == "warn":
-            print(f"  WARN {found.check} {found.subject}: {found.measured}", flush=True)
+            print(finding_line(found), flush=True)
     if outcome.next:
         print(f"  next: {outcome.next}", flush=True)
     print(f"  logs: {AttemptPaths(paths.stage(args.stage).latest).logs}", flush=True)

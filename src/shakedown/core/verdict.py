@@ -180,7 +180,7 @@ def render_text(verdict: Verdict, *, limit: int = 40) -> str:
     lines = [f"{verdict.stage}: {verdict.status}: {verdict.summary}"]
     # Bounded: on a large cluster one fault may come once a node, and the file has all of them.
     notable = [f for f in verdict.findings if f.status not in ("pass", "skip")]
-    lines += [_finding_line(finding) for finding in notable[:limit]]
+    lines += [finding_line(finding) for finding in notable[:limit]]
     if len(notable) > limit:
         lines.append(f"  ... and {len(notable) - limit} more")
     lines.append(f"  {counted(verdict.findings)}, {verdict.seconds:.1f} s")
@@ -189,7 +189,8 @@ def render_text(verdict: Verdict, *, limit: int = 40) -> str:
     return masked("\n".join(lines))
 
 
-def _finding_line(finding: Finding) -> str:
+def finding_line(finding: Finding) -> str:
+    """A finding for a person in a terminal."""
     parts = [f"  {_MARKS[finding.status]} {finding.check} [{finding.scope} {finding.subject}]"]
     if finding.measured is not None:
         parts.append(f"measured {finding.measured}{finding.unit and ' ' + finding.unit}")

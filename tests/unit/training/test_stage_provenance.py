@@ -1,4 +1,6 @@
-"""A stage whose settings or inputs change after it began: what it says of its steps."""
+"""What a stage says of its steps: those of other settings or inputs, or without a loss that its
+model asks for.
+"""
 
 import json
 import subprocess
@@ -8,11 +10,13 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import Qwen3MoeConfig
 
 from shakedown.core.outcome import read_outcome
 from shakedown.core.paths import StagePaths
 from shakedown.core.verdict import read_verdict
 from tests.demo_assets import write_assets
+from tests.tiny_models import SMALL, write_tiny
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -155,6 +159,25 @@ def test_other_contents_under_the_same_names_start_the_stage_anew_and_say_so(
     assert "starting from the input model" in said
     assert lab.accept()[0] == 0
     assert len(lab.lrs()) == 3
+
+
+def test_experts_trained_without_the_loss_that_balances_them_are_told_from_the_start_to_the_gate(
+    lab: Lab,
+) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes = {**SMALL, **experts, "max_position_embeddings": 256}
+    write_tiny(lab.assets / "model", Qwen3MoeConfig(**sizes, output_router_logits=True))
+
+    code, said = lab.train()
+
+    assert code == 0, said
+    warning = "WARN experts [config model.source], measured output_router_logits: true"
+    assert warning in said.partition("step 1/2")[0]
+    assert warning in said.partition("completed: all steps done")[2]
+    code, said = lab.accept()
+    assert code == 0
+    assert "accept sft: WARN" in said
+    assert "the router is trained without router_aux_loss_coef" in said
 
 
 def test_a_command_is_not_restarted_as_its_checkpoints_are_its_own(lab: Lab) -> None:

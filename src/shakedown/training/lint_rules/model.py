@@ -99,8 +99,13 @@ def _cut_fault(part: Part, sizes: ModelSizes) -> str:
 
 
 def router_loss(inputs: Inputs) -> Iterator[Finding]:
+    """Of the model that the run begins with."""
+    return router_loss_left_out(inputs.sizes)
+
+
+def router_loss_left_out(sizes: ModelSizes | None) -> Iterator[Finding]:
     """A router's balancing loss that config.json asks for is no part of any stage's loss."""
-    if inputs.sizes and inputs.sizes.router_loss:
+    if sizes and sizes.router_loss:
         measured = "output_router_logits: true"
         expected = "false in config.json: a stage's loss is that of its tokens alone"
         remedy = "the router is trained without router_aux_loss_coef; experts may be used unevenly"

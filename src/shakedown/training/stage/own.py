@@ -10,11 +10,14 @@ from shakedown.config import ProfileConfig, ServeConfig
 from shakedown.core.errors import UsageError
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
+from shakedown.core.verdict import Finding, finding_line
 from shakedown.monitor.collect import Target
 from shakedown.monitor.heartbeat import Beat, read_heartbeats
 from shakedown.rollout.recording import check_recording
 from shakedown.training.checkpoint.fingerprint import keep_digests
 from shakedown.training.drift import with_drift
+from shakedown.training.lint_rules.model import router_loss_left_out
+from shakedown.training.lint_rules.model_sizes import read_sizes
 from shakedown.training.stage import profiling
 from shakedown.training.stage.components import (
     orchestrator_component,
@@ -55,7 +58,8 @@ class OwnLaunched(Launched):
         return ("--attempt", str(self.job.attempt.root.absolute()))
 
     def finish(self, outcome: Outcome) -> Outcome:
-        return with_provenance(with_drift(outcome, self.job), self.job)
+        outcome = with_provenance(with_drift(outcome, self.job), self.job)
+        return replace(outcome, findings=[*outcome.findings, *_left_out(self.job)])
 
     def last_words(self) -> Sequence[str]:
         return profiling.told(self.job.attempt) if self.report_grace is not None else ()
@@ -90,6 +94,8 @@ class StagePlan:
         job, components = self._components(attempt, devices)
         if self.profile is not None and (text := profiling.unmatched(self.profile, job)):
             print(text, flush=True)
+        for finding in _left_out(job):
+            print(finding_line(finding), flush=True)
         expected = [("trainer", rank) for rank in range(job.world_size)]
         # Rank 0 and the orchestrator tell the progress; the other logs are for when it fails.
         echoed = ["trainer-rank0"]
@@ -147,6 +153,11 @@ class StagePlan:
             profile=self.profile,
         )
         return job, components + trainers
+
+
+def _left_out(job: StageJob) -> list[Finding]:
+    """What the input model asks for and no stage does."""
+    return list(router_loss_left_out(read_sizes(Path(job.model))))
 
 
 def _check_replay(job: StageJob, folder: Path) -> None:
