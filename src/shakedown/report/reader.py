@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from shakedown.core.errors import UsageError
+from shakedown.config.load import read_yaml
+from shakedown.core.errors import ConfigError, UsageError
 from shakedown.core.outcome import Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.core.rows import Row, step_rows
@@ -59,14 +58,13 @@ class Reader:
     def config(self, path: Path) -> tuple[str, Mapping[str, Any]]:
         """The resolved config as text and as a mapping (empty when it cannot be read)."""
         text = self.text(path, limit=MAX_CONFIG_BYTES)
+        if not text:
+            return "", {}
         try:
-            body = yaml.safe_load(text)
-        except (yaml.YAMLError, ValueError, RecursionError) as error:
+            return text, read_yaml(path)
+        except ConfigError as error:
             self._refuse(path, error)
             return text, {}
-        if body is not None and not isinstance(body, dict):
-            self._refuse(path, TypeError("expected a mapping of keys"))
-        return text, body if isinstance(body, dict) else {}
 
     def text(self, path: Path, *, limit: int = MAX_BYTES) -> str:
         """A text file; empty when there is none."""

@@ -173,12 +173,17 @@ def test_a_config_that_cannot_be_used_still_shows_the_stages_on_disk(
     assert view.config_text == text
 
 
-def test_aliases_of_aliases_in_the_config_are_never_unfolded(paths: RunPaths) -> None:
-    lines = ["a0: &a0 [x, x]"]
-    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 30)]
+@pytest.mark.parametrize("link", ["[{}]", "{{<<: [{}]}}"], ids=["aliases", "merges"])
+def test_a_config_that_would_unfold_without_end_is_refused_in_time(
+    paths: RunPaths, link: str
+) -> None:
+    lines = [f"a0: &a0 {'[x, x]' if link == '[{}]' else '{x: 1}'}"]
+    lines += [f"a{i}: &a{i} {link.format(', '.join([f'*a{i - 1}'] * 9))}" for i in range(1, 30)]
     write_text(paths.config, "\n".join([*lines, "run: *a29", "stages: {good: {algorithm: *a29}}"]))
+    write_attempt(paths.stage("grpo"))
     view = collect(paths.root)
-    assert (view.name, view.stages[0].algorithm) == (paths.root.name, "")
+    assert [stage.name for stage in view.stages] == ["grpo"]
+    assert "more than 20000" in reasons(paths)["config.resolved.yaml"]
 
 
 def test_metrics_that_are_still_being_written_are_read_up_to_the_last_line(paths: RunPaths) -> None:
