@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 
@@ -71,10 +72,7 @@ def read_object(content: bytes, kind: str) -> Body:
     Raises:
         ValueError: it is no JSON object; `kind`, its content type, is named.
     """
-    try:
-        body = json.loads(content)
-    except ValueError:
-        body = None
+    body = _parsed(content)
     if not isinstance(body, dict):
         begins = content[:200].decode(errors="replace")
         raise ValueError(f"the engine answered 200 with {kind}, no JSON object: {begins}")
@@ -94,9 +92,10 @@ async def chunks(reply: aiohttp.ClientResponse) -> AsyncIterator[Body]:
         text = line[5:].strip()
         if text == b"[DONE]":
             return
-        chunk = json.loads(text)
+        chunk = _parsed(text)
         if not isinstance(chunk, dict) or chunk.get("error"):
-            raise ValueError(f"the engine's stream says {text.decode()[:300]}")
+            begins = text[:300].decode(errors="replace")
+            raise ValueError(f"the engine's stream says {begins}")
         yield chunk
     if "event-stream" not in reply.content_type:
         raise ValueError(f"the engine answered 200 with {reply.content_type}, no stream of events")
@@ -119,7 +118,15 @@ def said_of_error(status: int, content: bytes) -> str:
     if status == 200:
         return ""
     try:
-        said = json.loads(content)["error"]["message"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        said = _parsed(content)["error"]["message"]
+    except (KeyError, TypeError):
         said = None
     return str(said) if said else f"the engine: {content.decode(errors='replace')[:500]}"
+
+
+def _parsed(text: bytes) -> Any:
+    """What JSON says; None where it is none, or nested too deeply: the engine's fault either way."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None

@@ -45,6 +45,7 @@ FAULTS: dict[str, tuple[Row, str, str]] = {
     "404": ({"texts": ["status:404"]}, "api_status", "status 404: as asked"),
     "500 twice": ({"texts": ["status:500"] * 2}, "api_status", "none of its 2 calls"),
     "html": ({"texts": ["html"]}, "bad_reply", "text/html"),
+    "nested": ({"texts": ["nested"]}, "bad_reply", "application/json"),
     "cut body": ({"texts": ["cut"]}, "truncated", ""),
     "cut stream": ({"texts": ["cut"], "by": "stream"}, "truncated", "broke off"),
     "reset": ({"texts": ["reset"]}, "connection", ""),

@@ -118,6 +118,8 @@ class WireServer:
             return False
         if wish == "html":
             return _raw(connection, 200, "text/html", _HTML)
+        if wish == "nested":
+            return _raw(connection, 200, "application/json", b'{"a":' * 50_000)
         return self._chat(connection, body, wish)
 
     def _chat(self, connection: socket.socket, body: dict[str, Any], wish: str) -> bool:
