@@ -125,7 +125,7 @@ def said_of_error(status: int, content: bytes) -> str:
 
 
 def _parsed(text: bytes) -> Any:
-    """What JSON says; None where it is none, or nested too deeply: the engine's fault either way."""
+    """What JSON says; None where it is none, or nested too deeply to be read."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

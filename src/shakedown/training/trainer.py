@@ -45,7 +45,9 @@ class Trainer:
         self._record = Record(job) if self._is_rank0 else None
         self._meter = StepMeter(context)
         self._evals = MetricsLog(job.attempt.evals)
-        self._made = fingerprint(job)
+        # Rank 0 alone chooses and publishes. A copy of the model on another node has another time
+        # of change: each of its ranks would read all of it.
+        self._made = fingerprint(job) if self._is_rank0 else {}
         self._checkpoints = Checkpoints(
             job.paths.checkpoints,
             engine=context.engine,

@@ -19,7 +19,10 @@ from typing import Any
 from tests.unit.rollout.chat_engine import chat, chunks, prompt_ids
 
 _TALK = "the quick brown fox jumps over the lazy dog, and then it goes home for supper"
-_HTML = b"<html><body>please log in</body></html>"
+_NO_REPLIES = {
+    "html": ("text/html", b"<html><body>please log in</body></html>"),
+    "nested": ("application/json", b'{"a":' * 50_000),
+}
 # What tells a client what kind of server it is.
 _LOOKED_AT: dict[str, Any] = {
     "/v1/models": {"data": [{"id": "policy", "max_model_len": 200}]},
@@ -116,10 +119,8 @@ class WireServer:
             else:
                 _reset(connection)
             return False
-        if wish == "html":
-            return _raw(connection, 200, "text/html", _HTML)
-        if wish == "nested":
-            return _raw(connection, 200, "application/json", b'{"a":' * 50_000)
+        if wish in _NO_REPLIES:
+            return _raw(connection, 200, *_NO_REPLIES[wish])
         return self._chat(connection, body, wish)
 
     def _chat(self, connection: socket.socket, body: dict[str, Any], wish: str) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from shakedown.core import provenance
 from shakedown.core.provenance import Contents, Span, judge, source_file, source_files, spans
 
 A = {"lr": "0.1", "data": "one"}
@@ -80,6 +81,23 @@ def test_a_digest_is_of_the_whole_file_and_a_file_that_stays_is_read_once(tmp_pa
     assert Contents(kept).digest([data]) != first
     os.utime(data, (1e9, 1e9))
     assert Contents(kept).digest([data]) == first, "known by path, size and time: not read"
+
+
+def test_large_files_that_are_not_known_yet_are_told_before_they_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(provenance, "_TOLD_BYTES", 1_500_000)
+    weights = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for path in weights:
+        path.write_bytes(b"w" * 700_000)
+        os.utime(path, (1e9, 1e9))
+    contents = Contents(tmp_path / "contents.json")
+
+    first = contents.digest(weights)
+
+    assert capsys.readouterr().out == f"reading 0 GB of {tmp_path}, once\n"
+    assert contents.digest(reversed(weights)) == first
+    assert capsys.readouterr().out == ""
 
 
 def test_a_file_that_was_just_written_and_a_damaged_list_are_read_anew(tmp_path: Path) -> None:

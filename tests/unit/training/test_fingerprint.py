@@ -138,6 +138,7 @@ CONTENTS = {
     "chat_template.jinja": "chat_template",
     "tokenizer.json": "tokenizer",
     "agent.py": "agent_source",
+    "model-00001-of-00002.safetensors": "model",
 }
 
 

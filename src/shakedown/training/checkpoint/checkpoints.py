@@ -138,6 +138,7 @@ class Checkpoints:
 
     Args:
         root: the stage's `checkpoints` folder.
+        fingerprint: of rank 0; the others' is not looked at.
         keep: how many of the newest stay.
         beat: called while a checkpoint is looked for.
         fence: raises where somebody else writes the folder by now.

@@ -1,7 +1,6 @@
 """What a checkpoint and the job that wants to go on from it must have in common."""
 
 import functools
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -15,10 +14,6 @@ from shakedown.core.model_folder import TOKENIZERS
 from shakedown.core.provenance import Contents, differing, source_files
 from shakedown.data_sources import parse_source
 from shakedown.training.stage.job import StageJob
-
-# Of weights, which are read again by every rank, only the beginning and the end: a header, and what
-# changed last. No training leaves these as they were.
-_SAMPLE = 1 << 20
 
 _TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
 _TEMPLATE = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
@@ -50,7 +45,7 @@ _FREE = frozenset(
 _LATER = frozenset({"engine", "tokenizer", "chat_template", "reward_source", "agent_source"})
 
 # Digests of earlier releases, which are not of whole files: they say nothing about ours.
-_DIGESTS = frozenset({"model", "data"})
+_DIGESTS = frozenset({"model", "data", "replay"})
 _SAMPLED = re.compile(r"(?:\w+=)?[0-9a-f]{16}")
 
 
@@ -98,7 +93,7 @@ def _fingerprint(job: StageJob, contents: Contents) -> dict[str, str]:
         parts["chat_template_kwargs"] = dict(job.chat_template_kwargs)
     if job.replay:
         with storage_errors("read", Path(job.replay)):
-            parts["replay"] = _digest(sorted(Path(job.replay).glob("step_*.npz")))
+            parts["replay"] = contents.digest(Path(job.replay).glob("step_*.npz"))
     return {name: _text(value) for name, value in parts.items()}
 
 
@@ -112,7 +107,7 @@ def _contents(job: StageJob, contents: Contents) -> dict[str, str]:
     with storage_errors("read", folder):
         found["chat_template"] = contents.digest(template)
         found["tokenizer"] = contents.digest(tokenizer)
-        found["model"] = f"sampled:{_digest(sorted(rest))}"
+        found["model"] = contents.digest(rest)
     if job.config.eval_samples and job.heldout:
         found["heldout"] = _data_digest(job.heldout, contents)
     agent = job.config.grpo.agent if job.config.grpo else ""
@@ -198,15 +193,3 @@ def _data_digest(source: str, contents: Contents) -> str:
     with storage_errors("read", Path(parsed.place)):
         digest = contents.digest([Path(parsed.place)])
     return f"{parsed.form}={digest}" if parsed.form else digest
-
-
-def _digest(files: list[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size} ".encode())
-        with path.open("rb") as stream:
-            digest.update(stream.read(_SAMPLE))
-            stream.seek(max(0, size - _SAMPLE))
-            digest.update(stream.read(_SAMPLE))
-    return digest.hexdigest()[:16]
