@@ -67,7 +67,8 @@ class AgentResult:
     that cannot be told. `calls_made`, `calls_failed`: its requests for
     replies, and those of them that the server did not answer well; `lost`: how many of these by
     hop, `resent`: those that were sent again and answered; `answered`: when it last answered one,
-    as Unix time, 0 for never. `hop`: of the call that failed the episode.
+    as Unix time, 0 for never. `hop`: of the call that failed the episode. `by_agent`: as in
+    `Outcome`.
     """
 
     reward: Reward | None = None
@@ -84,6 +85,7 @@ class AgentResult:
     hop: str = ""
     lost: Mapping[str, int] = field(default_factory=dict)
     resent: int = 0
+    by_agent: bool = False
 
     def by_wire(self, sent: Sent) -> "AgentResult":
         """What became of it by what came back of its requests."""
@@ -100,6 +102,7 @@ class AgentResult:
             calls_made=len(calls),
             calls_failed=sum(call.failed for call in calls),
             answered=last_answer(calls),
+            by_agent=found.by_agent,
             lost=Counter(call.hop for call in calls if call.failed),
             resent=sum(call.outcome == "retried and answered" for call in calls),
         )

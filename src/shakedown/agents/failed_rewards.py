@@ -1,4 +1,4 @@
-"""Rewards that failed: each counts as 0, and a function that fails too often ends the stage."""
+"""Rewards that failed: each counts as 0, and code that fails too often ends the stage."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +16,36 @@ class BadRewardError(ShakedownError):
     exit_code = ExitCode.FAIL
 
 
+class FailedShare:
+    """Counts failures by their cause.
+
+    Args:
+        share: of calls that may fail.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share, self._first = share, ""
+        self.causes: Counter[str] = Counter()
+        self.calls = 0
+
+    def add(self, cause: str, told: str) -> bool:
+        """Count one; whether it is the first of its cause."""
+        self._first = self._first or told
+        self.causes[cause] += 1
+        return self.causes[cause] == 1
+
+    def excess(self, what: str) -> str:
+        """Why there are too many of `what`; empty while there are not."""
+        failed = self.causes.total()
+        if failed <= self._share * max(self.calls, _FEWEST):
+            return ""
+        causes = ", ".join(f"{count}x {cause}" for cause, count in self.causes.most_common())
+        return (
+            f"{failed} of {self.calls} {what} failed ({causes}), more than the {self._share:.0%} "
+            f"of data.reward_failed_share; the first: {self._first}"
+        )
+
+
 class RewardTally:
     """Makes numbers of results, and counts what failed.
 
@@ -28,26 +58,26 @@ class RewardTally:
     """
 
     def __init__(self, share: float = RewardLimits.failed_share, *, what: str = "rollout") -> None:
-        self._share, self._what = share, what
-        self.failures: Counter[str] = Counter()
-        self._calls = 0
-        self._first = ""
+        self._failed, self._what = FailedShare(share), what
+
+    @property
+    def failures(self) -> Counter[str]:
+        """By their cause."""
+        return self._failed.causes
 
     def values(
         self, results: Sequence[float | RewardFailure], texts: Sequence[str | None]
     ) -> list[float]:
         """A number for each result; `texts`: what was judged."""
-        self._calls += len(results)
+        self._failed.calls += len(results)
         return [self._value(*pair) for pair in zip(results, texts, strict=True)]
 
     def _value(self, result: float | RewardFailure, text: str | None) -> float:
         if not isinstance(result, RewardFailure):
             return result
-        if result.cause not in self.failures:
+        if self._failed.add(result.cause, str(result)):
             said = f"{self._what}: a reward failed and counts as 0: {result}"
             print(f"{said}; its text: {(text or '')[-200:]!r}", flush=True)
-        self.failures[result.cause] += 1
-        self._first = self._first or str(result)
         return 0.0
 
     def check(self) -> None:
@@ -56,13 +86,11 @@ class RewardTally:
         Raises:
             BadRewardError: more calls failed than may.
         """
-        failed = self.failures.total()
-        if failed <= self._share * max(self._calls, _FEWEST):
+        excess = self._failed.excess("rewards")
+        if not excess:
             return
-        causes = ", ".join(f"{count}x {cause}" for cause, count in self.failures.most_common())
         raise BadRewardError(
-            f"{self._what}: {failed} of {self._calls} rewards failed ({causes}), more than the "
-            f"{self._share:.0%} of data.reward_failed_share; the first: {self._first}",
+            f"{self._what}: {excess}",
             hint="let the function return 0 for an answer that it cannot read (shakedown lint "
             "calls it), or set data.reward_failed_share",
         )

@@ -19,6 +19,8 @@ _EXPLAINED = frozenset(
 TO_PROXY, TO_ENGINE, ENGINE = "agent to proxy", "proxy to engine", "engine"
 TO_SERVER = "agent to server"
 _AT_ENGINE = frozenset({"api_status", "unknown_model", "bad_reply", "read_timeout"})
+# Refusals that are of the key, the time or the load, not of what the agent asks for.
+_NOT_OF_THE_CALL = frozenset({401, 403, 407, 408, 429})
 _AT_ONCE = 2.0  # seconds between the end of an episode's time and of the call that it was in
 _MOST_LISTED = 5  # ids in a message
 
@@ -117,6 +119,15 @@ class Outcome:
     detail: str = ""
     status: int = 0
     hop: str = ""
+
+    @property
+    def by_agent(self) -> bool:
+        """Whether the agent's own code failed, or asked for what is refused.
+
+        Else a call was lost on its way or at the engine, or the machine has no descriptor left.
+        """
+        refused = 400 <= self.status < 500 and self.status not in _NOT_OF_THE_CALL
+        return self.cause not in ("", "file_descriptors") and (not self.hop or refused)
 
 
 def judged(told: Outcome, sent: Sent, seconds: float) -> Outcome:
@@ -221,12 +232,14 @@ def _raised(told: Outcome, sent: Sent) -> Outcome:
     calls = sent.calls
     if not calls and sent.elsewhere:
         return replace(told, detail=f"{told.detail}; its requests went to {_places(sent)}")
-    if not calls or not calls[-1].failed:
+    if not calls:
         return told
     last = calls[-1]
+    if told.cause == "read_timeout" and last.unanswered:  # the agent's client gave it up
+        return replace(told, hop=ENGINE)
     # A reward that is none, after good replies, is the agent's own.
     own = told.cause == "bad_return" and any(call.good for call in calls)
-    if own:
+    if own or not last.failed:
         return told
     if last.status and last.status == told.status:
         return replace(told, hop=last.hop)

@@ -16,10 +16,12 @@ from typing import Any, Self
 
 from shakedown.agents.agent_pool import AgentGroup, AgentPool, AgentResult, AgentSetup, all_ended
 from shakedown.agents.endpoint import AgentEndpoint
+from shakedown.agents.failed_rewards import FailedShare
 from shakedown.agents.measured import Measured
+from shakedown.agents.reward_pool import RewardLimits
 from shakedown.agents.wire import Sent, with_lost
 from shakedown.config import GrpoConfig
-from shakedown.core.errors import ConfigError, ExitCode, ShakedownError, UsageError
+from shakedown.core.errors import ConfigError, ExitCode, ServerError, ShakedownError, UsageError
 from shakedown.data_sources import load_rows, read_rows
 from shakedown.models.chat import encode_prompt
 from shakedown.rollout.agent_calls import Call, Sampling, joined
@@ -31,7 +33,7 @@ _TICK_SECONDS = 0.5
 
 
 class AgentFailedError(ShakedownError):
-    """Too few episodes of a group have a reward and something to train on."""
+    """Too few episodes of a group have something to train on, or too many of all failed."""
 
     exit_code = ExitCode.FAIL
 
@@ -66,10 +68,17 @@ class RecordedEpisode(AgentResult):
     calls: Sequence[Call] = ()
 
     @property
+    def counts(self) -> bool:
+        """Whether it is trained on. It is, too, where its agent failed: were it left out, an agent
+        that raises where its answer is wrong would leave only right ones.
+        """
+        return bool(self.calls) and (not self.cause or self.by_agent)
+
+    @property
     def one_reward(self) -> float:
-        """A dict of rewards by completion id counts as its mean, as in `shakedown agent run`."""
+        """0 of one that failed; a dict of rewards counts as its mean, as in `agent run`."""
         if self.reward is None:
-            raise ValueError(f"an episode that failed ({self.cause}) has no reward")
+            return 0.0
         if isinstance(self.reward, dict):
             return sum(self.reward.values()) / len(self.reward)
         return self.reward
@@ -130,12 +139,10 @@ class AgentGroupSampler:
             of their calls.
         share_tls: as in `AgentSetup`.
         own_lengths: replies are as long as the agent asks, not at most the stage's `max_tokens`.
+        failed_share: of episodes that may fail by their agent.
 
-    `failures` counts episodes that are left out by their cause.
+    `lost` counts episodes that failed, and not by their agent, by their cause.
     """
-
-    # So many groups' worth of failures in a row and no reward: the agent, not the rows.
-    _HOPELESS_GROUPS = 2
 
     def __init__(
         self,
@@ -146,6 +153,7 @@ class AgentGroupSampler:
         measure: bool = False,
         share_tls: bool = True,
         own_lengths: bool = False,
+        failed_share: float = RewardLimits.failed_share,
     ) -> None:
         self._server, self._settings = server, settings
         self._measure, self._share_tls = measure, share_tls
@@ -162,8 +170,8 @@ class AgentGroupSampler:
         )
         self._pool: AgentPool | None = None
         self._stack = contextlib.AsyncExitStack()
-        self.failures: Counter[str] = Counter()
-        self._failed_in_row = self._ended = self._running = self._ticks = 0
+        self._failed, self.lost = FailedShare(failed_share), Counter[str]()
+        self._ended = self._running = self._ticks = 0
 
     async def __aenter__(self) -> Self:
         """Listen, and start the first worker.
@@ -212,17 +220,17 @@ class AgentGroupSampler:
             self._ticks += self._running > 0 and self._proxy.gate.in_flight == 0
 
     def check(self) -> None:
-        """Tell an agent that never works from one that some rows are too much for.
+        """End a stage whose agent fails too often.
 
         Raises:
-            AgentFailedError: nothing but failures for the episodes of two groups in a row.
+            AgentFailedError: in more episodes than may.
         """
-        if self._failed_in_row >= self._HOPELESS_GROUPS * self._settings.group_size:
-            causes = ", ".join(f"{count}x {cause}" for cause, count in self.failures.most_common())
+        excess = self._failed.excess(f"episodes of {self._settings.agent}")
+        if excess:
             raise AgentFailedError(
-                f"the agent {self._settings.agent} failed {self._failed_in_row} times in a row "
-                f"({causes})",
-                hint="the first failure of each cause stands above in this log",
+                excess,
+                hint="let `run` return 0 for what the model does wrong (the first failure of each "
+                "cause stands in orchestrator.log with its row), or set data.reward_failed_share",
             )
 
     async def pause(self, within: float) -> None:
@@ -238,10 +246,10 @@ class AgentGroupSampler:
         self._proxy.gate.open()
 
     async def run_group(self, prompt: Prompt) -> Group:
-        """All episodes of a row at once; a failed one is left out.
+        """All episodes of a row at once; one whose agent fails counts as 0, a lost one is left out.
 
         Raises:
-            AgentFailedError: fewer than two are left, so that nothing can be compared.
+            AgentFailedError, ServerError: fewer than two are left, so that nothing can be compared.
             UsageError, LaunchError: a worker had to be replaced and could not be.
         """
         began = time.monotonic()
@@ -249,22 +257,19 @@ class AgentGroupSampler:
         size = self._settings.group_size
         async with self.group() as group:
             episodes = await all_ended(self.run_episode(data, group=group) for _ in range(size))
-        good = [episode for episode in episodes if not episode.cause]
-        failed = [episode for episode in episodes if episode.cause]
-        if len(good) < 2:
-            first = failed[0]
-            raise AgentFailedError(
-                f"{len(failed)} of {len(episodes)} episodes: agent {first.cause}: {first.detail}"
-            )
-        calls = [call for episode in good for call in episode.calls]
+        counted = [episode for episode in episodes if episode.counts]
+        if len(counted) < 2:
+            raise _too_few(episodes)
+        calls = [call for episode in counted for call in episode.calls]
         return Group(
             prompt=prompt,
             completions=[call.completion for call in calls],
-            rewards=[episode.one_reward for episode in good],
+            rewards=[episode.one_reward for episode in counted],
             version=min(call.version for call in calls),
             seconds=time.monotonic() - began,
-            failed=len(failed),
-            agent_episodes=[joined(episode.calls) for episode in good],
+            failed=sum(bool(episode.cause) for episode in counted),
+            lost=len(episodes) - len(counted),
+            agent_episodes=[joined(episode.calls) for episode in counted],
         )
 
     def group(self) -> AbstractAsyncContextManager[AgentGroup]:
@@ -295,16 +300,17 @@ class AgentGroupSampler:
             calls, shared = self._proxy.close(key), self._proxy.history.end(key)
             self._running -= 1
         self._ended += 1
-        sent = result.sent or Sent()
-        calls_made = with_lost(wire, sent.calls, self._proxy.full_at)
-        result = result.by_wire(Sent(calls_made, sent.elsewhere))
+        sent = result.sent
+        told = sent or Sent()
+        calls_made = with_lost(wire, told.calls, self._proxy.full_at)
+        result = result.by_wire(Sent(calls_made, told.elsewhere))
         if shared and not result.cause:
             result = replace(result, cause="shared_history", detail=shared, reward=None)
-        if result.cause:
-            self._note(result, data)
-        else:
-            self._failed_in_row = 0
-        return RecordedEpisode(**(vars(result) | {"log": log}), calls=calls)
+        if sent is None:  # its worker ended, by whichever of its episodes
+            result = replace(result, by_agent=False)
+        episode = RecordedEpisode(**(vars(result) | {"log": log}), calls=calls)
+        self._count(episode, data)
+        return episode
 
     async def take_measured(self) -> Measured:
         """What the workers measured since the last call; one caller at a time."""
@@ -316,13 +322,28 @@ class AgentGroupSampler:
             raise ValueError("AgentGroupSampler used outside its `async with` block")
         return self._pool
 
-    def _note(self, result: AgentResult, data: str) -> None:
+    def _count(self, episode: RecordedEpisode, data: str) -> None:
         """Say each cause once: the row shows what the agent could not bear."""
-        if result.cause not in self.failures:
+        self._failed.calls += episode.by_agent or not episode.cause
+        if not episode.cause:
+            return
+        if episode.by_agent:
+            first = self._failed.add(episode.cause, episode.detail)
+        else:
+            self.lost[episode.cause] += 1
+            first = self.lost[episode.cause] == 1
+        if first:
+            what = "counts as 0" if episode.counts else "is left out"
             print(
-                f"an episode is left out: agent {result.cause}: {result.detail}; "
-                f"its row: {data[:200]}\n{result.trace}".rstrip(),
+                f"an episode failed and {what} in training: {episode.cause}: {episode.detail}; "
+                f"its row: {data[:200]}\n{episode.trace}".rstrip(),
                 flush=True,
             )
-        self.failures[result.cause] += 1
-        self._failed_in_row += 1
+
+
+def _too_few(episodes: Sequence[RecordedEpisode]) -> ShakedownError:
+    left_out = [episode for episode in episodes if not episode.counts]
+    own = [episode for episode in left_out if episode.by_agent or not episode.hop]
+    first = (own or left_out)[0]
+    told = f"{len(left_out)} of {len(episodes)} episodes: {first.cause}: {first.detail}"
+    return AgentFailedError(told) if own else ServerError(told)

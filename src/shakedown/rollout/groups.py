@@ -47,7 +47,8 @@ class Group:
     """Rewarded episodes of one prompt; `version` wrote them, or the oldest of their tokens.
 
     `rewards`: one an episode. `completions`: all that the engine sampled for them. `seconds`:
-    generation. `failed`: rewards that failed and count as 0; of an agent, episodes left out.
+    generation. `failed`: rewards that failed and count as 0. `lost`: an agent's episodes that are
+    left out.
     `agent_episodes`: what an agent's episodes are to be trained on; None: each completion is an
     episode of one sequence.
     `mask_truncated`: a completion that was cut off is rewarded and compared, and not trained on
@@ -60,6 +61,7 @@ class Group:
     version: int
     seconds: float
     failed: int = 0
+    lost: int = 0
     agent_episodes: Sequence[EpisodeSequences] | None = None
     mask_truncated: bool = False
 
@@ -188,11 +190,12 @@ def group_stats(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _agent_stats(groups: Sequence[Group]) -> dict[str, float]:
-    """Means over agents' episodes: chat calls, and sequences that they became."""
+    """Of agents: episodes left out; means over the others of chat calls and of their sequences."""
     episodes = [episode for group in groups for episode in group.agent_episodes or ()]
     if not episodes:
         return {}
     return {
+        "lost_episodes": float(sum(group.lost for group in groups)),
         "calls_mean": sum(each.calls for episode in episodes for each in episode) / len(episodes),
         "sequences_mean": sum(map(len, episodes)) / len(episodes),
     }

@@ -14,6 +14,7 @@ from shakedown.agent_checks.episodes import Episode, RunResult
 from shakedown.agent_checks.judge import ServerProbe, judge_run
 from shakedown.agent_checks.runner import RunSettings, run_episodes
 from shakedown.agents.endpoint import AgentEndpoint
+from shakedown.agents.wire import ENGINE, TO_ENGINE, TO_PROXY, Outcome, Sent, WireCall, judged
 from shakedown.config import GrpoConfig
 from tests.unit.agents.wire_server import WireServer, wire_server
 
@@ -118,6 +119,33 @@ def test_every_cause_has_a_remedy(
     failed = [each for each in findings if each.check.startswith("failed_")]
     assert {each.check for each in failed} > {"failed_truncated", "failed_hanging"}
     assert all(each.remedy for each in failed)
+
+
+@pytest.mark.parametrize(
+    ("found", "by_agent"),
+    [
+        (Outcome("exception"), True),
+        (Outcome("connection"), True),  # of a tool, say: no call of the model failed
+        (Outcome("connection", hop=TO_ENGINE), False),
+        (Outcome("api_status", status=400, hop=ENGINE), True),  # beyond the context
+        (Outcome("api_status", status=404, hop=TO_PROXY), True),
+        (Outcome("api_status", status=429, hop=ENGINE), False),
+        (Outcome("api_status", status=500, hop=ENGINE), False),
+        (Outcome("file_descriptors"), False),
+        (Outcome(), False),
+    ],
+)
+def test_whose_failure_it_is_goes_by_where_the_call_failed(found: Outcome, by_agent: bool) -> None:
+    assert found.by_agent is by_agent
+
+
+def test_a_reply_that_the_agents_client_did_not_wait_for_is_the_engines() -> None:
+    left = WireCall()
+    left.leave()
+
+    found = judged(Outcome("read_timeout", "no reply"), Sent([left]), 5.0)
+
+    assert (found.cause, found.hop, found.by_agent) == ("read_timeout", ENGINE, False)
 
 
 @pytest.fixture

@@ -110,11 +110,23 @@ class Kinds:
 
     async def once(self) -> Any:
         await self.ask("12+34=")
-        try:
-            Path(self.data["flag"]).touch(exist_ok=False)  # noqa: ASYNC240
-        except FileExistsError:
+        if _is_taken(Path(self.data["flag"])):
             return 1.0
         raise ValueError("my own fault")
+
+    async def a_quarter_right(self) -> Any:
+        await self.ask("12+34=")
+        for number in range(4):
+            if not _is_taken(Path(f"{self.data['flag']}-{number}")):
+                return 1.0
+        raise ValueError("it is wrong")
+
+    async def a_third_lost(self) -> Any:
+        self.client = self.client.with_options(max_retries=0)
+        first = not _is_taken(Path(f"{self.data['flag']}-lost"))
+        await self.ask("12+34=")
+        await self.ask("odd error" if first else "12+34=")
+        return 1.0
 
     async def waits(self) -> Any:
         await self.ask("12+34=")
@@ -162,6 +174,14 @@ class Kinds:
     async def elsewhere(self) -> Any:
         await self.client.embeddings.create(model=self.model, input="1")
         return 1.0
+
+
+def _is_taken(flag: Path) -> bool:
+    try:
+        flag.touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    return False
 
 
 class Doubling(Kinds):

@@ -176,6 +176,7 @@ class Orchestrator:
                 ),
                 self._settings,
                 lambda: self._version,
+                failed_share=job.reward_failed_share,
             )
         else:
             self._workers = pool = RewardPool(job.reward, job.reward_limits)
@@ -306,7 +307,7 @@ class Orchestrator:
 
         Raises:
             ServerError: names the server and what it answered last.
-            BadRewardError: the reward function fails too often.
+            BadRewardError, AgentFailedError: the reward function or the agent fails too often.
         """
         patience = max(10.0, self._job.config.stall_timeout / 2)  # before the watch sees a stall
         healthy = time.monotonic()
