@@ -1,21 +1,20 @@
 """What a server says of its own work: the Prometheus text of its `/metrics`, engine-neutral."""
 
+import asyncio
 import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
+from http.client import OK
 from typing import Self
-
-import httpx
 
 from shakedown.core.errors import ServerError, UsageError
 from shakedown.inference.engines import InferenceEngine, get_engine
 from shakedown.inference.folder import Endpoint
-from shakedown.inference.secret import bearer
+from shakedown.inference.upstream.calls import FAULTS, ask_once
 
 PATH = "/metrics"
-_LARGEST = 1 << 24  # bytes: vLLM's whole text is below one MiB
 _LONGEST = 4096  # characters of a line
 # `name{labels} value [time]` of Prometheus's text format 0.0.4; labels may hold any quoted text.
 _SAMPLE = re.compile(r"([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{.*\})?\s+(\S+)(?:\s+-?\d+)?\s*")
@@ -88,26 +87,15 @@ def read_metrics(
     """Ask the server; None when it does not tell.
 
     Args:
-        timeout: seconds to connect, and for each part of the answer.
+        timeout: seconds for all of it.
     """
     if not engine.metrics:
         return None
-    headers = bearer(api_key)
     try:
-        with (
-            httpx.Client(base_url=base_url, trust_env=False, headers=headers) as client,
-            client.stream("GET", PATH, timeout=timeout) as reply,
-        ):
-            if not reply.is_success:
-                return None
-            body = b""
-            for piece in reply.iter_bytes():
-                body += piece
-                if len(body) > _LARGEST:
-                    return None
-    except (httpx.HTTPError, OSError):
+        status, text = asyncio.run(ask_once("GET", base_url + PATH, api_key, seconds=timeout))
+    except FAULTS:
         return None
-    return Metrics.of(engine, body.decode("utf-8", "replace"))
+    return Metrics.of(engine, text) if status == OK else None
 
 
 def watch_metrics(endpoint: Endpoint, seconds: float) -> dict[str, float | None]:

@@ -1,17 +1,15 @@
 """Ready means: a real generation was answered, not only a health check."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import httpx
 
 from shakedown.core.errors import ServerError
 from shakedown.inference.engines import InferenceEngine, Request
 from shakedown.inference.explain import likely_cause, log_end
-from shakedown.inference.secret import bearer
+from shakedown.inference.upstream.calls import FAULTS, ask_once
 
 _HEALTH_SECONDS = 5.0
 _GENERATION_SECONDS = 60.0
@@ -47,21 +45,20 @@ def wait_ready(engine: InferenceEngine, base_url: str, model: str, wait: ReadyOp
     """
     began = said = time.monotonic()
     answered = "nothing answered"
-    with _client(base_url, wait.api_key) as client:
-        while (now := time.monotonic()) - began < wait.timeout:
-            wait.tick()
-            reason = wait.dead()
-            if reason is not None:
-                raise failure(f"the {engine.name} server at {base_url} {reason}", wait.log)
-            fault = _look(client, engine, model)
-            if fault is None:
-                _check_guarded(engine, base_url)
-                return time.monotonic() - began
-            answered = fault
-            if now - said >= _SAY_SECONDS:
-                said = now
-                wait.say(f"{engine.name} starting, {now - began:.0f} s: {last_line(wait.log)}")
-            time.sleep(_POLL_SECONDS)
+    while (now := time.monotonic()) - began < wait.timeout:
+        wait.tick()
+        reason = wait.dead()
+        if reason is not None:
+            raise failure(f"the {engine.name} server at {base_url} {reason}", wait.log)
+        fault = _look(engine, base_url, model, wait.api_key)
+        if fault is None:
+            _check_guarded(engine, base_url)
+            return time.monotonic() - began
+        answered = fault
+        if now - said >= _SAY_SECONDS:
+            said = now
+            wait.say(f"{engine.name} starting, {now - began:.0f} s: {last_line(wait.log)}")
+        time.sleep(_POLL_SECONDS)
     raise failure(
         f"the {engine.name} server at {base_url} did not answer a generation within "
         f"{wait.timeout:.0f} s; last: {answered}",
@@ -73,16 +70,14 @@ def health_fault(
     engine: InferenceEngine, base_url: str, api_key: str, *, timeout: float = _HEALTH_SECONDS
 ) -> str | None:
     """Why the server's health check is not good; None when it is."""
-    with _client(base_url, api_key) as client:
-        return _fault(client, Request(engine.health_path, method="GET"), timeout)[0]
+    return _fault(base_url, api_key, Request(engine.health_path, method="GET"), timeout)[0]
 
 
 def generation_fault(
     engine: InferenceEngine, base_url: str, model: str, api_key: str
 ) -> str | None:
     """Why the server does not answer a generation; None when it does."""
-    with _client(base_url, api_key) as client:
-        return _fault(client, engine.probe(model), _GENERATION_SECONDS)[0]
+    return _fault(base_url, api_key, engine.probe(model), _GENERATION_SECONDS)[0]
 
 
 def failure(message: str, log: Path | None, returncode: int | None = None) -> ServerError:
@@ -111,10 +106,6 @@ def last_line(log: Path | None) -> str:
     return log_end(read_end(log, 4096), 1)[:160] or "no output yet"
 
 
-def _client(base_url: str, api_key: str) -> httpx.Client:
-    return httpx.Client(base_url=base_url, trust_env=False, headers=bearer(api_key))
-
-
 def _check_guarded(engine: InferenceEngine, base_url: str) -> None:
     """See that nobody is answered without the secret.
 
@@ -128,7 +119,7 @@ def _check_guarded(engine: InferenceEngine, base_url: str) -> None:
         )
 
 
-def _look(client: httpx.Client, engine: InferenceEngine, model: str) -> str | None:
+def _look(engine: InferenceEngine, base_url: str, model: str, api_key: str) -> str | None:
     """What is not well yet, None when a generation was answered.
 
     Raises:
@@ -136,25 +127,27 @@ def _look(client: httpx.Client, engine: InferenceEngine, model: str) -> str | No
     """
     # The health check comes first as it fails at once: a generation sent to a server that is still
     # loading could wait for up to a minute, in which its death would not be seen.
-    fault, _ = _fault(client, Request(engine.health_path, method="GET"), _HEALTH_SECONDS)
+    fault = health_fault(engine, base_url, api_key)
     if fault is not None:
         return fault
-    fault, status = _fault(client, engine.probe(model), _GENERATION_SECONDS)
+    fault, status = _fault(base_url, api_key, engine.probe(model), _GENERATION_SECONDS)
     if status in _FINAL:
         raise ServerError(
-            f"the {engine.name} server at {client.base_url} refuses a generation: {fault}",
+            f"the {engine.name} server at {base_url} refuses a generation: {fault}",
             hint=f"is {model!r} the model that it serves?",
         )
     return fault
 
 
-def _fault(client: httpx.Client, request: Request, timeout: float) -> tuple[str | None, int]:
+def _fault(base_url: str, api_key: str, request: Request, timeout: float) -> tuple[str | None, int]:
     """(What is wrong, HTTP status or 0); (None, status) when the answer is good."""
-    body: Any = dict(request.body) if request.method == "POST" else None
+    body = dict(request.body) if request.method == "POST" else None
     try:
-        reply = client.request(request.method, request.path, json=body, timeout=timeout)
-    except (httpx.HTTPError, OSError) as error:
+        url = f"{base_url}{request.path}"
+        asked = ask_once(request.method, url, api_key, seconds=timeout, json=body)
+        status, text = asyncio.run(asked)
+    except FAULTS as error:
         return f"{request.path}: {type(error).__name__} {error}".strip(), 0
-    if reply.is_success:
-        return None, reply.status_code
-    return f"{request.path}: HTTP {reply.status_code} {reply.text[:200]}", reply.status_code
+    if 200 <= status < 300:
+        return None, status
+    return f"{request.path}: HTTP {status} {text[:200]}", status

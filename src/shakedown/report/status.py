@@ -5,8 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import ShakedownError
 from shakedown.core.lease import holder_of
@@ -174,6 +172,6 @@ def _probe(server: ServerView) -> str:
         engine = get_engine(told.engine)
         with relayed(told.base_url, told.api_key()) as servers:
             fault = health_fault(engine, servers.url, told.api_key(), timeout=PROBE_SECONDS)
-    except (ShakedownError, httpx.InvalidURL, ValueError) as error:
+    except (ShakedownError, ValueError) as error:
         fault = error
     return f"{url} is up and healthy" if fault is None else f"{url} is not well: {fault}"

@@ -21,6 +21,8 @@ from shakedown.inference.upstream import CONNECT_SECONDS, IDLE_SECONDS
 # Asked again after these: the server did not get the request, or its answer was lost, which does
 # no harm: sampling changes nothing on the server, nor does loading the same weights twice.
 LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
+# Of a server that cannot be asked; ValueError: by this URL or key.
+FAULTS = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
 # Seconds before each further try. At once first: mostly the server closed a kept connection.
 PAUSES = (0.0, 0.2, 1.0, 3.0)
 AT_ONCE = PAUSES[:1]
@@ -104,6 +106,21 @@ class Upstream:
         )
         # No proxy of the environment: it has no business between a trainer and its server.
         return aiohttp.ClientSession(connector=connector, trust_env=False, **self._options)
+
+
+async def ask_once(
+    method: str, url: str, api_key: str = "", *, seconds: float, **more: Any
+) -> tuple[int, str]:
+    """Status and text of a whole answer, over connections of its own.
+
+    Raises:
+        aiohttp.ClientError, TimeoutError, OSError, ValueError: as `FAULTS`.
+    """
+    async with (
+        Upstream(api_key) as upstream,
+        upstream.ask(method, url, seconds=seconds, pauses=AT_ONCE, whole=True, **more) as reply,
+    ):
+        return reply.status, (await reply.read()).decode("utf-8", "replace")
 
 
 def _is_own(error: BaseException) -> bool:

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp
-
 from shakedown.core.errors import ServerError, UsageError
-from shakedown.inference.upstream.calls import AT_ONCE, Upstream
+from shakedown.inference.upstream.calls import FAULTS, ask_once
 
 PATH = "/v1/models"  # below a URL without its version
 _SECONDS = 30.0
@@ -75,22 +73,16 @@ async def ask_models(url: str, api_key: str = "", *, seconds: float = _SECONDS) 
         NoListError: it refuses the key, fails, or is no inference server.
     """
     try:
-        async with (
-            Upstream(api_key) as upstream,
-            upstream.ask(
-                "GET", f"{url}/models", seconds=seconds, pauses=AT_ONCE, whole=True
-            ) as reply,
-        ):
-            status, content = reply.status, await reply.read()
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        status, text = await ask_once("GET", f"{url}/models", api_key, seconds=seconds)
+    except FAULTS as error:
         raise UnreachableError(
             f"no server answers at {url}: {type(error).__name__} {error}".strip(),
             hint="start one: shakedown serve --help; or give the URL of one that runs",
         ) from error
-    return Served(url, _models(url, status, content))
+    return Served(url, _models(url, status, text))
 
 
-def _models(url: str, status: int, content: bytes) -> dict[str, Mapping[str, Any]]:
+def _models(url: str, status: int, text: str) -> dict[str, Mapping[str, Any]]:
     if status in _REFUSED:
         raise NoListError(
             f"{url} refuses the key: HTTP {status}",
@@ -98,10 +90,10 @@ def _models(url: str, status: int, content: bytes) -> dict[str, Mapping[str, Any
             'export OPENAI_API_KEY="$(cat FOLDER/secret)", FOLDER being the server\'s',
         )
     try:
-        rows = json.loads(content)["data"]
+        rows = json.loads(text)["data"]
         return {str(row["id"]): row for row in rows if row.get("id")}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        said = " ".join(content[:200].decode(errors="replace").split())
+        said = " ".join(text[:200].split())
         raise NoListError(
             f"{url}/models: HTTP {status}, no list of models: {said or 'an empty body'}",
             status,
