@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shakedown.agents.call_log import CallLog
-from shakedown.agents.contract import Reward
+from shakedown.agents.contract import Reward, one_number
 from shakedown.agents.measured import Measured
 
 
@@ -17,7 +17,7 @@ class Episode:
     alone, without the wait for a place among the concurrent ones. `trace`: the traceback of an
     exception in the agent. `on_purpose`: a check made it fail. `tokens`: sampled for it, as far as
     that is known. `log`: its calls of the server. `calls_made`, `calls_failed`, `answered`, `hop`,
-    `lost`, `resent`: as in `AgentResult`.
+    `lost`, `resent`, `by_agent`: as in `AgentResult`.
     """
 
     index: int
@@ -38,6 +38,16 @@ class Episode:
     hop: str = ""
     lost: Mapping[str, int] = field(default_factory=dict)
     resent: int = 0
+    by_agent: bool = False
+
+    @property
+    def rewarded(self) -> float | None:
+        """The reward as training counts it: 0 where the agent failed after a good reply; None: the
+        episode is left out.
+        """
+        if self.reward is None:
+            return 0.0 if self.by_agent and self.calls_made > self.calls_failed else None
+        return one_number(self.reward)
 
     @property
     def ok(self) -> bool:

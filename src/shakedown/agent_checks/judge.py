@@ -139,12 +139,9 @@ def _client_metrics(seen: Measured) -> dict[str, float]:
 
 
 def mean_rewards(episodes: Sequence[Episode]) -> list[float]:
-    """One number an episode that went well; a dict of rewards counts as its mean."""
-    found = [episode.reward for episode in episodes if episode.reward is not None]
-    return [
-        sum(reward.values()) / len(reward) if isinstance(reward, dict) else reward
-        for reward in found
-    ]
+    """One number an episode that training would count; see `Episode.rewarded`."""
+    found = [episode.rewarded for episode in episodes]
+    return [reward for reward in found if reward is not None]
 
 
 def _statistics(rewards: Sequence[float]) -> dict[str, float]:

@@ -105,6 +105,7 @@ class EpisodeRunner:
             hop=result.hop,
             lost=result.lost,
             resent=result.resent,
+            by_agent=result.by_agent,
         )
         self._settings.on_end(episode)
         # It may be one of very many: what people read of it is in the file now.

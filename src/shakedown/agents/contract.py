@@ -172,3 +172,8 @@ def _classes(module: ModuleType) -> list[str]:
         for name, item in vars(module).items()
         if inspect.isclass(item) and item.__module__ == module.__name__
     ]
+
+
+def one_number(reward: Reward) -> float:
+    """An episode's reward; a dict by completion id counts as its mean."""
+    return sum(reward.values()) / len(reward) if isinstance(reward, dict) else reward

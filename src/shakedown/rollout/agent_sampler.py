@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from shakedown.agents.agent_pool import AgentGroup, AgentPool, AgentResult, AgentSetup, all_ended
+from shakedown.agents.contract import one_number
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.failed_rewards import FailedShare
 from shakedown.agents.measured import Measured
@@ -76,12 +77,8 @@ class RecordedEpisode(AgentResult):
 
     @property
     def one_reward(self) -> float:
-        """0 of one that failed; a dict of rewards counts as its mean, as in `agent run`."""
-        if self.reward is None:
-            return 0.0
-        if isinstance(self.reward, dict):
-            return sum(self.reward.values()) / len(self.reward)
-        return self.reward
+        """0 of one that failed."""
+        return 0.0 if self.reward is None else one_number(self.reward)
 
 
 def check_engine(stage: str, engine: str) -> None:

@@ -499,6 +499,15 @@ def test_metrics_are_of_good_episodes_only() -> None:
     assert numbers["latency_max_seconds"] == 0
 
 
+def test_an_episode_whose_agent_failed_counts_as_0_as_in_training() -> None:
+    failed = Episode(0, 0, 0, cause="exception", by_agent=True, calls_made=2, calls_failed=1)
+    others = [replace(failed, calls_failed=2), replace(failed, by_agent=False)]  # left out
+    result = RunResult([failed, *others, Episode(3, 0, 3, reward=1.0)])
+    told = by_check(judge_run(result, ServerProbe()))["groups_with_equal_rewards"]
+    assert metrics(result)["reward_mean"] == 0.5
+    assert (told.status, told.measured) == ("pass", "0 of 1 groups")
+
+
 def test_equal_rewards_in_every_group_are_told() -> None:
     rewards: list[Reward] = [{"c-1": 1.0, "c-2": 0.0}] * 4
     result = RunResult(rewarded(*rewards, group_size=2))
