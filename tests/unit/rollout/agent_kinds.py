@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import os
+import random
 import sys
 import time
 from pathlib import Path
@@ -113,6 +114,18 @@ class Kinds:
         if _is_taken(Path(self.data["flag"])):
             return 1.0
         raise ValueError("my own fault")
+
+    async def first_token(self) -> Any:
+        await self.ask("12+34=", max_tokens=1)
+        return random.random()
+
+    async def idles(self) -> Any:
+        """For about as long as a server keeps an idle connection."""
+        self.client = self.client.with_options(max_retries=0)
+        await self.ask("12+34=", max_tokens=4)
+        await asyncio.sleep(random.uniform(4.9, 5.1))
+        await self.ask("12+34=", max_tokens=4)
+        return random.random()
 
     async def a_quarter_right(self) -> Any:
         await self.ask("12+34=")

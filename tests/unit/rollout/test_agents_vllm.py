@@ -43,11 +43,13 @@ class Served:
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("vllm")
     write_model(folder / "model", seed=0)
+    _narrow(folder / "model" / "generation_config.json")
     write_rows(folder / "rows.jsonl", addition_rows(train_size=64, heldout_size=1, seed=0)[0])
     target = f"{CONFIG.parent}/examples/my_agent.py:MyAgent"
     over = {"agents": {"target": target}, "data": {"heldout": str(folder / "rows.jsonl")}}
     (folder / "over.yaml").write_text(yaml.safe_dump(over), encoding="utf-8")
-    spec = LaunchSpec(str(folder / "model"))
+    # The last one counts: as `vllm serve` alone takes the checkpoint's file.
+    spec = LaunchSpec(str(folder / "model"), extra_args=("--generation-config", "auto"))
     order = ServerOrder("policy", "vllm", spec)
     endpoint = start(order, folder / "server", say=lambda _: None)
     try:
@@ -60,6 +62,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         )
     finally:
         stop(folder / "server", say=lambda _: None)
+
+
+def _narrow(path: Path) -> None:
+    """As checkpoints of chat models have it, and stricter."""
+    narrow = {"top_k": 2, "top_p": 0.8, "repetition_penalty": 1.1, "do_sample": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | narrow))
 
 
 @pytest.fixture(autouse=True)
@@ -157,3 +165,30 @@ def test_what_agents_did_has_the_tokens_and_logprobs_of_transformers(
         assert 0 < sum(sample.mask) <= 32
         pairs = zip(sample.mask[1:], sample.logprobs[1:], expected, strict=True)
         assert max(abs(ours - theirs) for on, ours, theirs in pairs if on) < 1e-4
+
+
+def run_kind(served: Served, out: Path, kind: str, *more: str) -> tuple[int, list[str]]:
+    """The exit code, and the text of each reply."""
+    data = out / "rows.jsonl"
+    data.write_text(json.dumps({"kind": kind}) + "\n")
+    argv = ["agent", "run", TARGET, "--data", str(data), "--out", str(out), *more]
+    code = main([*argv, "--base-url", served.endpoint.base_url])
+    lines = map(json.loads, (out / "episodes.jsonl").read_text(encoding="utf-8").splitlines())
+    replies = (reply for line in lines for call in line["calls"] for reply in call["replies"])
+    return code, [reply["text"] for reply in replies]
+
+
+def test_a_checkpoint_s_generation_config_narrows_nothing(served: Served, tmp_path: Path) -> None:
+    code, texts = run_kind(served, tmp_path, "first_token", "--group-size", "64")
+
+    assert (code, len(texts)) == (0, 64)
+    assert len(set(texts)) > 8  # top_k would leave 2
+
+
+def test_a_connection_that_the_server_closes_as_it_is_used_costs_no_episode(
+    served: Served, tmp_path: Path
+) -> None:
+    more = ("--group-size", "96", "--concurrency", "96")
+    code, texts = run_kind(served, tmp_path, "idles", *more)
+
+    assert (code, len(texts)) == (0, 96 * 2)
