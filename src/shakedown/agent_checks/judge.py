@@ -171,11 +171,12 @@ def _cause_finding(
     details = Counter(_short(episode) for episode in episodes).most_common(3)
     listed = "; ".join(f"{count} x {text}" for text, count in details)
     blame, remedy = _remedy(cause, episodes, result, server)
+    lost = all(each.hop and not each.by_agent for each in episodes)
     return Finding(
         check=f"failed_{cause}",
         status=status,
         scope="role",
-        subject="agent",
+        subject="server" if lost else "agent",
         measured=f"{len(episodes)} episodes: {listed}",
         expected=f"none; {CAUSES[cause]}",
         blame=blame,

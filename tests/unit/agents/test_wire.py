@@ -119,6 +119,9 @@ def test_every_cause_has_a_remedy(
     failed = [each for each in findings if each.check.startswith("failed_")]
     assert {each.check for each in failed} > {"failed_truncated", "failed_hanging"}
     assert all(each.remedy for each in failed)
+    subjects = {each.check: each.subject for each in failed}
+    assert subjects["failed_truncated"] == subjects["failed_hanging"] == "server"
+    assert subjects["failed_no_call"] == subjects["failed_bad_return"] == "agent"
 
 
 @pytest.mark.parametrize(
