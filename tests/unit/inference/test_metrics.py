@@ -1,7 +1,10 @@
 """The engine's own counters: what they say, and the lease that they renew."""
 
+import contextlib
+import threading
 import time
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -194,3 +197,20 @@ def test_server_without_metrics_cannot_be_shown(tmp_path: Path) -> None:
 
     with pytest.raises(ServerError, match="tells no metrics"):
         watch_metrics(found, 0.01)
+
+
+def test_a_server_that_never_stops_answering_tells_nothing() -> None:
+    class Endless(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            with contextlib.suppress(OSError):
+                while True:
+                    self.wfile.write(b"#" * 65536)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+
+        assert read_metrics(get_engine("vllm"), url, "", timeout=30.0) is None
+        server.shutdown()

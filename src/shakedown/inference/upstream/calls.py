@@ -23,6 +23,7 @@ from shakedown.inference.upstream import CONNECT_SECONDS, IDLE_SECONDS
 LOST = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError)
 # Of a server that cannot be asked; ValueError: by this URL or key.
 FAULTS = (aiohttp.ClientError, TimeoutError, OSError, ValueError)
+_LARGEST = 1 << 24  # bytes of a text that is read whole: vLLM's metrics are below one MiB
 # Seconds before each further try. At once first: mostly the server closed a kept connection.
 PAUSES = (0.0, 0.2, 1.0, 3.0)
 AT_ONCE = PAUSES[:1]
@@ -114,13 +115,18 @@ async def ask_once(
     """Status and text of a whole answer, over connections of its own.
 
     Raises:
-        aiohttp.ClientError, TimeoutError, OSError, ValueError: as `FAULTS`.
+        aiohttp.ClientError, TimeoutError, OSError, ValueError: as `FAULTS`; an endless answer, too.
     """
+    body = bytearray()
     async with (
         Upstream(api_key) as upstream,
-        upstream.ask(method, url, seconds=seconds, pauses=AT_ONCE, whole=True, **more) as reply,
+        upstream.ask(method, url, seconds=seconds, pauses=AT_ONCE, **more) as reply,
     ):
-        return reply.status, (await reply.read()).decode("utf-8", "replace")
+        async for piece in reply.content.iter_any():
+            body += piece
+            if len(body) > _LARGEST:
+                raise ValueError(f"{url} answers with more than {_LARGEST} bytes")
+        return reply.status, body.decode("utf-8", "replace")
 
 
 def _is_own(error: BaseException) -> bool:
