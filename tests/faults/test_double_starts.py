@@ -180,16 +180,17 @@ class Bench:
             time.sleep(0.5)
 
     def double(self, words: Sequence[str], other: Sequence[str], longest: float) -> None:
-        """Start twice and kill the first, each at a moment of its own."""
+        """Start twice and kill one of them or both, each at a moment of its own."""
         hosts = self.hosts()
         first = self.start(words, hosts[0])
         time.sleep(self.draw.uniform(0, longest))
-        ran = first.runs()
+        ran, early = first.runs(), self.draw.random() < 0.4
+        if early:
+            self.kill(first)
         second = self.start(other, hosts[1])
         time.sleep(self.draw.uniform(0, longest))
         if self.draw.random() < 0.7:
-            self.seen["killed" if first.runs() else "ended before its kill"] += 1
-            first.kill(self.draw)
+            self.kill(second if early else first)
         codes = first.end(), second.end()
         both = codes.count(0) == 2
         self.seen["both, one after the other" if both else f"codes {codes}"] += 1
@@ -197,6 +198,10 @@ class Bench:
         if ran and codes[0] == 0:
             # Whoever came while the first one worked did nothing, or came after its end.
             assert refused[1] or IN_USE not in second.text(), second.text()
+
+    def kill(self, one: Started) -> None:
+        self.seen["killed" if one.runs() else "ended before its kill"] += 1
+        one.kill(self.draw)
 
 
 @pytest.fixture
