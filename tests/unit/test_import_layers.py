@@ -10,6 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGE = SOURCE / "shakedown"
 LAYERS = (
+    ("stacks",),
     ("core",),
     ("cluster", "data_sources"),
     ("config", "debug", "inference", "models", "monitor", "preflight"),

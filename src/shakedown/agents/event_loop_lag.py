@@ -17,10 +17,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 
 from shakedown.agents.episode_tag import EPISODE_KEY
+from shakedown.stacks.owner import owner_of
 
 # Seconds between ticks: the resolution of the measured lag. Each wake-up costs 0.1 ms and more.
 TICK = 0.05
@@ -138,14 +138,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def place_of(frame: FrameType | None) -> str:
     """`file:line in function`, preferring the user's frames to libraries'."""
     frames = list(_frames(frame))
-    package = str(Path(__file__).parents[1])
-    own = [
-        f
-        for f in frames
-        if not f.f_code.co_filename.startswith((package, "<frozen"))
-        and "site-packages" not in f.f_code.co_filename
-        and f"python{sys.version_info.major}." not in f.f_code.co_filename
-    ]
+    own = [f for f in frames if owner_of(f.f_code.co_filename) == "user"]
     chosen = (own or frames)[:1]
     return "".join(f"{f.f_code.co_filename}:{f.f_lineno} in {f.f_code.co_name}" for f in chosen)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from shakedown.core.errors import UsageError, did_you_mean
+from shakedown.stacks.owner import owner_of
 
 
 def load_target(target: str, *, what: str, name: str) -> tuple[ModuleType, str]:
@@ -41,13 +42,13 @@ def last_frame(error: BaseException, inside: str = "") -> str:
         inside: prefer frames of this file.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    package = str(Path(__file__).parents[1])
-    own = [
-        f
-        for f in frames
-        if not f.filename.startswith((package, "<frozen")) and "site-packages" not in f.filename
-    ]
-    chosen = [f for f in frames if inside and f.filename == inside] or own or list(frames)
+    chosen = (
+        [f for f in frames if inside and f.filename == inside]
+        or [f for f in frames if owner_of(f.filename) == "user"]
+        # An agent may be installed: then a library's frame is the user's own.
+        or [f for f in frames if owner_of(f.filename) == "library"]
+        or list(frames)
+    )
     if not chosen:
         return ""
     frame = chosen[-1]

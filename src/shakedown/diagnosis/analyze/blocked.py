@@ -175,7 +175,7 @@ def loader_worker(s: Situation, rank: int) -> tuple[str, list[SourceRef]]:
         if fetching:
             frame: Frame = (user_frames(frames) or fetching)[-1]
             # The user's own data set rather than a library's wrapper around it.
-            mine = [f for f in fetching if "site-packages" not in f.file] or [frame]
+            mine = user_frames(fetching) or [frame]
             return f"; its worker is in {mine[-1]}", [child.place]
     return "", []
 

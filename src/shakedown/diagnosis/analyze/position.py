@@ -1,7 +1,6 @@
 """Where a call path stands: which kind of waiting or work the innermost telling frame is."""
 
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,6 +16,7 @@ from shakedown.diagnosis.analyze.frames import (
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.records import Frame, ProcessState, SourceRef, Stack, Thread
 from shakedown.diagnosis.watchdog import bare_timeout
+from shakedown.stacks.owner import owner_of
 
 Kind = Literal[
     "collective",
@@ -144,42 +144,15 @@ _HOST_SYNC = re.compile(
 )
 _NCCL_ENQUEUE = re.compile(r"ncclEnqueue|ncclGroupEnd|ncclLaunch|ncclProxy|doLaunches")
 
-# py-spy shortens `.../site-packages/torch/nn/x.py` to `torch/nn/x.py`: there only the top folder
-# tells a library from the user's code.
-_LIBRARIES = frozenset(
-    """torch torchvision torchaudio torchdata transformers accelerate deepspeed megatron numpy
-    datasets vllm sglang ray trl peft lightning pytorch_lightning triton httpx httpcore openai
-    anyio uvicorn fastapi starlette tqdm wandb safetensors huggingface_hub tokenizers pandas
-    pyarrow fsspec apex transformer_engine zmq grpc aiohttp requests urllib3 lightning_fabric nemo
-    composer streaming webdataset colossalai bitsandbytes flash_attn liger_kernel unsloth einops
-    multiprocess dill scipy sklearn PIL cv2 decord s3fs boto3 botocore hydra omegaconf click typer
-    fire""".split()
-)
-# A user of this package looks for a line of the training loop, which may be ours. The monitor is
-# left out: it watches beside the loop.
-_OURS = re.compile(r"(?:^|/src/|-packages/)shakedown/(?!monitor/)")
-_STANDARD = re.compile(r"/lib(?:64)?/python\d\.\d+/(?!(?:site|dist)-packages/)|^<frozen")
-_INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/")
 
-
-@lru_cache(16384)
 def is_user(frame: Frame) -> bool:
-    """Neither the standard library nor an installed library; our own package counts as user."""
-    if _OURS.search(frame.file):
-        return True
-    if _INSTALLED.search(frame.file) or not frame.file.endswith((".py", ">", ".pyx")):
-        return False
-    return not is_standard(frame) and (frame.file.startswith("/") or _top(frame) not in _LIBRARIES)
+    """Of the user's own code; our own package counts as user."""
+    return owner_of(frame.file) in ("user", "ours")
 
 
 def is_standard(frame: Frame) -> bool:
     """Of Python's standard library."""
-    named = not frame.file.startswith("/") and _top(frame) in sys.stdlib_module_names
-    return named or _STANDARD.search(frame.file) is not None
-
-
-def _top(frame: Frame) -> str:
-    return frame.file.split("/", 1)[0].removesuffix(".py")
+    return owner_of(frame.file) == "standard"
 
 
 def python_frames(path: Sequence[Frame]) -> list[Frame]:

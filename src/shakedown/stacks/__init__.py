@@ -1,0 +1,1 @@
+"""What a frame of a stack is: whose code it belongs to."""
