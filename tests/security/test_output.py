@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from shakedown.cli import main
-from shakedown.cluster.nodes import node_name
 from shakedown.config import load_config
 from shakedown.core.errors import ConfigError
 from shakedown.core.files import write_json, write_text
@@ -28,6 +27,7 @@ from shakedown.core.verdict import Finding, Verdict
 from shakedown.core.visible import masked
 from shakedown.inference.folder import State
 from shakedown.report.environment import page_environment
+from shakedown.slurm.hostlist import node_name
 from shakedown.training.metrics.log import MetricsLog
 from shakedown.training.stage.results import damage_findings, stage_metrics
 

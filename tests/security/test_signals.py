@@ -15,7 +15,6 @@ import pytest
 
 from shakedown.agents.worker_pool import Worker
 from shakedown.cluster import guard, roster
-from shakedown.cluster.nodes import node_name
 from shakedown.cluster.recorded import Recorded
 from shakedown.cluster.roster import Roster
 from shakedown.cluster.supervise import Component, Supervisor
@@ -28,6 +27,7 @@ from shakedown.core.private import own_folder
 from shakedown.inference.folder import State
 from shakedown.inference.server import stop
 from shakedown.monitor.collect import hooked, proc
+from shakedown.slurm.hostlist import node_name
 from snakemake_executor_plugin_submitit import checkpoint, slurm
 
 NOBODY = 65534

@@ -8,7 +8,7 @@ from pathlib import Path
 import private_slurm
 import pytest
 
-from shakedown.cluster.nodes import expand_nodelist
+from shakedown.slurm.hostlist import expand_nodelist
 from tests.slurm_fixtures import environment, private_cluster, wait_for
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]

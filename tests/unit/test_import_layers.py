@@ -12,6 +12,7 @@ PACKAGE = SOURCE / "shakedown"
 LAYERS = (
     ("stacks",),
     ("core",),
+    ("slurm",),
     ("cluster", "data_sources"),
     ("config", "debug", "inference", "models", "monitor", "preflight"),
     ("agents", "consistency", "diagnosis", "profiling"),

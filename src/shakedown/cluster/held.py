@@ -4,11 +4,10 @@ import os
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from shakedown.cluster.squeue import ask
 from shakedown.core import lease
 from shakedown.core.errors import LaunchError
-
-_SECONDS = 20.0  # a busy controller answers late; without an answer nothing is proven
+from shakedown.slurm.client import SECONDS
+from shakedown.slurm.jobs import ask
 
 
 def hold(folder: Path, what: str, *, wait: bool = False) -> AbstractContextManager[lease.Fence]:
@@ -26,7 +25,7 @@ def job_ended(job: str, cluster: str) -> bool:
     here = os.environ.get("SLURM_CLUSTER_NAME", "")
     try:
         # Of another cluster the same number is another job's.
-        found = ask([job], cluster="" if cluster == here else cluster, seconds=_SECONDS)
+        found = ask([job], cluster="" if cluster == here else cluster, seconds=SECONDS)
     except (LaunchError, ValueError):
         return False
     return bool(cluster) and (job not in found or found[job].ended)

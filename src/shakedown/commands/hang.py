@@ -263,8 +263,9 @@ def _collect_job(args: argparse.Namespace, watch: "Stopwatch") -> int:
     from shakedown.core.verdict import finish
     from shakedown.monitor.collect import job
     from shakedown.monitor.collect.report import verdict_of_nodes
+    from shakedown.slurm.records import check_job_id
 
-    job_id = job.check_job_id(args.job)
+    job_id = check_job_id(args.job)
     seconds = (args.rounds - 1) * args.gap
     report = job.collect_job(job_id, args.out, _sampling(args), seconds)
     return finish(verdict_of_nodes(report, f"job {job_id}", args.out, watch), None)
@@ -350,10 +351,10 @@ _OF_THE_NODE = ("node_dead", "gpu_error")
 
 def _remember_nodes(verdict: "Verdict", stage: "StagePaths", outcome: "Outcome | None") -> None:
     """A node that a stage failed by is kept off the next try, as one that preflight refused."""
-    from shakedown.cluster.nodes import is_node_name
     from shakedown.commands.arguments import run_config
     from shakedown.core.paths import RunPaths
     from shakedown.preflight.history import Look, exclude_known, remember
+    from shakedown.slurm.hostlist import is_node_name
 
     found = verdict.extra["diagnosis"]
     ranks, nodes = (found["culprits"][kind] for kind in ("ranks", "nodes"))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from shakedown.cluster.held import hold
-from shakedown.cluster.nodes import allocation_nodes, expand_nodelist, node_name
 from shakedown.commands.arguments import above_zero, add_strict, place, run_config, whole
 from shakedown.config import Config
 from shakedown.config.places import stage_placement
@@ -25,6 +24,7 @@ from shakedown.preflight.checks.baseline import read_baseline, record_baseline
 from shakedown.preflight.faults import FAULTS, parse_fault
 from shakedown.preflight.model import Expectations, Tier
 from shakedown.preflight.once import MODES, check_this_node
+from shakedown.slurm.hostlist import allocation_nodes, expand_nodelist, node_name
 
 if TYPE_CHECKING:
     from shakedown.preflight.run import Checked
@@ -196,7 +196,7 @@ def _enter(job_id: str) -> None:
     Raises:
         BlockedError: Slurm cannot be asked, or the job does not run.
     """
-    from shakedown.monitor.collect.job import check_job_id, describe
+    from shakedown.slurm.records import check_job_id, describe
 
     described, _, lost = describe(check_job_id(job_id))
     state = described.get("JobState", "")

@@ -138,7 +138,7 @@ def _options(args: argparse.Namespace) -> "Options":
 def _subject(args: argparse.Namespace) -> "Subject":
     from shakedown.monitor.attach.subjects import Processes, SlurmJob
     from shakedown.monitor.collect.hosts import parse_hosts
-    from shakedown.monitor.collect.job import check_job_id
+    from shakedown.slurm.records import check_job_id
 
     if (args.job is None) == (args.match is None):
         raise UsageError("say what to watch: --job or --match", hint="shakedown watch --help")

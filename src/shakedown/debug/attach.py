@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shakedown.cluster.nodes import is_node_name
 from shakedown.core.errors import StorageError, UsageError, did_you_mean
 from shakedown.core.leftovers import temporary_file
 from shakedown.core.paths import AttemptPaths, RunPaths, StagePaths
 from shakedown.debug.guard import TOKEN_KEY
 from shakedown.debug.stops import Stop, read_stops
+from shakedown.slurm.hostlist import is_node_name
 
 _PREFIX = "shakedown: "  # of our entries in launch.json
 _LAST_PORT = 65535

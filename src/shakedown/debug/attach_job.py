@@ -3,21 +3,22 @@ the folders of their stops, and which of Ray's debuggers they were told to use.
 """
 
 import json
-import os
-import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from shakedown.cluster.nodes import expand_nodelist, free_port, node_name
-from shakedown.cluster.ranks import srun_argv
+from shakedown.cluster.nodes import free_port
 from shakedown.core.errors import BlockedError, UsageError
 from shakedown.debug.asked import FOLDER
+from shakedown.slurm.client import run
+from shakedown.slurm.hostlist import node_name
+from shakedown.slurm.jobs import Job
+from shakedown.slurm.records import describe, parts_of
+from shakedown.slurm.steps import srun_argv
 
-_SECONDS = 60.0
 _MARK = "shakedown-debug "  # in front of our line: a node's shell may print others
 # https://docs.ray.io/en/latest/ray-observability/ray-distributed-debugger.html
 RAY_DASHBOARD_PORT = 8265
@@ -41,8 +42,12 @@ def read_job(job_id: str) -> DebuggedJob:
         UsageError: no such job runs.
         BlockedError: Slurm's programs are missing, or the step failed.
     """
-    listed = _run(["squeue", "--noheader", "--jobs", job_id, "--states=R", "--format=%N"])
-    nodes = expand_nodelist(listed.split()[0]) if listed.split() else []
+    described, text, lost = describe(job_id)
+    if not described and lost and "Invalid job id" not in lost:
+        raise BlockedError(lost, hint="squeue --me")
+    # Of a heterogeneous job the first component.
+    state = Job(described.get("JobState", ""))
+    nodes = list(parts_of(text)[0].nodes) if state.takes_steps else []
     if not nodes:
         raise UsageError(f"Slurm job {job_id} does not run", hint="squeue --me")
     step = srun_argv(
@@ -51,42 +56,17 @@ def read_job(job_id: str) -> DebuggedJob:
         job_name="debug",
         more=[f"--jobid={job_id}", "--gres=none", "--quit-on-interrupt"],
     )
-    printed = _run([*step, sys.executable, "-P", "-m", "shakedown.debug.attach_job", job_id])
+    answer = run([*step, sys.executable, "-P", "-m", "shakedown.debug.attach_job", job_id])
+    if answer.said:
+        raise BlockedError(f"srun in job {job_id}: {answer.said[:300]}", hint="squeue --me")
     folders: set[str] = set()
     ray: set[str] = set()
-    for line in printed.splitlines():
+    for line in answer.text.splitlines():
         if line.startswith(_MARK):
             found = json.loads(line.removeprefix(_MARK))
             folders |= set(found["folders"])
             ray |= set(found["ray_debug"])
     return DebuggedJob(job_id, tuple(nodes), tuple(map(Path, sorted(folders))), frozenset(ray))
-
-
-def _run(command: Sequence[str]) -> str:
-    # This process may run in another job, whose variables srun would take for this one's.
-    environment = {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("SLURM_") or key == "SLURM_CONF"
-    }
-    try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-            check=False,
-        )
-    except OSError as error:
-        raise BlockedError(f"cannot run {command[0]}: {error.strerror}") from error
-    except subprocess.TimeoutExpired:
-        raise BlockedError(f"{command[0]} did not answer in {_SECONDS:.0f} s") from None
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise BlockedError(f"{' '.join(command)[:200]}: {said[-1][:300]}", hint="squeue --me")
-    return done.stdout
 
 
 def ray_lines(job: DebuggedJob, port: int, user_port: int | None = None) -> list[str]:

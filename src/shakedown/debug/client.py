@@ -9,11 +9,11 @@ import threading
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Self, cast
 
-from shakedown.cluster.nodes import is_node_name
 from shakedown.core.errors import BlockedError
 from shakedown.debug.guard import TOKEN_KEY
 from shakedown.debug.protocol import Message, ProtocolError, Sender, read_message
 from shakedown.debug.stops import Stop
+from shakedown.slurm.hostlist import is_node_name
 
 ANSWER_SECONDS = 90.0  # the first answer waits until the process has loaded debugpy
 # Nobody is there to be asked; what a user has set for shells has no place in the protocol.

@@ -17,12 +17,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import ShakedownError
 from shakedown.debug.asked import FOLDER, ROLE, places
 from shakedown.debug.guard import Guard, Standing
 from shakedown.debug.lines import patch_imports
 from shakedown.debug.stops import TOUCH_SECONDS, Reason, Stop, StopFile, describe
+from shakedown.slurm.hostlist import node_name
 
 _POLL_SECONDS = 0.3
 _UNTRACED = "pydev_do_not_trace"  # debugpy's own mark for threads that it leaves alone

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shakedown.cluster.nodes import is_node_name
 from shakedown.core.verdict import Verdict
 from shakedown.diagnosis.analyze.liveness import LONG_SECONDS
 from shakedown.diagnosis.analyze.model import Hypothesis
 from shakedown.diagnosis.facts import Facts
+from shakedown.slurm.hostlist import is_node_name
 
 _LINK = frozenset({"network", "nccl_internal"})
 _AGAIN = "while the job stands: sample it again (--match: a part of the command line)"

@@ -5,8 +5,9 @@ import os
 import random
 import socket
 
-from shakedown.cluster.nodes import node_address, node_name
 from shakedown.core.errors import ServerError
+from shakedown.slurm.hostlist import node_name
+from shakedown.slurm.nodes import node_address
 
 # Below the range from which Linux takes ports of outgoing connections (32768 and up): an engine
 # binds its port many seconds after it was found free.

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 
 from shakedown.cluster.held import hold
-from shakedown.cluster.nodes import node_name
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.errors import ServerError, ShakedownError
 from shakedown.core.files import write_json
@@ -31,6 +30,7 @@ from shakedown.inference.lease import LeaseWatch
 from shakedown.inference.log_watch import LogWatch
 from shakedown.inference.metrics import Metrics, RequestWatch, read_metrics
 from shakedown.inference.secret import read_secret
+from shakedown.slurm.hostlist import node_name
 
 POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 2.0

@@ -15,7 +15,6 @@ from typing import Any
 
 import httpx
 
-from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.files import write_json
 from shakedown.core.paths import ServerPaths
@@ -27,6 +26,7 @@ from shakedown.inference.ready import generation_fault
 from shakedown.inference.relay import relayed, split_urls
 from shakedown.inference.secret import make_secret, read_secret
 from shakedown.inference.upstream.models import ask_models
+from shakedown.slurm.hostlist import node_name
 
 KIND = "external"
 _SPOKEN = ("vllm", "sglang")  # protocols with token ids, in the order in which they are tried

@@ -5,12 +5,12 @@ import time
 from pathlib import Path
 
 from shakedown.cluster.held import holder_of
-from shakedown.core.errors import UsageError
+from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.lease import Holder
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import read_own
-from shakedown.inference import slurm
 from shakedown.inference.folder import read_state
+from shakedown.slurm.jobs import Job, ask
 
 POLL_SECONDS = 0.25
 _JOB_ID = re.compile(r"[1-9][0-9]{0,9}")
@@ -25,7 +25,7 @@ def alive(folder: ServerPaths) -> bool:
     if job_id(folder):
         found = job_state(folder)
         # A controller that does not answer (None) is no sign that the job has ended.
-        return found is None or not found.gone
+        return found is None or not found.ended
     return daemon_of(folder) is not None
 
 
@@ -68,13 +68,18 @@ def _word(path: Path) -> str:
     return read_own(path, errors="replace").strip() if path.exists() else ""
 
 
-def job_state(folder: ServerPaths) -> slurm.JobState | None:
-    """What the server's job does: gone, too, when the number is another job's.
+def job_state(folder: ServerPaths) -> Job | None:
+    """What the server's job does: ended, too, when the number is another job's.
 
     None when it has none, or when Slurm could not be asked just now.
     """
     job = job_id(folder)
-    found = slurm.job_state(job) if job else None
-    if found is None or found.gone or found.bears(job_mark(folder)):
+    if not job:
+        return None
+    try:
+        found = ask([job]).get(job, Job("", "Slurm no longer knows it"))
+    except LaunchError:
+        return None
+    if found.ended or found.bears(job_mark(folder)):
         return found
-    return slurm.JobState("", "the job with its number has not its mark")
+    return Job("", "the job with its number has not its mark")

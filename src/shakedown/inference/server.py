@@ -330,12 +330,12 @@ def _daemon_says(order: ServerOrder, folder: ServerPaths, say: Say) -> State:
             raise failure(f"{order.name}: {state.reason}", folder.log)
         job = job_id(folder)
         found = job_state(folder) if state is None else None
-        if found is not None and found.gone:
+        if found is not None and found.ended:
             raise failure(
-                f"Slurm job {job} ended before the server started: {found.reason or 'unknown job'}",
+                f"Slurm job {job} ended before the server started: {found.state or found.reason}",
                 folder.slurm_log,
             )
-        if found is not None and found.waiting:
+        if found is not None and found.waits:
             heard = time.monotonic()
             Lease(folder.lease).renew()
             if heard - said >= _QUEUE_SAY_SECONDS:

@@ -39,7 +39,7 @@ def _stop(folder: ServerPaths, say: Say) -> None:
     asked = _ask_to_stop(folder, say)
     waiting = job_state(folder)
     # A job in the queue has no daemon yet that could see the stop file.
-    if not asked or (waiting is not None and waiting.waiting):
+    if not asked or (waiting is not None and waiting.waits):
         _signal(folder, signal.SIGTERM)
     if gone(folder, _STOP_SECONDS):
         return

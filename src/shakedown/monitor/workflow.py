@@ -10,13 +10,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from shakedown.cluster.nodes import node_name
 from shakedown.cluster.recorded import Recorded
-from shakedown.cluster.squeue import CLUSTER, JOB_ID
 from shakedown.core.continued import WORKFLOW_SCHEMA, Command
 from shakedown.core.errors import UsageError
 from shakedown.core.files import json_as, read_object, write_json
 from shakedown.core.rows import JsonLines
+from shakedown.slurm.hostlist import node_name
+from shakedown.slurm.jobs import CLUSTER, JOB_ID
 
 _JOURNAL = "journal.jsonl"
 # The executor keeps the journals of 20 runs; one of a thousand jobs has less than a MB.

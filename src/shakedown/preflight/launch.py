@@ -13,10 +13,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from shakedown.cluster.ranks import rank_components, srun_argv
+from shakedown.cluster.ranks import rank_components
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.leftovers import temporary_prefix
 from shakedown.preflight import wire
+from shakedown.slurm.steps import srun_argv
 
 Message = dict[str, Any]
 _POLL_SECONDS = 0.05

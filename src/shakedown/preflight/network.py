@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shakedown.cluster.nodes import node_name
 from shakedown.cluster.store import open_store
 from shakedown.core.errors import LaunchError
 from shakedown.preflight import wire
@@ -34,6 +33,7 @@ from shakedown.preflight.model import WorkerRequest, has_fault
 from shakedown.preflight.observed import gpu_of, node_of
 from shakedown.preflight.processors import devices, measure_device
 from shakedown.preflight.rounds import reach_targets
+from shakedown.slurm.hostlist import node_name
 
 Result = TypeVar("Result")
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-from shakedown.cluster.nodes import slurm_leaves, slurm_nodes
 from shakedown.cluster.ranks import loopback_of
 from shakedown.preflight.judge_network import pairs_to_repeat
 from shakedown.preflight.launch import Launcher, Message, Step
@@ -25,6 +24,7 @@ from shakedown.preflight.observed import (
 from shakedown.preflight.rounds import ALL_PAIRS, leaf_of, pair_rounds, repair_pairs
 from shakedown.preflight.settings import Settings
 from shakedown.preflight.slurm_says import blamed_by_srun, tasks_that_ended, was_aborted
+from shakedown.slurm.nodes import slurm_leaves, slurm_nodes
 
 _IMPORT_SECONDS = 120.0  # torch from a cold shared file system
 _LAGGARD_SECONDS = 20.0  # at least so long for the others once half of the workers are up

@@ -6,12 +6,12 @@ No Slurm command is called, no results folder is needed, nothing is written.
 import re
 from collections.abc import Mapping, Sequence
 
-from shakedown.cluster.nodes import node_name
 from shakedown.core.verdict import Finding, Status, counted, status_of
 from shakedown.core.visible import masked
 from shakedown.preflight.judge import judge
 from shakedown.preflight.model import Expectations, InjectedFault, NodeReport, ProbeRequest
 from shakedown.preflight.probe import measures, run_checks
+from shakedown.slurm.hostlist import node_name
 
 # Mode -> exit code by verdict.
 # nagios: the plugin guidelines' OK, WARNING, CRITICAL, UNKNOWN.

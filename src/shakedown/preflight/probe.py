@@ -18,7 +18,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from shakedown.cluster.guard import living, look, send
-from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import StorageError
 from shakedown.core.files import write_json
 from shakedown.preflight import wire
@@ -32,6 +31,7 @@ from shakedown.preflight.model import (
     ProbeRequest,
     has_fault,
 )
+from shakedown.slurm.hostlist import node_name
 
 # Light processes: fork shares what is imported. This program has one thread.
 _FORK = multiprocessing.get_context("fork")

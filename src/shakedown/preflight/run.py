@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shakedown.cluster.nodes import node_addresses, slurm_nodes, write_bad_nodes
+from shakedown.cluster.nodes import write_bad_nodes
 from shakedown.core.errors import StorageError
 from shakedown.core.files import json_as, write_json
 from shakedown.core.paths import PreflightPaths
@@ -33,6 +33,7 @@ from shakedown.preflight.network_run import check_network
 from shakedown.preflight.observed import NetworkReport
 from shakedown.preflight.settings import Settings
 from shakedown.preflight.slurm_says import blamed_by_srun
+from shakedown.slurm.nodes import node_addresses, slurm_nodes
 
 _START_SECONDS = 30.0  # python's start on a cold shared file system, srun's own delay
 _LAGGARD_SECONDS = 5.0

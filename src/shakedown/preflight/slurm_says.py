@@ -6,8 +6,8 @@ and what srun ends because of it is nobody's fault.
 
 import re
 
-from shakedown.cluster.nodes import expand_nodelist, is_node_name
 from shakedown.core.errors import UsageError
+from shakedown.slurm.hostlist import expand_nodelist, is_node_name
 
 _BLAME = (
     # slurm 22.05, src/api/step_launch.c

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from shakedown.cluster.nodes import node_name
 from shakedown.core import at_start
 from shakedown.core.errors import LaunchError, ShakedownError, UsageError
 from shakedown.core.private import close_to_others
@@ -33,6 +32,7 @@ from shakedown.profiling.capture import (
     tell,
 )
 from shakedown.profiling.profiles import SCRATCH, Record, bring, finish, write_record
+from shakedown.slurm.hostlist import node_name
 
 EXTRA_OPTIONS = "NRL_NSYS_EXTRA_OPTIONS"
 _POLL_SECONDS = 2.0

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import ShakedownError
 from shakedown.core.files import atomic_open, is_count, read_json_as, write_json
 from shakedown.profiling.capture import STEPS, TRACE, tell
+from shakedown.slurm.hostlist import node_name
 
 REPORT = ".nsys-rep"
 SCRATCH = "shakedown-profile-"  # begins the name of a launcher's folder in TMPDIR

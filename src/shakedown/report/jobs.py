@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-from shakedown.cluster import squeue
 from shakedown.core.errors import ShakedownError
 from shakedown.core.paths import RunPaths, ServerPaths
-from shakedown.inference.slurm import is_marked
 from shakedown.monitor.workflow import NotedJob, WorkflowRun, noted_jobs, read_workflow
 from shakedown.report import text
 from shakedown.report.view import JobView, RunView, State
+from shakedown.slurm.client import GLANCE_SECONDS
+from shakedown.slurm.jobs import JOB_ID, Job, is_marked
+from shakedown.slurm.jobs import ask as squeue
+from shakedown.slurm.nodes import node_troubles
 
-# A controller that is busy or gone answers late or never: the rest is shown without it.
-ASK_SECONDS = 5.0
 _WORD_BYTES = 256  # of a server's file that holds one word
 
 # What Slurm's reasons mean to who waits (squeue(1), "JOB REASON CODES"), by how they begin.
@@ -76,7 +76,7 @@ def _submitted(run: Path, notes: list[str]) -> tuple[WorkflowRun | None, list[No
 def _of_server(folder: ServerPaths) -> list[NotedJob]:
     """The server's own job, known by its mark."""
     job_id, mark = _word(folder.job), _word(folder.job_mark)
-    if squeue.JOB_ID.fullmatch(job_id) is None:
+    if JOB_ID.fullmatch(job_id) is None:
         return []
     return [NotedJob(f"serve/{folder.root.name}", job_id, "", "", folder.slurm_log, mark=mark)]
 
@@ -91,7 +91,7 @@ def _word(path: Path) -> str:
         return ""
 
 
-def _ask(noted: Iterable[NotedJob], notes: list[str]) -> dict[NotedJob, squeue.Job]:
+def _ask(noted: Iterable[NotedJob], notes: list[str]) -> dict[NotedJob, Job]:
     """What Slurm says of each; of one that it has forgotten, or whose number is another job's, a
     job without a state."""
     clusters: dict[str, list[NotedJob]] = defaultdict(list)
@@ -101,7 +101,7 @@ def _ask(noted: Iterable[NotedJob], notes: list[str]) -> dict[NotedJob, squeue.J
     for cluster, jobs in clusters.items():
         ids = {job.job_id for job in jobs}
         try:
-            told = squeue.ask(ids, cluster=cluster, seconds=ASK_SECONDS)
+            told = squeue(ids, cluster=cluster, seconds=GLANCE_SECONDS)
         except ShakedownError as error:
             notes.append(
                 f"Slurm could not be asked about {_listed(ids)}: {error}; "
@@ -110,11 +110,11 @@ def _ask(noted: Iterable[NotedJob], notes: list[str]) -> dict[NotedJob, squeue.J
             continue
         for job in jobs:
             now = told.get(job.job_id)
-            found[job] = now if now is not None and _is_own(job, now) else squeue.Job("")
+            found[job] = now if now is not None and _is_own(job, now) else Job("")
     return found
 
 
-def _is_own(noted: NotedJob, told: squeue.Job) -> bool:
+def _is_own(noted: NotedJob, told: Job) -> bool:
     """A number alone may be another cluster's job, or one of a cluster that was made anew."""
     if noted.mark:
         return is_marked(noted.mark, told.name, told.comment)
@@ -124,7 +124,7 @@ def _is_own(noted: NotedJob, told: squeue.Job) -> bool:
 def _look_at_nodes(jobs: Iterable[JobView], notes: list[str]) -> None:
     nodes = sorted({job.told.nodes for job in jobs if job.runs and job.told and job.told.nodes})
     try:
-        notes += squeue.node_troubles(nodes, seconds=ASK_SECONDS)
+        notes += node_troubles(nodes, seconds=GLANCE_SECONDS)
     except ShakedownError as error:
         notes.append(f"Slurm could not be asked about nodes: {error}")
 
@@ -174,7 +174,7 @@ def _state_of(job: JobView) -> str:
 
 
 def _waiting(job: JobView, now: float) -> str:
-    told = job.told or squeue.Job("PENDING")
+    told = job.told or Job("PENDING")
     meaning = next((said for key, said in _REASONS.items() if told.reason.startswith(key)), "")
     why = f", {told.reason}" if told.reason else ""
     explained = f": {meaning}" if meaning else ""

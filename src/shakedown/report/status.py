@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import ShakedownError
 from shakedown.core.lease import holder_of
 from shakedown.core.paths import ServerPaths, StagePaths
@@ -19,6 +18,7 @@ from shakedown.report.collect import collect
 from shakedown.report.live import Live
 from shakedown.report.summary import headline, workflow_steps
 from shakedown.report.view import JobView, RunView, ServerView, StageView
+from shakedown.slurm.hostlist import node_name
 
 # Servers are asked one after another, with --watch again and again: none may hold the others up.
 PROBE_SECONDS = 2.0

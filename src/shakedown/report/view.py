@@ -6,11 +6,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from shakedown.cluster.squeue import Job
 from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Verdict
 from shakedown.report import series
 from shakedown.report.series import Series, Table
+from shakedown.slurm.jobs import Job
 
 # A verdict's four, and what only a run that is not over can show.
 State = Literal["PASS", "WARN", "FAIL", "BLOCKED", "RUNNING", "PENDING", "NOT RUN"]
@@ -131,7 +131,7 @@ class JobView:
 
     @property
     def runs(self) -> bool:
-        return self.told is not None and not self.told.waits and not self.told.ended
+        return self.told is not None and self.told.runs
 
     @property
     def ended(self) -> bool:

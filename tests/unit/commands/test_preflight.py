@@ -136,4 +136,4 @@ def test_a_job_without_a_slurm_is_blocked(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["preflight", "--job", "1", "--out", str(tmp_path / "x")]) == 3
-    assert "--job 1: scontrol is not on PATH" in capsys.readouterr().err
+    assert "--job 1: scontrol is not installed on this host" in capsys.readouterr().err

@@ -80,9 +80,11 @@ def test_without_slurm_a_job_could_not_be_looked_at(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert main(["watch", "--job", "1"]) == 3
-    assert "scontrol is not on PATH" in capsys.readouterr().err
+    assert "scontrol is not installed on this host" in capsys.readouterr().err
     assert main(["watch", "--job", "1", "--once"]) == 3
-    assert "WATCH UNKNOWN - job 1: scontrol is not on PATH" in capsys.readouterr().out
+    assert (
+        "WATCH UNKNOWN - job 1: scontrol is not installed on this host" in capsys.readouterr().out
+    )
 
 
 class Ranks:

@@ -22,7 +22,6 @@ from shakedown.monitor.collect import (
     from_pattern,
     from_pids,
     hooked,
-    job,
     proc,
     pyspy,
 )
@@ -31,6 +30,7 @@ from shakedown.monitor.collect import writer as writing
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.logs import LOG_BYTES, copy_ends, logs_in
 from shakedown.monitor.collect.writer import Writer, printable
+from shakedown.slurm.records import check_job_id
 
 # A rank with the hook: it sleeps, or works when it gets a line; its forked worker sleeps.
 HOOKED = """
@@ -455,15 +455,19 @@ def test_job_without_slurm_is_written_down(
     monkeypatch.setenv("PATH", str(tmp_path))
     out = tmp_path / "out"
     assert main(["hang", "collect", "--job", "12_3", "--out", str(out)]) == 0
-    assert "scontrol is not on PATH" in capsys.readouterr().out
+    said = "scontrol is not installed on this host"
+    assert said in capsys.readouterr().out
     body = json.loads((out / "collected-job.json").read_text())
-    assert (body["nodes"], body["missed"]) == ({}, ["slurm: scontrol is not on PATH"])
+    assert (body["nodes"], body["missed"]) == (
+        {},
+        [f"slurm: {said}"],
+    )
 
 
 def test_job_id_is_checked_before_slurm_sees_it() -> None:
-    assert job.check_job_id("1234+1") == "1234+1"
+    assert check_job_id("1234+1") == "1234+1"
     with pytest.raises(UsageError, match="Slurm job id"):
-        job.check_job_id("--help")
+        check_job_id("--help")
 
 
 def test_schemas_are_those_that_analyze_reads() -> None:

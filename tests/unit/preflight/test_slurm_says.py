@@ -2,8 +2,8 @@
 
 import pytest
 
-from shakedown.cluster.nodes import SlurmNode
 from shakedown.preflight.slurm_says import blamed_by_srun, tasks_that_ended, was_aborted
+from shakedown.slurm.nodes import SlurmNode
 
 LAUNCH_FAILED = """\
 srun: error: Task launch for StepId=29048601.1 failed on node n3: Communication connection failure

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import yaml
 
-from shakedown.cluster.nodes import node_name
 from shakedown.config import load_config
 from shakedown.core.paths import AttemptPaths, RunPaths
 from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.profiling.profiles import read_records
+from shakedown.slurm.hostlist import node_name
 from tests.command import shakedown
 from tests.demo_assets import write_assets
 from tests.unit.profiling import fake_nsys

@@ -200,7 +200,7 @@ def test_without_an_answer_of_slurm_the_rest_is_shown(
 
 
 def test_a_silent_slurm_costs_seconds(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shakedown.report.jobs.ASK_SECONDS", 0.5)
+    monkeypatch.setattr("shakedown.report.jobs.GLANCE_SECONDS", 0.5)
     run.submit("11", "demo/preflight/verdict.json")
     run.slurm_says(script="exec sleep 60 #")
 

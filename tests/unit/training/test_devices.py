@@ -6,12 +6,12 @@ import pytest
 
 from shakedown.cluster.bootstrap import main as bootstrap
 from shakedown.cluster.gpus import GPUS, device_number, visible_gpus, wanted_gpus
-from shakedown.cluster.nodes import node_name
 from shakedown.cluster.placement import PlacementError
 from shakedown.cluster.ranks import rank_components
 from shakedown.config import ServeConfig, StageConfig
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths
+from shakedown.slurm.hostlist import node_name
 from shakedown.training.stage.components import server_plan, trainer_components
 from shakedown.training.stage.devices import StageDevices, stage_devices
 from shakedown.training.stage.job import StageJob

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.nodes import node_name
 from shakedown.config import ProfileConfig, ServeConfig, load_config
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.profiling.capture import VARIABLE, read_order
+from shakedown.slurm.hostlist import node_name
 from shakedown.training.stage.components import server_plan, trainer_components
 from shakedown.training.stage.devices import StageDevices
 from shakedown.training.stage.job import StageJob

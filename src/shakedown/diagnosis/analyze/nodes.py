@@ -2,12 +2,12 @@
 
 from collections.abc import Collection
 
-from shakedown.cluster.nodes import expand_nodelist, is_node_name
 from shakedown.core.errors import UsageError
 from shakedown.diagnosis.analyze.causes import conclude
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import Facts
+from shakedown.slurm.hostlist import expand_nodelist, is_node_name
 
 
 def node_dead(s: Situation) -> Hypothesis | None:

@@ -12,6 +12,7 @@ from shakedown.diagnosis.analyze.raised import is_victims
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts, Facts
 from shakedown.diagnosis.records import LogEvent, SourceRef
+from shakedown.slurm.jobs import Job
 
 # `demo/stages/sft/attempts/001/evidence/...`
 _ATTEMPT = re.compile(r"^(.{0,400}/attempts/\d{1,6})/|^(attempts/\d{1,6})/")
@@ -117,7 +118,6 @@ def _same_stack_twice(facts: Facts) -> list[str]:
 _TELLING = frozenset(
     {"traceback", "abort", "oom", "exit", "timeout", "missing_ranks", "nccl_error"}
 )
-_OVER = frozenset({"FAILED", "TIMEOUT", "CANCELLED", "PREEMPTED", "BOOT_FAIL", "DEADLINE"})
 
 
 def job_state(s: Situation) -> Hypothesis | None:
@@ -154,7 +154,7 @@ def state_alone(s: Situation) -> Hypothesis | None:
         sure="open",
         evidence=places,
         needed=["the logs of all ranks", "stacks of all ranks (`shakedown hang collect`)"],
-        state="exited" if set(states.values()) <= _OVER else "unknown",
+        state="exited" if all(Job(word).ended for word in states.values()) else "unknown",
     )
 
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from shakedown.core.errors import ShakedownError, UsageError
+from shakedown.core.errors import LaunchError, ShakedownError, UsageError
 from shakedown.core.private import read_secret
 from shakedown.core.visible import masked
-from shakedown.monitor.collect import slurm
 from shakedown.monitor.collect.bounded import run_bounded
+from shakedown.slurm import jobs
 
 SCHEMA = "shakedown/alarm/1"
 SIGNATURE = "X-Shakedown-Signature"
@@ -200,10 +200,10 @@ def run_command(words: Sequence[str], more: Mapping[str, str] = _NOTHING) -> str
 
 def _scancel(job_id: str) -> str:
     try:
-        _, lost = slurm.run("scancel", job_id)
-    except LookupError as error:
-        lost = str(error.args[0])
-    return f"failed: {lost}" if lost else f"job {job_id} is cancelled"
+        jobs.cancel(job_id)
+    except LaunchError as error:
+        return f"failed: {error.args[0]}"
+    return f"job {job_id} is cancelled"
 
 
 def _first_line(error: Exception) -> str:

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import ShakedownError
 from shakedown.monitor.collect import inside, proc
 from shakedown.monitor.collect.pyspy import find_pyspy
 from shakedown.monitor.collect.targets import Target, from_job, from_pattern, missing_ranks
+from shakedown.slurm.hostlist import node_name
 
 SCHEMA = "shakedown/look/1"
 _NICE = 10

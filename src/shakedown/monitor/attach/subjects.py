@@ -10,22 +10,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from shakedown.cluster.nodes import node_name
-from shakedown.cluster.ranks import srun_argv
 from shakedown.core.errors import UsageError
 from shakedown.monitor.attach.samplers import Start
-from shakedown.monitor.collect import job, proc
+from shakedown.monitor.collect import proc
 from shakedown.monitor.collect.hosts import ssh_argv
-from shakedown.monitor.collect.steps import COLLECTOR, step_environment
+from shakedown.monitor.collect.steps import COLLECTOR
+from shakedown.slurm.client import environment
+from shakedown.slurm.hostlist import node_name
+from shakedown.slurm.jobs import Job
+from shakedown.slurm.records import Part, describe, parts_of
+from shakedown.slurm.steps import srun_argv
 
 # -P: a `queue.py` in the working directory must not shadow Python's own.
 _SAMPLER = ("-P", "-m", "shakedown.monitor.attach.sampler")
-_RUNNING = frozenset({"RUNNING"})
-# Not running, and not over: PENDING after a requeue, SUSPENDED while another one has its turn.
-_WAITS = frozenset(
-    {"PENDING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING", "REQUEUED", "REQUEUE_HOLD"}
-    | {"SPECIAL_EXIT", "COMPLETING", "SIGNALING", "STAGE_OUT", "RESV_DEL_HOLD"}
-)
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class SlurmJob:
     """A job of this user. What is not given is known once Slurm was asked."""
 
     given: str
-    parts: list[job.Part] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     job_id: str = ""
     owner: str = ""
 
@@ -79,28 +76,30 @@ class SlurmJob:
         return f"job {self.given}"
 
     def phase(self) -> Phase:
-        described, text, lost = job.describe(self.given)
+        described, text, lost = describe(self.given)
         state = described.get("JobState", "")
         if not state:
             return Phase("unknown", lost or "Slurm does not know it")
         # An array task such as 1234_5 has a job id of its own, its processes' SLURM_JOB_ID.
         self.job_id = described.get("JobId", self.given)
         self.owner = described.get("UserId", "").partition("(")[0]  # root(0)
-        if state in _RUNNING:
+        job = Job(state)
+        if job.ended:
+            code = described.get("ExitCode", "")
+            return Phase("over", f"{state} (exit code {code})", state == "COMPLETED")
+        if job.takes_steps:
             try:
-                self.parts = job.parts_of(text)
+                self.parts = parts_of(text)
             except UsageError:
                 return Phase("unknown", f"no list of its nodes: {described.get('NodeList')!r}")
             return Phase("runs")
-        if state in _WAITS:
-            return Phase("waits", state)
-        code = described.get("ExitCode", "")
-        return Phase("over", f"{state} (exit code {code})", state == "COMPLETED")
+        # PENDING after a requeue, SUSPENDED while another one has its turn.
+        return Phase("waits", state)
 
     def starts(self, idle: float) -> list[Start]:
         return [self._start(part, idle) for part in self.parts]
 
-    def _start(self, part: job.Part, idle: float) -> Start:
+    def _start(self, part: Part, idle: float) -> Start:
         nodes = part.nodes
         srun = srun_argv(
             nodes=nodes,
@@ -119,7 +118,7 @@ class SlurmJob:
         def alone(node: str) -> Start:
             return self._start(replace(part, nodes=[node]), idle)
 
-        return Start(argv, nodes, step_environment(), alone=alone if len(nodes) > 1 else None)
+        return Start(argv, nodes, environment(), alone=alone if len(nodes) > 1 else None)
 
     def collect(self, out: Path, rounds: int, gap: float) -> list[str]:
         return [*_collector(sys.executable, out, rounds, gap), "--job", self.given]

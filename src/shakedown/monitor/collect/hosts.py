@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
-from shakedown.cluster.nodes import expand_nodelist
 from shakedown.core.errors import UsageError
 from shakedown.core.files import read_object
 from shakedown.core.home import expand_home
@@ -25,6 +24,7 @@ from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.report import NodesReport
 from shakedown.monitor.collect.steps import COLLECTOR, END_SECONDS, STEP_SECONDS, end, told
 from shakedown.monitor.collect.writer import COLLECTED, NAMES, READ, Writer, printable
+from shakedown.slurm.hostlist import expand_nodelist
 
 MOST_HOSTS = 64  # at once: samples of one moment tell more, and an ssh takes 10 MB
 CONNECT_SECONDS = 10

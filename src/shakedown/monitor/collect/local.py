@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shakedown.cluster.nodes import is_node_name, node_name
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import beats, hooked, inside, logs, node, proc, pyspy, ras, ray
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.targets import Target
 from shakedown.monitor.collect.writer import BEATS, COLLECTED, NAMES, Writer, printable
+from shakedown.slurm.hostlist import is_node_name, node_name
 
 NODE_SECONDS = 90.0  # all of py-spy's work of one round
 GRACE_SECONDS = 10.0  # for ending the last of them; who takes longer is left behind

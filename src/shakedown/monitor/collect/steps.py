@@ -1,7 +1,6 @@
 """Collectors on the nodes of a Slurm job, by srun: a node that does not answer stops no other."""
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -10,24 +9,24 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from shakedown.cluster.nodes import is_node_name
-from shakedown.cluster.ranks import srun_argv
 from shakedown.core.errors import UsageError
 from shakedown.core.files import read_object
 from shakedown.core.paths import EvidencePaths
 from shakedown.core.private import open_own
-from shakedown.monitor.collect import slurm
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.writer import COLLECTED, READ, Writer, printable
+from shakedown.slurm.client import GLANCE_SECONDS, environment
+from shakedown.slurm.hostlist import is_node_name
+from shakedown.slurm.nodes import parse_nodes
+from shakedown.slurm.records import describe, show
+from shakedown.slurm.records import runs as has_processes
+from shakedown.slurm.steps import srun_argv
 
 STEP_SECONDS = 180.0  # for a node whose processes answer py-spy late; the gaps come on top
 MOST_STEPS = 16  # single steps at once, for nodes that the common step did not reach
 END_SECONDS = 10.0  # for srun to end its tasks when its time is over
 # Behind the interpreter. -P: a `queue.py` in the working directory must not shadow Python's own.
 COLLECTOR = ("-P", "-m", "shakedown.cli", "hang", "collect")
-_NODE = re.compile(r"(?:^|\s)NodeName=(\S+).*?\sState=(\S+)", re.DOTALL)
-# An asterisk behind a state, as in IDLE*: the controller does not hear of the node.
-_SILENT = re.compile(r"DOWN|FAIL|NOT_RESPONDING|NO_RESPOND|POWERED|\*")
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ class Step:
     def longest(self, nodes: int) -> float:
         """Seconds that `collect_nodes` may take where none of `nodes` is reached."""
         batches = -(-nodes // MOST_STEPS)
-        return slurm.SECONDS + (self.limit + END_SECONDS) * (1 + batches)
+        return GLANCE_SECONDS + (self.limit + END_SECONDS) * (1 + batches)
 
 
 def collector(arguments: Sequence[str], out: Path) -> Sequence[str]:
@@ -98,29 +97,17 @@ def unreached(step: Step, nodes: Sequence[str], writer: Writer) -> Mapping[str, 
 
 def _runs(job_id: str) -> bool:
     """Of a job that has ended, or waits to be run again, srun reaches no node, however healthy."""
-    try:
-        return "JobState=RUNNING " in slurm.show(("job", job_id))[0]
-    except LookupError:
-        return False
+    return has_processes(describe(job_id)[0])
 
 
 def _silent(nodes: Sequence[str], writer: Writer) -> dict[str, str]:
     """The nodes that Slurm itself does not hear of."""
-    states = _states(nodes, writer)
-    found = {n: states.get(n, "") for n in nodes}
-    return {n: f"not asked: Slurm says {s}" for n, s in found.items() if _SILENT.search(s)}
-
-
-def _states(nodes: Sequence[str], writer: Writer) -> Mapping[str, str]:
-    """The state that Slurm has of each node; empty where it does not say."""
-    try:
-        text, lost = slurm.show(("node", ",".join(nodes)))
-    except LookupError as error:
-        text, lost = "", str(error.args[0])
+    text, lost = show(("node", ",".join(nodes)))
     writer.missed += [f"slurm: {lost}"] if lost else []
     if text:
         writer.text("nodes-slurm.txt", text)
-    return dict(_NODE.findall(text))
+    found = {name: node for name, node in parse_nodes(text).items() if name in nodes}
+    return {n: f"not asked: Slurm says {s.state}" for n, s in found.items() if s.is_lost}
 
 
 def _run_each(step: Step, nodes: Sequence[str]) -> Sequence[object]:
@@ -140,14 +127,13 @@ def _run(step: Step, nodes: Sequence[str]) -> bool:
         # Ctrl-C, not at the second.
         more=[f"--jobid={step.job_id}", *step.srun, "--gres=none", "--quit-on-interrupt"],
     )
-    environment = step_environment()
     log = step.out / f"collect-{nodes[0]}.srun"
     try:
         with os.fdopen(open_own(log, os.O_WRONLY), "wb") as stream:
             stream.truncate()
             process = subprocess.Popen(
                 [*srun, *step.command],
-                env=environment,
+                env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=stream,
@@ -156,18 +142,6 @@ def _run(step: Step, nodes: Sequence[str]) -> bool:
         return False
     end(process, step.limit)
     return process.returncode == 0
-
-
-def step_environment() -> dict[str, str]:
-    """This process may run in another job, whose variables srun would take for that one's.
-
-    Without SLURM_CONF srun finds no controller on a cluster that has no /etc/slurm/slurm.conf.
-    """
-    return {
-        key: value
-        for key, value in os.environ.items()
-        if not key.startswith("SLURM_") or key == "SLURM_CONF"
-    }
 
 
 def end(process: subprocess.Popen[bytes], seconds: float) -> None:

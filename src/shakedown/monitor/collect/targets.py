@@ -8,12 +8,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shakedown.cluster.nodes import node_name
 from shakedown.core.errors import BlockedError, UsageError
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import environ, hooked, proc, ray
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.slurm.hostlist import node_name
 
 MAX_PID = 2**22  # Linux's own limit
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]+")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shakedown.cluster.guard import Process
-from shakedown.cluster.nodes import node_address, node_name, quiet_port
+from shakedown.cluster.nodes import quiet_port
 from shakedown.cluster.supervise import Supervisor
 from shakedown.config import CommandStage
 from shakedown.config.command import environment_of, fill, words_of
@@ -20,6 +20,8 @@ from shakedown.core.paths import AttemptPaths
 from shakedown.monitor import foreign_hook
 from shakedown.monitor.collect import Target, collect_cluster, from_processes
 from shakedown.monitor.heartbeat import Beat, read_heartbeats
+from shakedown.slurm.hostlist import node_name
+from shakedown.slurm.nodes import node_address
 from shakedown.training.stage.components import trainer_environment
 from shakedown.training.stage.job import SupervisedJob
 from shakedown.training.stage.launched import Launched

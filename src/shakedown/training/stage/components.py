@@ -6,14 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shakedown.cluster.nodes import free_port, node_address, node_name
-from shakedown.cluster.ranks import rank_components, srun_argv
+from shakedown.cluster.nodes import free_port
+from shakedown.cluster.ranks import rank_components
 from shakedown.cluster.supervise import Component
 from shakedown.config import ProfileConfig, ServeConfig
 from shakedown.core.paths import AttemptPaths
 from shakedown.inference.engines import get_engine
 from shakedown.inference.secret import make_secret
 from shakedown.monitor import hook
+from shakedown.slurm.hostlist import node_name
+from shakedown.slurm.nodes import node_address
+from shakedown.slurm.steps import srun_argv
 from shakedown.training.serving import launch_spec
 from shakedown.training.stage import profiling
 from shakedown.training.stage.devices import StageDevices

@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 
-from shakedown.cluster.nodes import node_name
 from shakedown.cluster.supervise import Supervisor
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths
@@ -12,6 +11,7 @@ from shakedown.monitor.collect import Target, collect_local, from_attempt
 from shakedown.monitor.collect.steps import Step, collect_nodes, collector, unreached
 from shakedown.monitor.collect.writer import COLLECTED, NAMES, READ, Writer
 from shakedown.monitor.watch import Health
+from shakedown.slurm.hostlist import node_name
 from shakedown.training.stage.launched import Launched
 
 _STEP_SECONDS = 60.0  # one step on other nodes; their ranks have our hook and answer at once

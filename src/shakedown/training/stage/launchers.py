@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shakedown.cluster.bootstrap import NODE_RANK
-from shakedown.cluster.ranks import loopback_of, rank_components, srun_argv
+from shakedown.cluster.ranks import loopback_of, rank_components
 from shakedown.cluster.supervise import Component
 from shakedown.core.folders import storage_errors
 from shakedown.core.paths import AttemptPaths
 from shakedown.core.private import write_secret
+from shakedown.slurm.steps import srun_argv
 from shakedown.training.stage import ray_driver
 
 LAUNCH = "trainer-launch"

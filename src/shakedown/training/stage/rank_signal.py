@@ -11,8 +11,8 @@ import sys
 from collections.abc import Collection, Sequence
 
 from shakedown.cluster.guard import look, send_one
-from shakedown.cluster.ranks import srun_argv
 from shakedown.monitor.collect import Target, from_job, from_processes
+from shakedown.slurm.steps import srun_argv
 
 
 def signal_ranks(pids: Collection[int], number: signal.Signals) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from shakedown.cluster.held import hold
 from shakedown.cluster.memory_kills import kills
-from shakedown.cluster.nodes import allocation_nodes, node_name
 from shakedown.cluster.roster import end_left
 from shakedown.cluster.supervise import Component, Exit, Supervisor
 from shakedown.core.continued import cluster_command
@@ -26,6 +25,7 @@ from shakedown.debug import asked
 from shakedown.debug.stops import make_folder
 from shakedown.inference.ready import read_end
 from shakedown.monitor.watch import Health, Watch
+from shakedown.slurm.hostlist import allocation_nodes, node_name
 from shakedown.training.stage import stopping
 from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending, with_server_error

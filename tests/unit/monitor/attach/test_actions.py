@@ -247,4 +247,6 @@ def test_a_job_that_cannot_be_cancelled_is_said(
     program.write_text('#!/bin/sh\necho "scancel: error: $1 is not yours" >&2; exit 1\n')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert Actions(scancel=True).act(ALARM) == ["scancel: failed: scancel: error: 7 is not yours"]
+    assert Actions(scancel=True).act(ALARM) == [
+        "scancel: failed: scancel 7: scancel: error: 7 is not yours"
+    ]

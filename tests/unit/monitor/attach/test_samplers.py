@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.nodes import free_port, node_name
+from shakedown.cluster.nodes import free_port
 from shakedown.core.errors import LaunchError
 from shakedown.monitor.attach.sampler import lacking
 from shakedown.monitor.attach.samplers import Samplers, Start
 from shakedown.monitor.attach.subjects import Processes, SlurmJob
+from shakedown.slurm.hostlist import node_name
 from tests.security.other_user import as_nobody
 from tests.ssh_hosts import SSHD, private_hosts
 

@@ -1,6 +1,6 @@
 """What Slurm says of a job: one, a task of an array, the components of a heterogeneous job."""
 
-from shakedown.monitor.collect.job import Part, one_of, parts_of
+from shakedown.slurm.records import Part, one_of, parts_of
 
 # As Slurm 22.05 shows them, shortened.
 HET = """JobId=70 HetJobId=70 HetJobOffset=0 JobName=het.sh

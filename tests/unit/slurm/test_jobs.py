@@ -1,13 +1,14 @@
 """What squeue and sinfo of Slurm 22.05 printed, read back; and programs that do not answer."""
 
-import stat
 from datetime import datetime
 from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.squeue import Job, ask, node_troubles, parse
 from shakedown.core.errors import LaunchError
+from shakedown.slurm.client import environment
+from shakedown.slurm.jobs import Job, ask, parse
+from tests.unit.slurm.programs import answers, program
 
 # Of a private cluster of two nodes: one job holds both, one node is drained.
 RECORDED = """\
@@ -21,32 +22,6 @@ RECORDED = """\
 29050257|RUNNING|None|n[1-2]|2026-11-23T16:48:47|0|wrap|(null)
 29050250|CANCELLED|None|n[1-2]|2026-11-23T16:48:47|0|wrap|(null)
 """
-NODES = """\
-n1|draining|bad disk
-n1|draining|bad disk
-n2|allocated|none
-n3|down*|Not responding
-"""
-
-
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of programs that comes first in PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    return folder
-
-
-def program(folder: Path, name: str, script: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-
-
-def answers(folder: Path, name: str, text: str) -> None:
-    (folder / f"{name}.txt").write_text(text)
-    program(folder, name, f'echo "$@" > {folder}/{name}.asked; cat {folder}/{name}.txt')
 
 
 def test_recorded_lines_are_read_with_reason_start_and_nodes() -> None:
@@ -136,10 +111,23 @@ def test_what_is_no_id_of_one_job_never_reaches_squeue(programs: Path, job_id: s
     assert not (programs / "squeue.asked").exists()
 
 
-def test_nodes_that_are_down_or_drained_are_told_once_each(programs: Path) -> None:
-    answers(programs, "sinfo", NODES)
+# squeue(1), JOB STATE CODES.
+ENDS = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY PREEMPTED BOOT_FAIL DEADLINE"
+WAITS = "PENDING CONFIGURING REQUEUED REQUEUE_HOLD SPECIAL_EXIT RESV_DEL_HOLD"
+ALIVE = "RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING A_WORD_OF_TOMORROW"
 
-    assert node_troubles(["n[1-3]"], seconds=5.0) == [
-        "node n1 is draining: bad disk",
-        "node n3 is down, it does not answer Slurm: Not responding",
-    ]
+
+def test_every_state_has_one_meaning_and_an_unknown_word_means_alive() -> None:
+    for words, meaning in ((ENDS, "ended"), (WAITS, "waits"), (ALIVE, "runs")):
+        for state in words.split():
+            job = Job(state)
+            told = {name for name in ("ended", "waits", "runs") if getattr(job, name)}
+            assert told == {meaning}, state
+    assert Job("").ended
+
+
+def test_what_a_shell_or_a_job_around_says_changes_nothing_that_is_asked() -> None:
+    around = {"SLURM_JOB_ID": "7", "SBATCH_ACCOUNT": "x", "SQUEUE_STATES": "all"}
+    kept = {"SLURM_CONF": "/c", "PATH": "/bin"}
+
+    assert environment(around | kept) == kept | {"SLURM_TIME_FORMAT": "standard"}

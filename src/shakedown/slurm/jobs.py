@@ -1,0 +1,148 @@
+"""Jobs in Slurm's queue: their states, and which job is one of ours."""
+
+import os
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+
+from shakedown.core.errors import LaunchError
+from shakedown.slurm.client import SECONDS, run
+
+# squeue's columns: id with array index, state, reason, nodes, start, owner's number, name, comment.
+# The comment is last: it alone may hold the separator.
+_FORMAT = "%i|%T|%r|%N|%S|%U|%j|%k"
+_COLUMNS = 8
+JOB_ID = re.compile(r"[1-9][0-9]{0,9}(_[0-9]{1,7})?")  # of a job, or of a task of an array
+CLUSTER = re.compile(r"[\w.-]{0,64}")
+_MARK = re.compile(r"[0-9a-f]{16}")
+_FORGOTTEN = "Invalid job id"  # Slurm knows a job for MinJobAge (300 s by default) after its end
+# squeue(1), JOB STATE CODES. What waits runs nowhere now: held and requeued jobs among it.
+_WAITS = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
+    | {"RESV_DEL_HOLD"}
+)
+_ENDED = frozenset(
+    {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL"}
+    | {"DEADLINE", "OUT_OF_MEMORY", "REVOKED", "LAUNCH_FAILED", "RECONFIG_FAIL"}
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job or a task of an array, in squeue's words; empty where Slurm has none.
+
+    `nodes` in their short form; `start`, when it started or is expected to, in seconds since 1970;
+    `owner`: the user's number.
+    """
+
+    state: str
+    reason: str = ""
+    nodes: str = ""
+    start: float | None = None
+    owner: str = ""
+    name: str = ""
+    comment: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Nothing of it runs now."""
+        return self.state in _WAITS
+
+    @property
+    def ended(self) -> bool:
+        """It will not run any more; an empty state is that of a job that Slurm has forgotten."""
+        return not self.state or self.state in _ENDED
+
+    @property
+    def runs(self) -> bool:
+        """It has processes, as far as is known: an unknown word means alive."""
+        return not (self.waits or self.ended)
+
+    @property
+    def takes_steps(self) -> bool:
+        """srun starts something in it now."""
+        return self.state == "RUNNING"
+
+    def bears(self, mark: str) -> bool:
+        """Whether it is this user's job with this mark.
+
+        Either is enough: --sbatch-args may give the job another name or comment.
+        """
+        return self.owner == str(os.getuid()) and is_marked(mark, self.name, self.comment)
+
+
+def is_marked(mark: str, name: str, comment: str) -> bool:
+    """Whether a job of this name and comment bears the mark; what is no mark is borne by none."""
+    is_mark = _MARK.fullmatch(mark) is not None
+    return is_mark and (comment == marked_comment(mark) or name.endswith(f"-{mark}"))
+
+
+def marked_comment(mark: str) -> str:
+    """The comment that a job with this mark is submitted with."""
+    return f"shakedown-{mark}"
+
+
+def ask(job_ids: Collection[str], *, cluster: str = "", seconds: float = SECONDS) -> dict[str, Job]:
+    """One squeue about these jobs; those that it has forgotten are left out.
+
+    Args:
+        cluster: one of several that share a database; empty: this host's own.
+        seconds: after which a squeue without an answer is ended.
+
+    Raises:
+        LaunchError: Slurm could not be asked, with the reason.
+        ValueError: an id or a cluster that is none: to squeue it could mean many jobs.
+    """
+    for job_id in job_ids:
+        if JOB_ID.fullmatch(job_id) is None:
+            raise ValueError(f"{job_id!r} is no id of one Slurm job")
+    if CLUSTER.fullmatch(cluster) is None:
+        raise ValueError(f"{cluster!r} is no name of a cluster")
+    if not job_ids:
+        return {}
+    # Of an array all tasks: squeue refuses `7_1` once the task is no longer in the queue.
+    whole = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids}))
+    # Without --states=all squeue hides jobs that have ended.
+    command = ["squeue", "--noheader", "--array", "--all", "--states=all"]
+    command += [f"--format={_FORMAT}"]
+    command += [f"--clusters={cluster}"] if cluster else []
+    answer = run([*command, f"--jobs={whole}"], seconds=seconds)
+    if _FORGOTTEN in answer.said:  # a single one
+        return {}
+    if answer.said:
+        raise LaunchError(f"squeue: {answer.said}")
+    return {job_id: job for job_id, job in parse(answer.text).items() if job_id in job_ids}
+
+
+def parse(text: str) -> dict[str, Job]:
+    """Lines of squeue by job id; a line of another form is not about a job."""
+    found = {}
+    for line in text.splitlines():
+        row = [_word(cell) for cell in line.split("|", _COLUMNS - 1)]
+        if len(row) == _COLUMNS:
+            found[row[0]] = Job(row[1], row[2], row[3], _moment(row[4]), *row[5:])
+    return found
+
+
+def cancel(job_id: str) -> None:
+    """Cancel a job; one that Slurm has forgotten needs no more.
+
+    Raises:
+        LaunchError: Slurm could not be asked, or refused.
+    """
+    said = run(["scancel", job_id]).said
+    if said and _FORGOTTEN not in said:
+        raise LaunchError(f"scancel {job_id}: {said[:300]}", hint=f"squeue -j {job_id}")
+
+
+def _word(cell: str) -> str:
+    return "" if cell in ("(null)", "N/A", "None") else cell
+
+
+def _moment(text: str) -> float | None:
+    """squeue writes the local time of its host, without a zone."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        return None
