@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -23,6 +23,15 @@ def started(workflow: Make, *options: str) -> Workflow:
     return flow
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """Ends what is started here; under nohup all that is started ignores it, too."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_the_end_of_the_login_node_or_terminal_costs_no_work(
     workflow: Make, number: signal.Signals

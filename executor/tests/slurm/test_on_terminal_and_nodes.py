@@ -101,4 +101,4 @@ rule a:
     folder = flow.folder / ".snakemake" / "submitit"
     modes = {path: stat.S_IMODE(path.stat().st_mode) for path in (folder, *folder.iterdir())}
     assert {mode & 0o077 for mode in modes.values()} == {0}
-    assert len(modes) == 3
+    assert len(modes) > 1  # the run's own; that of the logs is made once a job was seen running

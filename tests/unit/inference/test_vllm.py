@@ -15,10 +15,11 @@ import pytest
 
 from shakedown.config import GrpoConfig, StageConfig
 from shakedown.core.errors import ServerError
-from shakedown.core.paths import StagePaths
+from shakedown.core.paths import ServerPaths, StagePaths
 from shakedown.inference.client import Client
 from shakedown.inference.engines import LaunchSpec, get_token_engine
 from shakedown.inference.folder import Endpoint, ServerOrder
+from shakedown.inference.processes import daemon_of
 from shakedown.inference.server import ensure, start, status, stop
 from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.rollout.generation import Generation, PiecedCompletion
@@ -374,9 +375,10 @@ def test_server_killed_with_its_daemon_is_started_again_by_ensure(
 ) -> None:
     """Last in this file: the server has another process afterwards."""
     before = (folder / "endpoint.json").stat().st_mtime_ns
-    state = json.loads((folder / "state.json").read_text())
     family = psutil.Process(server.pid).children(recursive=True)
-    psutil.Process(state["daemon_pid"]).kill()
+    daemon = daemon_of(ServerPaths(folder))
+    assert daemon is not None
+    psutil.Process(daemon.pid).kill()
     psutil.wait_procs(
         [psutil.Process(server.pid), *family] if psutil.pid_exists(server.pid) else family,
         timeout=60,
