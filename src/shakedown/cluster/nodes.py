@@ -9,8 +9,9 @@ from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.files import write_text
 from shakedown.slurm.hostlist import is_node_name
 
-# Below what Linux gives to connections, and above what most services listen on.
-_QUIET_PORTS = (20000, 32000)
+# Below what Linux gives to connections (32768 and up), and above what most services listen on: an
+# engine binds its port many seconds after it was found free.
+_QUIET_PORTS = range(18000, 32000)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -29,21 +30,28 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             server.close()
 
 
-def quiet_port() -> int:
-    """A TCP port that could be bound on every address here, for a program that starts later.
+def quiet_port(host: str = "") -> int:
+    """A TCP port that could be bound here a moment ago, for a program that binds it later.
 
     The system gives ports of its own range to connections: one of these may be taken meanwhile.
 
+    Args:
+        host: the address to bind; empty: every one.
+
     Raises:
-        LaunchError: none of a thousand was free.
+        LaunchError: none of a hundred was free, or `host` is no address of this machine.
     """
-    for port in random.sample(range(*_QUIET_PORTS), 1000):
+    reason = ""
+    # Not `random.sample`: programs that seed that generator alike would all draw the same ports.
+    for port in random.SystemRandom().sample(_QUIET_PORTS, 100):
         try:
-            socket.create_server(("", port)).close()
-        except OSError:
-            continue
-        return port
-    raise LaunchError(f"no free port found between {_QUIET_PORTS[0]} and {_QUIET_PORTS[1]}")
+            # A port of a server that ended just now (TIME_WAIT) counts as free.
+            socket.create_server((host, port)).close()
+        except OSError as error:
+            reason = error.strerror or str(error)
+        else:
+            return port
+    raise LaunchError(f"no free port on {host or 'this machine'}: {reason}")
 
 
 def read_bad_nodes(path: Path) -> list[str]:

@@ -2,32 +2,12 @@
 
 import ipaddress
 import os
-import random
 import socket
 
-from shakedown.core.errors import ServerError
 from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.nodes import node_address
 
-# Below the range from which Linux takes ports of outgoing connections (32768 and up): an engine
-# binds its port many seconds after it was found free.
-_PORTS = range(18000, 32000)
 _LOOPBACK = "127.0.0.1"
-
-
-def choose_port(host: str) -> int:
-    """A port that nothing listens on.
-
-    Raises:
-        ServerError: `host` is no address of this machine, or every port tried is taken.
-    """
-    # Not `random.choice`: programs that seed that generator alike would all draw the same port.
-    draw = random.SystemRandom()
-    for _ in range(100):
-        port = draw.choice(_PORTS)
-        if port_fault(host, port) is None:
-            return port
-    raise ServerError(f"no free port on {host}: {port_fault(host, port)}")
 
 
 def port_fault(host: str, port: int) -> str | None:

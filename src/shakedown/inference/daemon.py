@@ -18,12 +18,13 @@ from pathlib import Path
 from types import FrameType
 
 from shakedown.cluster.held import hold
+from shakedown.cluster.nodes import quiet_port
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.errors import ServerError, ShakedownError
 from shakedown.core.files import write_json
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import close_to_others
-from shakedown.inference.address import choose_port, own_address, port_fault
+from shakedown.inference.address import own_address, port_fault
 from shakedown.inference.engines import Launch, get_engine
 from shakedown.inference.folder import ServerOrder, State, order_of, read_endpoint
 from shakedown.inference.lease import LeaseWatch
@@ -157,7 +158,7 @@ def _placed(order: ServerOrder, folder: ServerPaths) -> ServerOrder:
         ServerError: the given port is in use.
     """
     host = order.spec.host or own_address(order.launcher)
-    port = order.spec.port or choose_port(host)
+    port = order.spec.port or quiet_port(host)
     fault = port_fault(host, port)
     if fault is not None:
         raise ServerError(
