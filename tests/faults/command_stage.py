@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shakedown.cluster.guard import look
 from shakedown.core.paths import StagePaths
+from shakedown.processes.guard import look
 from tests.workflow.helpers import processes_that_mention, read_json
 
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shakedown.cluster.guard import look
 from shakedown.core.paths import StagePaths
+from shakedown.processes.guard import look
 from tests.faults.command_stage import Start, finish, rows, wait_for_step
 from tests.workflow.helpers import processes_that_mention, read_json
 

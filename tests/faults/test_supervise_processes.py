@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.guard import members, processes
 from shakedown.cluster.supervise import Component, Supervisor
+from shakedown.processes.guard import members, processes
 
 STUBBORN = "trap '' TERM; echo ready; while :; do sleep 1; done"
 

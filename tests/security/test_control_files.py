@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.guard import look
 from shakedown.cluster.roster import Roster
 from shakedown.core import private
 from shakedown.core.errors import UntrustedError, UsageError
@@ -21,6 +20,7 @@ from shakedown.core.verdict import Verdict
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import Endpoint, ServerOrder, State, read_endpoint, read_state
 from shakedown.inference.server import ensure, stop
+from shakedown.processes.guard import look
 from shakedown.training.checkpoint.checkpoints import Meta, find
 from shakedown.training.stage.job import read_job
 from tests.command import shakedown

@@ -14,19 +14,20 @@ from typing import Any
 import pytest
 
 from shakedown.agents.worker_pool import Worker
-from shakedown.cluster import guard, roster
-from shakedown.cluster.recorded import Recorded
+from shakedown.cluster import roster
 from shakedown.cluster.roster import Roster
 from shakedown.cluster.supervise import Component, Supervisor
 from shakedown.core.errors import RefusedError
 from shakedown.core.files import write_json
-from shakedown.core.identity import boot_id
 from shakedown.core.lease import Holder
 from shakedown.core.paths import EvidencePaths, ServerPaths
 from shakedown.core.private import own_folder
 from shakedown.inference.folder import State
 from shakedown.inference.server import stop
 from shakedown.monitor.collect import hooked, proc
+from shakedown.processes import guard
+from shakedown.processes.identity import boot_id
+from shakedown.processes.recorded import Recorded
 from shakedown.slurm.hostlist import node_name
 from snakemake_executor_plugin_submitit import checkpoint, slurm
 

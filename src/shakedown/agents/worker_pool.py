@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
-from shakedown.cluster.guard import group, look, send
 from shakedown.core.errors import LaunchError, UsageError
+from shakedown.processes.guard import group, look, send
 
 UNREADABLE = "the worker's replies are not readable: the code wrote to them"
 _END_SECONDS = 2.0  # that a killed process may need; longer: it is stuck in the kernel

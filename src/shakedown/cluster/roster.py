@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from shakedown.cluster.guard import Process, end, living, look
 from shakedown.core.errors import RefusedError
 from shakedown.core.files import read_json_as, write_json
-from shakedown.core.identity import boot_id, pid_space
+from shakedown.processes.guard import Process, end, living, look
+from shakedown.processes.identity import boot_id, pid_space
 
 _GUARD_SECONDS = 30.0  # above the guard's own grace time and its kill
 _GRACE_SECONDS = 2.0  # of what the guard, killed as well, has left

@@ -21,17 +21,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Self
 
-from shakedown.cluster.guard import MARK, Process, living, look, send
 from shakedown.cluster.roster import Roster, remove
 from shakedown.core.errors import LaunchError, StorageError
 from shakedown.core.folders import storage_errors
 from shakedown.core.leftovers import private_folder
 from shakedown.core.private import make_folders, open_own
+from shakedown.processes import guard
+from shakedown.processes.guard import MARK, Process, living, look, send
 
 _POLL_SECONDS = 0.02
 _KILL_SECONDS = 10.0  # a killed process may finish an I/O wait first
 _REAP_SECONDS = 1.0
-_GUARD = Path(__file__).with_name("guard.py")
+_GUARD = Path(guard.__file__)
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,9 @@ from typing import Self
 from shakedown.core.errors import RefusedError, UsageError
 from shakedown.core.files import read_json_as
 from shakedown.core.folders import storage_errors
-from shakedown.core.identity import boot_id, pid_space, started
 from shakedown.core.leftovers import temporary_file
 from shakedown.core.private import own_folder, write_secret
+from shakedown.processes.identity import boot_id, pid_space, started
 
 RENEW_SECONDS = 30.0  # a file server may be away for a moment: a sign of life, never a proof
 _SILENCE_SECONDS = 4 * RENEW_SECONDS  # who waits for a holder does so while it shows signs of life

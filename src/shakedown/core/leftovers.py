@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from shakedown.core.identity import boot_id, pid_space, started
+from shakedown.processes.identity import boot_id, pid_space, started
 
 _TAGGED = re.compile(r"\..*\.tmp-([0-9a-f]{8})-([0-9a-f]+)-([0-9a-f]+)\.[a-z0-9_]+", re.DOTALL)
 # A Unix socket's path has at most 107 bytes (unix(7)). The folder's own name takes some 45 of them,

@@ -5,7 +5,6 @@ import signal
 from collections.abc import Callable, Iterator
 
 from shakedown.cluster.held import hold
-from shakedown.cluster.recorded import Recorded
 from shakedown.cluster.roster import end_left
 from shakedown.core.errors import ServerError, StorageError
 from shakedown.core.files import write_text
@@ -15,6 +14,7 @@ from shakedown.core.paths import ServerPaths
 from shakedown.core.private import own_folder
 from shakedown.inference import slurm
 from shakedown.inference.processes import alive, daemon_of, gone, job_id, job_mark, job_state
+from shakedown.processes.recorded import Recorded
 
 Say = Callable[[str], None]
 _STOP_SECONDS = 40.0  # the daemon's own grace time, and the kill after it

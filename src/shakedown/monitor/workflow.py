@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from shakedown.cluster.recorded import Recorded
 from shakedown.core.continued import WORKFLOW_SCHEMA, Command
 from shakedown.core.errors import UsageError
 from shakedown.core.files import json_as, read_object, write_json
 from shakedown.core.rows import JsonLines
+from shakedown.processes.recorded import Recorded
 from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.jobs import CLUSTER, JOB_ID
 

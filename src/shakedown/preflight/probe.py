@@ -17,7 +17,6 @@ from dataclasses import asdict
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from shakedown.cluster.guard import living, look, send
 from shakedown.core.errors import StorageError
 from shakedown.core.files import write_json
 from shakedown.preflight import wire
@@ -31,6 +30,7 @@ from shakedown.preflight.model import (
     ProbeRequest,
     has_fault,
 )
+from shakedown.processes.guard import living, look, send
 from shakedown.slurm.hostlist import node_name
 
 # Light processes: fork shares what is imported. This program has one thread.

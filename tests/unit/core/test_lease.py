@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.guard import look
 from shakedown.core.errors import RefusedError
 from shakedown.core.lease import Fence, Holder, hold, holder_of
+from shakedown.processes.guard import look
 
 CONTENDER = """
 import sys

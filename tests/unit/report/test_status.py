@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from shakedown import cli
-from shakedown.cluster.recorded import Recorded
 from shakedown.core.files import write_json, write_text
 from shakedown.core.lease import Holder
 from shakedown.core.paths import RunPaths
 from shakedown.inference.folder import State
 from shakedown.monitor.heartbeat import Beat, encode, host_name
 from shakedown.monitor.workflow import WorkflowRun
+from shakedown.processes.recorded import Recorded
 
 CONFIG = "run: demo\nstages:\n  sft: {algorithm: sft, steps: 40}\n"
 MARK = "0123456789abcdef"

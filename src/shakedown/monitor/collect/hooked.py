@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shakedown.cluster.guard import look, send_one
 from shakedown.core.errors import StorageError
 from shakedown.core.paths import EvidencePaths
 from shakedown.monitor.collect import inside, proc
+from shakedown.processes.guard import look, send_one
 
 STACK_SECONDS = 2.0  # the handler runs in microseconds, once the process gets a CPU
 HOOK_SECONDS = 20.0  # half a second of polling, then every rank may import torch._inductor

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shakedown.processes.guard import look, look_into
+
 MAX_THREADS = 64
 # What a process in this state can do: X is gone, Z has ended; T and t are stopped.
 _ENDED, _STOPPED = "XZ", "Tt"
@@ -111,15 +113,15 @@ def _descendants(pid: int) -> list[int]:
 
 
 def cpu(pid: int) -> float:
-    # utime and stime, fields 14 and 15 of proc(5), counted from the one after the command
-    fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
+    """Seconds of CPU time, its own; 0 once it is gone."""
+    process = look(pid)
+    return process.ticks / os.sysconf("SC_CLK_TCK") if process else 0.0
 
 
 def began(pid: int) -> int:
     """When the process began, in clock ticks since the host did; 0 once it is gone."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
-    return int(fields[19]) if len(fields) > 19 else 0  # field 22 of proc(5), as in `cpu`
+    process = look(pid)
+    return process.started if process else 0
 
 
 def _io(pid: int) -> int:
@@ -173,8 +175,8 @@ def is_launch(command: str) -> bool:
 
 def parent(pid: int) -> int:
     """The parent's id, 0 when there is none or the process is gone."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
-    return int(fields[1]) if len(fields) > 1 and fields[1].isdecimal() else 0
+    process = look(pid)
+    return process.parent if process else 0
 
 
 def children(pid: int) -> set[int]:
@@ -223,9 +225,8 @@ def _tasks(root: str) -> list[str]:
 
 
 def _state(root: str) -> str | None:
-    # the command in brackets may hold anything: the state follows the last bracket
-    _, _, rest = _read(f"{root}/stat").rpartition(") ")
-    return rest[:1] or None
+    process = look_into(root)
+    return process.state if process else None
 
 
 def _wchan(root: str) -> str:

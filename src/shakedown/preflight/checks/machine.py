@@ -2,20 +2,17 @@
 
 import os
 import platform
-import socket
 from collections.abc import Mapping
-from pathlib import Path
 
 from shakedown.preflight.check import Check, Fleet, Judgement, unlike_most
 from shakedown.preflight.model import Facts, ProbeRequest
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+from shakedown.processes.identity import boot_id
 
 
 def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
     """Nodes with one `boot_id` share a machine (a test cluster)."""
     return {
-        "boot_id": _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname(),
+        "boot_id": boot_id(),
         "kernel": platform.release(),
         "libc": " ".join(platform.libc_ver()),
         # Those that this process may run on: Slurm may have bound it to some of the machine's.

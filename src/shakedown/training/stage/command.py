@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from shakedown.cluster.guard import Process
 from shakedown.cluster.nodes import quiet_port
 from shakedown.cluster.supervise import Supervisor
 from shakedown.config import CommandStage
@@ -20,6 +19,7 @@ from shakedown.core.paths import AttemptPaths
 from shakedown.monitor import foreign_hook
 from shakedown.monitor.collect import Target, collect_cluster, from_processes
 from shakedown.monitor.heartbeat import Beat, read_heartbeats
+from shakedown.processes.guard import Process
 from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.nodes import node_address
 from shakedown.training.stage.components import trainer_environment

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 
-from shakedown.cluster.guard import look, send_one
 from shakedown.monitor.collect import Target, from_job, from_processes
+from shakedown.processes.guard import look, send_one
 from shakedown.slurm.steps import srun_argv
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from shakedown.cluster.held import hold
-from shakedown.cluster.memory_kills import kills
 from shakedown.cluster.roster import end_left
 from shakedown.cluster.supervise import Component, Exit, Supervisor
 from shakedown.core.continued import cluster_command
@@ -25,6 +24,7 @@ from shakedown.debug import asked
 from shakedown.debug.stops import make_folder
 from shakedown.inference.ready import read_end
 from shakedown.monitor.watch import Health, Watch
+from shakedown.processes.memory_kills import kills
 from shakedown.slurm.hostlist import allocation_nodes, node_name
 from shakedown.training.stage import stopping
 from shakedown.training.stage.echo import LogEcho

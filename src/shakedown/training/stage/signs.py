@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shakedown.cluster.guard import Process
 from shakedown.monitor.collect import proc
 from shakedown.monitor.collect.logs import logs_in
 from shakedown.monitor.heartbeat import Beat, Phase, host_name
+from shakedown.processes.guard import Process
 from shakedown.training.stage.progress import Progress
 
 # Of a core. A process that waits takes 1 % for its threads; one that works takes more than this,

@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+from shakedown.processes.guard import look
+
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -24,11 +26,5 @@ def pid_space() -> int:
 
 def started(pid: int) -> int:
     """When a living process started, in clock ticks since the boot; 0 where there is none."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return 0
-    # A program's name, in brackets, may hold blanks and brackets; behind it, from the third field
-    # on, stand the state and as the 22nd the start (proc(5)).
-    fields = text.rpartition(")")[2].split()
-    return 0 if fields[0] in "ZX" else int(fields[19])
+    process = look(pid)
+    return 0 if process is None or process.ended else process.started

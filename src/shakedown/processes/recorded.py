@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import Self
 
-from shakedown.cluster.guard import Process, look, send
-from shakedown.core.identity import boot_id
+from shakedown.processes.guard import Process, look, send
+from shakedown.processes.identity import boot_id
 
 
 @dataclass(frozen=True)

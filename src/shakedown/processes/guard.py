@@ -30,6 +30,7 @@ class Process(NamedTuple):
     session: int
     state: str
     parent: int = 0
+    ticks: int = 0  # of CPU time, its own
 
     @property
     def ended(self) -> bool:
@@ -39,14 +40,24 @@ class Process(NamedTuple):
 
 def look(pid: int) -> Process | None:
     """The process that has this number now; None when there is none."""
+    return look_into(f"/proc/{pid}")
+
+
+def look_into(folder: str) -> Process | None:
+    """The process, or the thread, of a folder of /proc; None when it is gone."""
     try:
-        # A program's name, in brackets, may itself hold blanks and brackets; behind the last one
-        # stand state, parent, process group, session and, as the 20th, the start (proc(5)).
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
-            fields = stream.read().rpartition(")")[2].split()
+        with open(f"{folder}/stat", encoding="utf-8", errors="replace") as stream:
+            text = stream.read()
     except OSError:  # ended between a listing and this look
         return None
-    return Process(pid, int(fields[19]), int(fields[2]), int(fields[3]), fields[0], int(fields[1]))
+    # A program's name, in brackets, may itself hold blanks and brackets; behind the last one stand
+    # state, parent, process group, session, as the 12th and 13th the CPU time of user and system,
+    # and as the 20th the start (proc(5)).
+    state, *fields = text.rpartition(")")[2].split()[:20]
+    parent, group, session = map(int, fields[:3])
+    ticks = int(fields[10]) + int(fields[11])
+    pid = int(folder.rpartition("/")[2])
+    return Process(pid, int(fields[18]), group, session, state, parent, ticks)
 
 
 def processes() -> list[Process]:
