@@ -282,7 +282,7 @@ CASES: Mapping[str, Case] = {
         ),
         Case(
             "the server dies in the middle",
-            ("BLOCKED",),
+            ("UNKNOWN",),
             ("server_gone",),
             "Good",
             ("--concurrency", "2"),
@@ -326,7 +326,7 @@ CASES: Mapping[str, Case] = {
         ),
         Case(
             "a key that the server refuses",
-            ("BLOCKED",),
+            ("UNKNOWN",),
             ("server",),
             "Swallows",
             key="wrong",
@@ -344,7 +344,7 @@ CASES: Mapping[str, Case] = {
         ),
         Case(
             "Ctrl-C in the middle",
-            ("BLOCKED", "FAIL"),
+            ("UNKNOWN", "FAIL"),
             ("stopped",),
             "Slow",
             ("--concurrency", "2"),
@@ -371,7 +371,7 @@ CASES: Mapping[str, Case] = {
         ),
         _checks(
             "SIGTERM in the middle",
-            ("BLOCKED",),
+            ("UNKNOWN",),
             ("stopped",),
             "Slow",
             interrupt=3,

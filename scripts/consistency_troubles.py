@@ -160,7 +160,7 @@ def changed_in_run(place: Site) -> Iterator[str]:
 
 @contextmanager
 def resumed(place: Site) -> Iterator[str]:
-    """The server is killed in the middle of a comparison, which must be BLOCKED; then started."""
+    """The server is killed in the middle of a comparison, which must be UNKNOWN; then started."""
     case = CASES["the server dies in the middle, and is back"]
     out = place.root / "out" / case.name.replace(" ", "-")
     running = subprocess.Popen(
@@ -173,7 +173,7 @@ def resumed(place: Site) -> Iterator[str]:
     os.kill(place.endpoint.pid, 9)
     running.wait(_PATIENCE)
     verdict = read_verdict(out / "verdict.json")
-    if verdict.status != "BLOCKED" or not _answered(out):
+    if verdict.status != "UNKNOWN" or not _answered(out):
         raise NotPlantedError(f"killed server: {verdict.status}, {verdict.summary}")
     place.again()
     yield place.endpoint.base_url

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from xml.etree import ElementTree
 from xml.sax.saxutils import escape
 
-from shakedown.core.errors import BlockedError, ExitCode, ShakedownError
+from shakedown.core.errors import CannotJudgeError, ExitCode, ShakedownError
 
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "hang-demo.svg"
 COMMAND = "shakedown hang demo"
@@ -70,7 +70,7 @@ def printed(command: str = COMMAND) -> str:
     """What a command of ours writes on a terminal of its own.
 
     Raises:
-        BlockedError: it failed.
+        CannotJudgeError: it failed.
     """
     ours, its = os.openpty()
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "TERM": "xterm-256color", "NO_COLOR": ""}
@@ -79,7 +79,7 @@ def printed(command: str = COMMAND) -> str:
         os.close(its)
         text = b"".join(iter(lambda: _read(shown.fileno()), b"")).decode()
     if child.returncode:
-        raise BlockedError(f"{command} ended with {child.returncode}")
+        raise CannotJudgeError(f"{command} ended with {child.returncode}")
     return text.replace("\r\n", "\n").rstrip("\n")
 
 
@@ -94,7 +94,7 @@ def runs(text: str) -> Iterator[Run]:
     """The styles of a terminal's text, line by line below the command.
 
     Raises:
-        BlockedError: a code that has no style here.
+        CannotJudgeError: a code that has no style here.
     """
     style = "plain"
     for number, line in enumerate(text.split("\n"), start=1):
@@ -102,7 +102,9 @@ def runs(text: str) -> Iterator[Run]:
         for n, part in enumerate(_CODE.split(line)):
             if n % 2:  # what the pattern's group holds
                 if part not in STYLES:
-                    raise BlockedError(f"no style for the terminal's code {part!r}: add it here")
+                    raise CannotJudgeError(
+                        f"no style for the terminal's code {part!r}: add it here"
+                    )
                 style = STYLES[part]
                 continue
             # Two spaces align columns, and SVG shows one: what follows has a place of its own.

@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shakedown.core.errors import BlockedError, ShakedownError, UsageError
+from shakedown.core.errors import CannotJudgeError, ShakedownError, UsageError
 from shakedown.core.paths import RunPaths
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -56,13 +56,13 @@ def take(page: Path, out: Path, size: tuple[int, int], scheme: str) -> None:
 
     Raises:
         UsageError: there is no page.
-        BlockedError: there is no browser, or it took no picture.
+        CannotJudgeError: there is no browser, or it took no picture.
     """
     if not page.is_file():
         raise UsageError(f"{page} does not exist", hint=f"shakedown report {page.parents[1]}")
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
-        raise BlockedError(
+        raise CannotJudgeError(
             f"no browser: none of {', '.join(BROWSERS)} is on the PATH",
             hint="scripts/install_system.sh chromium",
         )
@@ -81,7 +81,7 @@ def take(page: Path, out: Path, size: tuple[int, int], scheme: str) -> None:
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         if not picture.is_file():
-            raise BlockedError(f"{browser} took no picture: {done.stderr[-500:]}")
+            raise CannotJudgeError(f"{browser} took no picture: {done.stderr[-500:]}")
         shutil.copyfile(picture, out)
 
 

@@ -13,7 +13,7 @@ from types import FrameType
 
 from private_slurm import cluster, control
 from private_slurm.config import ACCOUNTING
-from private_slurm.errors import BLOCKED, USAGE, ClusterError
+from private_slurm.errors import UNKNOWN, USAGE, ClusterError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except OSError as error:
         print(f"slurm_cluster: {error}", file=sys.stderr)
-        return BLOCKED
+        return UNKNOWN
     return code
 
 

@@ -1,7 +1,7 @@
 """The one error of the private cluster, with the exit code it ends a command with."""
 
 USAGE = 2
-BLOCKED = 3
+UNKNOWN = 3
 
 
 class ClusterError(Exception):
@@ -10,6 +10,6 @@ class ClusterError(Exception):
     `exit_code` is 2 for a wrong request and 3 for something missing or broken.
     """
 
-    def __init__(self, message: str, *, exit_code: int = BLOCKED) -> None:
+    def __init__(self, message: str, *, exit_code: int = UNKNOWN) -> None:
         super().__init__(message)
         self.exit_code = exit_code

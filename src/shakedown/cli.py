@@ -13,7 +13,7 @@ from types import ModuleType
 from shakedown import __version__
 from shakedown.commands.arguments import CommandParser
 from shakedown.core.errors import (
-    BlockedError,
+    CannotJudgeError,
     ExitCode,
     ShakedownError,
     StorageError,
@@ -99,7 +99,7 @@ def _unforeseen(error: Exception) -> int:
         return int(StorageError.exit_code)
     traceback.print_exc()
     print("shakedown: internal error, please report the lines above", file=sys.stderr)
-    return int(ExitCode.BLOCKED)
+    return int(ExitCode.UNKNOWN)
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -138,13 +138,13 @@ def _require_extra(command: str) -> None:
     """Ask before anything is started: a rank would say it in its log, minutes later.
 
     Raises:
-        BlockedError: a package that the command needs is not installed.
+        CannotJudgeError: a package that the command needs is not installed.
     """
     extra, packages = EXTRAS.get(command, ("", ()))
     # Found, not imported: torch alone takes seconds.
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise BlockedError(
+        raise CannotJudgeError(
             f"shakedown {command} needs packages that are not installed here: {', '.join(missing)}",
             hint=f"pip install 'slurm-shakedown[{extra}]'",
         )

@@ -475,7 +475,7 @@ def test_command_writes_a_blocked_verdict_when_the_server_does_not_start(folder:
 
     verdict = json.loads((folder / "verdict.json").read_text())
     assert done.returncode == 3
-    assert verdict["status"] == "BLOCKED"
+    assert verdict["status"] == "UNKNOWN"
     assert "likely cause: out of memory" in verdict["summary"]
     assert "Engine core initialization failed" in done.stderr
 

@@ -24,7 +24,7 @@ from shakedown.cluster.nodes import free_port
 from shakedown.cluster.ranks import loopback_of
 from shakedown.cluster.store import open_store
 from shakedown.config import load_config
-from shakedown.core.errors import BlockedError, LaunchError, UntrustedError, UsageError
+from shakedown.core.errors import CannotJudgeError, LaunchError, UntrustedError, UsageError
 from shakedown.core.paths import AttemptPaths, RunPaths
 from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.training.coordination import PeerFailedError, Ranks
@@ -242,7 +242,9 @@ def test_a_decision_that_another_user_forged_or_replayed_ends_the_rank(
     rank = Rank(store, KEY)
 
     for name in forged:
-        with pytest.raises(BlockedError, match=rf"^{name} .*not signed with this attempt's key"):
+        with pytest.raises(
+            CannotJudgeError, match=rf"^{name} .*not signed with this attempt's key"
+        ):
             rank.follow(name.partition("-")[2])
 
 
@@ -252,7 +254,7 @@ def test_a_failure_that_another_user_made_up_is_not_repeated(
     store, port = meeting
     write_as_another_user(port, {"1-failure": b"rank 0 failed: run this".hex()})
 
-    with pytest.raises(BlockedError, match="not signed") as raised:
+    with pytest.raises(CannotJudgeError, match="not signed") as raised:
         Rank(store, KEY).hear()
 
     assert not isinstance(raised.value, PeerFailedError)
@@ -290,7 +292,7 @@ def test_a_key_is_not_written_into_what_somebody_laid_there(tmp_path: Path, ther
     else:
         (tmp_path / "key").symlink_to(other)
 
-    with pytest.raises(BlockedError, match="File exists"):
+    with pytest.raises(CannotJudgeError, match="File exists"):
         write_key(tmp_path / "key")
 
     assert there == "dangling link" or (tmp_path / "key").read_text() == "theirs"

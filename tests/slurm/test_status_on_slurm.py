@@ -95,7 +95,7 @@ def test_a_job_is_told_as_it_waits_runs_outlives_snakemake_and_is_cancelled(
     assert f"its jobs are not: {job['job_id']}" in orphaned["notes"][0]
 
     flow.slurm("scancel", job["job_id"])
-    ended = until(flow, lambda body: body["state"] == "BLOCKED", "the end of the job")
+    ended = until(flow, lambda body: body["state"] == "UNKNOWN", "the end of the job")
     assert f"its job {job['job_id']} has ended: CANCELLED" in ended["sentence"]
 
 

@@ -17,7 +17,7 @@ from shakedown.agent_checks.runner import EpisodeRunner, RunSettings, run_episod
 from shakedown.agent_checks.server_probe import ask_server
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.config import GrpoConfig
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.core.verdict import Finding, status_of
 from shakedown.rollout.controller import RolloutController
 from shakedown.rollout.staleness import Staleness, foretell
@@ -186,7 +186,7 @@ async def controller(plan: CheckPlan, source: EpisodeSource) -> CheckResult:
                 batch = await rollout.next_batch(plan.settings.batch_timeout)
                 episodes += [episode for group in batch for episode in group]
                 rollout.set_version(version)
-        except BlockedError as error:
+        except CannotJudgeError as error:
             blocked = str(error)
     check = await _judged("controller", await runner.result(episodes), plan)
     moves = Finding(

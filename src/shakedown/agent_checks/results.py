@@ -57,7 +57,7 @@ def unasked_verdict(error: ShakedownError, watch: Stopwatch) -> Verdict:
     )
     return Verdict(
         stage="agents",
-        status="BLOCKED",
+        status="UNKNOWN",
         summary=f"no episode was run: {error.args[0]}",
         findings=[finding],
         metrics={},

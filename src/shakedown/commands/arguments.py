@@ -15,7 +15,7 @@ from shakedown.debug import asked
 if TYPE_CHECKING:
     from shakedown.config import Config
 
-_EXIT_CODES = "exit codes: 0 PASS or WARN, 1 FAIL, 2 usage or config error, 3 BLOCKED"
+_EXIT_CODES = "exit codes: 0 PASS or WARN, 1 FAIL, 2 usage or config error, 3 UNKNOWN"
 _MOST = 10**9
 _LONGEST = 1e7  # seconds: 116 days
 
@@ -173,7 +173,7 @@ def debug_asked(args: argparse.Namespace) -> bool:
 
     Raises:
         UsageError: a place is not FILE:LINE of a Python file.
-        BlockedError: debugpy is not installed.
+        CannotJudgeError: debugpy is not installed.
     """
     if args.debug or args.break_at:
         asked.ask(args.break_at)

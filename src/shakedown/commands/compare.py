@@ -22,10 +22,10 @@ from shakedown.commands.arguments import (
     positive,
     run_config,
 )
-from shakedown.core.errors import BlockedError, UsageError, did_you_mean
+from shakedown.core.errors import CannotJudgeError, UsageError, did_you_mean
 from shakedown.core.folders import remove_earlier
 from shakedown.core.paths import ComparisonPaths
-from shakedown.core.verdict import Stopwatch, blocked_verdict, finish, with_findings
+from shakedown.core.verdict import Stopwatch, finish, unknown_verdict, with_findings
 from shakedown.data_sources import parse_source, read_rows
 
 if TYPE_CHECKING:
@@ -153,9 +153,9 @@ def run(args: argparse.Namespace) -> int:
     with hold(args.out, "shakedown compare"):
         try:
             return _compare(args, watch)
-        except BlockedError as error:
+        except CannotJudgeError as error:
             # Written down too: the workflow's gate reads the verdict, whatever came of it.
-            verdict = blocked_verdict("consistency", "compare", error, watch)
+            verdict = unknown_verdict("consistency", "compare", error, watch)
             return finish(verdict, ComparisonPaths(args.out).verdict)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shakedown.commands.arguments import Actions, above_zero, run_action, whole
-from shakedown.core.errors import BlockedError, ExitCode, LaunchError, UsageError
+from shakedown.core.errors import CannotJudgeError, ExitCode, LaunchError, UsageError
 from shakedown.core.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _continue(folders: list[Path], stops: "list[tuple[Path, Stop]]", wanted: lis
         left = [one for one in left if one in now]
     if left:
         pids = ", ".join(str(pid) for pid, _ in left)
-        raise BlockedError(f"still standing after {SILENT_SECONDS:.0f} s: pid {pids}")
+        raise CannotJudgeError(f"still standing after {SILENT_SECONDS:.0f} s: pid {pids}")
     print(f"{len(chosen)} process(es) go on", flush=True)
     return int(ExitCode.OK)
 

@@ -15,7 +15,7 @@ from shakedown.commands.arguments import above_zero, add_strict, place, run_conf
 from shakedown.config import Config
 from shakedown.config.places import stage_placement
 from shakedown.core.continued import begin_command, next_command
-from shakedown.core.errors import BlockedError, ExitCode, StorageError, UsageError
+from shakedown.core.errors import CannotJudgeError, ExitCode, StorageError, UsageError
 from shakedown.core.folders import remove_earlier
 from shakedown.core.paths import PreflightPaths
 from shakedown.core.verdict import finish, render_text
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: an option or the config cannot be used.
         RefusedError: another process writes the results folder.
-        BlockedError: the job of `--job` does not run.
+        CannotJudgeError: the job of `--job` does not run.
         StorageError: the results folder cannot be written.
     """
     from shakedown.preflight.settings import Settings
@@ -194,7 +194,7 @@ def _enter(job_id: str) -> None:
     """From here on this process is as one inside of the job's allocation: srun takes its steps in.
 
     Raises:
-        BlockedError: Slurm cannot be asked, or the job does not run.
+        CannotJudgeError: Slurm cannot be asked, or the job does not run.
     """
     from shakedown.slurm.records import check_job_id, describe
 
@@ -202,9 +202,9 @@ def _enter(job_id: str) -> None:
     state = described.get("JobState", "")
     if state != "RUNNING":
         why = f"is {state}: it has no nodes to check" if state else lost or "is not known to Slurm"
-        raise BlockedError(f"--job {job_id}: {why}", hint="squeue --me")
+        raise CannotJudgeError(f"--job {job_id}: {why}", hint="squeue --me")
     if "HetJobId" in described:
-        raise BlockedError(
+        raise CannotJudgeError(
             f"--job {job_id}: it is a heterogeneous job, of which one component's nodes alone are "
             "reached by a step",
             hint="inside of it: srun --het-group=0 shakedown preflight --once nagios",

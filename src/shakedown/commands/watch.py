@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: an option cannot be used.
-        BlockedError: there is nothing that could be looked at.
+        CannotJudgeError: there is nothing that could be looked at.
     """
     if args.once:
         return _once(args)

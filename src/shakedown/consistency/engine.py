@@ -13,7 +13,7 @@ from shakedown.consistency.images import with_images
 from shakedown.consistency.journal import Act, Journal, recalled
 from shakedown.consistency.logprobs import read_logprobs
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Generated
-from shakedown.core.errors import BlockedError, ServerError, UsageError
+from shakedown.core.errors import CannotJudgeError, ServerError, UsageError
 from shakedown.inference.client import Client
 from shakedown.inference.engines import Request, get_token_engine
 from shakedown.inference.upstream import NEUTRAL, models
@@ -47,7 +47,7 @@ async def generate(
 
     Raises:
         ServerError: the server refused or answered with something unusable.
-        BlockedError: the engine has no log-probabilities or no token ids at all.
+        CannotJudgeError: the engine has no log-probabilities or no token ids at all.
     """
     if client.engine.name == "vllm":
         return await _from_text(client, prompt, max_tokens=max_tokens, temperature=temperature)
@@ -75,7 +75,7 @@ async def generate_all(
     Single refusals are collected.
 
     Raises:
-        BlockedError: as `generate`, or every request was refused, or the server is gone.
+        CannotJudgeError: as `generate`, or every request was refused, or the server is gone.
     """
     gate = asyncio.Semaphore(concurrency)
 
@@ -196,13 +196,13 @@ def _parsed(client: Client, prompt: EncodedPrompt, reply: Any) -> ComparedComple
     choice = reply["choices"][0]
     logprobs, token_ids = choice.get("logprobs"), choice.get("token_ids")
     if not logprobs:
-        raise BlockedError(
+        raise CannotJudgeError(
             f"the engine at {client.base_url} returned no log-probabilities, so there is nothing "
             "to compare (`transformers serve` accepts the option and drops it silently)",
             hint="serve the model with vllm or sglang",
         )
     if token_ids is None:
-        raise BlockedError(
+        raise CannotJudgeError(
             f"the engine at {client.base_url} returned no token ids (`return_token_ids`): text "
             "cannot be turned back into the same tokens",
             hint="serve the model with vllm 0.10.2 or newer, or with sglang",

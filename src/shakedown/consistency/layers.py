@@ -11,7 +11,7 @@ from shakedown.consistency.factors.table import NAMED, distance
 from shakedown.consistency.factors.weights import told_folder
 from shakedown.consistency.score import Reference
 from shakedown.consistency.tensors import TensorDifference, Tensors, compare_folders, layer_of
-from shakedown.core.errors import BlockedError, StorageError, UsageError
+from shakedown.core.errors import CannotJudgeError, StorageError, UsageError
 from shakedown.core.verdict import Finding
 
 _SHOWN = 8  # tensors and layers that are told by name
@@ -66,7 +66,7 @@ def find_layer(bench: Bench) -> LayerFinding:
         if not own.is_dir():
             return LayerFinding("", f"not found: the reference {own} is no folder")
         tensors = compare_folders(own, folder)
-    except (BlockedError, UsageError, StorageError) as error:
+    except (CannotJudgeError, UsageError, StorageError) as error:
         return LayerFinding("", f"not found: {error.args[0]}")
     if not (tensors.different or tensors.missing or tensors.extra):
         return LayerFinding(
@@ -76,7 +76,7 @@ def find_layer(bench: Bench) -> LayerFinding:
         )
     try:
         return _confirmed(bench, folder, tensors)
-    except (BlockedError, UsageError) as error:
+    except (CannotJudgeError, UsageError) as error:
         reason = error.args[0]
     except torch.OutOfMemoryError:
         reason = "the device's memory does not hold two models"
@@ -123,7 +123,7 @@ def _confirmed(bench: Bench, folder: Path, tensors: Tensors) -> LayerFinding:
             scores = bench.reference_scores(bench.items)
         found = distance(scores, bench.g)
         if found is None:
-            raise BlockedError("no token was scored on both sides")
+            raise CannotJudgeError("no token was scored on both sides")
         return found
 
     layer, steps = search(list(parts), left)

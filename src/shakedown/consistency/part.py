@@ -59,7 +59,7 @@ async def ask(
     Raises:
         PromptMismatchError: the server makes other token ids of the prompts.
         ServerError: the server is gone, or refused every request.
-        BlockedError: it gives no log-probabilities or no token ids.
+        CannotJudgeError: it gives no log-probabilities or no token ids.
     """
     engine, model = await find_engine(plan.url, model=plan.model, api_key=plan.api_key)
     client = make_client(
@@ -95,7 +95,7 @@ def score(
     """Score a part by the reference: the samples, and where each greedy completion leaves it.
 
     Raises:
-        BlockedError: a token id lies outside the reference's vocabulary.
+        CannotJudgeError: a token id lies outside the reference's vocabulary.
     """
     scores = _scored(reference, answers.sampled, plan.temperature, journal, "score")
     greedy_scores = _scored(reference, answers.greedy, 1.0, journal, "greedy_score")

@@ -25,7 +25,7 @@ from shakedown.consistency.samples import check_rows, read_prompts
 from shakedown.consistency.score import Reference
 from shakedown.consistency.tables import open_tables
 from shakedown.consistency.tally import Tally
-from shakedown.core.errors import BlockedError, ServerError, ShakedownError, StorageError
+from shakedown.core.errors import CannotJudgeError, ServerError, ShakedownError, StorageError
 from shakedown.core.paths import ComparisonPaths
 from shakedown.core.verdict import Finding, Status, status_of
 from shakedown.models.huggingface import quiet
@@ -89,7 +89,7 @@ def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Co
 
     Raises:
         UsageError: a model, data row or grade that cannot be used.
-        BlockedError: the engine or the reference cannot give what is needed; a ServerError says
+        CannotJudgeError: the engine or the reference cannot give what is needed; a ServerError says
             how far the comparison came, all of which is kept.
         PromptMismatchError: the server makes other token ids of the prompts.
         StorageError: the folder cannot be written.
@@ -170,13 +170,13 @@ class _Work:
         """See that there is anything to judge.
 
         Raises:
-            BlockedError: there is not.
+            CannotJudgeError: there is not.
         """
         if not self.tally.samples:
-            raise BlockedError("the engine generated no tokens", hint="raise --max-tokens")
+            raise CannotJudgeError("the engine generated no tokens", hint="raise --max-tokens")
         if not self.tally.sums.tokens:
             faults = "; ".join(str(finding.measured) for finding in self.tally.findings())
-            raise BlockedError(f"no token has a log-probability on both sides: {faults}")
+            raise CannotJudgeError(f"no token has a log-probability on both sides: {faults}")
 
     def decode(self, token: int) -> str:
         return str(self._reference.tokenizer.decode([token]))

@@ -18,7 +18,7 @@ from transformers import (
 from shakedown.consistency.plan import check_reference
 from shakedown.consistency.samples import EncodedPrompt, ImageIds, Score, Scored
 from shakedown.consistency.vision import Vision, completion_logits
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -37,7 +37,7 @@ class Reference:
 
     Raises:
         UsageError: no such folder, it lacks files, or its sizes are not those of its weights.
-        BlockedError: the hub's model cannot be had.
+        CannotJudgeError: the hub's model cannot be had.
     """
 
     def __init__(self, model: str, *, dtype: str = "auto", config: Any = None) -> None:
@@ -82,13 +82,13 @@ class Reference:
         """Compute with another attention until the block ends.
 
         Raises:
-            BlockedError: the model does not have it.
+            CannotJudgeError: the model does not have it.
         """
         own = self.attention
         try:
             self._model.set_attn_implementation(attention)
         except (ValueError, ImportError) as error:
-            raise BlockedError(f"the model has no {attention} attention: {error}") from error
+            raise CannotJudgeError(f"the model has no {attention} attention: {error}") from error
         try:
             yield
         finally:
@@ -101,7 +101,7 @@ class Reference:
         Gemma 3 lets those of one image see each other; `token_type_ids` tell which they are.
         """
         if self._vision is None:
-            raise BlockedError(f"{self.name} sees no images")
+            raise CannotJudgeError(f"{self.name} sees no images")
         self._vision.causal = True
         try:
             yield
@@ -131,7 +131,7 @@ class Reference:
         """Score every completion token, teacher-forced; temperature 0 counts as 1.
 
         Raises:
-            BlockedError: a token id lies outside the reference's vocabulary.
+            CannotJudgeError: a token id lies outside the reference's vocabulary.
         """
         self._check_vocabulary(items)
         scores: dict[int, Score] = {}
@@ -237,7 +237,7 @@ class Reference:
     def _score_with_images(self, batch: Sequence[Scored], temperature: float) -> Iterator[Score]:
         for item in batch:
             if self._vision is None or item.source is None:
-                raise BlockedError(f"{self.name} sees no images")
+                raise CannotJudgeError(f"{self.name} sees no images")
             inputs = self._vision.inputs(item.source, self._model)
             with torch.inference_mode():
                 logits = completion_logits(self._model, inputs, item.completion)
@@ -266,7 +266,7 @@ class Reference:
     def _check_vocabulary(self, items: Sequence[Scored]) -> None:
         largest = max((max(*i.prompt, *i.completion) for i in items), default=0)
         if largest >= self.vocabulary:
-            raise BlockedError(
+            raise CannotJudgeError(
                 f"token id {largest} is outside the reference's vocabulary of {self.vocabulary}: "
                 f"the engine serves another model than {self.name}",
                 hint="give both sides the same checkpoint",
@@ -314,7 +314,7 @@ def _load(kind: Any, model: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(model, **options)
     except (OSError, ValueError, RuntimeError) as error:
-        raise BlockedError(
+        raise CannotJudgeError(
             f"cannot load {model}: {' '.join(str(error).split())[:300]}",
             hint="check the name, the files and the network",
         ) from error

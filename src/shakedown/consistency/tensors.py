@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.core.files import read_object
 from shakedown.core.folders import storage_errors
 
@@ -100,7 +100,7 @@ def compare_folders(reference: Path, engine: Path) -> Tensors:
     """Every tensor of both folders' *.safetensors, in blocks of 4M numbers.
 
     Raises:
-        BlockedError: a folder has no such files, or is an adapter or quantised: its tensors are
+        CannotJudgeError: a folder has no such files, or is an adapter or quantised: its tensors are
             not the model's.
         StorageError: a file cannot be read, or is damaged.
     """
@@ -146,7 +146,7 @@ class _Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         if (folder / "adapter_config.json").is_file():
-            raise BlockedError(f"{folder} is a LoRA adapter: its tensors are not the model's")
+            raise CannotJudgeError(f"{folder} is a LoRA adapter: its tensors are not the model's")
         self.config = _config(folder)
         self.files: dict[str, tuple[Path, str]] = {}
         formats = set()
@@ -176,7 +176,7 @@ class _Checkpoint:
         if not method and any(name.startswith("F8") for name in formats):
             method = "fp8"
         if method:
-            raise BlockedError(
+            raise CannotJudgeError(
                 f"{self.folder} is quantised ({method}): its tensors are not the model's"
             )
 
@@ -186,7 +186,7 @@ def _config(folder: Path) -> dict[str, Any]:
     try:
         return read_object(path, "model config") if path.is_file() else {}
     except UsageError as error:
-        raise BlockedError(error.args[0]) from error
+        raise CannotJudgeError(error.args[0]) from error
 
 
 def _files(folder: Path) -> list[Path]:
@@ -200,10 +200,10 @@ def _files(folder: Path) -> list[Path]:
         try:
             names = set(json.loads(text)["weight_map"].values())
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise BlockedError(f"{index} is no index of safetensors: {error}") from error
+            raise CannotJudgeError(f"{index} is no index of safetensors: {error}") from error
     kept = [path for path in found if path.name in names] if names else found
     if not kept:
-        raise BlockedError(f"{folder} has no *.safetensors")
+        raise CannotJudgeError(f"{folder} has no *.safetensors")
     return kept
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoProcessor
 
 from shakedown.consistency.samples import EncodedPrompt, Message
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 
 
 class Vision:
@@ -28,7 +28,7 @@ class Vision:
         """Token ids of messages with images (PNG), the images' own tokens among them.
 
         Raises:
-            BlockedError: the checkpoint has no processor for images that can be loaded here.
+            CannotJudgeError: the checkpoint has no processor for images that can be loaded here.
         """
         found: list[int] = self._features(messages, images)["input_ids"][0].tolist()
         return found
@@ -37,7 +37,7 @@ class Vision:
         """The model's arguments for one prompt, on its device and in its dtype.
 
         Raises:
-            BlockedError: as `ids`, or with `causal` the model does not mark its image tokens.
+            CannotJudgeError: as `ids`, or with `causal` the model does not mark its image tokens.
         """
         made = self._features(prompt.messages, prompt.images)
         if self.causal:
@@ -68,13 +68,13 @@ class Vision:
             found = AutoProcessor.from_pretrained(self._name)
         # A torchvision made for another torch fails in its own way, as RuntimeError.
         except (ImportError, OSError, ValueError, RuntimeError) as error:
-            raise BlockedError(
+            raise CannotJudgeError(
                 f"cannot load the processor of {self._name}: {' '.join(str(error).split())[:300]}",
                 hint="it takes the checkpoint's preprocessor_config.json, and often a torchvision "
                 "made for the installed torch",
             ) from error
         if getattr(found, "image_processor", None) is None:
-            raise BlockedError(
+            raise CannotJudgeError(
                 f"{self._name} has vision, but no image processor",
                 hint="copy processor_config.json or preprocessor_config.json beside config.json",
             )
@@ -88,7 +88,7 @@ def _as_text(made: dict[str, torch.Tensor], model: Any) -> torch.Tensor:
     """
     kinds, image = made.get("token_type_ids"), getattr(model.config, "image_token_id", None)
     if kinds is None or not torch.equal(kinds.bool(), made["input_ids"] == image):
-        raise BlockedError("the model does not mark its image tokens by token_type_ids")
+        raise CannotJudgeError("the model does not mark its image tokens by token_type_ids")
     return torch.zeros_like(kinds)
 
 

@@ -5,7 +5,7 @@ ShakedownError
 │   └── ConfigError       exit 2: a config file or key
 ├── UntrustedError        exit 2: a file or folder of a run that others can have changed
 ├── RefusedError          exit 2: another process holds the folder
-└── BlockedError          exit 3: could not be judged; says what is missing
+└── CannotJudgeError          exit 3: could not be judged; says what is missing
     ├── ServerError       an inference server that did not start, answer or obey
     ├── StorageError      a file system that is full, read-only or unreadable
     └── LaunchError       a process that could not be started
@@ -31,7 +31,7 @@ class ExitCode(IntEnum):
     OK = 0
     FAIL = 1
     USAGE = 2
-    BLOCKED = 3
+    UNKNOWN = 3
 
 
 # A component that was stopped and saved its state: EX_TEMPFAIL of sysexits.h, come again.
@@ -46,7 +46,7 @@ class ShakedownError(Exception):
         hint: the next command or the change that would help.
     """
 
-    exit_code: ExitCode = ExitCode.BLOCKED
+    exit_code: ExitCode = ExitCode.UNKNOWN
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -81,19 +81,19 @@ class RefusedError(ShakedownError):
     exit_code = ExitCode.USAGE
 
 
-class BlockedError(ShakedownError):
+class CannotJudgeError(ShakedownError):
     """The question could not be judged; the message names what is missing."""
 
 
-class ServerError(BlockedError):
+class ServerError(CannotJudgeError):
     """An inference server did not start, did not answer or did not obey."""
 
 
-class StorageError(BlockedError):
+class StorageError(CannotJudgeError):
     """A file system is full, read-only or cannot be read."""
 
 
-class LaunchError(BlockedError):
+class LaunchError(CannotJudgeError):
     """A process could not be started."""
 
 

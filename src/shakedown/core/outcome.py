@@ -28,8 +28,8 @@ _EXIT_CODES: Mapping[State, ExitCode] = {
     "completed": ExitCode.OK,
     "hung": ExitCode.FAIL,
     "failed": ExitCode.FAIL,
-    "interrupted": ExitCode.BLOCKED,
-    "unreadable": ExitCode.BLOCKED,
+    "interrupted": ExitCode.UNKNOWN,
+    "unreadable": ExitCode.UNKNOWN,
 }
 
 
@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def exit_code(self) -> ExitCode:
-        """BLOCKED for an interrupted attempt: it can go on, and nothing was judged."""
+        """UNKNOWN for an interrupted attempt: it can go on, and nothing was judged."""
         return _EXIT_CODES[self.state]
 
     @property
@@ -155,7 +155,7 @@ def _check_status(verdict: Verdict, file: Path) -> None:
     """Refuse a good status over findings that are not: somebody changed the file, or half of it."""
     worst = status_of(verdict.findings)
     # A collection that missed a part is a WARN with an `error`; a PASS never holds one.
-    contradicts = {"PASS": ("FAIL", "BLOCKED"), "WARN": ("FAIL",)}.get(verdict.status, ())
+    contradicts = {"PASS": ("FAIL", "UNKNOWN"), "WARN": ("FAIL",)}.get(verdict.status, ())
     if worst in contradicts:
         raise UsageError(
             f"{file} contradicts itself: its status is {verdict.status}, but its findings make it "

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shakedown import __version__
-from shakedown.core.errors import BlockedError, ExitCode, UsageError
+from shakedown.core.errors import CannotJudgeError, ExitCode, UsageError
 from shakedown.core.files import json_as, read_object, write_json
 from shakedown.core.visible import masked
 
 SCHEMA = "shakedown/verdict/1"
 
-Status = Literal["PASS", "WARN", "FAIL", "BLOCKED"]
+Status = Literal["PASS", "WARN", "FAIL", "UNKNOWN"]
+_ONCE_CALLED = "BLOCKED"  # UNKNOWN in files of releases up to 0.2
 FindingStatus = Literal["pass", "warn", "fail", "skip", "error"]
 Scope = Literal["node", "pair", "cluster", "rank", "role", "sample", "config"]
 Blame = Literal["node", "link", "user", "environment", "code", "none"]
@@ -75,7 +76,7 @@ class Verdict:
             "PASS": ExitCode.OK,
             "WARN": ExitCode.OK,
             "FAIL": ExitCode.FAIL,
-            "BLOCKED": ExitCode.BLOCKED,
+            "UNKNOWN": ExitCode.UNKNOWN,
         }
         return by_status[self.status]
 
@@ -93,13 +94,13 @@ class Stopwatch:
 
 
 def status_of(findings: Iterable[Finding]) -> Status:
-    """The worst finding decides: fail, then error (BLOCKED), then warn."""
+    """The worst finding decides: fail, then error (UNKNOWN), then warn."""
     seen = {finding.status for finding in findings}
     # A fault that was found stays one, whatever else could not run.
     if "fail" in seen:
         return "FAIL"
     if "error" in seen:
-        return "BLOCKED"
+        return "UNKNOWN"
     return "WARN" if "warn" in seen else "PASS"
 
 
@@ -126,13 +127,13 @@ def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
     return replace(verdict, status=status, findings=[*verdict.findings, *findings])
 
 
-def blocked_verdict(stage: str, check: str, error: BlockedError, clock: Stopwatch) -> Verdict:
+def unknown_verdict(stage: str, check: str, error: CannotJudgeError, clock: Stopwatch) -> Verdict:
     """The verdict of a stage that could not be judged: it names what is missing."""
     # Not str(error), which holds the hint too: that goes into `next`.
     reason = error.args[0]
     return Verdict(
         stage=stage,
-        status="BLOCKED",
+        status="UNKNOWN",
         summary=reason,
         findings=[Finding(check=check, status="error", measured=reason, remedy=error.hint)],
         started=clock.started,
@@ -163,6 +164,8 @@ def read_verdict(path: Path) -> Verdict:
         UsageError: the file is missing, is not JSON, or is not of this schema.
     """
     body = read_object(path, "verdict", schema=SCHEMA)
+    if body.get("status") == _ONCE_CALLED:
+        body["status"] = "UNKNOWN"
     try:
         # `ignore`: a stage's own keys stand beside the schema's, and become `extra` below.
         verdict = json_as(Verdict, body, unknown="ignore")

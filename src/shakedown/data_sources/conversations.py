@@ -55,7 +55,7 @@ def load_rows(source: str, *, limit: int | None = None) -> list[Row]:
     Raises:
         UsageError: it cannot be read, has no rows, or a row lacks `messages` or `answer`;
             names the file and the line.
-        BlockedError: the hub's data set cannot be had.
+        CannotJudgeError: the hub's data set cannot be had.
     """
     return list(iter_rows(source, limit=limit))
 
@@ -70,7 +70,7 @@ def iter_conversations(source: str, *, limit: int | None = None) -> Iterator[Con
     """Rows with an answer, and conversations without: what SFT trains on.
 
     Raises:
-        UsageError, BlockedError: as `load_rows`, but for a row without `answer`.
+        UsageError, CannotJudgeError: as `load_rows`, but for a row without `answer`.
     """
     for place, body in placed_rows(source, limit=limit, lines=_dataset_lines):
         yield conversation_of(body, place)

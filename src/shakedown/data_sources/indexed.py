@@ -20,7 +20,7 @@ class IndexedRows:
     no rows by number, a copy is made in a nameless temporary file that ends with the process.
 
     Raises:
-        UsageError, BlockedError: as `placed_rows`; of a JSON line that is none when it is read.
+        UsageError, CannotJudgeError: as `placed_rows`; of a JSON line that is none when it is read.
     """
 
     def __init__(self, source: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from shakedown.core.errors import BlockedError, UsageError, did_you_mean
+from shakedown.core.errors import CannotJudgeError, UsageError, did_you_mean
 from shakedown.data_sources.source import DEFAULT_SPLIT, HUB_PREFIX, DataSource, parse_source
 
 Body = dict[str, Any]
@@ -24,7 +24,7 @@ def read_rows(source: str, *, limit: int | None = None, images: bool = False) ->
     """The first `limit` rows, or all; of a known data set also its images, where asked for.
 
     Raises:
-        UsageError, BlockedError: as `placed_rows`.
+        UsageError, CannotJudgeError: as `placed_rows`.
     """
     return [body for _, body in placed_rows(source, limit=limit, images=images)]
 
@@ -43,7 +43,7 @@ def placed_rows(
     Raises:
         UsageError: no such file, a line that is no JSON object, no rows, a row that is not of the
             source's format; names file and line.
-        BlockedError: the hub's data set cannot be had.
+        CannotJudgeError: the hub's data set cannot be had.
     """
     parsed = parse_source(source)
     if parsed.hub:
@@ -112,7 +112,7 @@ def _hub_rows(source: DataSource, images: bool) -> Iterator[tuple[str, Body]]:
         yield from _table_rows(table, source, images)
     except Exception as error:  # the library raises many kinds: network, parsing
         # Not the user's fault: the name may be right and the hub out of reach.
-        raise BlockedError(
+        raise CannotJudgeError(
             f"cannot read {source.place}: {type(error).__name__}: {str(error)[:300]}",
             hint="check the name and the network, or write the rows to a JSON-lines file",
         ) from error

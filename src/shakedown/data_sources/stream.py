@@ -73,7 +73,7 @@ class RowStream(Generic[Item]):
     `left_out` counts the rows that `prepare` left out of what was read so far.
 
     Raises:
-        UsageError, BlockedError: as `iter_conversations`, also from `take`; no row is left.
+        UsageError, CannotJudgeError: as `iter_conversations`, also from `take`; no row is left.
     """
 
     def __init__(

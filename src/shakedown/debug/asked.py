@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from shakedown.core import at_start
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 
 ASKED = "SHAKEDOWN_DEBUG"  # 1, or FILE:LINE,FILE:LINE
 FOLDER = "SHAKEDOWN_DEBUG_FOLDER"
@@ -90,10 +90,10 @@ def require_debugpy() -> None:
     """Ask before anything is started: a process would say it when it has stopped.
 
     Raises:
-        BlockedError: debugpy is not installed.
+        CannotJudgeError: debugpy is not installed.
     """
     if importlib.util.find_spec("debugpy") is None:
-        raise BlockedError(
+        raise CannotJudgeError(
             "debugpy is not installed here: no debugger could attach",
             hint="pip install 'slurm-shakedown[debug]'",
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from shakedown.cluster.nodes import free_port
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.debug.asked import FOLDER
 from shakedown.slurm.client import run
 from shakedown.slurm.hostlist import node_name
@@ -40,11 +40,11 @@ def read_job(job_id: str) -> DebuggedJob:
 
     Raises:
         UsageError: no such job runs.
-        BlockedError: Slurm's programs are missing, or the step failed.
+        CannotJudgeError: Slurm's programs are missing, or the step failed.
     """
     described, text, lost = describe(job_id)
     if not described and lost and "Invalid job id" not in lost:
-        raise BlockedError(lost, hint="squeue --me")
+        raise CannotJudgeError(lost, hint="squeue --me")
     # Of a heterogeneous job the first component.
     state = Job(described.get("JobState", ""))
     nodes = list(parts_of(text)[0].nodes) if state.takes_steps else []
@@ -58,7 +58,7 @@ def read_job(job_id: str) -> DebuggedJob:
     )
     answer = run([*step, sys.executable, "-P", "-m", "shakedown.debug.attach_job", job_id])
     if answer.said:
-        raise BlockedError(f"srun in job {job_id}: {answer.said[:300]}", hint="squeue --me")
+        raise CannotJudgeError(f"srun in job {job_id}: {answer.said[:300]}", hint="squeue --me")
     folders: set[str] = set()
     ray: set[str] = set()
     for line in answer.text.splitlines():

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Self, cast
 
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.debug.guard import TOKEN_KEY
 from shakedown.debug.protocol import Message, ProtocolError, Sender, read_message
 from shakedown.debug.stops import Stop
@@ -61,7 +61,7 @@ class DebugClient:
         """Attach, set breakpoints (lines by file), and return the `stopped` event that follows.
 
         Raises:
-            BlockedError: the process refuses, or does not stop in time.
+            CannotJudgeError: the process refuses, or does not stop in time.
         """
         self.request("initialize", {"adapterID": "debugpy", "pathFormat": "path"})
         arguments = {TOKEN_KEY: self.stop.token, "justMyCode": False, "redirectOutput": False}
@@ -77,7 +77,7 @@ class DebugClient:
         """The body of the answer.
 
         Raises:
-            BlockedError: the process says no, or does not answer in time.
+            CannotJudgeError: the process says no, or does not answer in time.
         """
         number = next(self._numbers)
         message = {"type": "request", "seq": number, "command": command}
@@ -102,7 +102,7 @@ class DebugClient:
         """The body of the next event of these names; others are dropped.
 
         Raises:
-            BlockedError: none came in time, or the process ended.
+            CannotJudgeError: none came in time, or the process ended.
         """
         while True:
             try:
@@ -151,7 +151,7 @@ class DebugClient:
         self._events.put(None)
         self._answers.put(None)
 
-    def _lost(self, why: str) -> BlockedError:
-        return BlockedError(
+    def _lost(self, why: str) -> CannotJudgeError:
+        return CannotJudgeError(
             f"{self.stop.name} on {self.stop.node}: {why}", hint="shakedown debug attach RUN"
         )

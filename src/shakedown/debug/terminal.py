@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.debug.client import DebugClient
 
 HELP = """\
@@ -36,7 +36,7 @@ class Terminal:
         """Attach, and talk until the process ends, `q` or `detach`.
 
         Raises:
-            BlockedError: the process refuses.
+            CannotJudgeError: the process refuses.
         """
         self._stopped(self._client.attach())
         while True:
@@ -79,7 +79,7 @@ class Terminal:
             looks[command] = lambda: self._say(self._evaluate(line[1:].strip()))
         try:
             looks.get(command, lambda: self._say(HELP))()
-        except BlockedError as error:  # of an expression that raises: the debugger goes on
+        except CannotJudgeError as error:  # of an expression that raises: the debugger goes on
             self._say(str(error.args[0]).strip().splitlines()[-1])
 
     def _where(self) -> None:

@@ -192,7 +192,7 @@ def _status(chosen: Hypothesis) -> Status:
     if chosen.state in ("healthy", "slow"):
         return "WARN"
     if chosen.cause == "unknown":
-        return "BLOCKED"
+        return "UNKNOWN"
     return "FAIL"
 
 
@@ -206,7 +206,7 @@ def _findings(diagnosis: Diagnosis, facts: Facts) -> list[Finding]:
     rows += [("node", node) for node in sorted(chosen.nodes)]
     rows += [("role", role) for role in sorted(chosen.roles)]
     failed = "warn" if chosen.state == "slow" else "fail"
-    if _status(chosen) == "BLOCKED":
+    if _status(chosen) == "UNKNOWN":
         failed = "error"
     # A line of a log may name any number of ranks, and each finding repeats that line.
     more = len(ranks) - MAX_LISTED

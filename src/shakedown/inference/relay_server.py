@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.core.verdict import Finding
 from shakedown.inference.secret import bearer
 from shakedown.inference.upstream import models
@@ -105,7 +105,7 @@ class Relay:
         """Listen while the block runs.
 
         Raises:
-            BlockedError: no port could be opened.
+            CannotJudgeError: no port could be opened.
         """
         loop = asyncio.new_event_loop()
         stop = asyncio.Event()
@@ -114,7 +114,7 @@ class Relay:
         self._ready.wait()
         try:
             if self._fault:
-                raise BlockedError(f"cannot listen on 127.0.0.1: {self._fault}")
+                raise CannotJudgeError(f"cannot listen on 127.0.0.1: {self._fault}")
             yield
         finally:
             with contextlib.suppress(RuntimeError):  # the loop has ended by itself

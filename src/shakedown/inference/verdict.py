@@ -70,7 +70,7 @@ def not_started(order: ServerOrder, error: ShakedownError, root: Path, clock: St
     )
     return Verdict(
         stage="serve",
-        status="BLOCKED",
+        status="UNKNOWN",
         summary=summary,
         findings=[finding],
         started=clock.started,

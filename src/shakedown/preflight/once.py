@@ -19,17 +19,17 @@ from shakedown.slurm.hostlist import node_name
 # prolog, epilog: Slurm drains the node at any code but 0; a check that could not run is no reason.
 # task: any code but 0 of a TaskProlog keeps its task from starting, and drains no node.
 MODES: Mapping[str, Mapping[Status, int]] = {
-    "nagios": {"PASS": 0, "WARN": 1, "FAIL": 2, "BLOCKED": 3},
-    "health": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 3},
-    "prolog": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 0},
-    "epilog": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 0},
-    "task": {"PASS": 0, "WARN": 0, "FAIL": 1, "BLOCKED": 0},
+    "nagios": {"PASS": 0, "WARN": 1, "FAIL": 2, "UNKNOWN": 3},
+    "health": {"PASS": 0, "WARN": 0, "FAIL": 1, "UNKNOWN": 3},
+    "prolog": {"PASS": 0, "WARN": 0, "FAIL": 1, "UNKNOWN": 0},
+    "epilog": {"PASS": 0, "WARN": 0, "FAIL": 1, "UNKNOWN": 0},
+    "task": {"PASS": 0, "WARN": 0, "FAIL": 1, "UNKNOWN": 0},
 }
 _WORDS: Mapping[Status, str] = {
     "PASS": "OK",
     "WARN": "WARNING",
     "FAIL": "CRITICAL",
-    "BLOCKED": "UNKNOWN",
+    "UNKNOWN": "UNKNOWN",
 }
 _LONGEST = 400  # characters; a node's reason in Slurm's database and Nagios' first line are short
 

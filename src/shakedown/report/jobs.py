@@ -153,7 +153,7 @@ def with_job(state: State, sentence: str, job: JobView | None, now: float) -> tu
     if job.told is None and not job.outcome:
         asked = f"submitted as job {job.job_id}; whether it waits or runs is not known here"
         return ("RUNNING", f"{sentence}; {asked}") if state == "RUNNING" else ("PENDING", asked)
-    return "BLOCKED", f"no result was written, and {ended(job)}"
+    return "UNKNOWN", f"no result was written, and {ended(job)}"
 
 
 def ended(job: JobView) -> str:

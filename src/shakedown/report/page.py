@@ -34,7 +34,7 @@ from shakedown.report.view import AttemptView, RunView, ServerView, StageView, S
 Link = tuple[str, str]
 
 # Sections in these states stand before the others; else sections keep the workflow's order.
-_FIRST = ("FAIL", "BLOCKED", "RUNNING")
+_FIRST = ("FAIL", "UNKNOWN", "RUNNING")
 # A longer workflow shows one state a stage, not one a gate.
 _DENSE = 12
 _MARKS = {"completed": "pass", "hung": "fail", "failed": "fail", "interrupted": "blocked"}

@@ -18,12 +18,12 @@ _OUTCOMES: Mapping[str, State] = {
     "completed": "PASS",
     "hung": "FAIL",
     "failed": "FAIL",
-    "interrupted": "BLOCKED",
+    "interrupted": "UNKNOWN",
 }
 _FILES = RunPaths(Path())  # relative to the run, as `RunView.unreadable` names them
 _WORST_FIRST = ("fail", "error", "warn", "skip", "pass")
 _STATES_WORST_FIRST: Sequence[State] = (
-    *("FAIL", "BLOCKED", "RUNNING", "PENDING"),
+    *("FAIL", "UNKNOWN", "RUNNING", "PENDING"),
     *("WARN", "NOT RUN", "PASS"),
 )
 
@@ -137,7 +137,7 @@ def _judged(view: RunView, name: str, verdict: Verdict | None) -> WorkflowStep:
     if verdict is not None:
         state, sentence = verdict.status, verdict.summary
     elif any(item.path == file for item in view.unreadable):
-        state, sentence = "BLOCKED", f"{file} cannot be read"
+        state, sentence = "UNKNOWN", f"{file} cannot be read"
     else:
         state, sentence = "NOT RUN", ""
     job = view.jobs.get(name)
@@ -174,7 +174,7 @@ def _server_state(server: ServerView) -> tuple[State, str]:
         state = "WARN" if gone or (server.phase == "ended" and server.crashed) else "PASS"
         return state, f"answered a real generation at {url}{ended}{gone}"
     if server.phase == "ended" or server.gone:
-        return "BLOCKED", f"ended before it answered{ended or f'; {server.gone}'}"
+        return "UNKNOWN", f"ended before it answered{ended or f'; {server.gone}'}"
     if server.phase:
         return "RUNNING", "starting: it has not answered a generation yet"
     return "NOT RUN", ""
@@ -199,7 +199,7 @@ def _stage(view: RunView, stage: StageView) -> list[WorkflowStep]:
             )
         elif file.as_posix() in broken:
             sentence = f"{file.name} cannot be read"
-            steps.append(WorkflowStep(name, "BLOCKED", sentence, anchor, stage))
+            steps.append(WorkflowStep(name, "UNKNOWN", sentence, anchor, stage))
         else:
             steps.append(WorkflowStep(name, "NOT RUN", "", anchor, stage))
     return steps
@@ -208,7 +208,7 @@ def _stage(view: RunView, stage: StageView) -> list[WorkflowStep]:
 def _train(stage: StageView, job: JobView | None, now: float) -> tuple[State, str]:
     state, sentence = _by_files(stage, now)
     # Cut off by its files, though Slurm has not ended the job.
-    if job and job.runs and stage.newest and stage.outcome is None and state == "BLOCKED":
+    if job and job.runs and stage.newest and stage.outcome is None and state == "UNKNOWN":
         return state, f"{sentence}, though its job {job.job_id} still runs"
     return jobs.with_job(state, sentence, job, now)
 
@@ -219,7 +219,7 @@ def _by_files(stage: StageView, now: float) -> tuple[State, str]:
         return "NOT RUN", ""
     if outcome is None:
         return _without_outcome(stage, attempt.number, now)
-    state = _OUTCOMES.get(outcome.state, "BLOCKED")
+    state = _OUTCOMES.get(outcome.state, "UNKNOWN")
     if outcome.sentence:
         return state, outcome.sentence
     if outcome.state == "unreadable":
@@ -229,12 +229,12 @@ def _by_files(stage: StageView, now: float) -> tuple[State, str]:
 
 def _without_outcome(stage: StageView, number: int, now: float) -> tuple[State, str]:
     if stage.gone:
-        return "BLOCKED", f"attempt {number} was cut off: {stage.gone}"
+        return "UNKNOWN", f"attempt {number} was cut off: {stage.gone}"
     if stage.last_sign is None:
         return "RUNNING", f"attempt {number} is starting"
     silence = _silence(stage, now)
     if silence > SILENT_SECONDS:
-        return "BLOCKED", (
+        return "UNKNOWN", (
             f"attempt {number} was cut off: it has no outcome and wrote nothing for "
             f"{text.duration(silence)}"
         )
@@ -272,7 +272,7 @@ def _trouble(view: RunView, step: WorkflowStep) -> Headline:
 def _stage_trouble(view: RunView, step: WorkflowStep, stage: StageView) -> Headline:
     """The diagnosis knows more than the outcome, and the gate repeats what both said."""
     outcome = stage.outcome
-    judges = [v for v in (stage.diagnosis, stage.accepted) if v and v.status in ("FAIL", "BLOCKED")]
+    judges = [v for v in (stage.diagnosis, stage.accepted) if v and v.status in ("FAIL", "UNKNOWN")]
     judge = judges[0] if judges else None
     words = {"hung": "hung", "failed": "failed", "interrupted": "was interrupted"}
     default = "failed" if step.state == "FAIL" else "could not be judged"
@@ -349,7 +349,7 @@ def _watch(view: RunView) -> str:
 # Who has a word before the run's end, the first state first.
 _SPEAKERS: Mapping[State, Callable[[RunView, WorkflowStep], Headline]] = {
     "FAIL": _trouble,
-    "BLOCKED": _trouble,
+    "UNKNOWN": _trouble,
     "RUNNING": _running,
     "PENDING": _pending,
 }

@@ -13,7 +13,7 @@ from shakedown.report.series import Series, Table
 from shakedown.slurm.jobs import Job
 
 # A verdict's four, and what only a run that is not over can show.
-State = Literal["PASS", "WARN", "FAIL", "BLOCKED", "RUNNING", "PENDING", "NOT RUN"]
+State = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "RUNNING", "PENDING", "NOT RUN"]
 
 
 @dataclass(frozen=True)

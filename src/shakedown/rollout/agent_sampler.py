@@ -111,7 +111,7 @@ def agent_rows(source: str, *, limit: int | None = None) -> list[str]:
     """The first `limit` rows of a data set, or all, as JSON: so workers take them.
 
     Raises:
-        UsageError, BlockedError: as `read_rows`.
+        UsageError, CannotJudgeError: as `read_rows`.
         UsageError: JSON has no form for a row.
     """
     rows: list[str] = []
@@ -234,7 +234,7 @@ class AgentGroupSampler:
         """Hold new calls of agents back, and wait for those in flight.
 
         Raises:
-            BlockedError: some were still in flight after `within` seconds.
+            CannotJudgeError: some were still in flight after `within` seconds.
         """
         await self._proxy.gate.close(within)
 

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Generic, NamedTuple, Self, TypeVar
 
-from shakedown.core.errors import BlockedError, ConfigError
+from shakedown.core.errors import CannotJudgeError, ConfigError
 from shakedown.rollout.staleness import Staleness, explain
 
 Data = TypeVar("Data")
@@ -147,14 +147,14 @@ class RolloutController(Generic[Data, Group]):
         """Wait until nothing is in flight; call `pause` first.
 
         Raises:
-            BlockedError: groups were still in flight after `within` seconds.
+            CannotJudgeError: groups were still in flight after `within` seconds.
         """
         try:
             async with asyncio.timeout(within):
                 while self._running:
                     await self._change()
         except TimeoutError:
-            raise BlockedError(
+            raise CannotJudgeError(
                 f"{self.running} groups were still in flight after {within:.0f} s; {self._state()}"
             ) from None
 
@@ -162,8 +162,8 @@ class RolloutController(Generic[Data, Group]):
         """The next `batch_size` groups, oldest first.
 
         Raises:
-            BlockedError: not complete within `timeout` seconds (None: no limit), or it can never
-                be; nothing that is ready is lost.
+            CannotJudgeError: not complete within `timeout` seconds (None: no limit), or it can
+                never be; nothing that is ready is lost.
         """
         self._start_more()
         size, complete = self._rule.batch_size, None
@@ -171,12 +171,14 @@ class RolloutController(Generic[Data, Group]):
             async with asyncio.timeout(timeout):
                 while len(self._ready) < size or not self._rest_in_time():
                     if self._exhausted():
-                        raise BlockedError(f"no batch of {size} can be complete: {self._state()}")
+                        raise CannotJudgeError(
+                            f"no batch of {size} can be complete: {self._state()}"
+                        )
                     if complete is None and len(self._ready) >= size:
                         complete = time.monotonic()
                     await self._change()
         except TimeoutError:
-            raise BlockedError(
+            raise CannotJudgeError(
                 f"no batch of {size} groups within {timeout:.0f} s: {self._state()}"
             ) from None
         self.held_seconds = 0.0 if complete is None else time.monotonic() - complete

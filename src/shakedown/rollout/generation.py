@@ -127,7 +127,7 @@ class Generation:
         """Send nothing more, and wait for what is in flight; partial rollouts are interrupted.
 
         Raises:
-            BlockedError: some were still in flight after `within` seconds.
+            CannotJudgeError: some were still in flight after `within` seconds.
             ServerError: the server cannot be interrupted.
         """
         await self._gate.close(within, lambda: self._interrupt(within))

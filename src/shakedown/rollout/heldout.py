@@ -80,7 +80,7 @@ def read_held_out(
     """The first `limit` held-out rows; answers may be as long as the longest right one.
 
     Raises:
-        UsageError, BlockedError: as `load_rows` and `encode_prompt`.
+        UsageError, CannotJudgeError: as `load_rows` and `encode_prompt`.
     """
     rows = load_rows(source, limit=limit)
     longest = max(len(encode_answer(tokenizer, row.answer)) for row in rows)

@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 
 # A request that is on its way while the server interrupts the others is not interrupted with them.
 _INTERRUPT_AGAIN_SECONDS = 1.0
@@ -51,7 +51,7 @@ class RequestGate:
                 not again within a second after it has asked.
 
         Raises:
-            BlockedError: some were still in flight after `within` seconds.
+            CannotJudgeError: some were still in flight after `within` seconds.
         """
         self._open.clear()
         next_interrupt = 0.0
@@ -65,7 +65,7 @@ class RequestGate:
                     if self.in_flight:
                         await self._end_of_one()
         except TimeoutError:
-            raise BlockedError(
+            raise CannotJudgeError(
                 f"{self.in_flight} generations were still in flight after {within:.0f} s"
             ) from None
 

@@ -60,7 +60,7 @@ class GroupSampler:
         """Start no generation, and let none be in flight; rewards may still be computed.
 
         Raises:
-            BlockedError: some were still in flight after `within` seconds.
+            CannotJudgeError: some were still in flight after `within` seconds.
             ServerError: the server cannot be interrupted.
         """
         await self._generation.pause(within)

@@ -22,7 +22,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from shakedown.core.errors import BlockedError, StorageError, UsageError, storage_hint
+from shakedown.core.errors import CannotJudgeError, StorageError, UsageError, storage_hint
 from shakedown.core.files import read_json_as, write_json
 from shakedown.core.integrity import Manifest, damage, file_sums, files_below, wrong_size
 from shakedown.core.private import new_folder
@@ -82,13 +82,13 @@ class RolloutStore:
         """The batch of a step; `on_wait` is called at every look, about 50 times a second.
 
         Raises:
-            BlockedError: it did not arrive within `timeout` seconds.
+            CannotJudgeError: it did not arrive within `timeout` seconds.
             StorageError: it arrived damaged, or is another step's.
         """
         path, began = self.batch_path(step), time.monotonic()
         while not path.exists():
             if time.monotonic() - began > timeout:
-                raise BlockedError(
+                raise CannotJudgeError(
                     f"no rollout batch for step {step} within {timeout:.0f} s",
                     hint="read the orchestrator's and the inference server's logs of this attempt",
                 )

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 import torch
 import torch.distributed as dist
 
-from shakedown.core.errors import BlockedError, ShakedownError
+from shakedown.core.errors import CannotJudgeError, ShakedownError
 
 _POLL_SECONDS = 0.02  # of rank 0's own store
 _BEAT_SECONDS = 0.5
@@ -33,7 +33,7 @@ _HEARD_SECONDS = 5.0
 _SIGNATURE_BYTES = hashlib.sha256().digest_size
 
 
-class PeerFailedError(BlockedError):
+class PeerFailedError(CannotJudgeError):
     """Another rank failed, and this one heard of it; it met nothing itself."""
 
 
@@ -95,7 +95,7 @@ class Ranks:
 
         Raises:
             PeerFailedError: another rank failed; on that rank `failure` itself is raised.
-            BlockedError: what it said is not signed.
+            CannotJudgeError: what it said is not signed.
         """
         self._decisions += 1
         key = f"{self._decisions}-failure"
@@ -134,7 +134,7 @@ class Ranks:
 
         Raises:
             PeerFailedError: rank 0 failed; there the error itself is raised.
-            BlockedError: rank 0 is gone, or the decision is not signed.
+            CannotJudgeError: rank 0 is gone, or the decision is not signed.
         """
         # Numbered, as a name may come again in a later step and a key of the store stays for good.
         # Ranks that make the same calls in the same order count alike.
@@ -145,7 +145,7 @@ class Ranks:
         try:
             return self._follow(key, waiting)
         except dist.DistNetworkError as error:
-            raise BlockedError(f"rank 0 is gone, which decides ({key})") from error
+            raise CannotJudgeError(f"rank 0 is gone, which decides ({key})") from error
 
     def _follow(self, key: str, waiting: Callable[[], None]) -> str:
         arrival = self._arrival(key)
@@ -203,7 +203,7 @@ class Ranks:
         found: bytes = self._store.get(name)
         signature, text = found[:_SIGNATURE_BYTES], found[_SIGNATURE_BYTES:]
         if not hmac.compare_digest(signature, self._signature(name, text)):
-            raise BlockedError(
+            raise CannotJudgeError(
                 f"{name} in the ranks' store is not signed with this attempt's key: "
                 "a process that is none of its ranks wrote it",
                 hint="see who else uses the nodes, and run the stage where nobody does "

@@ -11,7 +11,7 @@ from shakedown.config import Config, OptimizerConfig
 from shakedown.consistency.compare import Array
 from shakedown.consistency.plan import TrainerScores
 from shakedown.consistency.samples import Scored
-from shakedown.core.errors import BlockedError, UsageError, look_up
+from shakedown.core.errors import CannotJudgeError, UsageError, look_up
 from shakedown.training.engines import ENGINES, engine_class
 
 _ROWS = 8  # sequences of a micro batch
@@ -41,7 +41,7 @@ def trainer_scores(backend: str, model: str) -> TrainerScores:
 
     def scores(items: Sequence[Scored], dtype: str, temperature: float) -> list[Array]:
         if not Path(model).is_dir():
-            raise BlockedError(f"{backend} reads a folder, and {model} is none")
+            raise CannotJudgeError(f"{backend} reads a folder, and {model} is none")
         kind = engine_class(f"{backend}:d1")
         return _scored(kind, Path(model), items, dtype, temperature or 1.0)
 
@@ -78,12 +78,12 @@ def _one_rank(device: Any) -> Iterator[None]:
     """A process group of this process alone.
 
     Raises:
-        BlockedError: this process is in a group already.
+        CannotJudgeError: this process is in a group already.
     """
     import torch.distributed as dist
 
     if dist.is_initialized():
-        raise BlockedError("this process is a rank of a job already")
+        raise CannotJudgeError("this process is a rank of a job already")
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

@@ -130,7 +130,7 @@ async def _episode(target: str, url: str, kwargs: Mapping[str, Any]) -> Fault | 
 
 def _fault(cause: str, detail: str) -> Fault:
     own_code = cause == "exception"
-    return Fault(f"{cause}: {detail}", ExitCode.BLOCKED if own_code else ExitCode.FAIL)
+    return Fault(f"{cause}: {detail}", ExitCode.UNKNOWN if own_code else ExitCode.FAIL)
 
 
 def try_sink(name: str) -> Fault | None:

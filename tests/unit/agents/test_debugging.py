@@ -156,7 +156,7 @@ def test_a_place_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
 
 
 # In a process of its own: a monitor watches its process for as long as that lives.
-BLOCKED = """
+UNKNOWN = """
 import asyncio, sys, time
 from shakedown.agents.episode_tag import EPISODE_KEY
 from shakedown.agents.event_loop_lag import LoopMonitor
@@ -175,7 +175,7 @@ asyncio.run(block())
 
 @pytest.mark.parametrize(("state", "said"), [("held", "{}"), ("free", "blocked the event loop")])
 def test_a_loop_that_a_debugger_holds_is_not_interrupted(state: str, said: str) -> None:
-    argv = [sys.executable, "-c", BLOCKED, state]
+    argv = [sys.executable, "-c", UNKNOWN, state]
 
     done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=PATIENCE)
 

@@ -200,7 +200,7 @@ def test_a_server_that_cannot_be_used_is_told_before_the_agent_is_run(
             server.die()
         code, verdict = agent_run(tmp_path, server.url, [{"texts": ["x"]}], *more)
 
-    assert (code, verdict.status, server.asked) == (3, "BLOCKED", [])
+    assert (code, verdict.status, server.asked) == (3, "UNKNOWN", [])
     assert said in verdict.summary
     assert finding(verdict, "server").subject == "server"
     assert not list(read_episodes(tmp_path / "episodes.jsonl"))

@@ -289,7 +289,7 @@ def test_a_dead_server_is_blocked_and_not_the_agents_fault() -> None:
         view = ask(endpoint.base_url)
     findings = judge_run(result, view)
     assert causes(result) == ["connection"]
-    assert status_of(findings) == "BLOCKED"
+    assert status_of(findings) == "UNKNOWN"
     assert "no server answers" in summary(result, view)
 
 

@@ -94,7 +94,7 @@ def test_an_engine_that_is_gone_blocks_the_check_and_is_not_the_agents_fault() -
         taken.bind(("127.0.0.1", 0))
         first, *_ = check(f"http://127.0.0.1:{taken.getsockname()[1]}", "single")
 
-    assert status_of(first.findings) == "BLOCKED"
+    assert status_of(first.findings) == "UNKNOWN"
     assert "no server answers" in first.sentence
 
 

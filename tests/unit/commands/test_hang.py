@@ -190,7 +190,7 @@ def test_stage_without_attempts_exits_2(tmp_path: Path) -> None:
 
 def test_attempt_without_evidence_or_outcome_is_unknown_not_an_error(tmp_path: Path) -> None:
     verdict = diagnose_stage(tmp_path / "001", None)
-    assert verdict.status == "BLOCKED"
+    assert verdict.status == "UNKNOWN"
     assert verdict.extra["diagnosis"]["cause"] == "unknown"
 
 

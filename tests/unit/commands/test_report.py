@@ -110,7 +110,7 @@ def test_report_on_a_place_that_cannot_be_written_is_blocked(
         ("WARN", [], 0),
         ("WARN", ["--strict"], 1),
         ("FAIL", [], 1),
-        ("BLOCKED", [], 3),
+        ("UNKNOWN", [], 3),
     ],
 )
 def test_verdict_exits_as_its_stage_did(

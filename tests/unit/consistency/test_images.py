@@ -25,7 +25,7 @@ from shakedown.consistency.samples import ComparedCompletion, Scored, check_rows
 from shakedown.consistency.score import Reference
 from shakedown.consistency.server import OwnServer, _spec
 from shakedown.consistency.vision import _as_text
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.data_sources.formats.clevr_count import CLEVR_COUNT
 from tests.tiny_vision import counting_rows, write_vision_model
 
@@ -228,7 +228,7 @@ def test_token_types_that_do_not_mark_the_image_are_left_alone(kinds: list[int] 
     made = {"input_ids": torch.tensor([[2, 8, 3]])}
     made |= {} if kinds is None else {"token_type_ids": torch.tensor([kinds])}
 
-    with pytest.raises(BlockedError, match="does not mark its image tokens"):
+    with pytest.raises(CannotJudgeError, match="does not mark its image tokens"):
         _as_text(made, model)
     marked = {**made, "token_type_ids": torch.tensor([[0, 1, 0]])}
     assert _as_text(marked, model).tolist() == [[0, 0, 0]]

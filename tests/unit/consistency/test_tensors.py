@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from shakedown.consistency import tensors
 from shakedown.consistency.tensors import compare_folders, layer_of, matched
-from shakedown.core.errors import BlockedError, StorageError
+from shakedown.core.errors import CannotJudgeError, StorageError
 
 Weights = dict[str, torch.Tensor]
 
@@ -184,7 +184,7 @@ def test_what_has_not_the_models_tensors_is_refused_by_its_kind(
     ours = folder(tmp_path / "a", weights())
     make(tmp_path / "b")
 
-    with pytest.raises(BlockedError) as caught:
+    with pytest.raises(CannotJudgeError) as caught:
         compare_folders(ours, tmp_path / "b")
 
     assert said in str(caught.value)

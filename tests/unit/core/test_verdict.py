@@ -28,7 +28,7 @@ from shakedown.core.verdict import (
         ("WARN", False, 0),
         ("WARN", True, 1),
         ("FAIL", False, 1),
-        ("BLOCKED", False, 3),
+        ("UNKNOWN", False, 3),
     ],
 )
 def test_exit_code_follows_status(status: Status, strict: bool, code: int) -> None:
@@ -38,7 +38,7 @@ def test_exit_code_follows_status(status: Status, strict: bool, code: int) -> No
 def test_could_not_run_is_never_a_pass() -> None:
     findings = [Finding("a", "pass"), Finding("b", "error")]
 
-    assert status_of(findings) == "BLOCKED"
+    assert status_of(findings) == "UNKNOWN"
     assert status_of([*findings, Finding("c", "fail")]) == "FAIL"
     assert status_of([Finding("a", "pass"), Finding("b", "warn"), Finding("c", "skip")]) == "WARN"
 
@@ -115,3 +115,10 @@ def test_folder_that_cannot_be_made_is_a_storage_error(tmp_path: Path) -> None:
 
     with pytest.raises(StorageError, match="cannot write"):
         write_json(tmp_path / "file" / "x.json", {})
+
+
+def test_a_file_of_an_earlier_release_is_read_in_todays_words(tmp_path: Path) -> None:
+    path = tmp_path / "verdict.json"
+    write_json(path, {**Verdict("x", "UNKNOWN", "").to_json(), "status": "BLOCKED"})
+
+    assert read_verdict(path).status == "UNKNOWN"

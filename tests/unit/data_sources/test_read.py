@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.data_sources import is_hub, placed_rows, read_rows
 
 
@@ -72,5 +72,5 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
 def test_a_data_set_that_the_hub_does_not_give_is_blocked() -> None:
     assert is_hub("hub:")
 
-    with pytest.raises(BlockedError, match="cannot read hub:"):
+    with pytest.raises(CannotJudgeError, match="cannot read hub:"):
         read_rows("hub:")

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.debug import asked
 from shakedown.debug.client import DebugClient
 from shakedown.debug.protocol import Sender, read_message
@@ -179,7 +179,7 @@ def test_without_the_token_nobody_gets_in_and_debugpy_is_not_even_loaded(
     assert all(answer and "shakedownToken" in answer["message"] for answer in answers)
     assert (at_once, login) == (None, None)
     with (
-        pytest.raises(BlockedError, match="shakedownToken"),
+        pytest.raises(CannotJudgeError, match="shakedownToken"),
         DebugClient(replace(stop, token=stop.token[:-1])) as stranger,
     ):
         stranger.attach()
@@ -212,7 +212,7 @@ def test_a_debugger_reads_steps_and_lets_go_and_a_second_one_can_come_later(
         values = [evaluate(debugger, stopped, "secret")]
         ports = listening(debugged.stop().pid)
         with (
-            pytest.raises(BlockedError, match="another debugger"),
+            pytest.raises(CannotJudgeError, match="another debugger"),
             DebugClient(debugged.stop()) as other,
         ):
             other.attach()

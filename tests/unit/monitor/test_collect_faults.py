@@ -321,7 +321,7 @@ def test_full_disk_is_told_once_with_the_number_of_files(sleeper: int, tmp_path:
         check=False,
     )
     assert done.returncode == 3, done.stderr
-    assert "hang collect: BLOCKED: 0 of 1 processes read" in done.stdout
+    assert "hang collect: UNKNOWN: 0 of 1 processes read" in done.stdout
     assert "2 files not written: File too large" in done.stdout
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 

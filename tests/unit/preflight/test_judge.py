@@ -129,7 +129,7 @@ def test_a_silent_node_is_bad_with_the_end_of_its_log() -> None:
 def test_when_nobody_answers_no_node_is_blamed() -> None:
     status, bad, (finding,) = verdict({})
 
-    assert (status, bad) == ("BLOCKED", [])
+    assert (status, bad) == ("UNKNOWN", [])
     assert (finding.scope, finding.status) == ("cluster", "error")
 
 
@@ -139,20 +139,20 @@ def test_a_check_that_could_not_run_is_never_a_pass() -> None:
 
     status, bad, (finding,) = verdict(reports)
 
-    assert (status, bad) == ("BLOCKED", ["n4"])
+    assert (status, bad) == ("UNKNOWN", ["n4"])
     assert (finding.check, finding.status) == ("shm", "error")
 
 
 def test_facts_of_another_version_are_an_error_not_a_crash() -> None:
     status, bad, (finding,) = verdict(fleet(n1={"shm": {"unknown": 1}}))
 
-    assert (status, bad, finding.status) == ("BLOCKED", ["n1"], "error")
+    assert (status, bad, finding.status) == ("UNKNOWN", ["n1"], "error")
 
 
 def test_damaged_facts_of_a_comparison_are_an_error_not_a_crash() -> None:
     status, bad, (finding,) = verdict(fleet(n1={"clock": {"now": "soon"}}))
 
-    assert (status, bad) == ("BLOCKED", [])
+    assert (status, bad) == ("UNKNOWN", [])
     assert (finding.check, finding.status, finding.scope) == ("clock", "error", "cluster")
 
 
@@ -260,7 +260,7 @@ def test_a_folder_that_the_submitting_machine_does_not_share_fails_and_excludes_
 def test_fewer_nodes_than_needed_cannot_be_judged() -> None:
     findings = judge(["n1"], {"n1": report("n1", facts())}, None, Expectations(nodes=2))
 
-    assert status_of(findings) == "BLOCKED"
+    assert status_of(findings) == "UNKNOWN"
     assert "salloc --nodes=2" in next(f.remedy for f in findings if f.check == "nodes")
 
 

@@ -161,7 +161,7 @@ def test_a_job_that_ended_without_a_result_blocks_at_once(
 
     shown = run.shown()
 
-    assert shown.startswith("demo: BLOCKED: sft was cut off")
+    assert shown.startswith("demo: UNKNOWN: sft was cut off")
     assert f"no result was written, and {said}" in shown
 
 
@@ -276,7 +276,7 @@ def test_an_attempt_whose_processes_are_gone_was_cut_off(run: Run) -> None:
 
     shown = run.shown()
 
-    assert shown.startswith("demo: BLOCKED: sft was cut off")
+    assert shown.startswith("demo: UNKNOWN: sft was cut off")
     assert f"trainer-rank0 is dead: process {dead.pid} is gone from {host_name()}" in shown
 
 

@@ -115,7 +115,7 @@ def test_a_hang_without_a_diagnosis_says_how_to_get_one() -> None:
     assert found.next == "shakedown hang analyze results/demo/stages/grpo/latest"
 
 
-@pytest.mark.parametrize("diagnosis", [None, judged(), judged("BLOCKED", "unknown", next=AGAIN)])
+@pytest.mark.parametrize("diagnosis", [None, judged(), judged("UNKNOWN", "unknown", next=AGAIN)])
 def test_a_stage_that_says_itself_why_it_failed_says_what_to_do(diagnosis: Verdict | None) -> None:
     anew = "train anew: shakedown train sft --restart"
     changed = Finding("settings_changed", "fail", "config", "sft", remedy=anew)
@@ -126,7 +126,7 @@ def test_a_stage_that_says_itself_why_it_failed_says_what_to_do(diagnosis: Verdi
 
 
 def test_a_diagnosis_that_found_no_cause_adds_to_the_outcome() -> None:
-    unknown = judged("BLOCKED", "cause unknown, collect stacks")
+    unknown = judged("UNKNOWN", "cause unknown, collect stacks")
     found = top(run([stage("grpo", "failed", diagnosis=unknown, again=AGAIN)]))
     assert found.sentence == "grpo is failed; cause unknown, collect stacks"
     assert found.next == AGAIN
@@ -138,13 +138,13 @@ def test_a_completed_stage_whose_diagnosis_fails_is_told_once() -> None:
 
 
 def test_the_first_failure_speaks_even_after_something_blocked() -> None:
-    view = run([stage("grpo", "failed")], preflight=judged("BLOCKED", "no srun"))
+    view = run([stage("grpo", "failed")], preflight=judged("UNKNOWN", "no srun"))
     assert top(view).title == "grpo failed at step 57 of 150"
 
 
 def test_a_blocked_check_speaks_when_nothing_failed() -> None:
-    found = top(run([stage("grpo")], agents=judged("BLOCKED", "no server", next="serve it")))
-    assert (found.state, found.title) == ("BLOCKED", "agents could not be judged")
+    found = top(run([stage("grpo")], agents=judged("UNKNOWN", "no server", next="serve it")))
+    assert (found.state, found.title) == ("UNKNOWN", "agents could not be judged")
     assert (found.sentence, found.next) == ("no server", "serve it")
 
 
@@ -162,18 +162,18 @@ def test_a_failed_preflight_names_the_bad_nodes() -> None:
 
 def test_an_unreadable_verdict_is_no_missing_one() -> None:
     view = run(preflight=None, unreadable=[Unreadable("preflight/verdict.json", "not JSON")])
-    assert workflow_steps(view)[0].state == "BLOCKED"
+    assert workflow_steps(view)[0].state == "UNKNOWN"
     assert top(view).sentence == "preflight/verdict.json cannot be read"
 
 
 def test_an_interrupted_stage_goes_on_with_the_same_command() -> None:
     found = top(run([stage("grpo", "interrupted", again=AGAIN)]))
-    assert (found.state, found.title) == ("BLOCKED", "grpo was interrupted at step 57 of 150")
+    assert (found.state, found.title) == ("UNKNOWN", "grpo was interrupted at step 57 of 150")
     assert found.next == AGAIN
 
 
 @pytest.mark.parametrize(
-    ("silence", "state"), [(0.0, "RUNNING"), (SILENT_SECONDS + 1, "BLOCKED"), (-60.0, "RUNNING")]
+    ("silence", "state"), [(0.0, "RUNNING"), (SILENT_SECONDS + 1, "UNKNOWN"), (-60.0, "RUNNING")]
 )
 def test_an_attempt_without_outcome_runs_until_it_is_silent(silence: float, state: State) -> None:
     rows = {57: {"loss": 1.0}}
@@ -227,7 +227,7 @@ def test_a_warning_does_not_hide_that_the_run_passed() -> None:
             "answered a real generation at U; killed",
         ),
         ({"phase": "running"}, "RUNNING", "starting: it has not answered a generation yet"),
-        ({"phase": "ended", "reason": "no GPU"}, "BLOCKED", "ended before it answered; no GPU"),
+        ({"phase": "ended", "reason": "no GPU"}, "UNKNOWN", "ended before it answered; no GPU"),
         ({}, "NOT RUN", ""),
     ],
 )
@@ -252,7 +252,7 @@ def test_the_accuracy_that_the_outcome_tells_counts_before_single_measurements()
         (["PASS", "FAIL", "NOT RUN"], "FAIL"),
         (["PASS", "NOT RUN"], "PASS"),
         (["PASS", "WARN", "PASS"], "WARN"),
-        (["BLOCKED", "WARN"], "BLOCKED"),
+        (["UNKNOWN", "WARN"], "UNKNOWN"),
         (["NOT RUN", "NOT RUN"], "NOT RUN"),
         (["RUNNING", "NOT RUN"], "RUNNING"),
     ],

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from shakedown.config import GrpoConfig, StageConfig
-from shakedown.core.errors import BlockedError, ServerError, ShakedownError, UsageError
+from shakedown.core.errors import CannotJudgeError, ServerError, ShakedownError, UsageError
 from shakedown.core.paths import StagePaths
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
@@ -150,7 +150,7 @@ class Seen:
         first = asyncio.create_task(self._run(sampler, "single", "in flight"))
         while self._asked() < before + 3:  # noqa: ASYNC110 - another thread counts
             await asyncio.sleep(0.01)
-        with pytest.raises(BlockedError, match="generations were still in flight after 0 s"):
+        with pytest.raises(CannotJudgeError, match="generations were still in flight after 0 s"):
             await sampler.pause(0.01)
         done = sampler.progress
         await asyncio.sleep(1.2)

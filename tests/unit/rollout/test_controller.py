@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shakedown.core.errors import BlockedError, ConfigError
+from shakedown.core.errors import CannotJudgeError, ConfigError
 from shakedown.rollout.controller import RolloutController
 from shakedown.rollout.staleness import Staleness, explain
 
@@ -127,7 +127,7 @@ async def test_no_more_run_at_once_than_allowed() -> None:
 async def test_nothing_starts_beyond_staleness_until_the_version_rises() -> None:
     async with controller(echo, ahead=0, batch=2, source=itertools.count()) as rollout:
         assert await rollout.next_batch(5.0) == [0, 1]
-        with pytest.raises(BlockedError, match="until the trainer raises the version"):
+        with pytest.raises(CannotJudgeError, match="until the trainer raises the version"):
             await rollout.next_batch(0.05)
 
         rollout.set_version(1)
@@ -178,7 +178,7 @@ async def test_a_batch_waits_for_a_group_that_would_be_too_old_for_the_next() ->
         assert await rollout.next_batch(5.0) == [1, 2]
         rollout.set_version(1)  # two more start: now three are ready, and one is due
         assert rollout.held_seconds == 0.0
-        with pytest.raises(BlockedError, match="3 ready, 1 in flight"):
+        with pytest.raises(CannotJudgeError, match="3 ready, 1 in flight"):
             await rollout.next_batch(0.05)
         waiting = asyncio.create_task(rollout.next_batch(5.0))
         await asyncio.sleep(0)
@@ -201,7 +201,7 @@ async def test_pause_starts_nothing_and_drain_waits_for_what_runs() -> None:
         await asyncio.sleep(0)
         rollout.pause()
         rollout.submit(3)
-        with pytest.raises(BlockedError, match="2 groups were still in flight"):
+        with pytest.raises(CannotJudgeError, match="2 groups were still in flight"):
             await rollout.drain(0.05)
 
         release.set()
@@ -218,7 +218,7 @@ async def test_batch_that_can_never_be_complete_is_told_at_once() -> None:
     async with controller(echo, batch=3) as rollout:
         rollout.submit(1)
 
-        with pytest.raises(BlockedError, match=r"no batch of 3 can be complete: 1 ready"):
+        with pytest.raises(CannotJudgeError, match=r"no batch of 3 can be complete: 1 ready"):
             await rollout.next_batch(60.0)
 
 
@@ -229,7 +229,7 @@ async def test_dead_server_does_not_empty_the_source() -> None:
         raise ConnectionError("refused")
 
     async with controller(refused, slots=4, batch=2, source=drawn) as rollout:
-        with pytest.raises(BlockedError, match=r"most often \(\d+x\) ConnectionError: refused"):
+        with pytest.raises(CannotJudgeError, match=r"most often \(\d+x\) ConnectionError: refused"):
             await rollout.next_batch(60.0)
 
     assert next(drawn) < 20
@@ -238,7 +238,7 @@ async def test_dead_server_does_not_empty_the_source() -> None:
 async def test_timeout_loses_nothing_that_is_ready() -> None:
     async with controller(echo, batch=2, ahead=1) as rollout:
         rollout.submit(1)
-        with pytest.raises(BlockedError):
+        with pytest.raises(CannotJudgeError):
             await rollout.next_batch(0.05)
         rollout.submit(2)
 

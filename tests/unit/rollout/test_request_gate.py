@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.rollout.request_gate import RequestGate
 
 
@@ -64,7 +64,7 @@ async def test_requests_that_do_not_end_in_time_are_counted() -> None:
     running = [asyncio.create_task(requests.one()) for _ in range(2)]
     await asyncio.sleep(0)
 
-    with pytest.raises(BlockedError, match="2 generations were still in flight after 0 s"):
+    with pytest.raises(CannotJudgeError, match="2 generations were still in flight after 0 s"):
         await gate.close(0.01)
 
     requests.may_end.set()

@@ -14,7 +14,7 @@ import pytest
 from shakedown.agents.failed_rewards import BadRewardError
 from shakedown.agents.reward_pool import RewardLimits, RewardPool
 from shakedown.config import GrpoConfig, StageConfig
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.core.paths import StagePaths
 from shakedown.inference.engines import Completion
 from shakedown.inference.secret import make_secret, read_secret
@@ -207,7 +207,7 @@ async def test_a_pause_tells_what_is_still_in_flight(pool: RewardPool) -> None:
     running = asyncio.create_task(sampler.run_group(Prompt([1], "x")))
     await asyncio.sleep(0)
 
-    with pytest.raises(BlockedError, match="1 generations were still in flight after 0 s"):
+    with pytest.raises(CannotJudgeError, match="1 generations were still in flight after 0 s"):
         await sampler.pause(within=0.01)
 
     server.may_answer.set()

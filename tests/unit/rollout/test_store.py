@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shakedown.core.errors import BlockedError, StorageError, UsageError
+from shakedown.core.errors import CannotJudgeError, StorageError, UsageError
 from shakedown.rollout.batch import RolloutBatch, _digest, read_batch, write_batch
 from shakedown.rollout.reference import reference_logprobs, same_weights
 from shakedown.rollout.store import RolloutStore
@@ -186,7 +186,7 @@ def test_waiting_trainer_gets_the_batch_when_it_comes(tmp_path: Path) -> None:
 
 
 def test_batch_that_never_comes_ends_the_wait_with_a_reason(tmp_path: Path) -> None:
-    with pytest.raises(BlockedError, match="no rollout batch for step 2 within 0 s"):
+    with pytest.raises(CannotJudgeError, match="no rollout batch for step 2 within 0 s"):
         RolloutStore(tmp_path).wait_batch(2, timeout=0.1)
 
 

@@ -45,11 +45,11 @@ def test_only_what_was_expected_is_right(found: Outcome, right: bool) -> None:
 
 
 def test_after_an_interrupt_what_was_done_must_be_kept() -> None:
-    case = Case("Ctrl-C", ("BLOCKED",), ("stopped",), interrupt=4)
+    case = Case("Ctrl-C", ("UNKNOWN",), ("stopped",), interrupt=4)
 
-    kept = Outcome("BLOCKED", ("stopped",), kept=4, code=130)
-    lost = Outcome("BLOCKED", ("stopped",), kept=3, code=130)
-    other = Outcome("BLOCKED", ("stopped",), kept=4, code=143)
+    kept = Outcome("UNKNOWN", ("stopped",), kept=4, code=130)
+    lost = Outcome("UNKNOWN", ("stopped",), kept=3, code=130)
+    other = Outcome("UNKNOWN", ("stopped",), kept=4, code=143)
 
     assert kept.is_right(case)
     assert not lost.is_right(case)

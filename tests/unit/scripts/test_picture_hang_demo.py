@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from picture_hang_demo import PICTURE, Run, main, printed, runs, svg
 
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 
 ROOT = Path(__file__).parents[3]
 
@@ -65,10 +65,10 @@ def test_columns_of_the_terminal_are_kept_and_colours_named() -> None:
 
 
 def test_a_colour_without_a_style_is_an_error() -> None:
-    with pytest.raises(BlockedError, match="'35'"):
+    with pytest.raises(CannotJudgeError, match="'35'"):
         list(runs("\x1b[35mpurple"))
 
 
 def test_a_command_that_fails_is_told() -> None:
-    with pytest.raises(BlockedError, match="ended with 2"):
+    with pytest.raises(CannotJudgeError, match="ended with 2"):
         printed("shakedown hang")

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shakedown.cli import main
 from shakedown.config import Config, StageConfig, load_config
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.training.batch import token_slices
 from shakedown.training.forecast.cards import card_of
 from shakedown.training.forecast.decoder import Decoder, read_decoder
@@ -455,7 +455,7 @@ def test_a_stage_that_is_a_command_cannot_be_planned(capsys: pytest.CaptureFixtu
     ],
 )
 def test_a_config_that_cannot_be_planned_with_says_why(changed: dict[str, Any], words: str) -> None:
-    with pytest.raises(BlockedError, match=words):
+    with pytest.raises(CannotJudgeError, match=words):
         read_decoder({**_qwen3_8b(), **changed}, "here")
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from shakedown.config import load_config
 from shakedown.consistency.samples import Scored
 from shakedown.consistency.score import Reference
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.training.demo import write_model
 from shakedown.training.forward import last_backend, trainer_scores
 
@@ -37,7 +37,7 @@ def test_a_trainer_that_does_not_exist_is_a_usage_error() -> None:
 
 
 def test_a_hub_name_cannot_be_read_by_a_trainer() -> None:
-    with pytest.raises(BlockedError, match="reads a folder"):
+    with pytest.raises(CannotJudgeError, match="reads a folder"):
         trainer_scores("fsdp", "Qwen/none")(ITEMS, "float32", 1.0)
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shakedown.config import StageConfig
-from shakedown.core.errors import BlockedError, StorageError
+from shakedown.core.errors import CannotJudgeError, StorageError
 from shakedown.core.paths import StagePaths
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.rollout.batch import RolloutBatch, read_batch, write_batch
@@ -216,7 +216,7 @@ def test_tokens_that_the_model_does_not_have_are_refused(rank: Rank, tmp_path: P
     write_batch(batch, step_file(tmp_path / "recorded", 1))
     job = rank.job("grpo", lr=1e-3, replay=str(tmp_path / "recorded"))
 
-    with pytest.raises(BlockedError, match="outside of the model's vocabulary"):
+    with pytest.raises(CannotJudgeError, match="outside of the model's vocabulary"):
         rank.run(job)
 
 

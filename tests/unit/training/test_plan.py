@@ -97,7 +97,7 @@ def test_a_given_model_wins_and_has_to_be_one(config: Config, tmp_path: Path) ->
         ("completed", ExitCode.OK),
         ("hung", ExitCode.FAIL),
         ("failed", ExitCode.FAIL),
-        ("interrupted", ExitCode.BLOCKED),
+        ("interrupted", ExitCode.UNKNOWN),
     ],
 )
 def test_exit_code_follows_the_outcome(state: State, code: ExitCode) -> None:

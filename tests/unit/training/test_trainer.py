@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from shakedown import cli
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.training.algorithms import ALGORITHMS, algorithm_class
 from shakedown.training.algorithms.grpo import rollout_metrics, token_batch
@@ -121,7 +121,7 @@ def _both(decide_first: str | Exception) -> tuple[list[object], list[int]]:
             results[rank] = _Rank(rank, store).broadcast_from_rank0(
                 "what", decide, waiting=lambda: waits.append(1)
             )
-        except (ValueError, BlockedError) as error:
+        except (ValueError, CannotJudgeError) as error:
             results[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in (1, 0)]
@@ -189,7 +189,7 @@ def test_other_ranks_hear_that_rank_0_gave_up() -> None:
     results, _ = _both(ValueError("no disk"))
 
     assert isinstance(results[0], ValueError)
-    assert isinstance(results[1], BlockedError)
+    assert isinstance(results[1], CannotJudgeError)
     assert "no disk" in str(results[1])
 
 
@@ -214,7 +214,7 @@ def test_rank_0_leaves_with_its_failure_after_the_others_have_read_it() -> None:
     asked.wait(20)
     leader.join(0.3)
     stayed = leader.is_alive()
-    with pytest.raises(BlockedError, match="no disk"):
+    with pytest.raises(CannotJudgeError, match="no disk"):
         _Rank(1, store).broadcast_from_rank0("what", lambda: "", waiting=lambda: None)
     leader.join(20)
 

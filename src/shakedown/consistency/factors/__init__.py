@@ -22,7 +22,7 @@ from shakedown.consistency.factors.table import (
 from shakedown.consistency.factors.weights import weights
 from shakedown.consistency.grade import Limits
 from shakedown.consistency.plan import Progress
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.core.verdict import Blame, Finding
 
 _ABOVE_NOISE = 4.0  # a fault must be this many times the noise floor
@@ -159,7 +159,7 @@ def _measured(name: str, factor: Factor, bench: Bench, noise: Noise) -> Row:
         row = Row(name, note="not measured: the device's memory does not hold it")
     except NoDifferenceError as error:
         row = Row(name, note=error.args[0])
-    except (BlockedError, UsageError) as error:
+    except (CannotJudgeError, UsageError) as error:
         row = Row(name, note=f"not measured: {error.args[0]}")
     return replace(row, seconds=round(time.monotonic() - begin, 3))
 

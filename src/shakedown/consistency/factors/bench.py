@@ -14,7 +14,7 @@ from shakedown.consistency.part import ComparedSample
 from shakedown.consistency.plan import Plan
 from shakedown.consistency.samples import Scored
 from shakedown.consistency.score import Reference
-from shakedown.core.errors import BlockedError, ServerError
+from shakedown.core.errors import CannotJudgeError, ServerError
 from shakedown.inference.client import Client
 
 _TOKENS, _SAMPLES = 4096, 64  # scored again at most, prompts counted too
@@ -24,7 +24,7 @@ _TEMPERATURES = (0.0, 1.0)  # at which a sampled token's log-probability is the 
 Found = TypeVar("Found")
 
 
-class NotMeasuredError(BlockedError):
+class NotMeasuredError(CannotJudgeError):
     """A factor that cannot be measured here; the message says why."""
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from shakedown.consistency.compare import Array
 from shakedown.consistency.factors.bench import Bench
 from shakedown.consistency.factors.table import Row, Side, distance
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import CannotJudgeError, UsageError
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _row(factor: str, b: str, passes: Callable[[], tuple[list[Array], list[Array
     begin = time.monotonic()
     try:
         first, second = passes()
-    except (BlockedError, UsageError) as error:
+    except (CannotJudgeError, UsageError) as error:
         return Row(factor, note=f"not measured: {error.args[0]}")
     apart, tokens = distance(first, second), sum(map(len, first))
     seconds = round(time.monotonic() - begin, 3)

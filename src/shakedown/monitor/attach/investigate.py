@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shakedown.core.errors import BlockedError, ShakedownError
+from shakedown.core.errors import CannotJudgeError, ShakedownError
 from shakedown.core.files import write_json
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths, EvidencePaths, StagePaths
@@ -60,7 +60,7 @@ def investigate(
         unseen: processes that no collector can see.
 
     Raises:
-        BlockedError: no diagnosis came of it, with the reason.
+        CannotJudgeError: no diagnosis came of it, with the reason.
     """
     folder = StagePaths(_new_folder(out.absolute()))
     evidence = AttemptPaths(folder.root).evidence
@@ -104,7 +104,7 @@ def _found(folder: StagePaths, said: str) -> Found:
         )
     except (ShakedownError, KeyError, TypeError) as error:
         why = said or str(error).partition("\n")[0]
-        raise BlockedError(f"no diagnosis: {why}", hint=f"look into {folder.root}") from error
+        raise CannotJudgeError(f"no diagnosis: {why}", hint=f"look into {folder.root}") from error
 
 
 def _run(command: Sequence[str], log: Path, seconds: float) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from shakedown.core.errors import BlockedError, ShakedownError
+from shakedown.core.errors import CannotJudgeError, ShakedownError
 from shakedown.core.visible import masked
 from shakedown.monitor.attach.investigate import Found, investigate
 from shakedown.monitor.attach.judge import Judge, Judgement, Limits
@@ -88,7 +88,7 @@ def _look(subject: Subject, options: Options, gap: float, samplers: Samplers) ->
     judgement = judge.observe(looks, time.monotonic())
     for _ in range(LOOKS - 1):
         if not any(looks.values()):
-            raise BlockedError("; ".join(samplers.said()) or "no answer of any sampler")
+            raise CannotJudgeError("; ".join(samplers.said()) or "no answer of any sampler")
         if judgement.state in ("ended", "waiting"):
             break
         time.sleep(min(CONFIRM_SECONDS, gap) if judge.doubts else gap)

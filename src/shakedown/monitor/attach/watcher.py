@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from shakedown.core.errors import BlockedError, ExitCode, ShakedownError
+from shakedown.core.errors import CannotJudgeError, ExitCode, ShakedownError
 from shakedown.core.ranges import ranges
 from shakedown.core.visible import masked
 from shakedown.monitor.attach.actions import Actions, Alarm
@@ -58,12 +58,12 @@ class Watcher:
         """Until the job ends: OK where it ended well, FAIL where it did not.
 
         Raises:
-            BlockedError: there is nothing that could be looked at.
+            CannotJudgeError: there is nothing that could be looked at.
         """
         phase = self._subject.phase()
         if phase.state == "unknown":
             hint = "squeue --me; processes without a job: --match PATTERN"
-            raise BlockedError(f"{self._subject.label}: {phase.says}", hint=hint)
+            raise CannotJudgeError(f"{self._subject.label}: {phase.says}", hint=hint)
         while True:
             if phase.state == "over":
                 return self._over(phase)

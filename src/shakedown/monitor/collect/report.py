@@ -27,7 +27,7 @@ class NodesReport:
 
 
 def verdict_of(report: CollectReport, out: Path, watch: Stopwatch) -> Verdict:
-    """PASS: everything read; WARN: some of it missed; BLOCKED: not even that could be written.
+    """PASS: everything read; WARN: some of it missed; UNKNOWN: not even that could be written.
 
     A collection is no judgement: what was missed, if only all of it, is written down and exits 0.
     """
@@ -37,7 +37,7 @@ def verdict_of(report: CollectReport, out: Path, watch: Stopwatch) -> Verdict:
     ]
     read = sum(bool(row.sources) for row in report.targets)
     whole = report.targets and all(f.status == "pass" for f in findings)
-    status: Status = "BLOCKED" if not report.written else "PASS" if whole else "WARN"
+    status: Status = "UNKNOWN" if not report.written else "PASS" if whole else "WARN"
     return Verdict(
         stage="hang collect",
         status=status,
@@ -64,7 +64,7 @@ def _finding(row: TargetReport) -> Finding:
 
 
 def verdict_of_nodes(report: NodesReport, subject: str, out: Path, watch: Stopwatch) -> Verdict:
-    """PASS: every node and process read; WARN: some missed; BLOCKED: even that not written."""
+    """PASS: every node and process read; WARN: some missed; UNKNOWN: even that not written."""
     findings = [
         Finding("collect", "pass" if said == READ else "error", "node", name, measured=said)
         for name, said in report.nodes.items()
@@ -80,7 +80,7 @@ def verdict_of_nodes(report: NodesReport, subject: str, out: Path, watch: Stopwa
     reached = sum(said == READ for said in report.nodes.values())
     status: Status = "WARN" if findings and any(f.status != "pass" for f in findings) else "PASS"
     if not report.written:
-        status = "BLOCKED"
+        status = "UNKNOWN"
     return Verdict(
         stage="hang collect",
         status=status,

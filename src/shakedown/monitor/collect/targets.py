@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import environ, hooked, proc, ray
 from shakedown.monitor.collect.bounded import run_bounded
@@ -89,7 +89,7 @@ def from_pattern(pattern: str) -> list[Target]:
 
     Raises:
         UsageError: the pattern is no regular expression.
-        BlockedError: a process holds back its command line for ever.
+        CannotJudgeError: a process holds back its command line for ever.
     """
     try:
         expression = re.compile(pattern)
@@ -193,7 +193,7 @@ def _processes() -> list[_Process]:
     """This user's processes. A command line is in the process's memory: reading it can hang."""
     (found,) = run_bounded([_list], 1, _LIST_SECONDS)
     if not isinstance(found, list):
-        raise BlockedError(
+        raise CannotJudgeError(
             f"the command lines of all processes were not readable in {_LIST_SECONDS:.0f} s: "
             f"{found or 'the kernel holds one of them'}",
             hint="shakedown hang collect --pid PID --out DIR",

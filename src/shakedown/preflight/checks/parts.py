@@ -31,7 +31,7 @@ def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
             continue
         if process.returncode:
             lines = said.strip().splitlines() or [f"ended with {process.returncode}"]
-            kind = "raised" if process.returncode == ExitCode.BLOCKED else "faults"
+            kind = "raised" if process.returncode == ExitCode.UNKNOWN else "faults"
             facts[kind][part] = lines[-1][:400]
     return facts
 

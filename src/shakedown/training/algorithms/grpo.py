@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from shakedown.config import GrpoConfig
-from shakedown.core.errors import BlockedError, ConfigError
+from shakedown.core.errors import CannotJudgeError, ConfigError
 from shakedown.models.load_progress import beating
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.rollout.heldout import due
@@ -213,7 +213,7 @@ def token_batch(
         longest: tokens of an answer at most, for the level `constant`.
 
     Raises:
-        BlockedError: a reward or a log-probability is NaN or infinite.
+        CannotJudgeError: a reward or a log-probability is NaN or infinite.
     """
     tokens = torch.as_tensor(np.asarray(rollouts.tokens, dtype=np.int64))
     # as_tensor shares the array's memory, and a column of the mask is written below.
@@ -222,7 +222,7 @@ def token_batch(
     rewards = torch.as_tensor(np.asarray(rollouts.rewards, dtype=np.float32))
     groups = torch.as_tensor(np.asarray(rollouts.groups, dtype=np.int64))
     if not (torch.isfinite(rewards).all() and torch.isfinite(logprobs[mask]).all()):
-        raise BlockedError(
+        raise CannotJudgeError(
             f"the batch of step {rollouts.step} holds rewards or logprobs that are NaN or infinite"
         )
     mask[:, 0] = False  # the first token has nothing to be predicted from
@@ -252,11 +252,11 @@ def check_vocabulary(rollouts: RolloutBatch, config: object) -> None:
     """Refuse tokens that the model has no embedding for, with a sentence and not a crash.
 
     Raises:
-        BlockedError: the batch holds such tokens.
+        CannotJudgeError: the batch holds such tokens.
     """
     size = getattr(config, "vocab_size", None)
     if size is not None and not ((rollouts.tokens >= 0) & (rollouts.tokens < size)).all():
-        raise BlockedError(
+        raise CannotJudgeError(
             f"the batch of step {rollouts.step} holds tokens outside of the model's vocabulary "
             f"of {size}",
             hint="another model wrote it: compare the trainer's model and the server's",

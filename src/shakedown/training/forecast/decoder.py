@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.core.files import is_count
 from shakedown.training.metrics.flops import Shape
 
@@ -227,8 +227,8 @@ class _Sizes:
             raise self.wrong(key, "a positive number")
         return int(value)
 
-    def wrong(self, key: str, expected: str) -> BlockedError:
-        return BlockedError(
+    def wrong(self, key: str, expected: str) -> CannotJudgeError:
+        return CannotJudgeError(
             f"{self.where}: {key} is {self.body.get(key)!r:.60}, expected {expected}",
             hint="take config.json from the model's folder",
         )
@@ -257,11 +257,11 @@ def read_decoder(body: Mapping[str, Any], where: str) -> Decoder:
         where: the file, as errors name it.
 
     Raises:
-        BlockedError: another kind of model, or sizes that are not said.
+        CannotJudgeError: another kind of model, or sizes that are not said.
     """
     kind = body.get("model_type")
     if not isinstance(kind, str) or kind not in _HEAD_SIZES or "quantization_config" in body:
-        raise BlockedError(
+        raise CannotJudgeError(
             f"{where}: model_type {kind!r:.60} cannot be planned; expected an unquantised model "
             f"of {', '.join(_HEAD_SIZES)}",
             hint="run a few steps and read memory_max_gb in metrics.jsonl",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.core.model_folder import check_sizes, check_tokenizer
 from shakedown.training.assets import DEMO
 from shakedown.training.demo import CHARACTERS, MODEL, SPECIALS
@@ -73,19 +73,19 @@ def decoder_of(source: str) -> Decoder:
     """The decoder of `model.source`, by config.json alone: no weights need to be there.
 
     Raises:
-        BlockedError: no config.json here, or one that cannot be planned with.
+        CannotJudgeError: no config.json here, or one that cannot be planned with.
     """
     if source == DEMO:
         return read_decoder(_DEMO_BODY, DEMO)
     path = Path(source) / "config.json"
     if not path.is_file():
-        raise BlockedError(
+        raise CannotJudgeError(
             f"model {source}: no {path} on this machine, which sizes are planned by",
             hint="name a folder that holds the model's config.json: --model DIR",
         )
     body = _body(path)
     if isinstance(body, str):
-        raise BlockedError(body, hint="take config.json from the model's folder")
+        raise CannotJudgeError(body, hint="take config.json from the model's folder")
     return read_decoder(body, str(path))
 
 
@@ -93,7 +93,7 @@ def known_decoder(source: str) -> Decoder | None:
     """As `decoder_of`; None for a model that cannot be planned with, or is not here."""
     try:
         return decoder_of(source)
-    except BlockedError:
+    except CannotJudgeError:
         return None
 
 

@@ -98,7 +98,7 @@ async def orchestrate(job: StageJob) -> None:
     Raises:
         ConfigError: the settings would block for ever.
         ServerError: the server did not start, is not healthy, or does not obey.
-        BlockedError: no batch can be complete.
+        CannotJudgeError: no batch can be complete.
     """
     settings = _checked(job)
     heartbeat = Heartbeat(job.attempt.heartbeats, 0, role="orchestrator")

@@ -29,7 +29,7 @@ class ReportedError:
     @property
     def blame(self) -> Blame:
         """A disk or a server is the surroundings'; else what the user asked for cannot be done."""
-        return "environment" if self.exit_code == ExitCode.BLOCKED else "user"
+        return "environment" if self.exit_code == ExitCode.UNKNOWN else "user"
 
 
 def report_error(attempt: AttemptPaths, component: str, error: ShakedownError) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from shakedown.consistency.samples import EncodedPrompt, Scored
 from shakedown.consistency.score import Reference
-from shakedown.core.errors import BlockedError, UsageError
+from shakedown.core.errors import CannotJudgeError, UsageError
 from tests.unit.commands.compare.engine import Engine, compared
 
 pytestmark = pytest.mark.slow  # each comparison has a server and loads a model
@@ -53,12 +53,12 @@ def test_a_missing_reference_model_is_a_usage_error(engine: Engine, tmp_path: Pa
 def test_a_damaged_reference_model_is_blocked(model: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     (tmp_path / "tokenizer.json").write_text("{", encoding="utf-8")
-    with pytest.raises(BlockedError, match="cannot load"):
+    with pytest.raises(CannotJudgeError, match="cannot load"):
         Reference(str(tmp_path))
 
 
 def test_token_ids_outside_the_vocabulary_are_blocked(engine: Engine) -> None:
-    with pytest.raises(BlockedError, match="serves another model"):
+    with pytest.raises(CannotJudgeError, match="serves another model"):
         engine.reference.score([Scored([1], [engine.reference.vocabulary])])
 
 

@@ -72,7 +72,7 @@ def test_a_server_that_dies_leaves_what_was_done_and_the_same_command_goes_on(
     assert run(engine, model, data, out, "--concurrency", "1") == 3
 
     verdict = read_verdict(out / "verdict.json")
-    assert verdict.status == "BLOCKED"
+    assert verdict.status == "UNKNOWN"
     assert "3 of 10 samples are done and 10 sampled" in verdict.summary
     again = verdict.next.partition("go on: ")[2]
     assert not (out / "tokens.parquet").exists()
@@ -106,7 +106,7 @@ def test_an_engine_that_cannot_be_judged_is_blocked_with_the_reason(
     out = data.parent / "out"
     assert run(engine, model, data, out) == 3
     verdict = read_verdict(out / "verdict.json")
-    assert verdict.status == "BLOCKED"
+    assert verdict.status == "UNKNOWN"
     assert said in verdict.summary
     assert not (out / "report.html").exists()
 

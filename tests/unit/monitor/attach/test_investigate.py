@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.core.errors import BlockedError
+from shakedown.core.errors import CannotJudgeError
 from shakedown.monitor.attach.investigate import investigate
 from shakedown.monitor.attach.judge import Judgement
 from shakedown.monitor.attach.subjects import Processes
@@ -17,7 +17,7 @@ def test_watches_that_suspect_in_the_same_second_write_to_folders_of_their_own(
     tmp_path: Path,
 ) -> None:
     def look(_number: int) -> Path:
-        with pytest.raises(BlockedError) as nothing_there:
+        with pytest.raises(CannotJudgeError) as nothing_there:
             investigate(Processes("no-such-", (), "python3"), Judgement("suspect"), {}, tmp_path)
         return Path(nothing_there.value.hint.removeprefix("look into "))
 
