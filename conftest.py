@@ -2,10 +2,13 @@
 
 import os
 import signal
+import subprocess
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+
+from tests import leftovers
 
 # A CI job that was started in the background ignores Ctrl-C, and so would all that it starts.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -28,6 +31,9 @@ _GROUPS = {
 }
 
 
+_REAPER = pytest.StashKey[subprocess.Popen[bytes]]()
+
+
 class _Groups(LoadScopeScheduling):  # type: ignore[misc]
     """A worker takes a whole group. (The mark xdist_group has no effect in pytest 9.2: pytest-xdist
     3.8 writes it into an attribute that pytest no longer reads.)
@@ -35,6 +41,16 @@ class _Groups(LoadScopeScheduling):  # type: ignore[misc]
 
     def _split_scope(self, nodeid: str) -> str:
         return _group_of(nodeid)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # workers of xdist inherit the mark
+        config.stash[_REAPER] = leftovers.watch_this_run()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (reaper := config.stash.get(_REAPER, None)) is not None:
+        reaper.communicate()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> _Groups:
