@@ -15,16 +15,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shakedown.training import engines
 from shakedown.training.batch import TokenBatch, rank_share
-from shakedown.training.engines import dtensor_engine, engine_class
 from shakedown.training.engines.base import LossPart, Scores
-from shakedown.training.engines.dtensor_engine import local_part
+from shakedown.training.engines.sharded_load import local_part
 from tests.forked import fork_ranks
 from tests.fsdp_ranks import count_collectives
 from tests.megatron_ranks import batch, build, continued, two_steps
 
 TEMPERATURE = 0.7
-WHOLE = dtensor_engine.ONE_UNIT_PARAMETERS
+WHOLE = engines.ONE_UNIT_PARAMETERS
 
 
 def policy_step(engine: Any, rows: int | None = 2) -> dict[str, float]:
@@ -103,7 +103,7 @@ JOBS: dict[str, Callable[[Any, Path, dict[str, Any]], Any]] = {
 def _one_rank(folder: Path, number: int, jobs: list[Any]) -> None:
     results = {}
     for job in jobs:
-        dtensor_engine.ONE_UNIT_PARAMETERS = 0 if job.get("by_layer") else WHOLE
+        engines.ONE_UNIT_PARAMETERS = 0 if job.get("by_layer") else WHOLE
         dtype = job.get("dtype", "float32")
         engine = build(folder / job["model"], job["allocation"], dtype=dtype)
         results[job["name"]] = JOBS[job["do"]](engine, folder, job)
@@ -113,7 +113,7 @@ def _one_rank(folder: Path, number: int, jobs: list[Any]) -> None:
 
 def main(folder: Path) -> None:
     """Do the plan; all ranks are forked from this process, which has imported everything once."""
-    engine_class("archon:d1")
+    engines.engine_class("archon:d1")
     for number, (world, jobs) in enumerate(json.loads((folder / "plan.json").read_text())):
         fork_ranks(world, folder / f"store-{number}", _one_rank, folder, number, jobs)
 

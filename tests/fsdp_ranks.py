@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shakedown.training.engines import dtensor_engine, engine_class
+from shakedown.training import engines
 from shakedown.training.engines.base import EngineOptions, LossPart
 from tests.forked import fork_ranks
 from tests.megatron_ranks import batch, build, continued, two_steps
@@ -94,8 +94,8 @@ def _jobs(folder: Path, plan: list[dict[str, Any]]) -> dict[str, Any]:
 def _counts(folder: Path) -> dict[str, dict[str, int]]:
     """Of one and of three micro batches; the whole model as one unit, and layer by layer."""
     model, found = folder / "qwen3", {}
-    for unit, limit in (("one unit", dtensor_engine.ONE_UNIT_PARAMETERS), ("layers", 0)):
-        dtensor_engine.ONE_UNIT_PARAMETERS = limit
+    for unit, limit in (("one unit", engines.ONE_UNIT_PARAMETERS), ("layers", 0)):
+        engines.ONE_UNIT_PARAMETERS = limit
         for number in (1, 3):
             found[f"{unit} {number}"] = count_collectives(model, "fsdp:d4", micro_batches=number)
     return found
@@ -110,5 +110,5 @@ def work(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    engine_class("fsdp:d1")
+    engines.engine_class("fsdp:d1")
     fork_ranks(WORLD, Path(sys.argv[1]) / "store", work, Path(sys.argv[1]))

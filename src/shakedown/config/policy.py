@@ -31,7 +31,7 @@ class TokenLimits(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW. The schedules' formulas: training/schedule.py; all count updates."""
+    """AdamW. The schedules' formulas: training/engines/base.py; all count updates."""
 
     lr: Annotated[float, Field(gt=0)]
     betas: tuple[Beta, Beta] = (0.9, 0.95)

@@ -21,8 +21,9 @@ from transformers import (
 from shakedown.core.errors import ConfigError, StorageError
 from shakedown.models import huggingface
 from shakedown.training.batch import pad_rows
-from shakedown.training.engines.archon_model import check_model, stack_tokens
+from shakedown.training.engines import tensor_parallel
 from shakedown.training.engines.base import EngineOptions, LossPart
+from shakedown.training.engines.pipeline import check_stages, stack_tokens
 from tests.forked import run_ranks
 from tests.megatron_ranks import batch, build, continued, sft_step, two_steps
 from tests.tiny_models import SMALL, group_of_one, write_tiny
@@ -295,7 +296,7 @@ def test_a_state_saved_before_the_first_update_is_the_beginning(root: Path, tmp_
 def test_a_checkpoint_that_cannot_be_used_is_a_storage_error(
     root: Path, tmp_path: Path, damage: str
 ) -> None:
-    writers = {"another engine": ("qwen3", "fsdp:d1"), "another model": ("llama", "archon:d1")}
+    writers = {"another engine": ("qwen3", "megatron:d1"), "another model": ("llama", "archon:d1")}
     if damage != "nothing":
         model, allocation = writers.get(damage, ("qwen3", "archon:d1"))
         build(root / model, allocation).save(tmp_path)
@@ -410,8 +411,10 @@ def test_micro_batches_of_any_size_are_filled_up_to_one_shape() -> None:
 def test_a_model_that_it_cannot_cut_is_refused(
     config: Any, t: int, p: int, expected: str, hint: str
 ) -> None:
+    check, size = (check_stages, p) if t == 1 else (tensor_parallel.check, t)
+
     with pytest.raises(ConfigError, match=expected) as refused:
-        check_model(config, t=t, p=p)
+        check(config, size)
 
     assert hint in str(refused.value.hint)
 

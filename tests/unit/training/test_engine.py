@@ -27,13 +27,14 @@ from shakedown.models import huggingface
 from shakedown.models.chat import encode_answer, encode_prompt, encode_row
 from shakedown.rollout.groups import encode_prompts
 from shakedown.rollout.heldout import HeldOut
+from shakedown.training import engines
 from shakedown.training.algorithms.sft import negative_log_likelihood
 from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.demo import write_model
-from shakedown.training.engines import dtensor_engine, tensor_parallel
+from shakedown.training.engines import tensor_parallel
 from shakedown.training.engines.base import EngineOptions, LossPart, Scores
-from shakedown.training.engines.dtensor_engine import decoder_layers
 from shakedown.training.engines.fsdp import FsdpEngine
+from shakedown.training.engines.sharded_load import decoder_layers
 from shakedown.training.evaluate import Evaluator
 from shakedown.training.stage import worker
 from shakedown.training.stage.job import StageJob
@@ -391,8 +392,8 @@ def test_a_model_that_sees_is_trained_on_text_in_units_of_layers(
 ) -> None:
     write_vision_model(tmp_path / "model", seed=0)
     losses = []
-    for limit in (dtensor_engine.ONE_UNIT_PARAMETERS, 0):
-        monkeypatch.setattr(dtensor_engine, "ONE_UNIT_PARAMETERS", limit)
+    for limit in (engines.ONE_UNIT_PARAMETERS, 0):
+        monkeypatch.setattr(engines, "ONE_UNIT_PARAMETERS", limit)
         engine = FsdpEngine.build(
             tmp_path / "model", optimizer=OPTIMIZER, dtype="bfloat16", device=CPU
         )

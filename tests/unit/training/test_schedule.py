@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from shakedown.config import OptimizerConfig
-from shakedown.training.schedule import rate_share
+from shakedown.training.engines.base import rate_share
 
 WARMUP, TOTAL, DECAY = 4, 23, 7
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # Backend name -> module:class; the module is imported when a worker builds the engine.
 ENGINES: dict[str, str] = {
-    "archon": "shakedown.training.engines.archon:ArchonEngine",
+    "archon": "shakedown.training.engines.fsdp:ArchonEngine",
     "fsdp": "shakedown.training.engines.fsdp:FsdpEngine",
     "megatron": "shakedown.training.engines.megatron:MegatronEngine",
 }

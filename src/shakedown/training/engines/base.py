@@ -17,7 +17,6 @@ from shakedown.models import huggingface
 from shakedown.training.batch import TokenBatch
 from shakedown.training.engines import DIMENSIONS
 from shakedown.training.engines.snapshot import Snapshot, save_now
-from shakedown.training.schedule import rate_share
 
 # For a checkpoint that cannot be read.
 UNREADABLE_HINT = (
@@ -191,23 +190,21 @@ class TrainEngine(ABC):
             print(f"{cls.name}: {' '.join(engine._layout)} on {engine.device.type}", flush=True)
         return engine
 
+    @abstractmethod
     def forward_backward(
         self,
         batches: Sequence[TokenBatch],
         loss: LossFunction,
         *,
         temperature: float = 1.0,
-        on_micro_batch: OnMicroBatch | None = None,
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
     ) -> dict[str, float]:
         """(collective) Add the gradients of all micro batches; returns this rank's sums.
 
-        The sums hold `loss` and everything that the loss function returned. A stage of a pipeline
-        calls `on_micro_batch` with index 0 before it waits for its first input.
+        The sums hold `loss` and everything that the loss function returned; on ranks that do not
+        report they are 0. A stage of a pipeline calls `on_micro_batch` with index 0 before it waits
+        for its first input.
         """
-        self._model.train()
-        begin = on_micro_batch or ignore_micro_batch
-        sums = self._accumulate(batches, loss, temperature, begin)
-        return sums if self._reports else dict.fromkeys(sums, 0.0)
 
     def step(self) -> float:
         """(collective) Clip, update, clear the gradients; returns the norm before clipping."""
@@ -219,15 +216,13 @@ class TrainEngine(ABC):
         self.updates += 1
         return norm
 
+    @abstractmethod
     def logprobs(
         self, batches: Sequence[TokenBatch], *, temperature: float = 1.0
     ) -> list[torch.Tensor]:
-        """(collective) Log-probabilities of the trained tokens, [M] for each micro batch, on the
-        CPU.
+        """(collective) Log-probabilities of the trained tokens by the model in evaluation, [M] for
+        each micro batch, on the CPU.
         """
-        self._model.eval()
-        with torch.no_grad():
-            return self._logprobs(batches, temperature)
 
     def copy_weights(self) -> list[torch.Tensor]:
         """This rank's part of the weights in CPU memory, for `set_weights`."""
@@ -283,8 +278,7 @@ class TrainEngine(ABC):
         """(collective) The weights of `gather`, a few at a time; as many parts on each rank.
 
         Args:
-            dtype: that they are rounded to before they travel. Weights that megatron-bridge gives
-                are in the training dtype.
+            dtype: that they are rounded to before they travel.
         """
 
     @abstractmethod
@@ -297,8 +291,9 @@ class TrainEngine(ABC):
         Raises:
             StorageError: the folder cannot be written.
         """
+        outline = huggingface.outline(self.model_config)
         huggingface.write_folder(
-            self._exporter(), weights, source=self.source, folder=folder, dtype=self.dtype
+            outline, weights, source=self.source, folder=folder, dtype=self.dtype
         )
 
     @property
@@ -324,28 +319,8 @@ class TrainEngine(ABC):
         """(collective) Join the groups of `d`, `t` and `p`, load the model, make its optimizer."""
 
     @abstractmethod
-    def _accumulate(
-        self,
-        batches: Sequence[TokenBatch],
-        loss: LossFunction,
-        temperature: float,
-        begin: OnMicroBatch,
-    ) -> dict[str, float]:
-        """As `forward_backward`; the sums count only on ranks that report, but all have their
-        names.
-        """
-
-    @abstractmethod
     def _update(self) -> float:
         """(collective) `step` at the learning rate that is set."""
-
-    @abstractmethod
-    def _logprobs(self, batches: Sequence[TokenBatch], temperature: float) -> list[torch.Tensor]:
-        """`logprobs` of a model that is set to evaluation, without gradients."""
-
-    def _exporter(self) -> Any:
-        """The model of transformers that writes weights in the names and files of its kind."""
-        return huggingface.outline(self.model_config)
 
     @classmethod
     def _refuse_options(cls, options: EngineOptions) -> None:
@@ -387,3 +362,33 @@ def from_last_stage(value: Any, group: Any, device: torch.device) -> Any:
     held = [value]
     dist.broadcast_object_list(held, group=group, group_src=last, device=device)
     return held[0]
+
+
+def rate_share(update: int, settings: OptimizerConfig, *, total: int) -> float:
+    """The share of `lr` that update number `update`, from 0, takes: 0 to 1.
+
+    First a linear warm-up over `warmup_steps`, whose first update has a share above 0, or it would
+    be lost. Then with f = `min_lr_ratio`, and x from 0 to 1 over what is left of `total`:
+
+    - `constant`: 1.
+    - `cosine`: f + (1 - f) (1 + cos(pi x)) / 2; Loshchilov and Hutter, SGDR (arXiv 1608.03983),
+      eq. 5, in one cycle.
+    - `linear`: f + (1 - f) (1 - x).
+    - `wsd`: 1, and over the last `decay_steps` updates as `linear`: warm-up, stable, decay of Hu et
+      al., MiniCPM (arXiv 2404.06395), section 4, with the linear cool-down of Haegele et al. (arXiv
+      2405.18392), section 3.
+
+    Args:
+        total: updates of the whole stage.
+    """
+    warmup = settings.warmup_steps
+    if update < warmup:
+        return (update + 1) / warmup
+    if settings.schedule == "constant":
+        return 1.0
+    span = max(1, total - warmup)
+    if settings.schedule == "wsd":
+        span = min(settings.decay_steps, span)
+    x = min(1.0, max(0.0, (update - (total - span)) / span))
+    left = (1 + math.cos(math.pi * x)) / 2 if settings.schedule == "cosine" else 1 - x
+    return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * left

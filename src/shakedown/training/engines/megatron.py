@@ -25,7 +25,7 @@ from shakedown.training.engines.base import (
 from shakedown.training.engines.megatron_bridged import BridgedStage
 from shakedown.training.engines.megatron_model import Forward, join_groups, unwrapped
 from shakedown.training.engines.megatron_stage import MegatronStage, RuleStage
-from shakedown.training.engines.sharded_copy import sharded_copy
+from shakedown.training.engines.sharded_load import sharded_copy
 from shakedown.training.engines.snapshot import Snapshot
 
 
@@ -107,27 +107,29 @@ class MegatronEngine(TrainEngine):
             adam, [self._model], config_overrides={}, use_gloo_process_groups=False
         )
 
-    def _accumulate(
+    def forward_backward(
         self,
         batches: Sequence[TokenBatch],
         loss: LossFunction,
-        temperature: float,
-        begin: OnMicroBatch,
+        *,
+        temperature: float = 1.0,
+        on_micro_batch: OnMicroBatch = ignore_micro_batch,
     ) -> dict[str, float]:
         if not self._clean:  # the first call's gradients are already summed over the data ranks
             raise RuntimeError("forward_backward was called twice without a step")
         self._clean = False
+        self._model.train()
 
         def part(output: torch.Tensor, batch: TokenBatch, index: int) -> tuple[Any, Any]:
             made = loss(self._forward.score(output, batch, temperature), batch, index)
             return made.loss, made.all_sums()
 
         totals: dict[str, float] = {}
-        for sums in self._run(batches, part, begin):
+        for sums in self._run(batches, part, on_micro_batch):
             for name, value in sums.items():
                 totals[name] = totals.get(name, 0.0) + float(value)
         told: dict[str, float] = self._from_last_stage(totals)
-        return told
+        return told if self._reports else dict.fromkeys(told, 0.0)
 
     def _update(self) -> float:
         with megatron_cpu.calls(self.device):
@@ -139,14 +141,17 @@ class MegatronEngine(TrainEngine):
         self._clean = True
         return float(norm)
 
-    def _logprobs(self, batches: Sequence[TokenBatch], temperature: float) -> list[torch.Tensor]:
+    def logprobs(
+        self, batches: Sequence[TokenBatch], *, temperature: float = 1.0
+    ) -> list[torch.Tensor]:
         def part(output: torch.Tensor, batch: TokenBatch, _index: int) -> tuple[Any, Any]:
             # The schedule wants a loss, which it does not use in a forward pass alone.
             return output.sum(), self._forward.score(output, batch, temperature).logprobs.cpu()
 
-        whole: list[torch.Tensor] = self._from_last_stage(
-            self._run(batches, part, ignore_micro_batch)
-        )
+        self._model.eval()
+        with torch.no_grad():
+            found = self._run(batches, part, ignore_micro_batch)
+        whole: list[torch.Tensor] = self._from_last_stage(found)
         return whole
 
     def _run(

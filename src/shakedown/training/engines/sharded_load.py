@@ -1,12 +1,13 @@
-"""Weights read after the model is spread: each rank reads its own shards and never the whole.
+"""Models that no rank ever holds whole: spread while they are empty, and filled share by share.
 
 The model is made with its parameters on the meta device, cut and sharded as any other, and only
-then given memory. torch's reader for Hugging Face folders takes the slices of each rank out of the
-safetensors files: a rank holds its share and one slice in the making.
+then given memory. Out of a folder torch's reader takes the slices of each rank from the safetensors
+files: a rank holds its share and one slice in the making. Out of another engine (`sharded_copy`,
+to answer held-out rows) its weights come one by one.
 """
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,14 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shakedown.core.errors import UsageError
+from shakedown.core.errors import ConfigError, UsageError
 from shakedown.models import huggingface
-from shakedown.training.engines import FAMILIES
+from shakedown.training import engines
+from shakedown.training.engines.base import Generator, TrainEngine
 from shakedown.training.engines.dcp_store import LoadPlanner, first_reason
 
 _PLAIN = frozenset({"F32", "F16", "BF16"})  # what a copy into float32 keeps exactly
@@ -36,11 +41,9 @@ def open_model(folder: Path, config: Any) -> Any:
         UsageError: missing, unreadable, or its weights do not fit its config.
     """
     huggingface.check_folder(folder)
-    if dist.get_world_size() == 1 or getattr(config, "model_type", None) not in FAMILIES:
+    if dist.get_world_size() == 1 or getattr(config, "model_type", None) not in engines.FAMILIES:
         return huggingface.read_model(folder)
-    with parameters_on_meta():
-        model = huggingface.empty_model(config)
-    model.tie_weights()  # on the meta device each name got a parameter of its own
+    model = _outline(config)
     wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
     return model if holds(folder, wanted) else huggingface.read_model(folder)
 
@@ -58,7 +61,7 @@ def fill(module: nn.Module, named: Mapping[str, Any], folder: Path, device: torc
     """
     if not any(value.is_meta for value in named.values()):
         return
-    made = give_memory(module, device)
+    made = _give_memory(module, device)
     # Detached: they are written in place, which autograd refuses for a parameter.
     state = {name: made[value].detach() for name, value in named.items()}
     try:
@@ -68,7 +71,7 @@ def fill(module: nn.Module, named: Mapping[str, Any], folder: Path, device: torc
         raise UsageError(f"cannot read the weights of {folder}: {first_reason(error)}") from error
 
 
-def give_memory(module: nn.Module, device: torch.device) -> dict[Any, nn.Parameter]:
+def _give_memory(module: nn.Module, device: torch.device) -> dict[Any, nn.Parameter]:
     """As `Module.to_empty`, which leaves tied weights apart and buffers without their values."""
     made: dict[Any, nn.Parameter] = {}
     for part in module.modules():
@@ -102,8 +105,16 @@ def holds(folder: Path, wanted: Mapping[str, tuple[int, ...]]) -> bool:
     return all(found.get(name) == size for name, size in wanted.items())
 
 
-@contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
+def _outline(config: Any, **keywords: Any) -> Any:
+    """A model whose parameters are on the meta device."""
+    with _parameters_on_meta():
+        model = huggingface.empty_model(config, **keywords)
+    model.tie_weights()  # on the meta device each name got a parameter of its own
+    return model
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
     """Parameters go there as soon as a module has them; buffers are computed and stay."""
     register = nn.Module.register_parameter
 
@@ -118,3 +129,52 @@ def parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         nn.Module.register_parameter = register
+
+
+@contextmanager
+def sharded_copy(engine: TrainEngine) -> Iterator[Generator]:
+    """(collective) A model of transformers in the training dtype, as FSDP spreads one over all
+    ranks, for as long as the block runs: a rank holds its share, and a few weights in the making.
+
+    For held-out answers of an engine whose own model cannot generate.
+    """
+    model = _outline(engine.model_config, dtype=engine.torch_dtype)
+    mesh = init_device_mesh(engine.device.type, (engine.world_size,))
+    if sum(value.numel() for value in model.parameters()) >= engines.ONE_UNIT_PARAMETERS:
+        for layer in decoder_layers(model):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    _give_memory(model, engine.device)
+    held = {name: local_part(value.detach()) for name, value in model.named_parameters()}
+    for part in engine.stream(engine.torch_dtype):
+        sizes = [{name: value.shape for name, value in part.items() if name in held}]
+        dist.broadcast_object_list(sizes, src=0, device=engine.device)
+        for name, size in sizes[0].items():
+            whole = part.get(name, torch.empty(size if engine.rank else 0))
+            whole = whole.to(engine.device, engine.torch_dtype)
+            held[name].copy_(distribute_tensor(whole, mesh, [Shard(0)]).to_local())
+    yield Generator(model.eval(), engine.rank, engine.world_size)
+
+
+def decoder_layers(model: Any) -> Sequence[nn.Module]:
+    """The layers of a causal language model; `layers` in most families, `h` in GPT-2's.
+
+    Of a model that sees, those of its text part (Gemma 3's lie below `language_model`).
+
+    Raises:
+        ConfigError: a model that is not made of a list of layers.
+    """
+    # Not of its children alone: Llama 4's decoder is for transformers the model with its head.
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList):
+            return list(module)
+    raise ConfigError(
+        f"model type {model.config.model_type!r} has no list of decoder layers to be spread, "
+        "computed again or compiled one by one",
+        hint="train it by a trainer of your own: docs/any-trainer.md",
+    )
+
+
+def local_part(value: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return value.to_local() if isinstance(value, DTensor) else value

@@ -197,21 +197,21 @@ def _sharded_step(
     head = size * part.head
     # Of the micro batches that are on their way while one ends.
     others = activations * (part.flying - 1) // part.flying
-    if work.d == work.t == work.p == 1 and size == FLOAT32 and work.backend == "fsdp":
+    if work.d == work.t == work.p == 1 and size == FLOAT32:
         # Not wrapped. With one micro batch gradients come as activations go.
         yield "head", {"gradients": max(before, head), "activations": activations}
         yield "end", {"gradients": grads + head, "activations": layer}
         return
     if _unsharded_parameters(part, work) < ONE_UNIT_PARAMETERS:
         # FSDP reduces after the last micro batch, until which it adds up whole gradients in
-        # float32; Archon after each.
-        kept = before if work.backend == "archon" or not before else FLOAT32 * whole
+        # float32; a pipeline's stage after each.
+        kept = before if work.p > 1 or not before else FLOAT32 * whole
         yield (
             "head",
             {"gathered": size * whole, "gradients": kept + head, "activations": activations},
         )
         end = _one_unit_reduced(work, whole, kept)
-        if work.backend == "archon":  # keeps the weights, and has reduced gradients beside
+        if work.p > 1:  # keeps the weights, and has reduced gradients beside
             end = {"gathered": size * whole, "gradients": (size + FLOAT32) * whole + before}
         yield "end", {**end, "activations": others}
         return
@@ -307,11 +307,11 @@ def _logits(model: Decoder, work: Work) -> int:
 def _evaluation(model: Decoder, work: Work, part: _Part) -> int:
     """Bytes of answering held-out rows by the ranks themselves, beside the state between steps.
 
-    FSDP: the sharded model, two layers gathered at once. Others: a copy that is sharded over all
-    ranks, and gathered in the same way.
+    FSDP: the sharded model, two layers gathered at once. Megatron and pipelines: a
+    copy that is sharded over all ranks, and gathered in the same way.
     """
     size, copy = work.size, 0
-    if work.backend != "fsdp":
+    if work.backend == "megatron" or work.p > 1:
         work = replace(work, backend="fsdp", d=work.d * work.t * work.p, t=1, p=1)
         part, copy = _part(model, work, 0), size * model.parameters // work.d
     one_unit = _unsharded_parameters(part, work) < ONE_UNIT_PARAMETERS
