@@ -320,6 +320,12 @@ BROKEN = (
         "stages.sft.allocation",
     ),
     Case(
+        "a kind of model that megatron does not train",
+        "model: {source: models/moe}\nconsistency: {grade: moe}\n"
+        + _stage("sft", "allocation: 'megatron:d2'"),
+        "stages.sft.allocation",
+    ),
+    Case(
         "the demo's two key-value heads",
         _stage("sft", "allocation: 'fsdp:t4'"),
         "stages.sft.allocation",
@@ -777,13 +783,6 @@ GOOD: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
         (),
     ),
     ("an injected fault", "demo", _stage("sft", "fault: {kind: busy_rank, rank: 1, step: 4}"), ()),
-    (
-        "a mixture of experts by Megatron",
-        "own",
-        "model: {source: models/moe}\nconsistency: {grade: moe}\n"
-        + _stage("sft", "allocation: 'megatron:d2'"),
-        (),
-    ),
 )
 
 _LLAMA: dict[str, Any] = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from shakedown.training.batch import TokenBatch
-from shakedown.training.conversion.bridge import needs_bridge
+from shakedown.training.conversion import read_shape
 from shakedown.training.engines import OPTIONS, megatron_cpu
 from shakedown.training.engines.base import (
     Generator,
@@ -22,9 +22,8 @@ from shakedown.training.engines.base import (
     from_last_stage,
     ignore_micro_batch,
 )
-from shakedown.training.engines.megatron_bridged import BridgedStage
 from shakedown.training.engines.megatron_model import Forward, join_groups, unwrapped
-from shakedown.training.engines.megatron_stage import MegatronStage, RuleStage
+from shakedown.training.engines.megatron_stage import MegatronStage
 from shakedown.training.engines.sharded_load import sharded_copy
 from shakedown.training.engines.snapshot import Snapshot
 
@@ -51,31 +50,26 @@ class MegatronEngine(TrainEngine):
     def _held_weights(self) -> Sequence[torch.Tensor]:
         return list(self._model.parameters())
 
-    def _exporter(self) -> Any:
-        return self._stage.exporter()
-
     def _check(self) -> None:
-        kind = BridgedStage if needs_bridge(self.model_config) else RuleStage
-        self._stage: MegatronStage = kind(
-            self.source, self.model_config, dtype=getattr(torch, self.dtype), device=self.device
-        )
-        self._stage.check(self._sizes)
+        self._shape = read_shape(self.model_config)
+        self._shape.check_split(self._sizes["t"], self._sizes["p"])
 
     def _load(self) -> None:
         # Before the first of `megatron_cpu.calls`: transformers, first used inside of one, was
         # seen to give other logprobs from then on.
-        self._stage.read_source()
+        self._stage = MegatronStage(
+            self.source, self._shape, dtype=self.torch_dtype, device=self.device
+        )
         with megatron_cpu.calls(self.device):
             place = join_groups(t=self._sizes["t"], p=self._sizes["p"])
             self.data_rank = megatron_cpu.parallel_state.get_data_parallel_rank()
             self.data_world_size = self._sizes["d"]
             self._reports = place.t == 0 and place.p == place.ps - 1
             model = self._stage.build(place)
-            self._forward = Forward(model, vocabulary=int(self.model_config.vocab_size))
+            self._forward = Forward(model, vocabulary=self._shape.vocabulary)
             self._wrap(model)
         self._clean = True
         self._stage.fill(self._optimizer)
-        self._stage.verify(self.logprobs)
 
     def _wrap(self, model: Any) -> None:
         """Put gradient buffers around a model and make its optimizer."""

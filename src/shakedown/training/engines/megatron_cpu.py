@@ -40,10 +40,6 @@ try:
         )
         from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
         from megatron.core.pipeline_parallel import get_forward_backward_func
-        from megatron.core.tensor_parallel import (
-            ColumnParallelLinear,
-            model_parallel_cuda_manual_seed,
-        )
         from megatron.core.transformer import TransformerConfig
         from megatron.core.transformer.module import Float16Module, MegatronModule
 except ImportError as error:
@@ -54,7 +50,6 @@ except ImportError as error:
 
 __all__ = [
     "USING_PYTORCH_OPTIMIZER",
-    "ColumnParallelLinear",
     "DistributedDataParallel",
     "DistributedDataParallelConfig",
     "DistributedOptimizer",
@@ -68,7 +63,6 @@ __all__ = [
     "get_forward_backward_func",
     "get_gpt_layer_local_spec",
     "get_megatron_optimizer",
-    "model_parallel_cuda_manual_seed",
     "parallel_state",
 ]
 

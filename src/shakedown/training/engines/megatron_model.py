@@ -12,7 +12,6 @@ from shakedown.training.conversion import ModelShape, ShardSlice, stage_rules
 from shakedown.training.conversion.cuts import WHOLE, vocabulary_rows
 from shakedown.training.engines.base import Scores
 from shakedown.training.engines.megatron_cpu import (
-    ColumnParallelLinear,
     Float16Module,
     GPTModel,
     MegatronModule,
@@ -112,18 +111,13 @@ class Forward:
         self._columns: torch.Tensor | None = None
         self._extent = (0, 0)  # positions and rows of the micro batch in work
         self._inner = unwrapped(model)
-        # A layer of another kind, such as a bridged model's with a soft cap, makes the logits.
-        self._scores_hidden = False
         if self._inner.post_process:
             layer = self._inner.output_layer
             layer.register_forward_pre_hook(self._keep)
-            self._scores_hidden = type(layer) is ColumnParallelLinear and layer.bias is None
-            if self._scores_hidden:
-                layer.forward = _as_it_is
+            layer.forward = _as_it_is
 
     def __call__(self, wrapped: Any, batch: TokenBatch) -> torch.Tensor:
-        """The stage's output: hidden states, on the last stage of the kept columns alone: those
-        [N, C, H], or logits [N, C, V/t] where the model's own layer makes them.
+        """The stage's output: hidden states, on the last stage those [N, C, H] of the kept columns.
 
         Args:
             wrapped: the model as the schedule holds it (inside of its gradient buffers).
@@ -146,12 +140,8 @@ class Forward:
         first = dist.get_rank(group) * width
         # What lies beyond the vocabulary on the last ranks is padding.
         real = max(0, min(width, self._vocabulary - first))
-        weight = None
-        if self._scores_hidden:
-            weight = self._weight()[:real]
-            output = output.to(weight.dtype)  # Float16Module gives float32
-        else:
-            output = output[..., :real]
+        weight = self._weight()[:real]
+        output = output.to(weight.dtype)  # Float16Module gives float32
         head = Head(weight, first=first, group=group if dist.get_world_size(group) > 1 else None)
         return score(output, batch, head, temperature=temperature)
 

@@ -1,11 +1,10 @@
 """One pipeline stage under Megatron: its model, and its weights and Adam's moments in and out."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +16,7 @@ from shakedown.core.files import read_object, write_json
 from shakedown.core.folders import storage_errors, sync_file
 from shakedown.models import huggingface
 from shakedown.models.load_progress import loaded
-from shakedown.training.batch import TokenBatch
-from shakedown.training.conversion import Rule, ShardSlice, read_shape, stage_rules, to_megatron
+from shakedown.training.conversion import ModelShape, Rule, ShardSlice, stage_rules, to_megatron
 from shakedown.training.conversion.rules import with_tied
 from shakedown.training.engines.base import UNREADABLE_HINT
 from shakedown.training.engines.megatron_cpu import (
@@ -30,49 +28,35 @@ from shakedown.training.engines.megatron_model import build_model, unwrapped
 
 WEIGHT = "weight"
 KINDS = (WEIGHT, "exp_avg", "exp_avg_sq")
-_MANIFEST = "engine.json"
-
-Logprobs = Callable[[Sequence[TokenBatch]], list[torch.Tensor]]
+_MANIFEST, _FORMAT = "engine.json", "shakedown/megatron/1"
 
 
-class MegatronStage(ABC):
+class MegatronStage:
     """This rank's part of a model, whatever optimizer holds its float32 weights.
 
-    Calls come in this order: `check`, `read_source`, `build`, `fill`, `verify`, then all others.
+    Calls come in this order: `build`, `fill`, then all others. On disk everything has its Hugging
+    Face name and full size, so that any layout can read it:
+
+    engine.json                        format, updates
+    embedding.safetensors              weight.NAME, exp_avg.NAME, exp_avg_sq.NAME in float32
+    layer-00000.safetensors ...
+    head.safetensors
 
     Args:
-        source: the Hugging Face folder, and `config` its config.
+        source: the Hugging Face folder, of which `shape` is.
     """
 
-    FORMAT: ClassVar[str]  # of a checkpoint
-
     def __init__(
-        self, source: Path, config: Any, *, dtype: torch.dtype, device: torch.device
+        self, source: Path, shape: ModelShape, *, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.source, self.config, self.dtype, self.device = source, config, dtype, device
-
-    @abstractmethod
-    def check(self, sizes: Mapping[str, int]) -> None:
-        """Refuse what cannot be trained.
-
-        Raises:
-            ConfigError: the kind of model, or its cut over `t` tensor and `p` pipeline ranks.
-        """
-
-    @abstractmethod
-    def read_source(self) -> None:
-        """Read of the folder what `fill` needs.
-
-        Raises:
-            UsageError: it holds no readable model.
-        """
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._initial: Mapping[str, torch.Tensor] = huggingface.read_model(source).state_dict()
 
     def build(self, place: ShardSlice) -> Any:
         """(collective) Make this place's part of the model, in the training dtype."""
         self.place = place
-        model = self._make()
-        self._module = unwrapped(model)
-        self._parameters: dict[str, Any] = dict(self._module.named_parameters())
+        model = build_model(self._shape, place, dtype=self._dtype, device=self._device)
+        self._parameters: dict[str, Any] = dict(unwrapped(model).named_parameters())
         return model
 
     def fill(self, optimizer: Any) -> None:
@@ -85,20 +69,28 @@ class MegatronStage(ABC):
             UsageError: they do not fit the model.
         """
         self._optimizer = optimizer.chained_optimizers[0]
+        for name, shard in to_megatron(self._initial, self._shape, self.place).items():
+            self._put(WEIGHT, name, shard)
+        del self._initial  # the whole model, of which this rank has its part now
 
-    def verify(self, logprobs: Logprobs) -> None:  # noqa: B027 - rules are tested, not each model
-        """(collective) Try the filled model, where its description might be wrong.
-
-        Args:
-            logprobs: `TrainEngine.logprobs` of it.
-
-        Raises:
-            ConfigError: it does not compute what transformers does.
-        """
-
-    @abstractmethod
     def snapshot(self, *, updates: int) -> "StageSnapshot":
-        """(collective) Copy weights and moments to the CPU, in float32."""
+        """(collective) Copy weights and moments to the CPU, in float32.
+
+        A pipeline stage's tensors are whole on its leader; nothing is on its other ranks.
+        """
+        parts: dict[str, dict[str, torch.Tensor]] = {}
+        # The rules of a part follow one another: a file is complete before the next one begins.
+        for part, found in groupby(
+            self._whole(KINDS, torch.float32), key=lambda item: item[0].part
+        ):
+            tensors = {
+                f"{kind}.{name}": tensor.contiguous()
+                for rule, kind, whole in found
+                for name, tensor in zip(rule.theirs, whole, strict=False)
+            }
+            if self._leads:
+                parts[f"{part}.safetensors"] = tensors
+        return StageSnapshot(parts, {"format": _FORMAT, "updates": updates})
 
     def load(self, folder: Path, *, updates: int) -> None:
         """Read what a snapshot wrote.
@@ -107,8 +99,8 @@ class MegatronStage(ABC):
             StorageError: missing, incomplete, or written by another engine or for another model.
         """
         try:
-            self._check_manifest(folder)
-            self._load(folder)
+            _check_manifest(folder)
+            self._read_shards(folder)
         except (OSError, SafetensorError, UsageError, ValueError) as error:
             raise StorageError(
                 f"cannot read checkpoint {folder}: {str(error).splitlines()[0]}",
@@ -116,33 +108,32 @@ class MegatronStage(ABC):
             ) from error
         self._set_updates(updates)
 
-    @abstractmethod
     def stream(self, dtype: torch.dtype) -> Iterator[Mapping[str, torch.Tensor]]:
-        """(collective) As `TrainEngine.stream`."""
+        """(collective) As `TrainEngine.stream`: stages after the first send their weights to rank
+        0, one rule's after the other.
+        """
+        for stage in range(self.place.ps):
+            if self.place.p == stage:
+                for rule, _, whole in self._whole([WEIGHT], dtype):
+                    found = dict(zip(rule.theirs, whole, strict=False))  # empty but on the leader
+                    yield with_tied(self._to_first(found, stage), self._shape)
+            else:
+                for rule in stage_rules(self._shape, stage, self.place.ps):
+                    if not rule.copy:
+                        yield with_tied(self._to_first({}, stage), self._shape)
 
-    def exporter(self) -> Any:
-        """What writes gathered weights into a folder, as a model of transformers does."""
-        return huggingface.outline(self.config)
-
-    @abstractmethod
-    def _make(self) -> Any:
-        """(collective) This place's model."""
-
-    @abstractmethod
-    def _load(self, folder: Path) -> None:
-        """Overwrite weights and moments. Raises ValueError where the folder does not hold them."""
-
-    def _check_manifest(self, folder: Path) -> Mapping[str, Any]:
-        if not (folder / _MANIFEST).is_file():
-            raise ValueError(
-                f"no {_MANIFEST}: it is missing, or another engine wrote the checkpoint"
-            )
-        found: Mapping[str, Any] = read_object(folder / _MANIFEST, "a Megatron checkpoint")
-        if found.get("format") != self.FORMAT:
-            raise ValueError(
-                f"{_MANIFEST} has format {found.get('format')!r}, expected {self.FORMAT!r}"
-            )
-        return found
+    def _read_shards(self, folder: Path) -> None:
+        for rule in self._rules():
+            # Tied embeddings over several stages: the last stage's copy is not written.
+            part = "embedding" if rule.copy else rule.part
+            with safe_open(folder / f"{part}.safetensors", framework="pt") as stored:
+                for kind in KINDS:
+                    whole = [
+                        _stored_tensor(stored, kind, name, size)
+                        for name, size in rule.theirs.items()
+                    ]
+                    shard = rule.cut.take(whole, self._shape, self.place.t, self.place.ts)
+                    self._put(kind, rule.ours, shard)
 
     def _put(self, kind: str, name: str, shard: torch.Tensor) -> None:
         """Overwrite one of this rank's weights, or a moment of it.
@@ -207,77 +198,6 @@ class MegatronStage(ABC):
         found = self._optimizer._get_model_param_range_map(parameter)["param"]
         return found.start, found.end, main
 
-
-class RuleStage(MegatronStage):
-    """A dense model whose weights `conversion.rules` converts.
-
-    On disk everything has its Hugging Face name and full size, so that any layout can read it:
-
-    engine.json                        format, updates
-    embedding.safetensors              weight.NAME, exp_avg.NAME, exp_avg_sq.NAME in float32
-    layer-00000.safetensors ...
-    head.safetensors
-    """
-
-    FORMAT = "shakedown/megatron/1"
-
-    def check(self, sizes: Mapping[str, int]) -> None:
-        self._shape = read_shape(self.config)
-        self._shape.check_split(sizes["t"], sizes["p"])
-
-    def read_source(self) -> None:
-        self._initial: Mapping[str, torch.Tensor] = huggingface.read_model(self.source).state_dict()
-
-    def fill(self, optimizer: Any) -> None:
-        super().fill(optimizer)
-        for name, shard in to_megatron(self._initial, self._shape, self.place).items():
-            self._put(WEIGHT, name, shard)
-        del self._initial  # the whole model, of which this rank has its part now
-
-    def snapshot(self, *, updates: int) -> "StageSnapshot":
-        """A pipeline stage's tensors are whole on its leader; nothing is on its other ranks."""
-        parts: dict[str, dict[str, torch.Tensor]] = {}
-        # The rules of a part follow one another: a file is complete before the next one begins.
-        for part, found in groupby(
-            self._whole(KINDS, torch.float32), key=lambda item: item[0].part
-        ):
-            tensors = {
-                f"{kind}.{name}": tensor.contiguous()
-                for rule, kind, whole in found
-                for name, tensor in zip(rule.theirs, whole, strict=False)
-            }
-            if self._leads:
-                parts[f"{part}.safetensors"] = tensors
-        return StageSnapshot(parts, {"format": self.FORMAT, "updates": updates})
-
-    def stream(self, dtype: torch.dtype) -> Iterator[Mapping[str, torch.Tensor]]:
-        """Stages after the first send their weights to rank 0, one rule's after the other."""
-        for stage in range(self.place.ps):
-            if self.place.p == stage:
-                for rule, _, whole in self._whole([WEIGHT], dtype):
-                    found = dict(zip(rule.theirs, whole, strict=False))  # empty but on the leader
-                    yield with_tied(self._to_first(found, stage), self._shape)
-            else:
-                for rule in stage_rules(self._shape, stage, self.place.ps):
-                    if not rule.copy:
-                        yield with_tied(self._to_first({}, stage), self._shape)
-
-    def _make(self) -> Any:
-        return build_model(self._shape, self.place, dtype=self.dtype, device=self.device)
-
-    def _load(self, folder: Path) -> None:
-        for rule in self._rules():
-            # Tied embeddings over several stages: the last stage's copy is not written.
-            part = "embedding" if rule.copy else rule.part
-            with safe_open(folder / f"{part}.safetensors", framework="pt") as stored:
-                for kind in KINDS:
-                    whole = [
-                        stored_tensor(stored, kind, name, size)
-                        for name, size in rule.theirs.items()
-                    ]
-                    shard = rule.cut.take(whole, self._shape, self.place.t, self.place.ts)
-                    self._put(kind, rule.ours, shard)
-
     def _rules(self) -> list[Rule]:
         return stage_rules(self._shape, self.place.p, self.place.ps)
 
@@ -318,11 +238,11 @@ class RuleStage(MegatronStage):
             return found
         if leads:
             # With names and sizes, which rank 0 does not know of other stages' weights.
-            dist.send_object_list([found], dst=0, device=self.device)
+            dist.send_object_list([found], dst=0, device=self._device)
             return {}
         group = parallel_state.get_pipeline_model_parallel_group()
         held: list[Any] = [None]
-        dist.recv_object_list(held, src=dist.get_global_rank(group, stage), device=self.device)
+        dist.recv_object_list(held, src=dist.get_global_rank(group, stage), device=self._device)
         received: dict[str, torch.Tensor] = held[0]
         return received
 
@@ -347,7 +267,7 @@ class StageSnapshot:
         write_json(folder / _MANIFEST, dict(self.manifest))
 
 
-def stored_tensor(stored: Any, kind: str, name: str, size: Sequence[int]) -> torch.Tensor:
+def _stored_tensor(stored: Any, kind: str, name: str, size: Sequence[int]) -> torch.Tensor:
     """A weight or moment out of an open file. Raises ValueError where it is not there like that."""
     key = f"{kind}.{name}"
     if key not in stored.keys():  # noqa: SIM118 - no mapping
@@ -356,3 +276,12 @@ def stored_tensor(stored: Any, kind: str, name: str, size: Sequence[int]) -> tor
     if tuple(tensor.shape) != tuple(size):
         raise ValueError(f"{key} has size {list(tensor.shape)}, expected {list(size)}")
     return tensor
+
+
+def _check_manifest(folder: Path) -> None:
+    """Raises ValueError where another engine wrote the folder."""
+    if not (folder / _MANIFEST).is_file():
+        raise ValueError(f"no {_MANIFEST}: it is missing, or another engine wrote the checkpoint")
+    found = read_object(folder / _MANIFEST, "a Megatron checkpoint").get("format")
+    if found != _FORMAT:
+        raise ValueError(f"{_MANIFEST} has format {found!r}, expected {_FORMAT!r}")

@@ -83,8 +83,7 @@ def _cut_fault(part: Part, sizes: ModelSizes) -> str:
     """What the engine expects instead, as it says itself at its start; empty when it fits."""
     t, p = part.size("t"), part.size("p")
     if sizes.kind not in FAMILIES:
-        # Megatron may bring such a model by megatron-bridge, whose rules are its own.
-        splits = part.backend == "archon" or (part.backend == "fsdp" and t > 1)
+        splits = part.backend != "fsdp" or t > 1
         known = f"a model of {', '.join(FAMILIES)}, not {sizes.kind}"
         return f"{known}, or fsdp:d{part.world}" if splits else ""
     for letter, size, count, what in (
