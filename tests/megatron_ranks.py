@@ -19,8 +19,7 @@ import torch.distributed as dist
 from shakedown.config import GrpoConfig, OptimizerConfig, StageConfig
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.training.algorithms.grpo import token_batch
-from shakedown.training.algorithms.policy_update import PolicyUpdate
-from shakedown.training.algorithms.reference_model import ReferenceModel
+from shakedown.training.algorithms.policy_update import PolicyUpdate, ReferenceModel
 from shakedown.training.algorithms.sft import negative_log_likelihood
 from shakedown.training.batch import TokenBatch, pad_rows, rank_share
 from shakedown.training.coordination import Ranks

@@ -14,7 +14,7 @@ from shakedown.inference.lease import Lease
 from shakedown.inference.server import stop
 from shakedown.monitor import hook
 from shakedown.monitor.heartbeat import Heartbeat
-from shakedown.training.metrics.log import MetricsLog
+from shakedown.training.metrics.record import MetricsLog
 from shakedown.training.stage import stopping
 from tests.security.neighbour import as_neighbour
 

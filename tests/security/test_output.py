@@ -28,7 +28,7 @@ from shakedown.core.visible import masked
 from shakedown.inference.folder import State
 from shakedown.report.environment import page_environment
 from shakedown.slurm.hostlist import node_name
-from shakedown.training.metrics.log import MetricsLog
+from shakedown.training.metrics.record import MetricsLog
 from shakedown.training.stage.results import damage_findings, stage_metrics
 
 ROOT = Path(__file__).parents[2]

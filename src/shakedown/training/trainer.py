@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch.distributed as dist
 
@@ -25,9 +26,8 @@ from shakedown.training.drift import (
 )
 from shakedown.training.evaluate import Evaluator, ServedScores
 from shakedown.training.faults import DataEndedError, SwallowedError
-from shakedown.training.metrics.log import MetricsLog
 from shakedown.training.metrics.meter import StepMeter
-from shakedown.training.metrics.record import Record
+from shakedown.training.metrics.record import MetricsLog, Record
 from shakedown.training.nan_guard import checked
 
 _POLL_SECONDS = 0.1  # of the held-out figures, a file of another process
@@ -80,7 +80,7 @@ class Trainer:
             StorageError: a file system is full or failed.
         """
         try:
-            completed = self._run()
+            completed = self._train()
         except SwallowedError:  # the injected fault of an exception that one rank's code hides
             completed = True
         except Exception:
@@ -93,7 +93,63 @@ class Trainer:
         finish_together(self._context)
         return completed
 
-    def _run(self) -> bool:
+    def _train(self) -> bool:
+        """The loop; returns whether all steps are done, or the state was saved before."""
+        context, config = self._context, self._context.job.config
+        done = self._resume()
+        if done == 0:
+            self._plot(0, self._evaluate(0))
+        self._meter.begin()
+        stopped = False
+        try:
+            for step in range(done + 1, config.steps + 1):
+                context.step = step
+                context.profile(step)
+                context.faults.at("step", step, context)
+                try:
+                    result = self._algorithm.step(step)
+                except DataEndedError:  # an injected fault: this rank has fewer batches than others
+                    break
+                except StopRequestedError:  # while the batch was awaited: the step before is saved
+                    self._save(step - 1)
+                    stopped = True
+                    break
+                with context.phases("sync"):
+                    failure = _failure(partial(self._algorithm.synchronise, step))
+                # One sum ends the step: the metrics, who was asked to stop, how the checkpoint's
+                # threads stand, who failed. A rank that acted on its own answer would leave the
+                # others waiting.
+                flags = {"_stop": float(context.stop.requested), **self._checkpoints.flags()}
+                sums = context.ranks.all_reduce_or_raise({**result.sums, **flags}, failure)
+                stopping = sums.pop("_stop") > 0
+                self._checkpoints.agree(sums)
+                row = {"step": step, **checked(context, {**sums, **result.values})}
+                row |= self._evaluate(step)
+                self._watch_drift(row)
+                # Before the row, which tells how long this took. The folder appears only after
+                # `logged`: a resume from a checkpoint without its row would leave a gap in the
+                # metrics.
+                if stopping or step == config.steps or step % config.checkpoint_every == 0:
+                    if not stopping:
+                        self._await_served(step - 1)
+                    self._save(step)
+                row |= self._meter.columns(row)
+                self.log_metrics(step, row)
+                self._logged = step
+                self._checkpoints.logged(step)
+                stopped = stopping and step < config.steps
+                if stopped:
+                    break
+        finally:
+            context.profile(None)
+        if not stopped:
+            self._algorithm.finish()
+            self._export()
+        self._checkpoints.wait()
+        return not stopped
+
+    def _resume(self) -> int:
+        """Begin after the last checkpoint; returns its step."""
         context = self._context
         context.beat("checkpoint")
         done = self._checkpoints.resume()
@@ -104,69 +160,7 @@ class Trainer:
         # Rank 0 alone publishes weights in `begin`: its error must reach the ranks that go on.
         failure = _failure(lambda: self._algorithm.begin(done))
         context.ranks.all_reduce_or_raise({}, failure)
-        if done == 0:
-            self._plot(0, self._evaluate(0))
-        self._meter.begin()
-        try:
-            completed = self._train(done)
-        finally:
-            context.profile(None)
-        if not completed:
-            self._checkpoints.wait()
-            return False
-        self._algorithm.finish()
-        self._export()
-        self._checkpoints.wait()
-        return True
-
-    def _train(self, done: int) -> bool:
-        """The steps after `done`; returns whether all are done, or the state was saved before."""
-        steps = self._context.job.config.steps
-        while done < steps:
-            try:
-                stopping = self._step(done + 1)
-            except (
-                DataEndedError
-            ):  # the injected fault of a rank that has fewer batches than the others
-                break
-            except StopRequestedError:  # while the batch was awaited: the state is that of `done`
-                self._save(done)
-                return False
-            done += 1
-            if stopping and done < steps:
-                return False
-        return True
-
-    def _step(self, step: int) -> bool:
-        """Do one step; returns whether the ranks agreed to stop after it."""
-        context, config = self._context, self._context.job.config
-        context.step = step
-        context.profile(step)
-        context.faults.at("step", step, context)
-        result = self._algorithm.step(step)
-        values = dict(result.values)
-        with context.phases("sync"):
-            failure = _failure(lambda: self._algorithm.synchronise(step))
-        # One sum ends the step: the metrics, who was asked to stop, how the checkpoint's threads
-        # stand, who failed. A rank that acted on its own answer would leave the others waiting.
-        flags = {"_stop": float(context.stop.requested), **self._checkpoints.flags()}
-        sums = context.ranks.all_reduce_or_raise({**result.sums, **flags}, failure)
-        stopping = sums.pop("_stop") > 0
-        self._checkpoints.agree(sums)
-        row = {"step": step, **checked(context, sums | values)}
-        row |= self._evaluate(step)
-        self._watch_drift(row)
-        # Before the row, which tells how long this took. The folder appears only after `logged`: a
-        # resume from a checkpoint without its row would leave a gap in the metrics.
-        if stopping or step == config.steps or step % config.checkpoint_every == 0:
-            if not stopping:
-                self._await_served(step - 1)
-            self._save(step)
-        row |= self._meter.columns(row)
-        self.log_metrics(step, row)
-        self._logged = step
-        self._checkpoints.logged(step)
-        return stopping
+        return done
 
     def _watch_drift(self, row: Mapping[str, float]) -> None:
         """Say it, or end the stage: before a checkpoint of such weights, but with the row.

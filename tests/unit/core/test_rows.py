@@ -13,7 +13,7 @@ from shakedown.core.paths import RunPaths
 from shakedown.core.rows import JsonLines, by_step, step_rows
 from shakedown.report.collect import collect
 from shakedown.report.live import last_rows
-from shakedown.training.metrics.log import MetricsLog
+from shakedown.training.metrics.record import MetricsLog
 from shakedown.training.stage.results import damage_findings, read_rows, stage_metrics
 
 # Whole rows, a number that JSON has not, no steps, a step that ran again, binary, a torn end.

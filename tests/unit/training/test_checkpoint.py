@@ -23,7 +23,7 @@ from shakedown.training.checkpoint.writing import Saving
 from shakedown.training.coordination import Ranks
 from shakedown.training.demo import write_model
 from shakedown.training.engines.fsdp import FsdpEngine
-from shakedown.training.metrics.log import MetricsLog
+from shakedown.training.metrics.record import MetricsLog
 from shakedown.training.stage.job import StageJob
 from tests.no_room import no_room
 

@@ -14,7 +14,7 @@ from shakedown.core.errors import ConfigError, ExitCode
 from shakedown.core.outcome import Outcome, judge_outcome, read_outcome
 from shakedown.core.paths import StagePaths
 from shakedown.training.algorithms.grpo import token_batch
-from shakedown.training.algorithms.mismatch import mismatch, on_policy
+from shakedown.training.algorithms.policy_update import mismatch, on_policy
 from shakedown.training.drift import (
     DriftWatch,
     compare_command,

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from shakedown.training.algorithms.mismatch import mismatch
 from shakedown.training.algorithms.policy_loss import (
     AdvantageKind,
     LossLevel,
@@ -18,6 +17,7 @@ from shakedown.training.algorithms.policy_loss import (
     reference_kl,
     token_shares,
 )
+from shakedown.training.algorithms.policy_update import mismatch
 from shakedown.training.algorithms.sft import negative_log_likelihood
 
 DRAW = np.random.default_rng(5)

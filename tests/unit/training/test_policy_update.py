@@ -16,8 +16,11 @@ from shakedown.config import GrpoConfig, OptimizerConfig, StageConfig
 from shakedown.models import huggingface
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.training.algorithms.grpo import rollout_metrics, token_batch
-from shakedown.training.algorithms.policy_update import PolicyUpdate, policy_part
-from shakedown.training.algorithms.reference_model import ReferenceModel
+from shakedown.training.algorithms.policy_update import (
+    PolicyUpdate,
+    ReferenceModel,
+    policy_part,
+)
 from shakedown.training.batch import TokenBatch, rank_share
 from shakedown.training.coordination import Ranks
 from shakedown.training.demo import write_model

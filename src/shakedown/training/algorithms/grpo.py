@@ -23,8 +23,7 @@ from shakedown.training.algorithms.policy_loss import (
     group_advantages,
     token_shares,
 )
-from shakedown.training.algorithms.policy_update import PolicyUpdate
-from shakedown.training.algorithms.reference_model import ReferenceModel
+from shakedown.training.algorithms.policy_update import PolicyUpdate, ReferenceModel
 from shakedown.training.batch import TokenBatch, take_rows
 from shakedown.training.context import Context, StopRequestedError
 from shakedown.training.drift import drift_watch

@@ -1,21 +1,26 @@
 """What one batch of rollouts does to the policy: GRPO's loss, its updates, its measurements."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 
 from shakedown.config import GrpoConfig
-from shakedown.training.algorithms.mismatch import mismatch, on_policy
+from shakedown.consistency.compare import METRICS, Aligned
 from shakedown.training.algorithms.policy_loss import (
     clipped_loss,
     importance_weights,
     reference_kl,
     sequence_means,
 )
-from shakedown.training.algorithms.reference_model import ReferenceModel
 from shakedown.training.batch import TokenBatch, rank_share
 from shakedown.training.coordination import Ranks
+from shakedown.training.drift import ON_POLICY
+from shakedown.training.engines import engine_class, engine_sizes
 from shakedown.training.engines.base import LossPart, OnMicroBatch, Scores, TrainEngine
+from shakedown.training.stage.job import StageJob
 
 # Averaged over the epochs of a batch; the others are measured before its first update.
 _OVER_EPOCHS = frozenset({"loss", "clip_fraction"})
@@ -73,6 +78,43 @@ def policy_part(
     # Summed in float64: the order of micro batches and ranks must not show.
     loss = (each.double() * batch.at_mask("share")).sum()
     return LossPart(loss, {name: value / total for name, value in sums.items()})
+
+
+class ReferenceModel:
+    """The stage's input model, frozen, which the KL term holds the policy to: a second engine over
+    the same ranks, spread like the first, that is never updated.
+
+    It is read from the stage's input model, also after a resume. An engine makes its optimizer's
+    state with the first update, so that this one costs its share of the weights only.
+    """
+
+    def __init__(self, job: StageJob, device: torch.device) -> None:
+        """(collective) Load it.
+
+        Raises:
+            UsageError: the input model cannot be read.
+        """
+        self._engine = engine_class(job.config.allocation).build(
+            Path(job.model),
+            optimizer=job.config.optimizer,
+            dtype=job.dtype,
+            device=device,
+            sizes=engine_sizes(job.config.allocation),
+        )
+
+    def logprobs(
+        self,
+        batches: Sequence[TokenBatch],
+        *,
+        temperature: float,
+        on_micro_batch: OnMicroBatch,
+    ) -> list[torch.Tensor]:
+        """(collective) Log-probabilities of the trained tokens, [M] for each micro batch."""
+        found = []
+        for index, batch in enumerate(batches):  # one at a time: a heartbeat between them
+            on_micro_batch(index, batches)
+            found += self._engine.logprobs([batch], temperature=temperature)
+        return found
 
 
 class PolicyUpdate:
@@ -187,3 +229,34 @@ class PolicyUpdate:
         return mismatch(merged, engine) | on_policy(
             torch.where(fresh, merged, written)[judged], engine[judged]
         )
+
+
+def mismatch(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
+    """How far the trainer's log-probabilities are from those that came with the rollouts: the
+    metrics of the consistency check, by the same names, over one training batch.
+
+    In float64; differences are cut to +-100 nats, so that every number is finite. One more name:
+    `geometric_mean_ratio` is e^mean(trainer - engine), the number that SkyRL watches.
+
+    Args:
+        trainer: [M] log-probabilities of all trained tokens of all ranks, before the update.
+        engine: [M] those that came with the rollouts.
+
+    Returns:
+        Nothing when there is no token.
+    """
+    if not len(trainer):
+        return {}
+    places = np.zeros(len(trainer), dtype=np.int64)
+    pair = Aligned(trainer.double().numpy(), engine.double().numpy(), places, places)
+    measured = {name: metric(pair) for name, metric in METRICS.items()}
+    # k1 is mean(engine - trainer).
+    return measured | {"geometric_mean_ratio": math.exp(-measured["k1"])}
+
+
+def on_policy(trainer: torch.Tensor, engine: torch.Tensor) -> dict[str, float]:
+    """`mismatch` after `on_policy_`, of tokens that the trainer scored by the weights that wrote
+    them: what is between the two is no staleness. And how many they are, also where that is 0.
+    """
+    own = mismatch(trainer, engine) | {"tokens": float(len(trainer))}
+    return {f"{ON_POLICY}{name}": value for name, value in own.items()}

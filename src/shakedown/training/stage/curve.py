@@ -5,7 +5,7 @@ from typing import Any
 from shakedown.config import GrpoConfig
 from shakedown.inference.client import Client
 from shakedown.rollout.heldout import ServerEvaluation, due, read_held_out, told
-from shakedown.training.metrics.log import MetricsLog
+from shakedown.training.metrics.record import MetricsLog
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.results import read_rows
 
