@@ -134,7 +134,7 @@ class Pipeline:
     ) -> None:
         self._device, self._dtype = device, dtype
         self._group = mesh.get_group("p")
-        self._p, self._ps = mesh.get_local_rank("p"), mesh["p"].size()
+        self._p, self._ps = int(mesh.get_local_rank("p")), int(mesh["p"].size())
         self._shapes = {name: value.shape for name, value in whole.named_parameters()}
         self.stage = Stage(whole, p=self._p, ps=self._ps, tensor_ranks=tensor_ranks)
 
