@@ -95,7 +95,7 @@ def two_steps(
     # On one rank FSDP hands out the weights themselves, which the second step changes.
     weights = {name: value.detach().clone() for name, value in engine.gather().items()}
     if saved is not None:
-        engine.save(saved)
+        save_now(engine, saved)
     return {
         "logprobs": logprobs,
         "again": again,
@@ -103,6 +103,16 @@ def two_steps(
         "weights": weights,
         "second": sft_step(engine, max_tokens),
     }
+
+
+def save_now(engine: Any, folder: Path) -> None:
+    """(collective) Take a snapshot and write it while everybody waits."""
+    snapshot = engine.snapshot()
+    snapshot.write(folder)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        snapshot.complete(folder)
+    dist.barrier()
 
 
 def continued(engine: Any, saved: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from shakedown.training.demo import write_model
 from shakedown.training.engines import sharded_load
 from shakedown.training.engines.fsdp import FsdpEngine
 from shakedown.training.stage import worker
+from tests.megatron_ranks import save_now
 from tests.tiny_models import group_of_one
 
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ def test_a_checkpoint_beats_for_weights_and_moments(model: Path, tmp_path: Path)
     with group_of_one(tmp_path):
         settings = OptimizerConfig(lr=0.01)
         engine = FsdpEngine.build(model, optimizer=settings, dtype="float32", device=CPU)
-        engine.save(tmp_path / "saved")
+        save_now(engine, tmp_path / "saved")
         beats: list[None] = []
 
         with beating(lambda: beats.append(None)):

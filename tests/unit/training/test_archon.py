@@ -25,7 +25,7 @@ from shakedown.training.engines import tensor_parallel
 from shakedown.training.engines.base import EngineOptions, LossPart
 from shakedown.training.engines.pipeline import check_stages, stack_tokens
 from tests.forked import run_ranks
-from tests.megatron_ranks import batch, build, continued, sft_step, two_steps
+from tests.megatron_ranks import batch, build, continued, save_now, sft_step, two_steps
 from tests.tiny_models import SMALL, group_of_one, write_tiny
 
 CONFIGS = {
@@ -283,7 +283,7 @@ def test_saved_state_goes_on_exactly(root: Path, tmp_path: Path, dtype: str) -> 
 
 def test_a_state_saved_before_the_first_update_is_the_beginning(root: Path, tmp_path: Path) -> None:
     engine = build(root / "qwen3", "archon:d1")
-    engine.save(tmp_path)
+    save_now(engine, tmp_path)
     expected = sft_step(engine)
 
     other = build(root / "qwen3", "archon:d1")
@@ -299,7 +299,7 @@ def test_a_checkpoint_that_cannot_be_used_is_a_storage_error(
     writers = {"another engine": ("qwen3", "megatron:d1"), "another model": ("llama", "archon:d1")}
     if damage != "nothing":
         model, allocation = writers.get(damage, ("qwen3", "archon:d1"))
-        build(root / model, allocation).save(tmp_path)
+        save_now(build(root / model, allocation), tmp_path)
     if damage == "cut":
         data = max(tmp_path.glob("*.distcp"), key=lambda path: path.stat().st_size)
         data.write_bytes(data.read_bytes()[:100])
@@ -312,7 +312,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_storage_error(root: Path, tmp_
     (tmp_path / "file").touch()
 
     with pytest.raises(StorageError, match="cannot write checkpoint"):
-        build(root / "qwen3", "archon:d1").save(tmp_path / "file" / "below")
+        save_now(build(root / "qwen3", "archon:d1"), tmp_path / "file" / "below")
 
 
 @pytest.mark.parametrize("allocation", ["archon:d1", "fsdp:d1", "megatron:d1"])

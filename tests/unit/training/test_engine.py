@@ -38,6 +38,7 @@ from shakedown.training.engines.sharded_load import decoder_layers
 from shakedown.training.evaluate import Evaluator
 from shakedown.training.stage import worker
 from shakedown.training.stage.job import StageJob
+from tests.megatron_ranks import save_now
 from tests.tiny_models import group_of_one, write_tiny
 from tests.tiny_vision import write_vision_model
 
@@ -170,7 +171,7 @@ def test_saved_state_goes_on_exactly(engine: FsdpEngine, folder: Path, tmp_path:
     for _ in range(2):
         engine.forward_backward([_batch()], _loss(11))
         engine.step()
-    engine.save(tmp_path / "saved")
+    save_now(engine, tmp_path / "saved")
     other = FsdpEngine.build(folder, optimizer=OPTIMIZER, dtype="float32", device=CPU)
 
     other.load(tmp_path / "saved", updates=2)
@@ -187,7 +188,7 @@ def test_a_checkpoint_goes_on_with_the_settings_of_the_one_who_loads_it(
 ) -> None:
     engine.forward_backward([_batch()], _loss(11))
     engine.step()
-    engine.save(tmp_path)
+    save_now(engine, tmp_path)
     weights = []
     for weight_decay in (0.1, 10.0):
         settings = OPTIMIZER.model_copy(update={"weight_decay": weight_decay})

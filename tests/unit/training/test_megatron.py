@@ -25,6 +25,7 @@ from tests.megatron_ranks import (
     build,
     continued,
     held_to_reference,
+    save_now,
     sft_step,
     two_steps,
 )
@@ -267,7 +268,7 @@ def test_a_checkpoint_that_cannot_be_used_is_a_storage_error(
     engine = build(folders["qwen3"], "megatron:d1")
     layer = tmp_path / "layer-00002.safetensors"
     if damage != "nothing":
-        engine.save(tmp_path)
+        save_now(engine, tmp_path)
     if damage == "foreign":
         (tmp_path / "engine.json").write_text('{"format": "another"}')
     elif damage == "no layer":
@@ -289,7 +290,7 @@ def test_a_checkpoint_that_cannot_be_written_is_a_storage_error(
     (tmp_path / "file").write_text("")
 
     with pytest.raises(StorageError, match="the checkpoint was not written: rank 0"):
-        build(folders["qwen3"], "megatron:d1").save(tmp_path / "file" / "engine")
+        save_now(build(folders["qwen3"], "megatron:d1"), tmp_path / "file" / "engine")
 
 
 def test_exported_folder_is_the_trained_model(folders: dict[str, Path], tmp_path: Path) -> None:

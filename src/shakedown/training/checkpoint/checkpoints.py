@@ -20,6 +20,9 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.files import read_json_as, write_json, write_text
@@ -33,7 +36,6 @@ from shakedown.training.checkpoint.random_state import load_random, random_name
 from shakedown.training.checkpoint.writing import ENGINE, STAGED, Saving
 from shakedown.training.coordination import Ranks
 from shakedown.training.engines.base import TrainEngine
-from shakedown.training.engines.snapshot import raise_together
 
 _PREFIX = "step_"
 # [0-9], as \d takes the digits of every script; 18 of them stay below 2**63.
@@ -272,7 +274,7 @@ class Checkpoints:
             now.saving.abandon()
             now.saving.join(LAST_SECONDS)
             # Collective, and safe: the sums are the same on all ranks, so all come here.
-            raise_together(now.saving.failure)
+            _raise_together(now.saving.failure)
 
     def wait(self) -> None:
         """Until the checkpoint that is being written, if any, is published.
@@ -376,3 +378,16 @@ def _folders(root: Path) -> list[Path]:
 
 def _nothing() -> None:
     """The other ranks just wait."""
+
+
+def _raise_together(failure: str) -> None:
+    """(collective) Raise on all ranks what one of them met; empty: this rank met nothing.
+
+    Raises:
+        StorageError: the first rank's failure, by its number.
+    """
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, failure)
+    for rank, text in enumerate(told):
+        if text:
+            raise StorageError(f"the checkpoint was not written: rank {rank}: {text}")

@@ -17,7 +17,7 @@ from shakedown.core.files import read_json_as, write_json
 from shakedown.core.folders import storage_errors, sync_file
 from shakedown.core.integrity import FileSum, Manifest, file_sums, files_below
 from shakedown.training.checkpoint.random_state import random_name, random_state
-from shakedown.training.engines.snapshot import Snapshot
+from shakedown.training.engines.base import Snapshot
 
 STAGED = ".writing-"
 ENGINE = "engine"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from shakedown.core.errors import ConfigError
 from shakedown.models import huggingface
 from shakedown.training.batch import TokenBatch
 from shakedown.training.engines import DIMENSIONS
-from shakedown.training.engines.snapshot import Snapshot, save_now
 
 # For a checkpoint that cannot be read.
 UNREADABLE_HINT = (
@@ -89,6 +88,29 @@ class Generator:
     model: Any
     share: int
     shares: int
+
+
+class Snapshot(Protocol):
+    """This rank's copy of the state in CPU memory, valid until the engine's next one.
+
+    An engine copies while the step stands still, a thread of each rank writes what its rank copied,
+    and rank 0 completes the folder when all have written. The threads use no collective: those of
+    two threads would mix, and a peer that died would be waited for.
+    """
+
+    def write(self, folder: Path) -> Sequence[Path]:
+        """(any thread) Write this rank's files and flush them to disk; returns those that stay.
+
+        Raises:
+            StorageError: they cannot be written.
+        """
+
+    def complete(self, folder: Path) -> None:
+        """(rank 0, when all ranks have written) Write what makes one checkpoint of the files.
+
+        Raises:
+            StorageError: it cannot be written, or a rank's part is not there.
+        """
 
 
 # (index of a micro batch that begins on this rank, all of the call's as the engine has them)
@@ -248,14 +270,6 @@ class TrainEngine(ABC):
         What is written can be loaded on another number of ranks. The copy before is overwritten:
         it has to be on disk.
         """
-
-    def save(self, folder: Path) -> None:
-        """(collective) Take a snapshot and write it at once: `save_now`.
-
-        Raises:
-            StorageError: the folder cannot be written.
-        """
-        save_now(self.snapshot(), folder)
 
     @abstractmethod
     def load(self, folder: Path, *, updates: int) -> None:

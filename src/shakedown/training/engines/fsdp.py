@@ -36,6 +36,7 @@ from shakedown.training.engines.base import (
     LossFunction,
     OnMicroBatch,
     Scores,
+    Snapshot,
     TrainEngine,
     ignore_micro_batch,
 )
@@ -50,7 +51,6 @@ from shakedown.training.engines.sharded_load import (
     open_model,
     sharded_copy,
 )
-from shakedown.training.engines.snapshot import Snapshot
 
 # What torch.compile calls, by the variable that names another one: Inductor's for CPUs, Triton's.
 _COMPILERS = {"CXX": ["g++"], "CC": ["gcc", "clang"]}

@@ -18,6 +18,7 @@ from shakedown.training.engines.base import (
     Generator,
     LossFunction,
     OnMicroBatch,
+    Snapshot,
     TrainEngine,
     from_last_stage,
     ignore_micro_batch,
@@ -25,7 +26,6 @@ from shakedown.training.engines.base import (
 from shakedown.training.engines.megatron_model import Forward, join_groups, unwrapped
 from shakedown.training.engines.megatron_stage import MegatronStage
 from shakedown.training.engines.sharded_load import sharded_copy
-from shakedown.training.engines.snapshot import Snapshot
 
 
 class MegatronEngine(TrainEngine):
