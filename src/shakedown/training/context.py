@@ -1,4 +1,4 @@
-"""What the parts of a trainer process share."""
+"""The context that the parts of a trainer process share."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +54,7 @@ class Context:
             self.capture.step(step)
 
     def beat_training(self, parts: Sequence[TokenBatch]) -> OnMicroBatch:
-        """What an engine calls as it trains on `parts`, this rank's micro batches."""
+        """The callback of an engine that trains on `parts`, this rank's micro batches."""
         # A heartbeat holds both shapes: what the data made, and what the engine was called with.
         # By them the hang diagnosis finds a rank that departed from its data (`rules_batches`).
         given, ran, step, beat = extent(parts), NO_EXTENT, self.step, self.heartbeat.beat

@@ -1,4 +1,4 @@
-"""What a rank was training on when the loss stopped being a number: saved before the rank ends."""
+"""The batch on which the loss stopped being a number: saved before the rank ends."""
 
 import io
 import math
@@ -63,7 +63,7 @@ def checked(context: Context, values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _save(context: Context, values: Mapping[str, float]) -> str:
-    """What the message says of the file; a disk that is full must not hide the divergence."""
+    """Save it, and say where for the message; a disk that is full must not hide the divergence."""
     engine, batch = context.engine, context.batch
     if batch is None:
         return "no batch to save"

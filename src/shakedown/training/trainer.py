@@ -297,7 +297,7 @@ class Trainer:
 
 
 def _failure(act: Callable[[], object]) -> ShakedownError | None:
-    """What one rank meets alone, for the next sum of all."""
+    """The error that one rank meets alone, for the next sum of all."""
     try:
         act()
     except ShakedownError as error:

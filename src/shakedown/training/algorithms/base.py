@@ -1,4 +1,4 @@
-"""What an algorithm is to the trainer: one step at a time, everything else is common."""
+"""An algorithm as the trainer sees it: one step at a time, everything else is common."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from shakedown.training.context import Context
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step measured.
+    """The measurements of one step.
 
     Attributes:
         sums: this rank's shares, by metric; the sum over ranks is the metric.

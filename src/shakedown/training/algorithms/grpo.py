@@ -282,7 +282,7 @@ def first_rows(rollouts: RolloutBatch) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rollout_metrics(rollouts: RolloutBatch, batch: TokenBatch, *, trained: int) -> dict[str, float]:
-    """What a batch says of itself.
+    """The figures of a batch itself.
 
     `staleness` of a sequence: versions between the one that wrote it and `trained`, the one it
     updates. The orchestrator's own numbers keep their names, after `rollout_`.

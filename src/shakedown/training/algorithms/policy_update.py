@@ -1,4 +1,4 @@
-"""What one batch of rollouts does to the policy: GRPO's loss, its updates, its measurements."""
+"""The updates by one batch of rollouts: GRPO's loss, the frozen reference, the measurements."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

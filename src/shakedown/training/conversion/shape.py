@@ -1,4 +1,4 @@
-"""What Megatron has to know of a Hugging Face model, and which models it can be told of."""
+"""The shape of a Hugging Face model as Megatron has to know it, and the models that have one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What a training engine is: the model spread over ranks, without any algorithm in it."""
+"""A training engine: the model spread over ranks, without any algorithm in it."""
 
 import math
 from abc import ABC, abstractmethod
@@ -78,7 +78,7 @@ NO_OPTIONS = EngineOptions()
 
 @dataclass(frozen=True)
 class Generator:
-    """What answers prompts on this rank.
+    """A model that answers prompts on this rank.
 
     Attributes:
         model: one of transformers in evaluation.

@@ -58,7 +58,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_records(path: Path) -> Any:
-    """What torch wrote into a file.
+    """The records that torch wrote into a file.
 
     Raises:
         StorageError: it cannot be read, is damaged, or asks for anything but torch's records.

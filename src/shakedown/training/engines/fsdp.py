@@ -252,7 +252,7 @@ class FsdpEngine(TrainEngine):
         return [local_part(p) for p in self._parameters]
 
     def _free_gathered(self) -> None:
-        """What a forward pass gathered is used again by the next one, unless it is freed."""
+        """Free what a forward pass gathered: the next one would use it again."""
         for module in self._model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -249,7 +249,7 @@ class MegatronStage:
 
 @dataclass(frozen=True)
 class StageSnapshot:
-    """What this rank writes: tensors by file name; and on rank 0 the manifest of all."""
+    """This rank's tensors by file name; and on rank 0 the manifest of all."""
 
     parts: Mapping[str, Mapping[str, torch.Tensor]]
     manifest: Mapping[str, Any]

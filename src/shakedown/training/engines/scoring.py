@@ -19,7 +19,7 @@ from shakedown.training.engines.base import Scores
 
 @dataclass(frozen=True)
 class Head:
-    """What makes logits of hidden states: a matrix, and what the model does with its product.
+    """The maker of logits from hidden states: a matrix, and what the model does with its product.
 
     Attributes:
         weight: [W, H], the rows of words `first` to `first + W`; None: hidden states are logits.
@@ -75,7 +75,7 @@ def score_tokens(
 
 @dataclass(frozen=True)
 class _Task:
-    """What of a call has no gradient."""
+    """The inputs of a call that have no gradient."""
 
     chosen: torch.Tensor
     head: Head
@@ -247,7 +247,7 @@ def _logits(
 
 
 def _final(made: torch.Tensor, task: _Task) -> torch.Tensor:
-    """What softmax is taken of, float32, to be written into."""
+    """The logits before softmax, float32, to be written into."""
     after = task.head.after
     logits = made if after is None else after(made)
     x = logits.to(torch.float32, copy=after is None)

@@ -176,5 +176,5 @@ def decoder_layers(model: Any) -> Sequence[nn.Module]:
 
 
 def local_part(value: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor."""
+    """This rank's part of a tensor."""
     return value.to_local() if isinstance(value, DTensor) else value

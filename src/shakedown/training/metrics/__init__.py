@@ -1,1 +1,1 @@
-"""What a stage measures of its steps: time by phase, memory, throughput, MFU; tables and sinks."""
+"""The measurements of a stage's steps: time by phase, memory, throughput, MFU; tables and sinks."""

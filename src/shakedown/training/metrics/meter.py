@@ -1,4 +1,4 @@
-"""What a step cost: time by phase, tokens a second, memory, utilisation."""
+"""The cost of a step: time by phase, tokens a second, memory, utilisation."""
 
 from collections.abc import Mapping
 from pathlib import Path

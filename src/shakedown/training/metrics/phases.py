@@ -52,7 +52,7 @@ class Phases:
             setattr(target, method, self._timed(phase, getattr(target, method)))
 
     def take(self) -> Lap:
-        """What was measured since the last call; begins anew."""
+        """The lap since the last call; begins anew."""
         self._charge()
         lap = Lap(self._mark - self._began, self._seconds)
         self._began, self._seconds = self._mark, {}

@@ -70,7 +70,7 @@ class ProgressTable:
         self._lines = 0
 
     def lines(self, row: Mapping[str, float]) -> list[str]:
-        """What to print for this row; empty when the last line is too fresh."""
+        """The lines to print for this row; empty when the last line is too fresh."""
         now, step = self._clock(), int(row["step"])
         pause = min(max(_FIRST_WAIT, _PATIENCE * (now - self._began)), _LONGEST_WAIT)
         self._seen |= {c.key for c in COLUMNS if _worth(c, row)}
