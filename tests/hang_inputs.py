@@ -17,7 +17,8 @@ from shakedown.diagnosis.read import numbers, read_paths
 from shakedown.diagnosis.read.registry import read_one
 from shakedown.diagnosis.read.source import EvidenceFile, identity_of_name
 from shakedown.diagnosis.records import FlightRecord, Identity, JobExit, LogEvent, Stack
-from shakedown.monitor.heartbeat import Beat, encode
+from shakedown.monitor.heartbeat import encode
+from shakedown.progress.signs import Beat
 from shakedown.report.diagnosis_page import render
 
 DATA = Path(__file__).parent / "data"

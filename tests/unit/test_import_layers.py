@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[2] / "src"
 PACKAGE = SOURCE / "shakedown"
 LAYERS = (
-    ("processes", "stacks"),
+    ("processes", "progress", "stacks"),
     ("core",),
     ("slurm",),
     ("cluster", "data_sources"),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from shakedown.core.visible import masked
-from shakedown.monitor.heartbeat import Beat
+from shakedown.progress.signs import Activity, Beat
 
 MAX_TEXT = 400  # characters: long lines would fill a report
 
@@ -107,17 +107,6 @@ class Stack:
             if thread.frames and thread.frames[0].name == "<module>":
                 return thread
         return self.threads[0] if len(self.threads) == 1 else None
-
-
-@dataclass(frozen=True)
-class Activity:
-    """What a process had done by a moment: see monitor/collect/proc.py."""
-
-    at: float
-    cpu: float
-    io: int
-    output: int
-    timed: int = 0
 
 
 @dataclass(frozen=True)

@@ -15,25 +15,15 @@ import time
 import weakref
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from shakedown.core.errors import UntrustedError
 from shakedown.core.files import json_as
 from shakedown.core.private import make_folders, open_own
+from shakedown.progress.signs import Beat, Phase
 
-Phase = Literal[
-    "init",
-    "compile",
-    "data",
-    "rollout_wait",
-    "train",
-    "weight_sync",
-    "checkpoint",
-    "eval",
-    "finished",
-]
 PHASES: tuple[str, ...] = get_args(Phase)
 
 Extent = tuple[int, int, int]  # micro-batches, the most rows of one, the most tokens of a row
@@ -61,41 +51,6 @@ COUNTS = (
     "run_width",
 )
 _MOST = 10**10  # of a number: a record always fits its file
-
-
-@dataclass(frozen=True)
-class Beat:
-    """The last record of one component.
-
-    `count` numbers the beats from 1; `wall` is Unix time and `monotonic` the host's monotonic
-    clock, both in seconds; `batch_size` counts sequences of the current micro-batch.
-
-    `given_*` is what this rank's data made for the step: how many micro-batches, the most rows of
-    one, the most tokens of a row; `run_*` what its engine was called with; 0 for not known.
-    """
-
-    role: str
-    rank: int
-    pid: int
-    host: str
-    phase: str
-    step: int
-    micro_batch: int
-    batch_size: int
-    count: int
-    wall: float
-    monotonic: float
-    given_count: int = 0
-    given_rows: int = 0
-    given_width: int = 0
-    run_count: int = 0
-    run_rows: int = 0
-    run_width: int = 0
-
-    @property
-    def name(self) -> str:
-        """`trainer-rank0`: the component's name in logs and evidence."""
-        return f"{self.role}-rank{self.rank}"
 
 
 def host_name() -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from shakedown.monitor.heartbeat import Beat
+from shakedown.progress.signs import Beat
 
 State = Literal["healthy", "slow", "stalled"]
 Component = tuple[str, int]  # role, rank

@@ -14,9 +14,10 @@ from shakedown.config import StageConfig
 from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.core.rows import JsonLines, Row, by_step, has_step
 from shakedown.debug.stops import Stop, describe, read_stops
-from shakedown.monitor.heartbeat import Beat, host_name, read_heartbeats
+from shakedown.monitor.heartbeat import host_name, read_heartbeats
 from shakedown.monitor.watch import LONG_PHASES
 from shakedown.processes.guard import look as look_up
+from shakedown.progress.signs import Beat
 from shakedown.report import text
 from shakedown.report.reader import MAX_WHOLE, finite
 

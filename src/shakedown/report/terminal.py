@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from shakedown.core.visible import masked
-from shakedown.monitor.heartbeat import Beat
+from shakedown.progress.signs import Beat
 from shakedown.report import text
 from shakedown.report.series import as_number
 from shakedown.report.summary import Headline, WorkflowStep, headline, workflow_steps, worst

@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shakedown.monitor.heartbeat import NO_EXTENT, Heartbeat, Phase
+from shakedown.monitor.heartbeat import NO_EXTENT, Heartbeat
 from shakedown.profiling.capture import Capture
+from shakedown.progress.signs import Phase
 from shakedown.training.batch import TokenBatch, extent
 from shakedown.training.coordination import Ranks
 from shakedown.training.engines.base import OnMicroBatch, TrainEngine

@@ -19,13 +19,13 @@ from shakedown.monitor.collect import collect_local, from_attempt, from_pattern
 from shakedown.monitor.heartbeat import (
     PHASES,
     RECORD_BYTES,
-    Beat,
     Heartbeat,
     decode,
     encode,
     read_heartbeats,
 )
 from shakedown.monitor.watch import Watch
+from shakedown.progress.signs import Beat
 from tests.blocked_file import blocked_heartbeat
 from tests.no_room import no_room
 

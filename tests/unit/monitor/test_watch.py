@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from shakedown.monitor.heartbeat import Beat
 from shakedown.monitor.watch import Health, Watch
+from shakedown.progress.signs import Beat
 
 
 def beat(

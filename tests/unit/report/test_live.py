@@ -16,7 +16,8 @@ import pytest
 from shakedown import cli
 from shakedown.core.files import write_json, write_text
 from shakedown.core.paths import RunPaths
-from shakedown.monitor.heartbeat import Beat, Heartbeat, Phase
+from shakedown.monitor.heartbeat import Heartbeat
+from shakedown.progress.signs import Beat, Phase
 from shakedown.report.live import StallLimits, last_rows, look, time_left, warnings
 from shakedown.report.terminal import painted
 from tests.hang_inputs import heartbeat_file

@@ -19,9 +19,10 @@ from shakedown.core.files import write_json, write_text
 from shakedown.core.lease import Holder
 from shakedown.core.paths import RunPaths
 from shakedown.inference.folder import State
-from shakedown.monitor.heartbeat import Beat, encode, host_name
+from shakedown.monitor.heartbeat import encode, host_name
 from shakedown.monitor.workflow import WorkflowRun
 from shakedown.processes.recorded import Recorded
+from shakedown.progress.signs import Beat
 
 CONFIG = "run: demo\nstages:\n  sft: {algorithm: sft, steps: 40}\n"
 MARK = "0123456789abcdef"

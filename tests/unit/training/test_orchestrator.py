@@ -15,7 +15,8 @@ from shakedown.config import StageConfig
 from shakedown.core.files import write_json
 from shakedown.core.paths import StagePaths
 from shakedown.inference.secret import make_secret
-from shakedown.monitor.heartbeat import Beat, read_heartbeats
+from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.progress.signs import Beat
 from shakedown.rollout.batch import RolloutBatch, read_batch
 from shakedown.rollout.controller import RolloutController
 from shakedown.rollout.queue import keep_queue

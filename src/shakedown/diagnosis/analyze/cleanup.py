@@ -11,7 +11,7 @@ from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.position import user_frames
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import Frame
-from shakedown.monitor.heartbeat import Beat
+from shakedown.progress.signs import Beat
 
 
 def past_the_loop(s: Situation) -> Hypothesis | None:

@@ -15,7 +15,8 @@ from shakedown.diagnosis.analyze.raised import root_exception
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import ComponentFacts
 from shakedown.diagnosis.records import Frame, SourceRef
-from shakedown.monitor.heartbeat import Beat, Extent
+from shakedown.monitor.heartbeat import Extent
+from shakedown.progress.signs import Beat
 
 # py-spy shortens Megatron's paths to `core/...`.
 _WAITS = re.compile(r"torch/distributed/|(?:^|/)core/pipeline_parallel/")

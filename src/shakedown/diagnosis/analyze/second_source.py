@@ -14,7 +14,7 @@ from shakedown.diagnosis.analyze.graph import Block
 from shakedown.diagnosis.analyze.model import Hypothesis, name_ranks, verb
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.records import Operation
-from shakedown.monitor.heartbeat import Beat
+from shakedown.progress.signs import Beat
 
 
 def two_threads(s: Situation) -> Hypothesis | None:

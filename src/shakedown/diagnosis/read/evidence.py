@@ -12,7 +12,6 @@ from shakedown.core.provenance import CHECK
 from shakedown.diagnosis.read.numbers import MAX_COUNT, pid_of, rank_of
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import (
-    Activity,
     BeatRecord,
     Identity,
     JobExit,
@@ -26,7 +25,8 @@ from shakedown.diagnosis.records import (
 )
 from shakedown.monitor.collect.proc import TIMERS
 from shakedown.monitor.collect.writer import READ
-from shakedown.monitor.heartbeat import COUNTS, RECORD_BYTES, Beat, decode
+from shakedown.monitor.heartbeat import COUNTS, RECORD_BYTES, decode
+from shakedown.progress.signs import Activity, Beat
 
 # A CRC-32 in hexadecimal, then the record as JSON: see `decode` in monitor/heartbeat.py.
 _BEAT = re.compile(rb"^[0-9a-f]{8} \{\"role\":")

@@ -20,6 +20,7 @@ from shakedown.core.errors import ShakedownError
 from shakedown.monitor.collect import inside, proc
 from shakedown.monitor.collect.pyspy import find_pyspy
 from shakedown.monitor.collect.targets import Target, from_job, from_pattern, missing_ranks
+from shakedown.progress.signs import Activity
 from shakedown.slurm.hostlist import node_name
 
 SCHEMA = "shakedown/look/1"
@@ -32,7 +33,7 @@ _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 class Process:
     """One process at one moment; `began` tells it from a later one of the same id.
 
-    `state`: as in proc(5). `cpu`, `io`, `output`, `timed`: as in `proc.Activity`, and 0 of a
+    `state`: as in proc(5). `cpu`, `io`, `output`, `timed`: as of an `Activity`, and 0 of a
     launcher beside its ranks: its store is asked every few seconds, also while they hang.
     """
 
@@ -113,9 +114,9 @@ def take_look(find: Callable[[], list[Target]], number: int, spent: float) -> Lo
 
 def _process(target: Target, *, beside_ranks: bool) -> Process:
     seen = proc.read_state(target.pid, threads=False)
-    done = seen.activity or proc.Activity(time.time(), 0.0, 0)
+    done = seen.activity or Activity(time.time(), 0.0, 0)
     if beside_ranks and target.rank is None and proc.is_launch(proc.command(target.pid)):
-        done = proc.Activity(done.at, 0.0, 0)
+        done = Activity(done.at, 0.0, 0)
     return Process(
         name=target.name,
         pid=target.pid,

@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from shakedown.monitor.collect.bounded import run_bounded
-from shakedown.monitor.heartbeat import Beat, read_heartbeats
+from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.progress.signs import Beat
 
 READ_SECONDS = 10.0  # a file system that is gone never answers
 

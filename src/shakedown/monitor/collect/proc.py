@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.processes.guard import look, look_into
+from shakedown.progress.signs import Activity
 
 MAX_THREADS = 64
 # What a process in this state can do: X is gone, Z has ended; T and t are stopped.
@@ -29,23 +30,6 @@ class ThreadState:
     name: str
     state: str
     wchan: str
-
-
-@dataclass(frozen=True)
-class Activity:
-    """What a process has done since it began: two of these tell whether it stands still.
-
-    `at`: Unix seconds; `cpu`: seconds of its own and its living descendants' CPU time; `io`:
-    bytes that they read and wrote, sockets and pipes included; `output`: how far its stdout and
-    stderr were written, where these are files; `timed`: how many of them are in a sleep that ends
-    by itself.
-    """
-
-    at: float
-    cpu: float
-    io: int
-    output: int = 0
-    timed: int = 0
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor import foreign_hook
 from shakedown.monitor.collect import Target, collect_cluster, from_processes
-from shakedown.monitor.heartbeat import Beat, read_heartbeats
+from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.processes.guard import Process
+from shakedown.progress.signs import Beat
 from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.nodes import node_address
 from shakedown.training.stage.components import trainer_environment

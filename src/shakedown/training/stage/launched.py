@@ -10,7 +10,7 @@ from shakedown.cluster.supervise import Component, Supervisor
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import Target
-from shakedown.monitor.heartbeat import Beat
+from shakedown.progress.signs import Beat
 from shakedown.training.stage.job import SupervisedJob
 
 

@@ -12,7 +12,8 @@ from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
 from shakedown.core.verdict import Finding, finding_line
 from shakedown.monitor.collect import Target
-from shakedown.monitor.heartbeat import Beat, read_heartbeats
+from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.progress.signs import Beat
 from shakedown.rollout.recording import check_recording
 from shakedown.training.checkpoint.fingerprint import keep_digests
 from shakedown.training.drift import with_drift

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from shakedown.monitor.collect import proc
 from shakedown.monitor.collect.logs import logs_in
-from shakedown.monitor.heartbeat import Beat, Phase, host_name
+from shakedown.monitor.heartbeat import host_name
 from shakedown.processes.guard import Process
+from shakedown.progress.signs import Beat, Phase
 from shakedown.training.stage.progress import Progress
 
 # Of a core. A process that waits takes 1 % for its threads; one that works takes more than this,
