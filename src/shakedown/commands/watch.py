@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from shakedown.commands.arguments import CommandParser, above_zero, number
 from shakedown.core.errors import ShakedownError, UsageError, did_you_mean
 from shakedown.core.private import open_own
+from shakedown.progress.patience import Patience
 
 if TYPE_CHECKING:
     from shakedown.monitor.attach.actions import Actions, Command
@@ -57,14 +58,14 @@ def add_arguments(parser: CommandParser) -> None:
     how.add_argument(
         "--patience",
         type=above_zero,
-        default=120.0,
+        default=Patience.life,
         metavar="S",
         help="seconds without printing, reading, writing or CPU time after which stacks are read",
     )
     how.add_argument(
         "--stall",
         type=above_zero,
-        default=300.0,
+        default=Patience.work,
         metavar="S",
         help="the same of a job that computes; both are raised to three times the longest pause",
     )
@@ -128,11 +129,10 @@ def _once(args: argparse.Namespace) -> int:
 
 
 def _options(args: argparse.Namespace) -> "Options":
-    from shakedown.monitor.attach.judge import Limits
     from shakedown.monitor.attach.watcher import Options
 
-    limits = Limits(args.patience, args.stall)
-    return Options(args.out, args.interval, args.cost / 100, limits)
+    patience = Patience(life=args.patience, work=args.stall)
+    return Options(args.out, args.interval, args.cost / 100, patience)
 
 
 def _subject(args: argparse.Namespace) -> "Subject":

@@ -1,33 +1,22 @@
 """Decides from looks at processes whether a job moves. Pure: the caller supplies the clock.
 
-Nothing tells how long a step takes, so a suspicion is no verdict: it says when to look at stacks.
+A suspicion is no verdict: it says when to look at stacks.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from shakedown.monitor.attach.sampler import Look, Process
+from shakedown.progress.movement import Lack, Life
+from shakedown.progress.patience import Patience
+from shakedown.progress.signs import Activity, Sign, signs_between
 
 State = Literal["waiting", "moving", "suspect", "ended"]
-Kind = Literal["", "gone", "stopped", "held", "silent", "still", "busy", "unprinted"]
+Kind = Lack | Literal["gone", "stopped", "held", "silent"]
 Key = tuple[str, str]  # host, name of the process
 
-# Of one core: ranks that wait without spinning stay far below (torch's own threads wake up).
-COMPUTES = 0.05
-# As of a stage's steps in monitor/watch.py: micro-batches of uneven length, evaluations, saving.
-PATIENCE_SPANS = 3.0
-_PRINTS = 3  # so many times it has printed before its silence means anything
 _LISTED = 4
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Seconds: without any sign of life; with nothing but CPU time. Longer ones are learned."""
-
-    patience: float = 120.0
-    stall: float = 300.0
 
 
 @dataclass(frozen=True)
@@ -46,36 +35,13 @@ class Judgement:
     waited: bool = False
 
 
-@dataclass
-class _Pause:
-    """Since when there was no sign of one kind, and how long the pauses before were."""
-
-    since: float
-    spans: deque[float] = field(default_factory=lambda: deque(maxlen=20))
-    paused: bool = False
-
-    def see(self, sign: bool, now: float) -> None:
-        """A pause counts once a look fell into it: it is longer than the time between two looks."""
-        if sign:
-            if self.paused:
-                self.spans.append(now - self.since)
-            self.since, self.paused = now, False
-        else:
-            self.paused = True
-
-    def allowed(self, seconds: float) -> float:
-        return max(seconds, PATIENCE_SPANS * max(self.spans, default=0.0))
-
-
 class Judge:
-    """Follows the processes of one job.
-
-    A sign of life is anybody's: a trainer waits for minutes while an engine generates. Of who stops
-    or is gone only ranks count, where there are any.
+    """Follows the processes of one job. Of who stops or is gone only ranks count, where there are
+    any; a sign of life is anybody's.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, patience: Patience) -> None:
+        self._patience, self._life = patience, Life(patience)
         self._world: dict[Key, Process] = {}
         self._ranked = False
         self._at: dict[str, float] = {}  # host -> its clock at its last look
@@ -83,11 +49,6 @@ class Judge:
         self._doubtful: set[tuple[Kind, Key]] = set()  # seen once: a second look confirms
         self._accepted: set[tuple[Kind, Key]] = set()
         self._baseline = True
-        self._moved = _Pause(0.0)  # output, reads and writes
-        self._lived = _Pause(0.0)  # CPU time as well
-        self._printed = _Pause(0.0)
-        self._prints = 0
-        self.moves = 0  # looks in which it has moved
 
     def observe(self, looks: Mapping[str, Look | None], now: float) -> Judgement:
         """Judge the newest look of each host, None where it gave none.
@@ -96,8 +57,7 @@ class Judge:
         """
         if not self._answered:
             self._answered = dict.fromkeys(looks, now)
-            for pause in (self._moved, self._lived, self._printed):
-                pause.since = now
+            self._life.hold(now)
         seen = {host: look for host, look in looks.items() if look and not look.error}
         processes = _alive(seen.values())
         ranks = _with_rank(processes)
@@ -108,7 +68,12 @@ class Judge:
         doubtful = self._doubts(processes, seen)
         confirmed, self._doubtful = doubtful & self._doubtful, doubtful
         self._remember(processes, seen, now)
-        return self._suspicion(confirmed, looks, now) or self._pauses(now)
+        return self._suspicion(confirmed, looks, now) or self._movement(now)
+
+    @property
+    def moves(self) -> int:
+        """Looks in which it has moved."""
+        return self._life.moves
 
     @property
     def doubts(self) -> bool:
@@ -134,8 +99,7 @@ class Judge:
 
     def _none(self, others: int, now: float) -> Judgement:
         """No process is there, not yet or no more; or `others` that are no ranks, as a launcher."""
-        for pause in (self._moved, self._lived, self._printed):
-            pause.since, pause.paused = now, False
+        self._life.hold(now)
         if not self._world:
             return Judgement("waiting", sentence="no process of it is there yet")
         had = _with_rank(self._world) or self._world
@@ -155,37 +119,26 @@ class Judge:
         self, processes: Mapping[Key, Process], seen: Mapping[str, Look], now: float
     ) -> None:
         """What has happened since the last look."""
-        signs = [
+        signs = {
             sign
             for key, process in processes.items()
             for sign in self._signs(key, process, seen[key[0]])
-        ]
+        }
         first, self._baseline = self._baseline, False
-        if first and not signs:
-            return  # nothing to compare with
-        printed, moved = "printed" in signs, bool({"printed", "moved"} & set(signs))
-        self._prints += printed
-        self.moves += moved
-        self._printed.see(printed, now)
-        self._moved.see(moved, now)
-        self._lived.see(bool(signs), now)
+        if signs or not first:  # at first there is nothing to compare with
+            self._life.see(signs, now)
 
-    def _signs(self, key: Key, process: Process, look: Look) -> list[str]:
+    def _signs(self, key: Key, process: Process, look: Look) -> set[Sign]:
         before, at = self._world.get(key), self._at.get(key[0], look.at)
         if before is None:
-            return [] if self._baseline else ["moved"]
+            return set() if self._baseline else {"moved"}
         if (before.pid, before.began) != (process.pid, process.began):
-            return ["moved"]
+            return {"moved"}
         if self._baseline:
-            return []
-        found = []
-        if process.output > before.output:
-            found.append("printed")
-        if process.io > before.io or (before.state in "Tt") != (process.state in "Tt"):
-            found.append("moved")
-        if look.at > at and process.cpu - before.cpu > COMPUTES * (look.at - at):
-            found.append("computed")
-        return found
+            return set()
+        stopped = (before.state in "Tt") != (process.state in "Tt")
+        found = signs_between(_activity(before, at), _activity(process, look.at))
+        return found | {"moved"} if stopped else found
 
     def _doubts(
         self, processes: Mapping[Key, Process], seen: Mapping[str, Look]
@@ -230,7 +183,7 @@ class Judge:
             if keys := sorted(key for found, key in new if found == kind):
                 verb = "is" if len(keys) == 1 else "are"
                 return self._suspect(kind, f"{_names(keys)} {verb} {says}", now, keys)
-        patience = self._limits.patience
+        patience = self._patience.of("life")
         late = [h for h in looks if now - self._answered.get(h, now) > patience]
         if late:
             seconds = now - min(self._answered[host] for host in late)
@@ -239,37 +192,21 @@ class Judge:
             return self._suspect("silent", f"no look at {who} for {seconds:.0f} s", now, keys)
         return None
 
-    def _pauses(self, now: float) -> Judgement:
-        quiet, still = now - self._moved.since, now - self._lived.since
-        if still >= self._lived.allowed(self._limits.patience):
-            words = f"no process printed, read, wrote or computed for {still:.0f} s"
-            return self._suspect("still", words, now)
-        if quiet >= self._moved.allowed(self._limits.stall):
-            words = (
-                f"processes compute, but none printed, read or wrote for {quiet:.0f} s, as ranks "
-                "do that wait in NCCL"
-            )
-            return self._suspect("busy", words, now)
-        silent = now - self._printed.since
-        if self._prints >= _PRINTS and silent >= self._printed.allowed(self._limits.stall):
-            words = f"nothing was printed for {silent:.0f} s, though processes read or write"
-            return self._suspect("unprinted", words, now)
-        return Judgement("moving", sentence=self._doing(now), quiet=quiet)
-
-    def _doing(self, now: float) -> str:
-        """The newest sign of life."""
-        if not self._printed.paused and self._prints:
-            return "it prints"
-        if not self._moved.paused and self.moves:
-            return "it reads or writes"
-        return f"nothing printed, read or written for {now - self._moved.since:.0f} s"
+    def _movement(self, now: float) -> Judgement:
+        seen = self._life.judge(now)
+        if seen.state == "still":
+            return self._suspect(seen.lack, seen.sentence, now)
+        return Judgement("moving", sentence=seen.sentence, quiet=self._life.quiet(now))
 
     def _suspect(
         self, kind: Kind, sentence: str, now: float, names: Sequence[Key] = ()
     ) -> Judgement:
-        quiet = now - self._moved.since
-        waited = quiet >= self._moved.allowed(self._limits.stall)
+        quiet, waited = self._life.quiet(now), self._life.waited(now)
         return Judgement("suspect", kind, sentence, tuple(names), quiet, waited)
+
+
+def _activity(process: Process, at: float) -> Activity:
+    return Activity(at, process.cpu, process.io, process.output, process.timed)
 
 
 def _alive(looks: Iterable[Look]) -> dict[Key, Process]:

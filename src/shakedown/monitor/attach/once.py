@@ -13,17 +13,17 @@ from typing import Literal
 from shakedown.core.errors import CannotJudgeError, ShakedownError
 from shakedown.core.visible import masked
 from shakedown.monitor.attach.investigate import Found, investigate
-from shakedown.monitor.attach.judge import Judge, Judgement, Limits
+from shakedown.monitor.attach.judge import Judge, Judgement
 from shakedown.monitor.attach.sampler import Look
 from shakedown.monitor.attach.samplers import Samplers
 from shakedown.monitor.attach.subjects import Subject
 from shakedown.monitor.attach.watcher import (
     ANSWER_SECONDS,
-    CONFIRM_SECONDS,
     START_SECONDS,
     Options,
     line,
 )
+from shakedown.progress.patience import CONFIRM_SECONDS, Patience
 
 Word = Literal["OK", "WARNING", "CRITICAL", "UNKNOWN"]
 CODES: Mapping[Word, int] = {"OK": 0, "WARNING": 1, "CRITICAL": 2, "UNKNOWN": 3}
@@ -83,7 +83,7 @@ def _check(subject: Subject, options: Options, gap: float) -> Answer:
 
 def _look(subject: Subject, options: Options, gap: float, samplers: Samplers) -> Answer:
     # Patience is the caller's, who asks again: here one round has to tell.
-    judge = Judge(Limits(patience=gap / 2, stall=gap / 2))
+    judge = Judge(Patience(life=gap / 2, work=gap / 2))
     looks = samplers.ask(START_SECONDS)
     judgement = judge.observe(looks, time.monotonic())
     for _ in range(LOOKS - 1):

@@ -12,14 +12,14 @@ from shakedown.core.ranges import ranges
 from shakedown.core.visible import masked
 from shakedown.monitor.attach.actions import Actions, Alarm
 from shakedown.monitor.attach.investigate import Found, Unseen, investigate
-from shakedown.monitor.attach.judge import Judge, Judgement, Key, Limits
+from shakedown.monitor.attach.judge import Judge, Judgement, Key
 from shakedown.monitor.attach.sampler import Look, Process
 from shakedown.monitor.attach.samplers import Samplers
 from shakedown.monitor.attach.subjects import Phase, Subject
+from shakedown.progress.patience import CONFIRM_SECONDS, Patience
 
 ANSWER_SECONDS = 20.0  # for a node whose file system or kernel is slow
 START_SECONDS = 60.0  # srun and Python on a cold shared file system
-CONFIRM_SECONDS = 5.0
 _IDLE_LOOKS = 5  # so many intervals without a question end a sampler
 _LONGEST_WORK = 900.0  # a collection, a diagnosis and all actions, while nobody asks
 _FIRST_PAUSE, _LONGEST_PAUSE = 60.0, 3600.0  # before a suspicion that was none is raised again
@@ -34,7 +34,7 @@ class Options:
     out: Path
     interval: float = 30.0
     cost: float = 0.005
-    limits: Limits = field(default_factory=Limits)
+    patience: Patience = field(default_factory=Patience)
 
 
 class Watcher:
@@ -45,7 +45,7 @@ class Watcher:
     ) -> None:
         self._subject, self._options, self._actions = subject, options, actions
         self._write = say
-        self._judge = Judge(options.limits)
+        self._judge = Judge(options.patience)
         self._there: dict[Key, Process] = {}
         self._gone: dict[Key, Process] = {}
         self._silent: set[str] = set()  # hosts that gave no look the last time
@@ -80,7 +80,7 @@ class Watcher:
 
     def _start_again(self) -> None:
         """It runs elsewhere next time, and had no chance to move until then."""
-        self._judge = Judge(self._options.limits)
+        self._judge = Judge(self._options.patience)
         self._gone, self._there, self._alarmed = {}, {}, None
         self._not_before, self._pause = 0.0, _FIRST_PAUSE
         self._told.pop("ranks", None)
@@ -119,8 +119,7 @@ class Watcher:
         """A job that goes on without its processes holds its nodes for nothing."""
         if judgement.state not in ("ended", "waiting"):
             self._filled = time.monotonic()
-        elif time.monotonic() - self._filled > self._options.limits.stall:
-            seconds = self._options.limits.stall
+        elif time.monotonic() - self._filled > (seconds := self._options.patience.of("work")):
             self._tell("empty", f"WARNING it has had no Python process for {seconds:.0f} s")
 
     def _wait(self, looks: Mapping[str, Look | None]) -> float:

@@ -9,12 +9,9 @@ from shakedown.monitor.collect import proc
 from shakedown.monitor.collect.logs import logs_in
 from shakedown.monitor.heartbeat import host_name
 from shakedown.processes.guard import Process
-from shakedown.progress.signs import Beat, Phase
+from shakedown.progress.signs import BUSY_SHARE, Beat, Phase
 from shakedown.training.stage.progress import Progress
 
-# Of a core. A process that waits takes 1 % for its threads; one that works takes more than this,
-# also where it shares its core with a dozen others.
-_BUSY = 0.05
 _WINDOW_SECONDS = 5.0
 _SAY_SECONDS = 10.0
 ROLE = "command"
@@ -101,4 +98,4 @@ class Signs:
         before, self._cpu = self._cpu, {p.pid: proc.cpu(p.pid) for p in living}
         self._looked = now
         used = [value - before[pid] for pid, value in self._cpu.items() if pid in before]
-        return any(each / seconds > _BUSY for each in used)
+        return any(each / seconds > BUSY_SHARE for each in used)

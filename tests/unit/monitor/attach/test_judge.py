@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from shakedown.monitor.attach.judge import Judge, Judgement, Limits
+from shakedown.monitor.attach.judge import Judge, Judgement
+from shakedown.progress.patience import Patience
 from tests.unit.monitor.attach.looks import Rank, looks_at
 
-LIMITS = Limits(patience=60, stall=300)
+PATIENCE = Patience(life=60, work=300)
 Act = Callable[[list[Rank], float], None]
 
 
@@ -17,7 +18,7 @@ def two() -> list[Rank]:
 
 def follow(act: Act, *, until: float, interval: float = 30.0) -> list[Judgement]:
     """Judgements of looks at two ranks, one every `interval` seconds."""
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     return [step(judge, ranks, act, now) for now in _times(until, interval)]
 
 
@@ -86,7 +87,7 @@ def test_waiting_without_cpu_is_certain_only_after_the_time_of_a_stall() -> None
 
 
 def test_pauses_that_ended_teach_patience() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     for now in _times(360, 30):
         learned = step(judge, ranks, sleeps_90_s_a_step, now)
     assert learned.state == "moving"
@@ -107,7 +108,7 @@ def test_a_job_that_prints_no_more_but_reads_is_told_apart() -> None:
 
 
 def test_one_look_at_a_stopped_rank_is_a_doubt_and_two_are_a_suspicion() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     step(judge, ranks, prints, 0.0)
     ranks[1].state = "T"
     assert step(judge, ranks, prints, 30.0).state == "moving"
@@ -122,7 +123,7 @@ def test_one_look_at_a_stopped_rank_is_a_doubt_and_two_are_a_suspicion() -> None
 
 
 def test_a_debuggers_short_stop_is_no_suspicion() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     states = ["S", "t", "S", "t", "S"]
     found = []
     for number, state in enumerate(states):
@@ -132,7 +133,7 @@ def test_a_debuggers_short_stop_is_no_suspicion() -> None:
 
 
 def test_what_was_looked_into_is_not_raised_again_until_it_happens_again() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     ranks[1].state = "T"
     step(judge, ranks, prints, 0.0)
     judge.accept(step(judge, ranks, prints, 5.0), 10.0)
@@ -148,7 +149,7 @@ def test_what_was_looked_into_is_not_raised_again_until_it_happens_again() -> No
 
 
 def test_what_reading_stacks_made_a_rank_write_is_no_movement() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     for now in _times(60, 30):
         found = judge.observe(looks_at(ranks, now), now)
     judge.accept(found, 65.0)
@@ -158,7 +159,7 @@ def test_what_reading_stacks_made_a_rank_write_is_no_movement() -> None:
 
 
 def test_a_rank_that_is_gone_while_others_are_there_is_suspect() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     step(judge, ranks, prints, 0.0)
     ranks[1].here = False
     assert step(judge, ranks, prints, 30.0).state == "moving"
@@ -167,21 +168,21 @@ def test_a_rank_that_is_gone_while_others_are_there_is_suspect() -> None:
 
 
 def test_a_rank_that_was_never_there_is_suspect() -> None:
-    judge, ranks = Judge(LIMITS), [Rank(0)]
+    judge, ranks = Judge(PATIENCE), [Rank(0)]
     for now in (0.0, 5.0):
         found = judge.observe(looks_at(ranks, now, absent=[1]), now)
     assert (found.kind, found.names) == ("gone", (("n1", "trainer-rank1"),))
 
 
 def test_a_rank_that_came_back_on_another_node_is_not_gone() -> None:
-    judge, ranks = Judge(LIMITS), [*two(), Rank(1, host="n3", pid=9, here=False)]
+    judge, ranks = Judge(PATIENCE), [*two(), Rank(1, host="n3", pid=9, here=False)]
     step(judge, ranks, prints, 0.0)
     ranks[1].here, ranks[2].here = False, True
     assert [step(judge, ranks, prints, now).state for now in (30.0, 35.0)] == ["moving"] * 2
 
 
 def test_all_gone_is_an_end_that_names_who_went_first() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     step(judge, ranks, prints, 0.0)
     ranks[1].here = False
     step(judge, ranks, prints, 30.0)
@@ -192,7 +193,7 @@ def test_all_gone_is_an_end_that_names_who_went_first() -> None:
 
 
 def test_nothing_there_yet_is_no_end() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     ranks[0].here = ranks[1].here = False
     assert [step(judge, ranks, prints, now).state for now in (0.0, 600.0)] == ["waiting"] * 2
     ranks[0].here = ranks[1].here = True
@@ -200,7 +201,7 @@ def test_nothing_there_yet_is_no_end() -> None:
 
 
 def test_a_rank_in_the_kernels_hands_for_a_whole_interval_is_suspect() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     found = []
     for now in (0.0, 30.0, 35.0):
         ranks[1].state = "D"
@@ -217,7 +218,7 @@ def test_a_rank_that_reads_a_disk_at_each_look_is_not_held() -> None:
 
 
 def test_a_node_without_an_answer_is_suspect_and_its_ranks_are_not_gone() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     step(judge, ranks, prints, 0.0)
     found = []
     for now in (30.0, 60.0, 90.0):
@@ -228,7 +229,7 @@ def test_a_node_without_an_answer_is_suspect_and_its_ranks_are_not_gone() -> Non
 
 
 def test_an_engine_that_works_is_a_sign_of_life_while_all_ranks_wait() -> None:
-    judge, engine = Judge(LIMITS), Rank(None)
+    judge, engine = Judge(PATIENCE), Rank(None)
     ranks = [*two(), engine]
     found = []
     for now in _times(600, 30):
@@ -238,7 +239,7 @@ def test_an_engine_that_works_is_a_sign_of_life_while_all_ranks_wait() -> None:
 
 
 def test_a_launcher_that_stops_or_goes_is_nobodys_loss() -> None:
-    judge, launcher = Judge(LIMITS), Rank(None)
+    judge, launcher = Judge(PATIENCE), Rank(None)
     ranks = [*two(), launcher]
     step(judge, ranks, prints, 0.0)
     launcher.state = "T"
@@ -249,7 +250,7 @@ def test_a_launcher_that_stops_or_goes_is_nobodys_loss() -> None:
 
 
 def test_ranks_that_their_launcher_starts_again_have_not_ended() -> None:
-    judge, launcher = Judge(LIMITS), Rank(None)
+    judge, launcher = Judge(PATIENCE), Rank(None)
     ranks = [*two(), launcher]
     step(judge, ranks, prints, 0.0)
     ranks[0].here = ranks[1].here = False
@@ -261,7 +262,7 @@ def test_ranks_that_their_launcher_starts_again_have_not_ended() -> None:
 
 
 def test_a_restarted_rank_has_moved() -> None:
-    judge, ranks = Judge(LIMITS), two()
+    judge, ranks = Judge(PATIENCE), two()
     for now in _times(90, 30):
         ranks[1].pid = 200 if now >= 30 else 0
         found = judge.observe(looks_at(ranks, now), now)
