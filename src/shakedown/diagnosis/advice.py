@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.core.verdict import Verdict
-from shakedown.diagnosis.analyze.liveness import LONG_SECONDS
+from shakedown.diagnosis.analyze.liveness import SECOND_LOOK
 from shakedown.diagnosis.analyze.model import Hypothesis
 from shakedown.diagnosis.facts import Facts
 from shakedown.slurm.hostlist import is_node_name
@@ -63,7 +63,7 @@ def next_command(
     if chosen.cause == "healthy":
         return ""
     if chosen.state == "slow" or chosen.second_look_after:
-        seconds = chosen.second_look_after or LONG_SECONDS
+        seconds = chosen.second_look_after or SECOND_LOOK
         return f"{_collect_job(facts)} --gap {seconds}"
     if chosen.cause in _MACHINES:
         return "shakedown preflight --out preflight"

@@ -1,8 +1,7 @@
 """Whether a job that looks hung may only be in the middle of a long step.
 
 A rank that computes while the others wait in the next collective looks like one that hangs. Only
-time tells: a component stands still once its heartbeat is older than `PATIENCE_STEPS` steps, and
-than `MIN_PATIENCE_SECONDS`.
+time tells: a component stands still once its heartbeat is older than its `PATIENCE`.
 """
 
 import math
@@ -17,15 +16,15 @@ from shakedown.diagnosis.analyze.position import is_standard, python_frames
 from shakedown.diagnosis.analyze.situation import Situation
 from shakedown.diagnosis.facts import TRAINER, ComponentFacts
 from shakedown.diagnosis.records import BeatRecord, LogEvent, ProcessState, SourceRef
-from shakedown.monitor.watch import LONG_PHASES, PATIENCE_STEPS, WAITING_PHASES
+from shakedown.progress.patience import SHORTEST, Patience, kind_of
+from shakedown.progress.signs import IDLE_SHARE, WAITING_PHASES, cpu_share, signs_between
 
 # Somebody waited for minutes before they were written.
 _WAITED = frozenset({"timeout", "missing_ranks", "nccl_error", "abort", "peer_closed", "exit"})
 MIN_STEPS = 10  # the mean of fewer steps is that of loading the model
-# A busy machine pauses a job whose steps are short for longer than three of them: two samples that
-# were to be 1 s apart came 5 s apart where other processes had the cores.
-MIN_PATIENCE_SECONDS = 10
-LONG_SECONDS = 300  # start_timeout by default: patience with loading, compiling, checkpoints
+# A look by hand knows no `stall_timeout`: how long a step takes is all that counts.
+PATIENCE = Patience(step=SHORTEST)
+SECOND_LOOK = round(PATIENCE.of("work"))  # seconds, where no step tells
 LESS_SURE = 0.1
 
 
@@ -122,15 +121,11 @@ def _came_between(s: Situation, chosen: Hypothesis, came: Sequence[int]) -> Hypo
         f"{verb(came, 'waits', 'wait')} between the samples ({chosen.sentence})",
         confidence=0.0,
         evidence=s.seen_at(came),
-        needed=[f"one more sample {LONG_SECONDS} s later: the same picture then is a hang"],
+        needed=[f"one more sample {SECOND_LOOK} s later: the same picture then is a hang"],
         state="unknown",
         blame="none",
-        second_look_after=LONG_SECONDS,
+        second_look_after=SECOND_LOOK,
     )
-
-
-# Less of one core than a process that only waits takes, py-spy's own reading of it included.
-IDLE_SHARE = 0.02
 
 
 def _by_activity(s: Situation, chosen: Hypothesis) -> Hypothesis | None:
@@ -146,7 +141,7 @@ def _by_activity(s: Situation, chosen: Hypothesis) -> Hypothesis | None:
     if not spans or len(spans) < len(named):
         return None
     seconds = min(last - first for first, last in spans.values())
-    if seconds >= LONG_SECONDS and not set(chosen.ranks) & set(s.moving):
+    if seconds >= SECOND_LOOK and not set(chosen.ranks) & set(s.moving):
         return chosen
     doing = [f"{c.name} {what}" for c in named if (what := _does(c, s))]
     return _look_again(chosen, doing, seconds) if doing else chosen
@@ -165,19 +160,18 @@ def goes_on(component: ComponentFacts, s: Situation) -> bool:
 def _does(component: ComponentFacts, s: Situation) -> str:
     """What a component did between its first and last sample; empty where it stood still."""
     rows = sorted((row.activity for row in component.states if row.activity), key=lambda a: a.at)
-    first, last = rows[0], rows[-1]
-    share = (last.cpu - first.cpu) / (last.at - first.at)
+    share, signs = cpu_share(rows[0], rows[-1]), signs_between(rows[0], rows[-1])
     # By default the driver waits for a GPU by asking it over and over.
     spins = component.role == TRAINER and s.positions[component.rank].kind == "host_sync"
     if share > IDLE_SHARE and not spins:
         return f"used {share:.0%} of a core"
     if component.state and component.state.state == "R" and not spins:
         return "is ready to run, and got no CPU"
-    if last.output > first.output:
+    if "printed" in signs:
         return "printed"
-    if last.io > first.io:
-        return f"read or wrote {last.io - first.io} bytes"
-    if last.timed:
+    if "moved" in signs:
+        return f"read or wrote {rows[-1].io - rows[0].io} bytes"
+    if rows[-1].timed:
         return "sleeps until a timer ends"
     return "moved" if component.rank in s.moving and component.role == TRAINER else ""
 
@@ -195,20 +189,20 @@ def _look_again(
         confidence=0.0,
         evidence=chosen.evidence,
         needed=[
-            f"a look {LONG_SECONDS} s later (`shakedown hang collect --gap {LONG_SECONDS}`): the "
+            f"a look {SECOND_LOOK} s later (`shakedown hang collect --gap {SECOND_LOOK}`): the "
             "same picture then is a hang",
             *chosen.needed,
         ],
         state="unknown",
         blame="none",
-        second_look_after=LONG_SECONDS,
+        second_look_after=SECOND_LOOK,
     )
 
 
 def _untimed(s: Situation, chosen: Hypothesis, pace: Pace | None) -> Hypothesis:
     """Where nothing tells since when the ranks stand there."""
     if pace is not None:
-        wait = max(math.ceil(PATIENCE_STEPS * pace.seconds), MIN_PATIENCE_SECONDS)
+        wait = math.ceil(PATIENCE.of("step", pace.seconds))
         why = f"{pace.says}, and nothing tells since when the ranks stand there"
         return _less_sure(chosen, f"a second sample {wait} s after the first: {why}")
     if _samples(s) == 1:
@@ -276,23 +270,23 @@ def _age(beats: Sequence[BeatRecord], pace: Pace | None) -> _Age | None:
     phase, seconds = newest.beat.phase, max(taken - newest.beat.wall, 0.0)
     if phase in WAITING_PHASES or phase == "finished":
         return None  # repeated while it waits
-    if phase in LONG_PHASES:
-        says = f"{phase} may take {LONG_SECONDS:.0f} s"
-        return _Age(seconds, LONG_SECONDS - seconds, says, newest.place)
+    kind = kind_of(phase)
+    if kind == "phase":
+        allowed = PATIENCE.of(kind, pace.seconds if pace else 0.0)
+        says = f"{phase} may take {allowed:.0f} s"
+        return _Age(seconds, allowed - seconds, says, newest.place)
     if pace is None:
         return None
-    patience = max(PATIENCE_STEPS * pace.seconds, MIN_PATIENCE_SECONDS)
-    return _Age(seconds, patience - seconds, pace.says, pace.place)
+    return _Age(seconds, PATIENCE.of(kind, pace.seconds) - seconds, pace.says, pace.place)
 
 
 def _counts_on(component: ComponentFacts) -> bool:
-    """Its step or micro-batch advanced between two samples, by its own heartbeats."""
+    """It moved between two samples, by its own heartbeats."""
     rows: Mapping[int, BeatRecord] = {b.sample: b for b in component.beats if b.sample > 0}
     if len(rows) < 2:
         return False
     first, last = rows[min(rows)].beat, rows[max(rows)].beat
-    moved = (last.step, last.micro_batch) > (first.step, first.micro_batch)
-    return moved and last.phase != "finished"
+    return last.progress != first.progress and last.phase != "finished"
 
 
 def _waited_long(s: Situation) -> bool:

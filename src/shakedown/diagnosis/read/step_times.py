@@ -7,9 +7,9 @@ from datetime import datetime
 
 from shakedown.diagnosis.read.source import EvidenceFile
 from shakedown.diagnosis.records import StepLength
+from shakedown.progress.patience import RECENT
 
 TAIL = 256 * 1024  # characters at the end of a log
-RECENT = 20
 LONGEST = 1e6  # seconds: beyond is damage
 
 # Megatron; metrics tables and most trainers; tqdm of slow loops. The unit is seconds or `ms`.
