@@ -10,37 +10,35 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shakedown.config import StageConfig
 from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.core.rows import JsonLines, Row, by_step, has_step
 from shakedown.debug.stops import Stop, describe, read_stops
 from shakedown.monitor.heartbeat import host_name, read_heartbeats
-from shakedown.monitor.watch import LONG_PHASES
 from shakedown.processes.guard import look as look_up
+from shakedown.progress.patience import RECENT, WARN_SHARE, Patience, kind_of
 from shakedown.progress.signs import Beat
 from shakedown.report import text
 from shakedown.report.reader import MAX_WHOLE, finite
 
-RECENT = 20  # rows that the speed is the mean of
-_TAIL_BYTES = 256 << 10  # of metrics.jsonl: `RECENT` rows of a dozen KB, however long the file is
+_TAIL_BYTES = 256 << 10  # of metrics.jsonl, however long: `RECENT` rows of a dozen KB
 _STALE_ROWS = 10.0  # usual rows without a new one after which no time left is told
 _LATEST = 1e11  # Unix seconds: a time beyond is damage
 _LONGEST = 1e9  # seconds of a step, or left: beyond is damage
 _SKEW = 5.0  # seconds that clocks of nodes may differ
 GONE_SECONDS = 10.0  # a component that beat since then lives, whatever the process table says
+_KEYS = {"step": "stall_timeout", "phase": "start_timeout"}
 _CHECKPOINT = re.compile(r"step_(\d{1,15})")
 
 
 @dataclass(frozen=True)
-class StallLimits:
-    """Of the attempt: seconds of silence that count as a stall, and its trainer ranks.
+class Job:
+    """Of the attempt: the patience of its watch, and its trainer ranks.
 
     `foreign`: a trainer that is a command, whose checkpoints have names of its own. `ray`: address,
     first node and dashboard's port of its Ray cluster; empty without one.
     """
 
-    stall: float
-    start: float
+    patience: Patience
     ranks: int = 0
     foreign: bool = False
     ray: tuple[str, str, int] | None = None
@@ -89,7 +87,7 @@ def look(paths: StagePaths, number: int, steps: int | None, now: float) -> Live:
     lost = gone(beats, now)
     age = None if changed is None or not rows else max(0.0, now - changed)
     speed = steps_per_second(rows)
-    stops, limits = read_stops(attempt.debug), read_limits(attempt)
+    stops, job = read_stops(attempt.debug), read_job(attempt)
     return Live(
         name=paths.root.name,
         attempt=number,
@@ -101,10 +99,10 @@ def look(paths: StagePaths, number: int, steps: int | None, now: float) -> Live:
         speed=speed,
         left=time_left(rows, steps, speed, age),
         stops=stops,
-        warnings=[] if stops else warnings(beats, limits, now, lost),
+        warnings=[] if stops else warnings(beats, job, now, lost, longest_step(rows)),
         gone=lost,
-        foreign=limits.foreign,
-        ray=limits.ray,
+        foreign=job.foreign,
+        ray=job.ray,
     )
 
 
@@ -135,6 +133,14 @@ def steps_per_second(rows: Sequence[Mapping[str, float]]) -> float | None:
     return len(seconds) / math.fsum(seconds) if seconds else None
 
 
+def longest_step(rows: Sequence[Mapping[str, float]]) -> float:
+    """Of the last rows, without its waits for rollouts and the first step, which holds the start:
+    as the watch learns it; 0 without their times.
+    """
+    own = (r.get("step_seconds", 0.0) - r.get("wait_seconds", 0.0) for r in rows if r["step"] > 1)
+    return max((seconds for seconds in own if 0 < seconds < _LONGEST), default=0.0)
+
+
 def time_left(
     rows: Sequence[Mapping[str, float]],
     steps: int | None,
@@ -156,19 +162,22 @@ def time_left(
 
 
 def warnings(
-    beats: Iterable[Beat], limits: StallLimits, now: float, lost: Collection[Beat] = ()
+    beats: Iterable[Beat],
+    job: Job,
+    now: float,
+    lost: Collection[Beat] = (),
+    longest: float = 0.0,
 ) -> list[str]:
     """Components that were silent for half of what counts as a stall, or have not begun.
 
     Args:
         lost: those whose process has ended.
+        longest: seconds of the longest of the last steps.
     """
     found, seen = [], set()
     for beat in beats:
         seen.add(beat.name)
         age = now - beat.wall
-        long = beat.phase in LONG_PHASES
-        limit = max(limits.start, limits.stall) if long else limits.stall
         if beat.phase == "finished":
             continue
         if beat in lost:
@@ -177,14 +186,17 @@ def warnings(
                 f"was {text.duration(age)} ago in phase {beat.phase} at step {beat.step}"
             )
             continue
-        if age > limit / 2:
+        kind = kind_of(beat.phase)
+        allowed, usual = job.patience.of(kind, longest), job.patience.of(kind)
+        if age > WARN_SHARE * allowed:
+            raised = f", raised to {allowed:.0f} s by its steps" if allowed > usual else ""
             found.append(
                 f"{beat.name} has been silent for {text.duration(age)} in phase {beat.phase} at "
-                f"step {beat.step} ({'start' if long else 'stall'}_timeout is {limit:g} s)"
+                f"step {beat.step} ({_KEYS[kind]} is {usual:g} s{raised})"
             )
         elif age < -_SKEW:
             found.append(f"the clock of {beat.host} is {text.duration(-age)} ahead of this one")
-    missing = [f"trainer-rank{r}" for r in range(limits.ranks) if f"trainer-rank{r}" not in seen]
+    missing = [f"trainer-rank{r}" for r in range(job.ranks) if f"trainer-rank{r}" not in seen]
     if missing and seen:
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         found.append(f"no heartbeat yet of {', '.join(missing[:4])}{more}")
@@ -211,21 +223,21 @@ def newest_checkpoint(folder: Path, now: float) -> tuple[int, float] | None:
         return None
 
 
-def read_limits(attempt: AttemptPaths) -> StallLimits:
-    """From the attempt's job.json; the config's defaults where it cannot be read."""
-    fields = StageConfig.model_fields
-    stall, start = fields["stall_timeout"].default, fields["start_timeout"].default
+def read_job(attempt: AttemptPaths) -> Job:
+    """From the attempt's job.json; the defaults where it cannot be read."""
     try:
         body = json.loads(attempt.job.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         body = None
     config = body.get("config") if isinstance(body, dict) else None
     if not isinstance(config, dict):
-        return StallLimits(stall, start)
+        return Job(Patience())
     ranks = body.get("world_size")
-    return StallLimits(
-        _number(config.get("stall_timeout")) or stall,
-        _number(config.get("start_timeout")) or start,
+    return Job(
+        Patience(
+            step=_number(config.get("stall_timeout")) or Patience.step,
+            phase=_number(config.get("start_timeout")) or Patience.phase,
+        ),
         ranks if isinstance(ranks, int) and 0 < ranks < 1 << 20 else 0,
         config.get("algorithm") == "command",
         _ray(body.get("ray")),

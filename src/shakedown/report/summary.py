@@ -7,12 +7,13 @@ from pathlib import Path
 
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
+from shakedown.progress.patience import FACTOR, Patience
 from shakedown.report import jobs, text
 from shakedown.report.view import JobView, RunView, ServerView, StageView, State
 
 # An attempt without an outcome that wrote nothing for so long was cut off: a supervisor beats
-# every few seconds, and the longest stall that a default config allows is 300 s.
-SILENT_SECONDS = 900.0
+# every few seconds, and no stall that a default config allows is longer.
+SILENT_SECONDS = FACTOR * Patience.phase
 
 _OUTCOMES: Mapping[str, State] = {
     "completed": "PASS",

@@ -17,13 +17,15 @@ from shakedown import cli
 from shakedown.core.files import write_json, write_text
 from shakedown.core.paths import RunPaths
 from shakedown.monitor.heartbeat import Heartbeat
+from shakedown.progress.patience import Patience
 from shakedown.progress.signs import Beat, Phase
-from shakedown.report.live import StallLimits, last_rows, look, time_left, warnings
+from shakedown.report.live import Job, last_rows, look, time_left, warnings
 from shakedown.report.terminal import painted
 from tests.hang_inputs import heartbeat_file
 from tests.workflow.report_run import grpo_rows, write_run
 
 NOW = 1_795_262_400.0
+PATIENCE = Patience(step=60.0, phase=300.0)
 BEAT = Beat("trainer", 0, 1, "n1", "train", 57, 0, 8, 1, NOW - 1, 5.0)
 
 
@@ -164,23 +166,40 @@ def test_a_stage_on_ray_tells_its_cluster_and_the_way_to_its_dashboard(
 def test_half_of_a_stall_is_worth_a_warning(phase: str, age: float, said: list[str]) -> None:
     one = replace(BEAT, phase=phase, wall=NOW - age)
 
-    assert warnings([one], StallLimits(60.0, 300.0, ranks=1), NOW) == said
+    assert warnings([one], Job(PATIENCE, ranks=1), NOW) == said
+
+
+def test_steps_that_take_long_raise_what_is_worth_a_warning_as_they_raise_the_watch(
+    run: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics, beats = run.stage("grpo").metrics, run.stage("grpo").attempt(1).heartbeats
+    for age, warned in ((80.0, False), (95.0, True)):
+        with metrics.open("a", encoding="utf-8") as out:
+            out.write('{"step": 58, "step_seconds": 90.0, "wait_seconds": 30.0}\n')
+        for rank in (0, 1):
+            old = replace(BEAT, rank=rank, wall=time.time() - age)
+            (beats / f"trainer-rank{rank}.beat").write_bytes(heartbeat_file(old))
+
+        said = "(stall_timeout is 60 s, raised to 180 s by its steps)" in status(run, capsys)
+
+        assert said == warned
 
 
 def test_ranks_that_have_not_begun_are_named_and_counted() -> None:
-    found = warnings([BEAT], StallLimits(60.0, 300.0, ranks=8), NOW)
+    found = warnings([BEAT], Job(PATIENCE, ranks=8), NOW)
 
     assert found == [
         "no heartbeat yet of trainer-rank1, trainer-rank2, trainer-rank3, trainer-rank4 and 3 more"
     ]
-    assert warnings([], StallLimits(60.0, 300.0, ranks=8), NOW) == [], "nobody has begun"
+    assert warnings([], Job(PATIENCE, ranks=8), NOW) == [], "nobody has begun"
 
 
 def test_a_silent_rank_is_warned_of_with_the_stage_s_own_limit(
     run: RunPaths, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_job(run, stall_timeout=0.001)
-    time.sleep(0.01)
+    write_job(run, stall_timeout=4.0)
+    record = heartbeat_file(replace(BEAT, wall=time.time() - 3.0))
+    (run.stage("grpo").attempt(1).heartbeats / "trainer-rank0.beat").write_bytes(record)
 
     assert "warning: trainer-rank0 has been silent" in status(run, capsys)
 
