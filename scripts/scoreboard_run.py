@@ -22,6 +22,7 @@ from shakedown.core.files import write_json
 from shakedown.core.paths import RunPaths, StagePaths
 from shakedown.diagnosis.diagnose import diagnose_stage, newest_attempt, outcome_of
 from shakedown.monitor.heartbeat import read_heartbeats
+from shakedown.progress.signs import LONG_PHASES
 from shakedown.training.assets import SCHEMA
 from shakedown.training.demo import addition_rows, write_model, write_rows
 
@@ -44,7 +45,6 @@ GRPO = {"group_size": 2, "max_tokens": 4, "max_concurrent": 8, "batch_timeout": 
 # `python -m sglang.launch_server` finds this package first on its path.
 _LAUNCHER = "import runpy; runpy.run_path({script!r}, run_name='__main__')\n"
 _STALLED = re.compile(r"^stalled: .* has stood still for (\d+) s in phase (\w+)", re.MULTILINE)
-_LONG_PHASES = ("init", "checkpoint", "eval")
 
 
 class CaseError(Exception):
@@ -237,7 +237,7 @@ def _threshold(text: str, now: float, case: Case, stall: float) -> float | None:
         return None
     stood, phase = float(found.group(1)), found.group(2)
     start = float(case.changes.get("start_timeout", START_SECONDS))
-    return now - max(0.0, stood - (start if phase in _LONG_PHASES else stall))
+    return now - max(0.0, stood - (start if phase in LONG_PHASES else stall))
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

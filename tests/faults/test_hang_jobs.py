@@ -19,7 +19,8 @@ from shakedown.diagnosis.diagnose import diagnose_stage
 from shakedown.monitor import hook
 from shakedown.monitor.collect import CollectReport, Target, collect_local
 from shakedown.monitor.heartbeat import read_heartbeats
-from shakedown.monitor.watch import Watch
+from shakedown.progress.movement import Watch
+from shakedown.progress.patience import Patience
 
 JOB = Path(__file__).with_name("hang_job.py")
 HUNG = Outcome("grpo", 1, "hung", "stalled")
@@ -40,12 +41,12 @@ class Job:
 
     def wait_until_stalled(self) -> str:
         """Follow the heartbeats until the watch has confirmed that the job stands still."""
-        watch = Watch(stall_timeout=3.0, start_timeout=15.0)
+        watch = Watch(Patience(step=3.0, phase=15.0))
         deadline = time.monotonic() + 150
         while time.monotonic() < deadline:
-            health = watch.observe(read_heartbeats(self.attempt / "heartbeat"), time.monotonic())
-            if health.state == "stalled":
-                return health.sentence
+            movement = watch.observe(read_heartbeats(self.attempt / "heartbeat"), time.monotonic())
+            if movement.state == "still":
+                return movement.sentence
             time.sleep(0.5)
         raise AssertionError("the job never stalled")
 

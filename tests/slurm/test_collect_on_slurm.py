@@ -16,7 +16,7 @@ from shakedown.config import load_config
 from shakedown.core.paths import AttemptPaths
 from shakedown.diagnosis.read import read_paths
 from shakedown.diagnosis.records import NodeState, Stack
-from shakedown.monitor.watch import Health
+from shakedown.progress.movement import Movement
 from shakedown.training.stage.evidence import collect_evidence, note_lost_nodes
 from shakedown.training.stage.job import StageJob
 from shakedown.training.stage.own import OwnLaunched
@@ -144,7 +144,7 @@ def test_nodes_that_are_dead_or_frozen_are_told_and_never_stop_the_others(
     control.pause(folder, f"slurmd-{frozen}")
     try:
         of_the_job = job.start_collecting(tmp_path)
-        stalled = Health("stalled", "no rank moves")
+        stalled = Movement("still", "no rank moves")
         collect_evidence(job.launched(), Supervisor(), stalled, nodes_of_job)
         note_lost_nodes(failed, nodes_of_job)
         said, _ = of_the_job.communicate(timeout=PATIENCE)

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from shakedown.config.values import Place, Positive, Seconds, Section, SupervisedStage
 from shakedown.core.errors import UsageError, did_you_mean
+from shakedown.progress.patience import Patience
 
 # What stands for each; docs/any-trainer.md has the table for users.
 PLACEHOLDERS: Mapping[str, str] = {
@@ -187,7 +188,7 @@ class CommandStage(SupervisedStage):
     outputs: list[Template] = []
     signal: Literal["SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2"] = "SIGTERM"
     # Longer than for our own stages, whose phases are known: a checkpoint counts as a stall here.
-    stall_timeout: Seconds = 300.0
+    stall_timeout: Seconds = Patience.work
 
     @property
     def world_size(self) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from shakedown.core.home import expand_home
+from shakedown.progress.patience import Patience
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -28,6 +29,11 @@ class SupervisedStage(Section):
     """What every stage has: it runs on `nodes`, is watched, and rerun with more to see."""
 
     nodes: Positive = 1
-    stall_timeout: Seconds = 60.0
-    start_timeout: Seconds = 300.0
+    stall_timeout: Seconds = Patience.step
+    start_timeout: Seconds = Patience.phase
     debug: Literal["off", "info", "detail", "blocking"] = "off"
+
+    @property
+    def patience(self) -> Patience:
+        """With its components, until their steps teach more."""
+        return Patience(step=self.stall_timeout, phase=self.start_timeout)

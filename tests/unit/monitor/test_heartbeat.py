@@ -24,7 +24,8 @@ from shakedown.monitor.heartbeat import (
     encode,
     read_heartbeats,
 )
-from shakedown.monitor.watch import Watch
+from shakedown.progress.movement import Watch
+from shakedown.progress.patience import Patience
 from shakedown.progress.signs import Beat
 from tests.blocked_file import blocked_heartbeat
 from tests.no_room import no_room
@@ -265,14 +266,14 @@ def test_rank_whose_file_system_blocks_is_diagnosed_as_storage_and_not_blamed(
         until(lambda: step_of(folder, 0) > 0 and step_of(folder, 1) > 0, "both ranks")
         found = {target.pid for target in from_pattern(re.escape(str(folder)))}
         assert found == {first.pid, second.pid}
-        watch = Watch(stall_timeout=3.0, start_timeout=3.0)
+        watch = Watch(Patience(step=3.0, phase=3.0))
         with blocked_heartbeat(folder / "trainer-rank1.beat", second.pid):
             for now in (0.0, 4.0, 10.0):
-                health = watch.observe(read_heartbeats(folder), now)
+                movement = watch.observe(read_heartbeats(folder), now)
                 seen = step_of(folder)
                 until(lambda seen=seen: step_of(folder) > seen, "another beat")  # type: ignore[misc]
-            assert health.state == "stalled"
-            assert [still.name for still in health.still] == ["trainer-rank1"]
+            assert movement.state == "still"
+            assert [still.name for still in movement.still] == ["trainer-rank1"]
             report = collect_local(from_attempt(tmp_path), tmp_path / "evidence", gap=1.7)
         assert not [row.missed for row in report.targets if row.missed]
         verdict = diagnose_paths([tmp_path / "evidence"])

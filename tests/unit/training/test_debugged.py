@@ -18,7 +18,8 @@ from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.debug import asked
 from shakedown.debug.stops import Stop, StopFile, let_go, make_folder, read_stops
 from shakedown.monitor.heartbeat import Heartbeat, encode, read_heartbeats
-from shakedown.monitor.watch import Health, Watch
+from shakedown.progress.movement import Movement, Watch
+from shakedown.progress.patience import Patience
 from shakedown.report.live import lines, look
 from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending
@@ -85,12 +86,12 @@ def test_a_failure_and_a_stall_are_judged_only_when_nobody_stands_any_more(
     heartbeat = Heartbeat(attempt.heartbeats, 1)
     heartbeat.beat(phase="train", step=1)
     endings: list[Ending] = []
-    collected: list[Health] = []
+    collected: list[Movement] = []
     with Supervisor(grace=1.0) as supervisor:
         monitor = Monitor(
             supervisor=supervisor,
             launched=OwnLaunched(job(attempt), [], [], [], {}),
-            watch=Watch(stall_timeout=0.2, start_timeout=0.2, expected=[("trainer", 1)]),
+            watch=Watch(Patience(step=0.2, phase=0.2), expected=[("trainer", 1)]),
             echo=LogEcho({}),
             stop=StopSignals(),
             on_stall=collected.append,
@@ -113,7 +114,7 @@ def test_a_failure_and_a_stall_are_judged_only_when_nobody_stands_any_more(
 
 
 def test_time_in_a_debugger_is_no_stall_and_teaches_no_step_time(tmp_path: Path) -> None:
-    watch = Watch(stall_timeout=10, start_timeout=60, expected=[("trainer", 0)])
+    watch = Watch(Patience(step=10, phase=60), expected=[("trainer", 0)])
     heartbeat = Heartbeat(tmp_path, 0)
     heartbeat.beat(phase="train", step=1)
     heartbeat.close()
@@ -122,10 +123,10 @@ def test_time_in_a_debugger_is_no_stall_and_teaches_no_step_time(tmp_path: Path)
     for now in range(1, 1000):
         watch.hold(float(now))
 
-    after: Health = watch.observe(beats, 1005)
+    after: Movement = watch.observe(beats, 1005)
 
-    assert after.state == "healthy"
-    assert watch.observe(beats, 1012).state == "slow"
+    assert after.state == "moves"
+    assert watch.observe(beats, 1012).state == "waits"
 
 
 def test_a_job_to_be_debugged_waits_for_a_week_and_learns_the_same() -> None:

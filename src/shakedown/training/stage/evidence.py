@@ -10,7 +10,7 @@ from shakedown.core.paths import AttemptPaths
 from shakedown.monitor.collect import Target, collect_local, from_attempt
 from shakedown.monitor.collect.steps import Step, collect_nodes, collector, unreached
 from shakedown.monitor.collect.writer import COLLECTED, NAMES, READ, Writer
-from shakedown.monitor.watch import Health
+from shakedown.progress.movement import Movement
 from shakedown.slurm.hostlist import node_name
 from shakedown.training.stage.launched import Launched
 
@@ -20,7 +20,7 @@ _GAP_SECONDS = 2.0  # the watch has looked twice itself, 5 s apart
 
 
 def collect_evidence(
-    launched: Launched, supervisor: Supervisor, health: Health, nodes: Sequence[str]
+    launched: Launched, supervisor: Supervisor, movement: Movement, nodes: Sequence[str]
 ) -> None:
     """Sample all components twice and write everything to the attempt's `evidence/`.
 
@@ -29,7 +29,7 @@ def collect_evidence(
     of nodes that were not reached in `collected-job.json`.
     """
     attempt = launched.job.attempt
-    print(f"stalled: {health.sentence}; collecting evidence in {attempt.evidence}", flush=True)
+    print(f"stalled: {movement.sentence}; collecting evidence in {attempt.evidence}", flush=True)
     others = _OtherNodes(launched, [node for node in nodes if node != node_name()])
     others.start()
     report = collect_local(

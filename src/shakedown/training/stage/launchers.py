@@ -14,6 +14,7 @@ from shakedown.cluster.supervise import Component
 from shakedown.core.folders import storage_errors
 from shakedown.core.paths import AttemptPaths
 from shakedown.core.private import write_secret
+from shakedown.progress.patience import Patience
 from shakedown.slurm.steps import srun_argv
 from shakedown.training.stage import ray_driver
 
@@ -39,7 +40,7 @@ class Launch:
     attempt: AttemptPaths
     env: Mapping[str, str]
     srun_args: Sequence[str] = ()
-    start_timeout: float = 300.0
+    start_timeout: float = Patience.phase
     dashboard: int = 8265
 
     @property

@@ -24,6 +24,7 @@ from shakedown.inference.client import Client
 from shakedown.inference.secret import read_secret
 from shakedown.models.huggingface import read_config, read_tokenizer
 from shakedown.monitor.heartbeat import Heartbeat
+from shakedown.progress.patience import SHORTEST, WARN_SHARE
 from shakedown.rollout.agent_sampler import (
     AgentGroupSampler,
     ModelServer,
@@ -309,7 +310,8 @@ class Orchestrator:
             ServerError: names the server and what it answered last.
             BadRewardError, AgentFailedError: the reward function or the agent fails too often.
         """
-        patience = max(10.0, self._job.config.stall_timeout / 2)  # before the watch sees a stall
+        # Before the watch sees a stall.
+        patience = max(SHORTEST, WARN_SHARE * self._job.config.stall_timeout)
         healthy = time.monotonic()
         while True:
             self._sampler.check()

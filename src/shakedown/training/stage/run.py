@@ -23,8 +23,8 @@ from shakedown.core.verdict import Stopwatch
 from shakedown.debug import asked
 from shakedown.debug.stops import make_folder
 from shakedown.inference.ready import read_end
-from shakedown.monitor.watch import Health, Watch
 from shakedown.processes.memory_kills import kills
+from shakedown.progress.movement import Movement, Watch
 from shakedown.slurm.hostlist import allocation_nodes, node_name
 from shakedown.training.stage import stopping
 from shakedown.training.stage.echo import LogEcho
@@ -188,16 +188,16 @@ def _supervisor(attempt: AttemptPaths) -> Supervisor:
 
 def _supervise(
     launched: Launched, nodes: Sequence[str]
-) -> tuple[Ending, list[Exit], Health | None]:
+) -> tuple[Ending, list[Exit], Movement | None]:
     attempt, config = launched.job.attempt, launched.job.config
     with stop_signals() as stop, _supervisor(attempt) as supervisor:
         monitor = Monitor(
             supervisor=supervisor,
             launched=launched,
-            watch=Watch(config.stall_timeout, config.start_timeout, launched.expected),
+            watch=Watch(config.patience, launched.expected),
             echo=LogEcho(launched.echoed),
             stop=stop,
-            on_stall=lambda health: collect_evidence(launched, supervisor, health, nodes),
+            on_stall=lambda seen: collect_evidence(launched, supervisor, seen, nodes),
         )
         try:
             for component in _debuggable(launched.components, attempt):
@@ -216,15 +216,15 @@ def _supervise(
         # Before the block is left: the server's temporary folder goes with it.
         for text in launched.last_words():
             print(text, flush=True)
-    return ending, exits, monitor.health
+    return ending, exits, monitor.movement
 
 
-def _stalled(health: Health | None) -> dict[str, object]:
-    if health is None:
+def _stalled(movement: Movement | None) -> dict[str, object]:
+    if movement is None:
         return {}
     still = [
         {"name": s.name, "role": s.role, "rank": s.rank, "phase": s.phase, "step": s.step}
         | {"seconds": round(s.seconds, 1)}
-        for s in health.still
+        for s in movement.still
     ]
-    return {"sentence": health.sentence, "still": still}
+    return {"sentence": movement.sentence, "still": still}

@@ -12,7 +12,7 @@ from types import FrameType
 from shakedown.cluster.supervise import Exit, Supervisor
 from shakedown.core.paths import AttemptPaths
 from shakedown.debug.stops import describe, read_stops
-from shakedown.monitor.watch import Health, Watch
+from shakedown.progress.movement import Movement, Watch
 from shakedown.training.stage import stopping
 from shakedown.training.stage.echo import LogEcho
 from shakedown.training.stage.endings import Ending, interrupted, judge_exits, judge_stop
@@ -74,9 +74,9 @@ class Monitor:
     watch: Watch
     echo: LogEcho
     stop: StopSignals
-    on_stall: Callable[[Health], None]
+    on_stall: Callable[[Movement], None]
     exits: list[Exit] = field(default_factory=list)
-    health: Health | None = None
+    movement: Movement | None = None
     held: tuple[str, ...] = ()  # processes that stand for a debugger
     _asked: bool = False  # the ranks to save and stop
 
@@ -139,11 +139,11 @@ class Monitor:
         if self.held:
             self.watch.hold(now)
             return None
-        self.health = self.watch.observe(self.launched.beats(self.supervisor), now)
-        if self.health.state != "stalled":
+        self.movement = self.watch.observe(self.launched.beats(self.supervisor), now)
+        if self.movement.state != "still":
             return None
-        self.on_stall(self.health)
-        return Ending("hung", self.health.sentence, self.health.still[0].name)
+        self.on_stall(self.movement)
+        return Ending("hung", self.movement.sentence, self.movement.still[0].name)
 
     @property
     def attempt(self) -> AttemptPaths:

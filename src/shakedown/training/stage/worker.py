@@ -27,6 +27,7 @@ from shakedown.models.load_progress import beating
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.monitor.hook import install, leave_dump
 from shakedown.profiling.capture import Capture
+from shakedown.progress.patience import OUTLAST
 from shakedown.training.context import Context
 from shakedown.training.coordination import PeerFailedError, Ranks
 from shakedown.training.engines import engine_class, engine_sizes
@@ -167,7 +168,7 @@ def _join(device: torch.device, job: StageJob, rank: int) -> Ranks:
     key = read_key(job.attempt.key)
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     # With a long stall_timeout, too, the watcher has to give up before the collective does.
-    patience = timedelta(seconds=4 * job.config.stall_timeout)
+    patience = timedelta(seconds=OUTLAST * job.config.stall_timeout)
     timeout = _DEBUG_TIMEOUT if asked.is_asked() else max(COLLECTIVE_TIMEOUT, patience)
     address, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), job.world_size
     store = open_store(address, port, rank=rank, size=size, timeout=timeout)
