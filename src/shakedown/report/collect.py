@@ -12,7 +12,17 @@ from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths, RunPaths, ServerPaths, StagePaths
 from shakedown.core.rows import by_step
 from shakedown.core.verdict import Verdict
-from shakedown.report.reader import Reader, finite, mapping_of, string, whole
+from shakedown.progress.patience import FACTOR, Patience
+from shakedown.report.reader import (
+    Reader,
+    finite,
+    longest_step,
+    mapping_of,
+    patience_of,
+    string,
+    whole,
+)
+from shakedown.report.series import Table
 from shakedown.report.view import AttemptView, Evaluation, RunView, ServerView, StageView
 
 # The schema's own rule for names.
@@ -116,8 +126,15 @@ def _stage(reader: Reader, paths: StagePaths, plan: object) -> StageView:
         rows=rows,
         evaluations=_evaluations(reader, attempts),
         last_sign=reader.newest_change(paths, newest),
+        cut_off_after=_cut_off_after(plan, rows),
         again=stage_command(paths),
     )
+
+
+def _cut_off_after(plan: object, rows: Table) -> float:
+    """Never less than by default: a supervisor with little patience still collects evidence."""
+    allowed = patience_of(plan).of("phase", longest_step(rows.values()))
+    return FACTOR * max(allowed, Patience.phase)
 
 
 def _current(reader: Reader, path: Path, newest: AttemptView | None) -> Verdict | None:

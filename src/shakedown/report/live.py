@@ -18,12 +18,11 @@ from shakedown.processes.guard import look as look_up
 from shakedown.progress.patience import RECENT, WARN_SHARE, Patience, kind_of
 from shakedown.progress.signs import Beat
 from shakedown.report import text
-from shakedown.report.reader import MAX_WHOLE, finite
+from shakedown.report.reader import LONGEST, MAX_WHOLE, finite, longest_step, patience_of
 
 _TAIL_BYTES = 256 << 10  # of metrics.jsonl, however long: `RECENT` rows of a dozen KB
 _STALE_ROWS = 10.0  # usual rows without a new one after which no time left is told
 _LATEST = 1e11  # Unix seconds: a time beyond is damage
-_LONGEST = 1e9  # seconds of a step, or left: beyond is damage
 _SKEW = 5.0  # seconds that clocks of nodes may differ
 GONE_SECONDS = 10.0  # a component that beat since then lives, whatever the process table says
 _KEYS = {"step": "stall_timeout", "phase": "start_timeout"}
@@ -129,16 +128,8 @@ def _lives(beat: Beat, now: float) -> bool:
 def steps_per_second(rows: Sequence[Mapping[str, float]]) -> float | None:
     """Over the last twenty rows; None without their times."""
     taken = [row.get("step_seconds", 0.0) for row in rows[-RECENT:]]
-    seconds = [value for value in taken if 1 / _LONGEST < value < _LONGEST]
+    seconds = [value for value in taken if 1 / LONGEST < value < LONGEST]
     return len(seconds) / math.fsum(seconds) if seconds else None
-
-
-def longest_step(rows: Sequence[Mapping[str, float]]) -> float:
-    """Of the last rows, without its waits for rollouts and the first step, which holds the start:
-    as the watch learns it; 0 without their times.
-    """
-    own = (r.get("step_seconds", 0.0) - r.get("wait_seconds", 0.0) for r in rows if r["step"] > 1)
-    return max((seconds for seconds in own if 0 < seconds < _LONGEST), default=0.0)
 
 
 def time_left(
@@ -158,7 +149,7 @@ def time_left(
         return None
     left = max(0.0, steps - rows[-1]["step"]) / speed
     made = row_age if between > 1 else 0.0
-    return max(0.0, left - made) if left < _LONGEST else None
+    return max(0.0, left - made) if left < LONGEST else None
 
 
 def warnings(
@@ -234,10 +225,7 @@ def read_job(attempt: AttemptPaths) -> Job:
         return Job(Patience())
     ranks = body.get("world_size")
     return Job(
-        Patience(
-            step=_number(config.get("stall_timeout")) or Patience.step,
-            phase=_number(config.get("start_timeout")) or Patience.phase,
-        ),
+        patience_of(config),
         ranks if isinstance(ranks, int) and 0 < ranks < 1 << 20 else 0,
         config.get("algorithm") == "command",
         _ray(body.get("ray")),

@@ -3,7 +3,7 @@
 import json
 import math
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from shakedown.core.outcome import Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.core.rows import Row, step_rows
 from shakedown.core.verdict import Verdict, read_verdict
+from shakedown.progress.patience import RECENT, Patience
 from shakedown.report.series import as_number
 from shakedown.report.view import AttemptView, LogFile, Unreadable
 
@@ -22,6 +23,7 @@ MAX_BYTES = 32 << 20
 MAX_CONFIG_BYTES = 1 << 20
 # A JSON number may be any integer; steps and counts beyond this are damage.
 MAX_WHOLE = 1 << 53
+LONGEST = 1e9  # seconds of a step, or left: beyond is damage
 
 
 @dataclass
@@ -183,6 +185,26 @@ def finite(value: object) -> float | None:
     """A finite float, or None for what is none."""
     found = as_number(value)
     return found if math.isfinite(found) else None
+
+
+def patience_of(config: object) -> Patience:
+    """Of a stage's watch, by the stage's config; the defaults for what that does not tell."""
+    told = mapping_of(config)
+    return Patience(
+        step=finite(told.get("stall_timeout")) or Patience.step,
+        phase=finite(told.get("start_timeout")) or Patience.phase,
+    )
+
+
+def longest_step(rows: Iterable[Mapping[str, object]]) -> float:
+    """Of the last rows, as the watch learns it: without waits for rollouts, and without the first
+    step, which holds the start. 0 where no row tells.
+    """
+    last = [r for r in rows if (finite(r.get("step")) or 0) > 1][-RECENT:]
+    own = [
+        (finite(r.get("step_seconds")) or 0) - (finite(r.get("wait_seconds")) or 0) for r in last
+    ]
+    return max((seconds for seconds in own if 0 < seconds < LONGEST), default=0.0)
 
 
 def whole(value: object) -> int | None:

@@ -7,13 +7,8 @@ from pathlib import Path
 
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
-from shakedown.progress.patience import FACTOR, Patience
 from shakedown.report import jobs, text
 from shakedown.report.view import JobView, RunView, ServerView, StageView, State
-
-# An attempt without an outcome that wrote nothing for so long was cut off: a supervisor beats
-# every few seconds, and no stall that a default config allows is longer.
-SILENT_SECONDS = FACTOR * Patience.phase
 
 _OUTCOMES: Mapping[str, State] = {
     "completed": "PASS",
@@ -234,7 +229,7 @@ def _without_outcome(stage: StageView, number: int, now: float) -> tuple[State, 
     if stage.last_sign is None:
         return "RUNNING", f"attempt {number} is starting"
     silence = _silence(stage, now)
-    if silence > SILENT_SECONDS:
+    if silence > stage.cut_off_after:
         return "UNKNOWN", (
             f"attempt {number} was cut off: it has no outcome and wrote nothing for "
             f"{text.duration(silence)}"

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Verdict
+from shakedown.progress.patience import FACTOR, Patience
 from shakedown.report import series
 from shakedown.report.series import Series, Table
 from shakedown.slurm.jobs import Job
@@ -57,8 +58,9 @@ class StageView:
     """One training stage. `rows` are those of its metrics as read, by ascending step.
 
     `diagnosis` and `accepted` are those of the newest attempt: older ones are left out. `last_sign`
-    is the newest change of its files, seconds since 1970. `gone`: why nothing of an attempt without
-    an outcome can run any more, where that was looked at. `again`: what goes on with it.
+    is the newest change of its files, seconds since 1970; without an outcome it was cut off once
+    that is older than `cut_off_after` seconds, more than its watch bears. `gone`: why nothing of it
+    can run any more, where that was looked at. `again`: what goes on with it.
     """
 
     name: str
@@ -71,6 +73,7 @@ class StageView:
     rows: Table = field(default_factory=dict)
     evaluations: Sequence[Evaluation] = ()
     last_sign: float | None = None
+    cut_off_after: float = FACTOR * Patience.phase
     gone: str = ""
     again: str = ""
 

@@ -19,7 +19,9 @@ from shakedown.core.paths import RunPaths
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.progress.patience import Patience
 from shakedown.progress.signs import Beat, Phase
+from shakedown.report.collect import collect
 from shakedown.report.live import Job, last_rows, look, time_left, warnings
+from shakedown.report.summary import headline, workflow_steps
 from shakedown.report.terminal import painted
 from tests.hang_inputs import heartbeat_file
 from tests.workflow.report_run import grpo_rows, write_run
@@ -183,6 +185,26 @@ def test_steps_that_take_long_raise_what_is_worth_a_warning_as_they_raise_the_wa
         said = "(stall_timeout is 60 s, raised to 180 s by its steps)" in status(run, capsys)
 
         assert said == warned
+
+
+@pytest.mark.parametrize(
+    ("stall", "last_step", "state"),
+    [(60.0, 1.0, "UNKNOWN"), (1200.0, 1.0, "RUNNING"), (60.0, 400.0, "RUNNING")],
+)
+def test_a_silent_stage_is_cut_off_once_its_own_watch_would_have_ended_it_long_ago(
+    run: RunPaths, stall: float, last_step: float, state: str
+) -> None:
+    run.config.unlink()
+    write_job(run, stall_timeout=stall, steps=150)
+    metrics = run.stage("grpo").metrics
+    with metrics.open("a", encoding="utf-8") as out:
+        out.write(json.dumps({"step": 58, "step_seconds": last_step}) + "\n")
+    written = max(path.stat().st_mtime for path in run.root.rglob("*"))
+
+    (found,) = [s for s in collect(run.root).stages if s.name == "grpo"]
+    view = replace(collect(run.root), stages=[found], now=written + 1000.0)
+
+    assert headline(view, workflow_steps(view)).state == state
 
 
 def test_ranks_that_have_not_begun_are_named_and_counted() -> None:
