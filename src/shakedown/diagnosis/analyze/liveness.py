@@ -115,16 +115,30 @@ def _works(s: Situation, chosen: Hypothesis, bar: LogEvent) -> Hypothesis:
 
 def _came_between(s: Situation, chosen: Hypothesis, came: Sequence[int]) -> Hypothesis:
     """Who waits in the last sample and did not in the first: it stands there for a short time."""
+    words = (
+        f"slow or hung is not known: {name_ranks(came)} came to where {verb(came, 'it', 'they')} "
+        f"{verb(came, 'waits', 'wait')} between the samples"
+    )
+    needed = [f"one more sample {SECOND_LOOK} s later: the same picture then is a hang"]
+    return _not_known(chosen, words, s.seen_at(came), needed, SECOND_LOOK)
+
+
+def _not_known(
+    chosen: Hypothesis,
+    words: str,
+    evidence: Sequence[SourceRef],
+    needed: Sequence[str],
+    look_after: int = 0,
+) -> Hypothesis:
     return Hypothesis(
         "unknown",
-        f"slow or hung is not known: {name_ranks(came)} came to where {verb(came, 'it', 'they')} "
-        f"{verb(came, 'waits', 'wait')} between the samples ({chosen.sentence})",
+        f"{words} ({chosen.sentence})",
         confidence=0.0,
-        evidence=s.seen_at(came),
-        needed=[f"one more sample {SECOND_LOOK} s later: the same picture then is a hang"],
+        evidence=[*evidence],
+        needed=[*needed],
         state="unknown",
         blame="none",
-        second_look_after=SECOND_LOOK,
+        second_look_after=look_after,
     )
 
 
@@ -181,22 +195,15 @@ def _look_again(
 ) -> Hypothesis:
     within = "" if seconds is None else f"in the {seconds:.0f} s "
     more = f" and {len(doing) - 2} more" if len(doing) > 2 else ""
-    return Hypothesis(
-        "unknown",
-        f"slow or hung is not known: {within}between the samples "
-        f"{', '.join(doing[:2])}{more}, and nothing tells how long a step takes "
-        f"({chosen.sentence})",
-        confidence=0.0,
-        evidence=chosen.evidence,
-        needed=[
-            f"a look {SECOND_LOOK} s later (`shakedown hang collect --gap {SECOND_LOOK}`): the "
-            "same picture then is a hang",
-            *chosen.needed,
-        ],
-        state="unknown",
-        blame="none",
-        second_look_after=SECOND_LOOK,
+    words = (
+        f"slow or hung is not known: {within}between the samples {', '.join(doing[:2])}{more}, "
+        "and nothing tells how long a step takes"
     )
+    needed = (
+        f"a look {SECOND_LOOK} s later (`shakedown hang collect --gap {SECOND_LOOK}`): the same "
+        "picture then is a hang"
+    )
+    return _not_known(chosen, words, chosen.evidence, [needed, *chosen.needed], SECOND_LOOK)
 
 
 def _untimed(s: Situation, chosen: Hypothesis, pace: Pace | None) -> Hypothesis:
@@ -313,16 +320,13 @@ def _less_sure(chosen: Hypothesis, needed: str) -> Hypothesis:
 
 def _too_early(s: Situation, chosen: Hypothesis, age: _Age) -> Hypothesis:
     beats = [c.beat.place for c in s.ranks.values() if c.beat]
-    return Hypothesis(
-        "unknown",
+    words = (
         f"too early to tell slow from hung: the last heartbeat is {age.seconds:.0f} s old and "
-        f"{age.says} ({chosen.sentence})",
-        confidence=0.0,
-        evidence=[age.place, *beats[:3], *chosen.evidence][:8],
-        needed=[f"a second sample {math.ceil(age.left)} s later: the same picture then is a hang"],
-        state="unknown",
-        blame="none",
+        f"{age.says}"
     )
+    evidence = [age.place, *beats[:3], *chosen.evidence][:8]
+    needed = [f"a second sample {math.ceil(age.left)} s later: the same picture then is a hang"]
+    return _not_known(chosen, words, evidence, needed)
 
 
 def _goes_on(s: Situation, ranks: Sequence[int]) -> Hypothesis:

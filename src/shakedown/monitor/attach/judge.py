@@ -10,7 +10,7 @@ from typing import Literal
 from shakedown.monitor.attach.sampler import Look, Process
 from shakedown.progress.movement import Lack, Life
 from shakedown.progress.patience import Patience
-from shakedown.progress.signs import Activity, Sign, signs_between
+from shakedown.progress.signs import Sign, signs_between
 
 State = Literal["waiting", "moving", "suspect", "ended"]
 Kind = Lack | Literal["gone", "stopped", "held", "silent"]
@@ -44,7 +44,6 @@ class Judge:
         self._patience, self._life = patience, Life(patience)
         self._world: dict[Key, Process] = {}
         self._ranked = False
-        self._at: dict[str, float] = {}  # host -> its clock at its last look
         self._answered: dict[str, float] = {}  # host -> when
         self._doubtful: set[tuple[Kind, Key]] = set()  # seen once: a second look confirms
         self._accepted: set[tuple[Kind, Key]] = set()
@@ -64,7 +63,7 @@ class Judge:
         self._ranked |= bool(ranks)
         if len(seen) == len(looks) and not (ranks if self._ranked else processes):
             return self._none(len(processes), now)
-        self._follow(processes, seen, now)
+        self._follow(processes, now)
         doubtful = self._doubts(processes, seen)
         confirmed, self._doubtful = doubtful & self._doubtful, doubtful
         self._remember(processes, seen, now)
@@ -115,21 +114,15 @@ class Judge:
         self._doubtful, self._accepted = set(), set()
         return Judgement("ended", sentence=words)
 
-    def _follow(
-        self, processes: Mapping[Key, Process], seen: Mapping[str, Look], now: float
-    ) -> None:
+    def _follow(self, processes: Mapping[Key, Process], now: float) -> None:
         """What has happened since the last look."""
-        signs = {
-            sign
-            for key, process in processes.items()
-            for sign in self._signs(key, process, seen[key[0]])
-        }
+        signs = {sign for key, process in processes.items() for sign in self._signs(key, process)}
         first, self._baseline = self._baseline, False
         if signs or not first:  # at first there is nothing to compare with
             self._life.see(signs, now)
 
-    def _signs(self, key: Key, process: Process, look: Look) -> set[Sign]:
-        before, at = self._world.get(key), self._at.get(key[0], look.at)
+    def _signs(self, key: Key, process: Process) -> set[Sign]:
+        before = self._world.get(key)
         if before is None:
             return set() if self._baseline else {"moved"}
         if (before.pid, before.began) != (process.pid, process.began):
@@ -137,7 +130,7 @@ class Judge:
         if self._baseline:
             return set()
         stopped = (before.state in "Tt") != (process.state in "Tt")
-        found = signs_between(_activity(before, at), _activity(process, look.at))
+        found = signs_between(before.activity, process.activity)
         return found | {"moved"} if stopped else found
 
     def _doubts(
@@ -166,7 +159,6 @@ class Judge:
         """A process that is gone is kept until that was looked into."""
         kept = _with_rank(self._world) if self._ranked else self._world
         self._world = {**kept, **processes}
-        self._at |= {host: look.at for host, look in seen.items()}
         self._answered |= dict.fromkeys(seen, now)
 
     def _suspicion(
@@ -205,10 +197,6 @@ class Judge:
         return Judgement("suspect", kind, sentence, tuple(names), quiet, waited)
 
 
-def _activity(process: Process, at: float) -> Activity:
-    return Activity(at, process.cpu, process.io, process.output, process.timed)
-
-
 def _alive(looks: Iterable[Look]) -> dict[Key, Process]:
     return {(k.host, p.name): p for k in looks for p in k.processes if p.state not in "XZ"}
 
@@ -218,7 +206,8 @@ def _with_rank(processes: Mapping[Key, Process]) -> dict[Key, Process]:
 
 
 def _stood(before: Process, process: Process) -> bool:
-    return before.state == "D" and (before.cpu, before.io) == (process.cpu, process.io)
+    first, last = before.activity, process.activity
+    return before.state == "D" and (first.cpu, first.io) == (last.cpu, last.io)
 
 
 def _names(keys: Sequence[Key]) -> str:

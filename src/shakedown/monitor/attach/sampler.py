@@ -23,7 +23,7 @@ from shakedown.monitor.collect.targets import Target, from_job, from_pattern, mi
 from shakedown.progress.signs import Activity
 from shakedown.slurm.hostlist import node_name
 
-SCHEMA = "shakedown/look/1"
+SCHEMA = "shakedown/look/2"
 _NICE = 10
 _MOST_IDLE = 7200.0
 _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -33,8 +33,8 @@ _SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 class Process:
     """One process at one moment; `began` tells it from a later one of the same id.
 
-    `state`: as in proc(5). `cpu`, `io`, `output`, `timed`: as of an `Activity`, and 0 of a
-    launcher beside its ranks: its store is asked every few seconds, also while they hang.
+    `state`: as in proc(5). `activity`: none of a launcher beside its ranks: its store is asked
+    every few seconds, also while they hang.
     """
 
     name: str
@@ -42,24 +42,20 @@ class Process:
     began: int
     rank: int | None
     state: str
-    cpu: float
-    io: int
-    output: int
-    timed: int
+    activity: Activity
 
 
 @dataclass(frozen=True)
 class Look:
     """What a sampler saw of its node when it was asked for the `number`-th time.
 
-    `at`: its own Unix seconds; `cost`: seconds of CPU that the look took; `absent`: ranks that
+    `cost`: seconds of CPU that the look took; `absent`: ranks that
     should run here and do not; `lacks`: what it may not do, and what would allow it; `error`: why
     it could not look.
     """
 
     number: int
     host: str
-    at: float
     cost: float
     processes: Sequence[Process] = ()
     absent: Sequence[int] = ()
@@ -109,7 +105,7 @@ def take_look(find: Callable[[], list[Target]], number: int, spent: float) -> Lo
         targets, processes, absent, error = [], [], [], str(failed)
     lacks = _lacks(targets)
     cost = time.process_time() - spent
-    return Look(number, node_name(), time.time(), cost, processes, absent, lacks, error)
+    return Look(number, node_name(), cost, processes, absent, lacks, error)
 
 
 def _process(target: Target, *, beside_ranks: bool) -> Process:
@@ -123,10 +119,7 @@ def _process(target: Target, *, beside_ranks: bool) -> Process:
         began=proc.began(target.pid),
         rank=target.rank,
         state=seen.state,
-        cpu=done.cpu,
-        io=done.io,
-        output=done.output,
-        timed=done.timed,
+        activity=done,
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shakedown.monitor.attach.sampler import Look, Process
+from shakedown.progress.signs import Activity
 
 
 @dataclass
@@ -19,10 +20,11 @@ class Rank:
     output: int = 0
     here: bool = True
 
-    def process(self) -> Process:
+    def process(self, now: float) -> Process:
         name = f"trainer-rank{self.rank}" if self.rank is not None else f"{self.host}-pid7"
         pid = self.pid or 100 + (self.rank or 0)
-        return Process(name, pid, 1, self.rank, self.state, self.cpu, self.io, self.output, 0)
+        activity = Activity(now, self.cpu, self.io, self.output)
+        return Process(name, pid, 1, self.rank, self.state, activity)
 
 
 def looks_at(
@@ -31,6 +33,6 @@ def looks_at(
     """What the samplers of all hosts of `ranks` give at `now`."""
     found: dict[str, Look | None] = {}
     for host in sorted({rank.host for rank in ranks}):
-        there = [rank.process() for rank in ranks if rank.host == host and rank.here]
-        found[host] = None if host in silent else Look(1, host, now, 0.01, there, absent)
+        there = [rank.process(now) for rank in ranks if rank.host == host and rank.here]
+        found[host] = None if host in silent else Look(1, host, 0.01, there, absent)
     return found

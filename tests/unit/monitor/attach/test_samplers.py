@@ -52,7 +52,7 @@ def test_a_sampler_sees_a_rank_of_mpi_and_what_a_look_costs(rank: int, tmp_path:
         3,
         "S",
     )
-    assert (process.timed, process.output) == (1, 0)
+    assert (process.activity.timed, process.activity.output) == (1, 0)
     assert again.number == 2
     assert 0 < again.cost < 5
 
@@ -74,8 +74,8 @@ def test_what_a_launcher_reads_and_writes_is_no_sign_of_its_ranks(
             launcher.kill()
     assert look is not None
     seen = {process.pid: process for process in look.processes}
-    assert (seen[launcher.pid].cpu, seen[launcher.pid].io) == (0, 0)
-    assert seen[rank].io > 0
+    assert (seen[launcher.pid].activity.cpu, seen[launcher.pid].activity.io) == (0, 0)
+    assert seen[rank].activity.io > 0
 
 
 @pytest.mark.slow
@@ -120,7 +120,7 @@ def test_several_hosts_that_fail_twice_are_tried_one_by_one() -> None:
 
 def test_words_that_are_no_look_are_left_out_and_the_last_error_is_told() -> None:
     code = (
-        "import sys; n = input(); print('welcome'); print('{\"schema\": \"shakedown/look/1\"}')"
+        "import sys; n = input(); print('welcome'); print('{\"schema\": \"shakedown/look/2\"}')"
         "; print('[' * 100000); sys.exit('srun: error: no such job')"
     )
     samplers = Samplers([Start([sys.executable, "-c", code], ["n1"])])
