@@ -240,7 +240,7 @@ def test_a_server_that_is_too_slow_is_named_with_the_limit(
         code = Rollout(assets, tmp_path, engine).run(trainer=nobody, batch_timeout=1.0)
 
     assert code == 3
-    assert "did not answer within 1 s" in capsys.readouterr().err.splitlines()[-1]
+    assert "no answer within 1 s" in capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

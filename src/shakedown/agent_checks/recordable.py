@@ -2,12 +2,10 @@
 
 from dataclasses import dataclass
 
-import aiohttp
-
 from shakedown.agents.endpoint import AgentEndpoint
+from shakedown.core.http import NoAnswerError
 from shakedown.core.verdict import Finding
-from shakedown.inference.upstream import NEUTRAL
-from shakedown.inference.upstream.calls import AT_ONCE, Upstream
+from shakedown.inference.upstream import AT_ONCE, NEUTRAL, Upstream
 from shakedown.rollout.agent_calls import Body, Sampling, prepare, read_reply
 from shakedown.rollout.engine_replies import read_object, said_of_error
 
@@ -83,8 +81,8 @@ async def ask_recordable(endpoint: AgentEndpoint, *, seconds: float = 60.0) -> R
     try:
         async with Upstream(endpoint.api_key) as upstream:
             return await _tried(upstream, endpoint, seconds)
-    except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-        return Recordable(why_not=f"{type(error).__name__} {error}".strip())
+    except NoAnswerError as error:
+        return Recordable(why_not=error.why)
 
 
 async def _tried(upstream: Upstream, endpoint: AgentEndpoint, seconds: float) -> Recordable:
@@ -104,20 +102,13 @@ async def _answer(
     upstream: Upstream, endpoint: AgentEndpoint, sent: Body, seconds: float
 ) -> tuple[int, str]:
     """The status, and why the reply cannot be recorded; empty where it can be."""
-    async with upstream.ask(
-        "POST",
-        f"{endpoint.base_url}/chat/completions",
-        seconds=seconds,
-        pauses=AT_ONCE,
-        whole=True,
-        json=sent,
-    ) as answer:
-        status, content = answer.status, await answer.read()
-    fault = said_of_error(status, content)
+    url = f"{endpoint.base_url}/chat/completions"
+    answer = await upstream.fetch("POST", url, seconds=seconds, pauses=AT_ONCE, json=sent)
+    fault = said_of_error(answer.status, answer.content)
     if fault:
-        return status, f"status {status}: {fault}"
+        return answer.status, f"status {answer.status}: {fault}"
     try:
-        read_reply(read_object(content, answer.content_type), 0)
+        read_reply(read_object(answer.content, answer.kind), 0)
     except ValueError as error:
-        return status, str(error)
-    return status, ""
+        return answer.status, str(error)
+    return answer.status, ""

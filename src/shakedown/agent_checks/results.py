@@ -16,7 +16,7 @@ from shakedown.core.verdict import (
     installed_versions,
     status_of,
 )
-from shakedown.inference.upstream.models import NoListError
+from shakedown.inference.upstream import NoListError
 
 
 def run_verdict(

@@ -1,16 +1,16 @@
 """Ask an OpenAI-compatible server which models it serves: once before a run, once after faults."""
 
+import contextlib
 import os
 import time
 from dataclasses import replace
-
-import aiohttp
 
 from shakedown.agent_checks.judge import ServerProbe
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.wire import out_of_descriptors
 from shakedown.core.errors import UsageError
-from shakedown.inference.upstream.models import NoListError, UnreachableError, ask_models
+from shakedown.core.http import NoAnswerError
+from shakedown.inference.upstream import NoListError, ask_models
 
 _NO_KEY = "None"  # a local server wants some key; the guides give this one
 
@@ -28,15 +28,13 @@ async def ask_server(base_url: str, api_key: str = "", *, seconds: float = 10.0)
     begin = time.perf_counter()
     names: list[str] = []
     try:
-        names += (await ask_models(base_url, api_key, seconds=seconds)).models
-    except UnreachableError as error:
+        # One that gives no list of models answers, too.
+        with contextlib.suppress(NoListError):
+            names += (await ask_models(base_url, api_key, seconds=seconds)).models
+    except NoAnswerError as error:
         # Without a descriptor nothing is known of the server.
-        why = error.__cause__
-        gone = isinstance(why, aiohttp.ClientConnectorError) and not out_of_descriptors(why)
-        said = f"{base_url}: {type(why).__name__} {why}".strip()
-        return ServerProbe(asked=True, error=said, gone=gone)
-    except NoListError:
-        pass  # it answers
+        gone = error.unconnected and not out_of_descriptors(error)
+        return ServerProbe(asked=True, error=f"{base_url}: {error.why}", gone=gone)
     return ServerProbe(True, True, names, time.perf_counter() - begin)
 
 

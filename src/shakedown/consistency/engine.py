@@ -16,8 +16,7 @@ from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Fai
 from shakedown.core.errors import CannotJudgeError, ServerError, UsageError
 from shakedown.inference.client import Client
 from shakedown.inference.engines import Request, get_token_engine
-from shakedown.inference.upstream import NEUTRAL, models
-from shakedown.inference.upstream.models import ask_models
+from shakedown.inference.upstream import MODELS, NEUTRAL, ask_models
 
 _CONNECT = 30.0  # seconds
 
@@ -147,7 +146,7 @@ async def see_alive(client: Client) -> None:
     Raises:
         ServerError: it answers nothing any more.
     """
-    await client.send(Request(models.PATH, method="GET"), within=_CONNECT)
+    await client.send(Request(MODELS, method="GET"), within=_CONNECT)
 
 
 async def server_text(client: Client, ids: Sequence[int]) -> str:

@@ -6,14 +6,14 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-import aiohttp
-
 from shakedown.core.errors import ServerError
+from shakedown.core.http import NoAnswerError
 from shakedown.inference import metrics
 from shakedown.inference.engines import Completion, GenerationRequest, Request, TokenEngine
-from shakedown.inference.upstream.calls import AT_ONCE, PAUSES, Upstream
+from shakedown.inference.upstream import AT_ONCE, MODELS, PAUSES, Upstream
 
 _SAFE_LENGTH = 200  # tokens
+_LARGEST = 1 << 30  # bytes of an answer: log-probabilities of long samples
 
 
 class Client:
@@ -132,7 +132,7 @@ class Client:
         Raises:
             ServerError: as `generate`.
         """
-        reply = await self.send(Request("/v1/models", method="GET"))
+        reply = await self.send(Request(MODELS, method="GET"))
         try:
             return int(reply["data"][0]["max_model_len"])
         except (KeyError, IndexError, TypeError, ValueError):
@@ -169,8 +169,8 @@ class Client:
         request = Request(self.engine.health_path, method="GET")
         try:
             await self._asked(request, within, AT_ONCE)
-        except (aiohttp.ClientError, TimeoutError, ServerError) as error:
-            return str(error) or type(error).__name__
+        except ServerError as error:
+            return str(error.args[0])
         return ""
 
     async def send(self, request: Request, *, within: float | None = None) -> Any:
@@ -182,35 +182,27 @@ class Client:
         limit = self._timeout if within is None else within
         try:
             return await self._asked(request, limit, PAUSES)
-        except aiohttp.ClientError as error:
-            name = type(error).__name__
-            raise ServerError(
-                f"{self.base_url}{request.path}: {name} {error}".strip(),
-                hint="is the server still running? shakedown serve status FOLDER",
-            ) from error
-        except TimeoutError as error:
-            raise ServerError(
-                f"{self.base_url}{request.path} did not answer within {limit:g} s",
-                hint="is the server paused or overloaded? its log says",
-            ) from error
+        except NoAnswerError as error:
+            asked = "is the server still running? shakedown serve status FOLDER"
+            if error.timed_out:
+                asked = "is the server paused or overloaded? its log says"
+            raise ServerError(error.args[0], hint=asked) from error
 
     async def _asked(self, request: Request, limit: float, pauses: Sequence[float]) -> Any:
-        async with self._upstream.ask(
+        answer = await self._upstream.fetch(
             request.method,
             f"{self.base_url}{request.path}",
             seconds=limit,
             pauses=pauses,
-            whole=True,
+            largest=_LARGEST,
             json=dict(request.body) if request.method == "POST" else None,
             headers=request.headers,
-        ) as reply:
-            content = await reply.read()
-        text = content.decode("utf-8", "replace")
-        if not 200 <= reply.status < 300:
+        )
+        if not 200 <= answer.status < 300:
             raise ServerError(
-                f"{self.base_url}{request.path}: HTTP {reply.status} {_message(text)}"
+                f"{self.base_url}{request.path}: HTTP {answer.status} {_message(answer.text)}"
             )
-        return _decoded(text)
+        return _decoded(answer.text)
 
 
 def _decoded(text: str) -> Any:

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.parse import urlsplit
 
 from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.files import write_json
@@ -25,7 +24,7 @@ from shakedown.inference.folder import Endpoint, ServerOrder, read_endpoint, wit
 from shakedown.inference.ready import generation_fault
 from shakedown.inference.relay import relayed, split_urls
 from shakedown.inference.secret import make_secret, read_secret
-from shakedown.inference.upstream.models import ask_models
+from shakedown.inference.upstream import ask_models
 from shakedown.slurm.hostlist import node_name
 
 KIND = "external"
@@ -143,10 +142,11 @@ def check_answers(endpoint: Endpoint, root: Path) -> None:
 
 def _is_url(text: str) -> bool:
     try:
-        url = httpx.URL(text)
-    except httpx.InvalidURL:
+        url = urlsplit(text)
+        named = url.hostname and url.port != 0  # reading it judges the port
+    except ValueError:
         return False
-    return url.scheme in ("http", "https") and bool(url.host) and not url.userinfo
+    return url.scheme in ("http", "https") and bool(named) and "@" not in url.netloc
 
 
 def _key(order: ServerOrder) -> str:

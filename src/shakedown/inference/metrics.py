@@ -6,13 +6,13 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
-from http.client import OK
 from typing import Self
 
 from shakedown.core.errors import ServerError, UsageError
+from shakedown.core.http import NoAnswerError
 from shakedown.inference.engines import InferenceEngine, get_engine
 from shakedown.inference.folder import Endpoint
-from shakedown.inference.upstream.calls import FAULTS, ask_once
+from shakedown.inference.upstream import ask_once
 
 PATH = "/metrics"
 _LONGEST = 4096  # characters of a line
@@ -92,10 +92,10 @@ def read_metrics(
     if not engine.metrics:
         return None
     try:
-        status, text = asyncio.run(ask_once("GET", base_url + PATH, api_key, seconds=timeout))
-    except FAULTS:
+        answer = asyncio.run(ask_once("GET", base_url + PATH, api_key, seconds=timeout))
+    except NoAnswerError:
         return None
-    return Metrics.of(engine, text) if status == OK else None
+    return Metrics.of(engine, answer.text) if answer.status == 200 else None
 
 
 def watch_metrics(endpoint: Endpoint, seconds: float) -> dict[str, float | None]:

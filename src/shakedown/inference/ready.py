@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shakedown.core.errors import ServerError
+from shakedown.core.http import NoAnswerError
 from shakedown.inference.engines import InferenceEngine, Request
 from shakedown.inference.explain import likely_cause, log_end
-from shakedown.inference.upstream.calls import FAULTS, ask_once
+from shakedown.inference.upstream import ask_once
 
 _HEALTH_SECONDS = 5.0
 _GENERATION_SECONDS = 60.0
@@ -145,9 +146,9 @@ def _fault(base_url: str, api_key: str, request: Request, timeout: float) -> tup
     try:
         url = f"{base_url}{request.path}"
         asked = ask_once(request.method, url, api_key, seconds=timeout, json=body)
-        status, text = asyncio.run(asked)
-    except FAULTS as error:
-        return f"{request.path}: {type(error).__name__} {error}".strip(), 0
-    if 200 <= status < 300:
-        return None, status
-    return f"{request.path}: HTTP {status} {text[:200]}", status
+        answer = asyncio.run(asked)
+    except NoAnswerError as error:
+        return f"{request.path}: {error.why}", 0
+    if 200 <= answer.status < 300:
+        return None, answer.status
+    return f"{request.path}: HTTP {answer.status} {answer.text[:200]}", answer.status

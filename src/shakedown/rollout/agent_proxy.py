@@ -21,8 +21,8 @@ from aiohttp import web
 from shakedown.agents.call_log import CallLog
 from shakedown.agents.episode_tag import HEADER
 from shakedown.agents.wire import WireCall
-from shakedown.inference.upstream import models
-from shakedown.inference.upstream.calls import Upstream
+from shakedown.core.http import LARGEST_REQUEST, LOOPBACK, application, listening
+from shakedown.inference.upstream import MODELS, Upstream
 from shakedown.rollout.agent_calls import (
     Body,
     Call,
@@ -50,8 +50,6 @@ from shakedown.rollout.protocols.base import Protocol, Reply
 from shakedown.rollout.request_gate import RequestGate
 from shakedown.rollout.shared_history import SharedHistory
 
-_LARGEST = 1 << 26  # bytes of a request, and of one line of a stream
-_BACKLOG = 4096  # a thousand episodes connect at once
 _CHAT = "/v1/chat/completions"
 # What a call may end by; the agent is told which.
 _TOLD = (RefusedCallError, CallError, RecursionError, TimeoutError, aiohttp.ClientError)
@@ -88,7 +86,7 @@ class AgentProxy:
     ) -> None:
         self._model = {"model": model} if model else {}
         self.api_key = secrets.token_hex(16)
-        self._engine = Upstream(api_key, read_bufsize=_LARGEST)
+        self._engine = Upstream(api_key, read_bufsize=LARGEST_REQUEST)
         self._url, self._sampling, self._version = upstream, sampling, version
         self._seconds = timeout
         self._episodes: dict[str, list[Call]] = {}
@@ -99,23 +97,14 @@ class AgentProxy:
         self._stack = contextlib.AsyncExitStack()
         self.gate = RequestGate()
         self.recorded = 0
-        self.host, self.port = "127.0.0.1", 0
+        self.host, self.port = LOOPBACK, 0
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._engine)
             self._listening = stack.enter_context(ListeningSocket(self.host))
-            app = web.Application(client_max_size=_LARGEST)
-            app.router.add_route("*", "/e/{key}/{path:.*}", self._handle)
-            app.router.add_route("*", "/{path:.*}", self._handle)
-            # A client that is gone ends its call in the engine too.
-            runner = web.AppRunner(
-                app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1
-            )
-            await runner.setup()
-            stack.push_async_callback(runner.cleanup)
-            await web.SockSite(runner, self._listening, backlog=_BACKLOG).start()
-            self.port = runner.addresses[0][1]
+            app = application(self._handle, "/e/{key}/{path:.*}", "/{path:.*}")
+            self.port = await stack.enter_async_context(listening(app, self._listening))
             self._stack = stack.pop_all()
         return self
 
@@ -303,7 +292,7 @@ class AgentProxy:
             yield event
 
     async def _models(self) -> web.StreamResponse:
-        url = self._url + models.PATH
+        url = self._url + MODELS
         async with self._engine.ask("GET", url, seconds=self._seconds) as reply:
             return web.Response(
                 body=await reply.read(), status=reply.status, content_type="application/json"
@@ -361,7 +350,7 @@ async def _body(request: web.Request) -> Body:
     try:
         body = json.loads(await request.read())
     except web.HTTPRequestEntityTooLarge as error:
-        raise CallError(400, f"the body has more than {_LARGEST} bytes") from error
+        raise CallError(400, f"the body has more than {LARGEST_REQUEST} bytes") from error
     except ValueError as error:
         raise CallError(400, f"the body is no JSON: {error}") from error
     if not isinstance(body, dict):

@@ -8,6 +8,7 @@ import aiohttp
 
 from shakedown.agents.reply_watch import fault_of
 from shakedown.agents.wire import ENGINE, TO_ENGINE, TO_PROXY
+from shakedown.core.http import why
 from shakedown.rollout.agent_calls import Body, RefusedCallError
 
 MALFORMED = (ValueError, TypeError, AttributeError, KeyError)  # what an engine may tell
@@ -48,7 +49,7 @@ def told(error: BaseException, seconds: float) -> CallError:
 
 def _cut_off(error: BaseException) -> CallError:
     broke = isinstance(error, aiohttp.ClientPayloadError)
-    message = f"the engine: {type(error).__name__} {error}".strip()
+    message = f"the engine: {why(error)}"
     return CallError(502, message, fault_of(error, answered=broke), hop=TO_ENGINE)
 
 

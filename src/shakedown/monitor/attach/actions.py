@@ -4,14 +4,12 @@ import hashlib
 import hmac
 import json
 import os
-import ssl
 import subprocess
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from shakedown.core.errors import LaunchError, ShakedownError, UsageError
 from shakedown.core.private import read_secret
@@ -22,9 +20,9 @@ from shakedown.slurm import jobs
 SCHEMA = "shakedown/alarm/1"
 SIGNATURE = "X-Shakedown-Signature"
 COMMAND_SECONDS = 60.0
-WEBHOOK_SECONDS = 10.0  # for each of connecting, sending and the first byte of the answer
+WEBHOOK_SECONDS = 10.0
+_LOOK_UP_SECONDS = 5.0
 _NOTHING: Mapping[str, str] = {}
-_LATE = 3.0  # times as long for all of them together
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,10 @@ def webhook_address(given: str) -> str:
     if given.startswith("@"):
         url, said = _secret_of("--webhook", Path(given[1:])), f"{given}: what is in it"
     try:
-        parts = urllib.parse.urlsplit(url)
+        parts = urlsplit(url)
         host = parts.hostname or ""
     except ValueError:
-        parts, host = urllib.parse.urlsplit(""), ""
+        parts, host = urlsplit(""), ""
     if not host or not (parts.scheme == "https" or (parts.scheme == "http" and _is_here(host))):
         raise UsageError(
             f"--webhook {said}: expected https://HOST/..., or http://127.0.0.1:PORT/...",
@@ -139,38 +137,31 @@ def post(webhook: Webhook, alarm: Alarm) -> str:
             headers[SIGNATURE] = signature(read_secret(webhook.secret).strip(), body)
     except (OSError, ShakedownError) as error:
         return f"not sent: {_first_line(error)}"
-    # In a thread: a server that answers a byte at a time would hold the watch for ever.
-    (given,) = run_bounded([lambda: _send(webhook.url, body, headers)], 1, _LATE * WEBHOOK_SECONDS)
+    # In a thread: a look-up of the host's name cannot be ended.
+    send = partial(_send, webhook.url, body, headers)
+    (given,) = run_bounded([send], 1, WEBHOOK_SECONDS + _LOOK_UP_SECONDS)
     if isinstance(given, str):
         return given
-    return f"failed: {_why(given) if given else 'no answer in time'}"
-
-
-class _Stay(urllib.request.HTTPRedirectHandler):
-    """A redirect would hand the alarm to an address that nobody has named."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        return None
+    return f"failed: {_first_line(given) if given else 'no answer in time'}"
 
 
 def _send(url: str, body: bytes, headers: Mapping[str, str]) -> str:
-    here = _is_here(urllib.parse.urlsplit(url).hostname or "")
-    handlers = [_Stay(), *([urllib.request.ProxyHandler({})] if here else [])]
-    request = urllib.request.Request(url, body, dict(headers))  # noqa: S310  # `webhook_address`
+    from shakedown.core.http import NoAnswerError, fetch  # few watches have a webhook
+
+    here = _is_here(urlsplit(url).hostname or "")
     try:
-        with urllib.request.build_opener(*handlers).open(request, timeout=WEBHOOK_SECONDS) as got:
-            return f"answered {got.status}"
-    except urllib.error.HTTPError as error:
-        error.close()
-        return f"failed: answered {error.code}"
-
-
-def _why(error: Exception) -> str:
-    reason = error.reason if isinstance(error, urllib.error.URLError) else error
-    if isinstance(reason, ssl.SSLCertVerificationError):
-        refused = f"the server's certificate is refused: {reason.verify_message.rstrip('.')}"
-        return f"{refused} (a CA of your own: set SSL_CERT_FILE to its certificate)"
-    return _first_line(reason if isinstance(reason, Exception) else error)
+        status = fetch(
+            "POST",
+            url,
+            seconds=WEBHOOK_SECONDS,
+            largest=0,
+            by_proxy=not here,
+            data=body,
+            headers=headers,
+        ).status
+    except NoAnswerError as error:
+        return f"failed: {masked(error.why)[:300]}"
+    return f"{'' if status < 300 else 'failed: '}answered {status}"
 
 
 def _is_here(host: str) -> bool:

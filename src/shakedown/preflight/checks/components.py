@@ -5,13 +5,11 @@ hand on what a stage does (rollout/store.py): the server's address, a batch, wei
 that the server answers with.
 """
 
-import http.client
+import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 
 from shakedown.core.private import make_folders
 from shakedown.preflight.check import Check, Fleet, Judgement
@@ -30,6 +28,7 @@ STEPS = {
     "loaded": "every trainer node reads that they are loaded",
 }
 _POLL_SECONDS = 0.05
+_ANSWER_SECONDS = 5.0
 
 
 class _BrokenError(Exception):
@@ -115,44 +114,33 @@ def _train(exchange: _Exchange, node: str, first: str) -> None:
 @contextmanager
 def _server(address: str) -> Iterator[str]:
     """`host:port` of a server that answers with its version of the weights; POST raises it."""
-    version = [0]
+    from aiohttp import web
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(str(version[0]).encode())
+    from shakedown.core.http import application, in_thread, listening
 
-        def do_POST(self) -> None:
-            version[0] += 1
-            self.do_GET()
+    version = 0
 
-        def log_message(self, *_args: object) -> None:
-            """Say nothing."""
+    async def answer(request: web.Request) -> web.Response:
+        nonlocal version
+        version += request.method == "POST"
+        return web.Response(text=str(version))
 
     try:
-        server = ThreadingHTTPServer((address, 0), Handler)
+        bound = socket.create_server((address, 0))
     except OSError as error:
         raise _BrokenError("listen", f"{address}: {error.strerror or error}") from error
-    with server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"{address}:{server.server_address[1]}"
-        finally:
-            server.shutdown()
+    with bound, in_thread(listening(application(answer), bound)) as port:
+        yield f"{address}:{port}"
 
 
 def _ask(place: str, method: str, expected: str, step: str = "server") -> None:
-    host, _, port = place.rpartition(":")
-    # No proxy is asked, as engines' clients on a cluster must not either.
-    connection = http.client.HTTPConnection(host, int(port), timeout=5.0)
+    from shakedown.core.http import NoAnswerError, fetch
+
     try:
-        connection.request(method, "/")
-        answer = connection.getresponse().read(100).decode(errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        raise _BrokenError(step, f"{place}: {error}") from error
-    finally:
-        connection.close()
+        # No proxy is asked, as engines' clients on a cluster must not either.
+        answer = fetch(method, f"http://{place}/", seconds=_ANSWER_SECONDS).text[:100]
+    except NoAnswerError as error:
+        raise _BrokenError(step, f"{place}: {error.why}") from error
     if answer != expected:
         raise _BrokenError(
             step, f"{place} answered {answer!r}, expected {expected!r}: another program"

@@ -1,8 +1,6 @@
 """Models and data from the Hugging Face hub: in the node's cache, or to be had."""
 
 import os
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -59,13 +57,13 @@ def _has_snapshot(folder: Path, name: str) -> bool:
 def _unreached(endpoint: str) -> str:
     if not endpoint.startswith(("https://", "http://")):
         return f"HF_ENDPOINT={endpoint[:100]} is no web address"
+    from shakedown.core.http import NoAnswerError, fetch  # few nodes ask
+
     try:
-        with urllib.request.urlopen(endpoint, timeout=_CONNECT_SECONDS):  # noqa: S310
-            return ""
-    except urllib.error.HTTPError:
-        return ""  # it answered
-    except OSError as error:
-        return f"{endpoint}: {getattr(error, 'reason', error)}"
+        fetch("GET", endpoint, seconds=_CONNECT_SECONDS, largest=0, by_proxy=True)
+    except NoAnswerError as error:
+        return str(error)
+    return ""  # it answered, whatever it said
 
 
 def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
