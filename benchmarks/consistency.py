@@ -40,7 +40,7 @@ from shakedown.cluster.nodes import free_port
 from shakedown.consistency.plan import Plan
 from shakedown.consistency.run import compare
 from shakedown.consistency.server import ComparedServer, OwnServer, open_server
-from shakedown.inference.secret import bearer
+from shakedown.inference.auth import bearer
 from shakedown.models.huggingface import quiet
 from shakedown.training.demo import addition_rows, write_model
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from shakedown.inference.secret import bearer, read_secret
+from shakedown.inference.auth import bearer, read_secret
 
 # Of one generated token: the trainer is not faster than its server.
 TOKEN_SECONDS = 0.01
@@ -76,7 +76,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Engine
 
     def parse_request(self) -> bool:
-        """Only uvicorn's applications are guarded (`shakedown.inference.guarded`)."""
+        """Only uvicorn's applications are guarded (`shakedown.inference.auth`)."""
         known = super().parse_request()
         if known and self.headers.get("Authorization") != self.server.header:
             self.send_error(401)
@@ -142,8 +142,8 @@ def main() -> None:
     arguments, _others = parser.parse_known_args()
     torch.set_num_threads(1)
     torch.manual_seed(arguments.random_seed)
-    # This process was started as `python -m shakedown.inference.guarded SECRET_FILE MODULE ...`.
-    place = sys.orig_argv.index("shakedown.inference.guarded")
+    # This process was started as `python -m shakedown.inference.auth SECRET_FILE MODULE ...`.
+    place = sys.orig_argv.index("shakedown.inference.auth")
     secret = read_secret(Path(sys.orig_argv[place + 1]))
     Engine(
         arguments.host, arguments.port, arguments.model_path, arguments.hang_at_update, secret

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from shakedown.inference.secret import read_secret
+from shakedown.inference.auth import read_secret
 
 LOGPROB = -0.5
 _SILENT = ("silent", "deaf")
@@ -31,7 +31,7 @@ class Handler(BaseHTTPRequestHandler):
     server: "Engine"
 
     def parse_request(self) -> bool:
-        """As uvicorn's application would be guarded (`shakedown.inference.guarded`)."""
+        """As uvicorn's application would be guarded (`shakedown.inference.auth`)."""
         secret = self.server.secret
         known = super().parse_request()
         if known and secret and self.headers.get("Authorization") != f"Bearer {secret}":
@@ -133,8 +133,8 @@ def sglang_reply(body: dict[str, Any]) -> Any:
 
 
 def own_secret() -> str:
-    """What the command that this process was started by says, as `shakedown.inference.guarded`."""
-    place = sys.orig_argv.index("shakedown.inference.guarded")
+    """What the command that this process was started by says, as `shakedown.inference.auth`."""
+    place = sys.orig_argv.index("shakedown.inference.auth")
     return read_secret(Path(sys.orig_argv[place + 1]))
 
 

@@ -15,7 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from shakedown.inference.secret import read_secret
+from shakedown.inference.auth import read_secret
 
 Change = Callable[[list["Sample"]], Any]
 
@@ -215,8 +215,8 @@ def _option(name: str, default: str) -> str:
 
 if __name__ == "__main__":
     engine = ScriptedEngine(int(_option("--port", "0")), seconds=float(_option("--seconds", "0")))
-    if "shakedown.inference.guarded" in sys.orig_argv:
-        place = sys.orig_argv.index("shakedown.inference.guarded")
+    if "shakedown.inference.auth" in sys.orig_argv:
+        place = sys.orig_argv.index("shakedown.inference.auth")
         engine.secret = read_secret(Path(sys.orig_argv[place + 1]))
     print(engine.server_address[1], flush=True)
     engine.serve_forever()

@@ -21,9 +21,9 @@ import yaml
 from shakedown.config import GrpoConfig, StageConfig, load_config
 from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.paths import RunPaths, StagePaths
+from shakedown.inference.auth import make_secret, read_secret
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
-from shakedown.inference.secret import make_secret, read_secret
 from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.rollout.generation import BadAnswerError, Generation

@@ -18,10 +18,10 @@ import pytest
 
 from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.lease import Holder, holder_of
+from shakedown.inference.auth import bearer
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import ServerOrder, read_endpoint, read_state
-from shakedown.inference.lease import Lease
-from shakedown.inference.secret import bearer
+from shakedown.inference.idle_limit import IdleTimer
 from shakedown.inference.server import ensure, in_use, start, status, stop
 from tests.command import shakedown
 from tests.workflow.helpers import processes_that_mention
@@ -201,7 +201,7 @@ def test_lease_that_runs_out_ends_the_server(folder: Path) -> None:
 
     assert until(lambda: not any(lives(pid) for pid in pids))
     assert until(lambda: not status(folder).alive)
-    assert "the lease ran out" in status(folder).sentence
+    assert "the idle limit was reached" in status(folder).sentence
 
 
 def test_server_that_is_only_asked_by_its_url_outlives_its_lease(folder: Path) -> None:
@@ -215,13 +215,13 @@ def test_server_that_is_only_asked_by_its_url_outlives_its_lease(folder: Path) -
     assert lives(endpoint.pid)
     # Not by `status`, whose generation is a use too.
     assert until(lambda: not lives(endpoint.pid))
-    assert until(lambda: "the lease ran out" in status(folder).sentence)
+    assert until(lambda: "the idle limit was reached" in status(folder).sentence)
 
 
 def test_server_in_use_outlives_its_lease(folder: Path) -> None:
     endpoint = start(order(lease=2.0), folder)
 
-    with Lease(folder / "lease", every=0.2):
+    with IdleTimer(folder / "lease", every=0.2):
         time.sleep(4.0)
         assert lives(endpoint.pid)
 

@@ -16,8 +16,8 @@ from slurm_programs import Programs
 
 from shakedown.core.errors import LaunchError, UntrustedError, UsageError
 from shakedown.core.paths import ServerPaths
-from shakedown.inference import slurm as serving
 from shakedown.inference.server import stop
+from shakedown.slurm import jobs
 from snakemake_executor_plugin_submitit import slurm
 from snakemake_executor_plugin_submitit.identity import Place
 from snakemake_executor_plugin_submitit.journal import (
@@ -68,8 +68,8 @@ def row(*, owner: int | None = None, comment: str = "(null)", name: str = "(null
 def test_a_job_without_the_servers_mark_is_not_cancelled(programs: Programs, line: str) -> None:
     programs.answer("squeue", line)
 
-    with pytest.raises(LaunchError, match="not this server's mark"):
-        serving.cancel("7", MARK)
+    with pytest.raises(LaunchError, match="not the mark of"):
+        jobs.cancel_marked("7", MARK)
 
     assert programs.called("scancel") == 0
 
@@ -80,7 +80,7 @@ def test_what_is_no_mark_matches_no_job(programs: Programs, mark: str, comment: 
     programs.answer("squeue", row(comment=comment, name=f"serve-policy-{mark}".strip()))
 
     with pytest.raises(LaunchError):
-        serving.cancel("7", mark)
+        jobs.cancel_marked("7", mark)
 
     assert programs.called("scancel") == 0
 
@@ -91,7 +91,7 @@ def test_a_job_that_bears_the_mark_is_cancelled_by_its_number(
 ) -> None:
     programs.answer("squeue", line)
 
-    serving.cancel("7", MARK)
+    jobs.cancel_marked("7", MARK)
 
     assert programs.calls[-1] == "scancel 7"
 
@@ -100,7 +100,7 @@ def test_a_silent_controller_is_no_leave_to_cancel(programs: Programs) -> None:
     programs.answer("squeue", error="Unable to contact slurm controller")
 
     with pytest.raises(LaunchError, match="Unable to contact"):
-        serving.cancel("7", MARK)
+        jobs.cancel_marked("7", MARK)
 
     assert programs.called("scancel") == 0
 

@@ -10,7 +10,7 @@ from shakedown.cluster.supervise import Component, Supervisor
 from shakedown.core import private
 from shakedown.core.errors import UntrustedError
 from shakedown.core.paths import ServerPaths
-from shakedown.inference.lease import Lease
+from shakedown.inference.idle_limit import IdleTimer
 from shakedown.inference.server import stop
 from shakedown.monitor import hook
 from shakedown.monitor.heartbeat import Heartbeat
@@ -31,7 +31,7 @@ def write_request(path: Path) -> None:
 WRITERS: dict[str, Callable[[Path], object]] = {
     "log": write_log,
     "metrics": lambda path: MetricsLog(path).append({"step": 1}),
-    "lease": lambda path: Lease(path).renew(),
+    "lease": lambda path: IdleTimer(path).reset(),
     "stop file": lambda path: stopping.ask(path, "hit"),
     "opened": lambda path: os.close(private.open_own(path, os.O_WRONLY)),
 }

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from shakedown.core.errors import ServerError, UntrustedError, UsageError
-from shakedown.inference import guarded
+from shakedown.inference import auth
+from shakedown.inference.auth import bearer, make_secret, read_secret
 from shakedown.inference.engines import ENGINES, GenerationRequest, LaunchSpec, TokenEngine
 from shakedown.inference.folder import Endpoint, ServerOrder, read_endpoint
-from shakedown.inference.secret import bearer, make_secret, read_secret
 from shakedown.inference.server import start, stop
 from shakedown.rollout.agent_calls import Sampling
 from shakedown.rollout.agent_proxy import AgentProxy
@@ -44,9 +44,7 @@ class Application:
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
 
-    async def __call__(
-        self, _scope: guarded.Message, receive: guarded.Receive, send: guarded.Send
-    ) -> None:
+    async def __call__(self, _scope: auth.Message, receive: auth.Receive, send: auth.Send) -> None:
         message = await receive()
         self.bodies.append(message.get("body", b""))
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -58,7 +56,7 @@ async def ask(
 ) -> tuple[int, Application]:
     """The status of a request that the guard sees, and what it guards."""
     application = Application()
-    transport = httpx.ASGITransport(app=guarded.Guard(application, SECRET))
+    transport = httpx.ASGITransport(app=auth.Guard(application, SECRET))
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
         reply = await client.request(method, path, headers=headers, content=content)
@@ -66,7 +64,7 @@ async def ask(
 
 
 async def test_an_engine_without_metrics_is_counted_by_its_guard() -> None:
-    guard = guarded.Guard(Application(), SECRET, counts=True)
+    guard = auth.Guard(Application(), SECRET, counts=True)
     transport = httpx.ASGITransport(app=guard)
     async with httpx.AsyncClient(
         transport=transport, base_url="http://engine", headers=bearer(SECRET)
@@ -96,7 +94,7 @@ async def test_an_engine_without_metrics_is_counted_by_its_guard() -> None:
     ],
 )
 async def test_a_request_without_the_secret_reaches_no_route(headers: dict[str, str]) -> None:
-    for method, path in [*guarded.ROUTES, ("GET", "/openapi.json"), ("OPTIONS", "/v1/models")]:
+    for method, path in [*auth.ROUTES, ("GET", "/openapi.json"), ("OPTIONS", "/v1/models")]:
         status, application = await ask(method, path, headers)
 
         assert status == 401
@@ -169,17 +167,17 @@ async def test_the_call_that_loads_weights_reaches_the_engine_whole() -> None:
 
 
 async def test_a_websocket_is_closed_before_it_is_accepted() -> None:
-    application, sent = Application(), list[guarded.Message]()
+    application, sent = Application(), list[auth.Message]()
 
-    async def send(message: guarded.Message) -> None:
+    async def send(message: auth.Message) -> None:
         sent.append(message)
 
-    async def receive() -> guarded.Message:
+    async def receive() -> auth.Message:
         return {"type": "websocket.connect"}
 
     key = [(b"authorization", f"Bearer {SECRET}".encode())]
     scope = {"type": "websocket", "path": "/v1/realtime", "headers": key}
-    await guarded.Guard(application, SECRET)(scope, receive, send)
+    await auth.Guard(application, SECRET)(scope, receive, send)
 
     assert [message["type"] for message in sent] == ["websocket.close"]
     assert not application.bodies
@@ -195,7 +193,7 @@ def test_every_request_of_an_engine_s_adapter_is_let_through(name: str) -> None:
 
     sent = {(each.method, each.path.partition("?")[0]) for each in requests}
 
-    assert sent | {("GET", engine.health_path)} <= guarded.ROUTES
+    assert sent | {("GET", engine.health_path)} <= auth.ROUTES
 
 
 # --- the file
@@ -452,7 +450,7 @@ def test_vllm_answers_another_user_on_none_of_its_routes(vllm: Endpoint) -> None
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_vllm_s_other_routes_are_closed_to_its_own_user_too(vllm: Endpoint) -> None:
-    others = [route for route in routes_of(Path(vllm.log)) if route not in guarded.ROUTES]
+    others = [route for route in routes_of(Path(vllm.log)) if route not in auth.ROUTES]
 
     found = [status_of(vllm.base_url, *route, vllm.api_key()) for route in others]
 

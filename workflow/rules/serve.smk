@@ -1,4 +1,4 @@
-# The persistent inference server with its lease, and its end when nothing needs it any more.
+# The persistent inference server with its idle limit, and its end when nothing needs it any more.
 rule serve:
     input:
         RUN.preflight.accepted,

@@ -1,1 +1,1 @@
-"""Persistent inference servers: engines, lease, daemon, client."""
+"""Persistent inference servers: engines, idle limit, daemon, client."""

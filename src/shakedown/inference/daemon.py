@@ -1,13 +1,15 @@
 """Own one server as its child: `python -m shakedown.inference.daemon FOLDER [--detach] < ORDER`.
 
-The server lives until its lease runs out, `FOLDER/stop` appears, the daemon gets SIGTERM, or it
-exits by itself. Should the daemon be killed, the supervisor's guard process ends the server.
+The server lives until its idle limit, until `FOLDER/stop` appears, until the daemon gets SIGTERM,
+or until it exits by itself. Should the daemon be killed, the supervisor's guard ends the server.
 """
 
 import argparse
 import contextlib
+import ipaddress
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -22,16 +24,17 @@ from shakedown.cluster.nodes import quiet_port
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.errors import ServerError, ShakedownError
 from shakedown.core.files import write_json
+from shakedown.core.http import LOOPBACK
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import close_to_others
-from shakedown.inference.address import own_address, port_fault
+from shakedown.inference.auth import read_secret
 from shakedown.inference.engines import Launch, get_engine
+from shakedown.inference.explain import LogWatch
 from shakedown.inference.folder import ServerOrder, State, order_of, read_endpoint
-from shakedown.inference.lease import LeaseWatch
-from shakedown.inference.log_watch import LogWatch
+from shakedown.inference.idle_limit import IdleLimit
 from shakedown.inference.metrics import Metrics, RequestWatch, read_metrics
-from shakedown.inference.secret import read_secret
 from shakedown.slurm.hostlist import node_name
+from shakedown.slurm.nodes import node_address
 
 POLL_SECONDS = 0.25
 _ANSWER_SECONDS = 2.0
@@ -84,12 +87,12 @@ def _run(folder: ServerPaths, order: ServerOrder, state: State, signals: _Signal
     launch = get_engine(order.engine).launch(order.spec)
     # Read once, as the engine does: a file that is lost later ends no server.
     asked = RequestWatch(partial(_metrics, order, read_secret(Path(order.spec.secret))))
-    lease = LeaseWatch(folder.lease, order.lease, asked=asked)
+    limit = IdleLimit(folder.lease, order.lease, asked=asked)
     with Supervisor(grace=order.grace, roster=folder.roster) as supervisor:
         server = supervisor.start(_component(order, launch, folder))
         state = replace(state, phase="running", pid=server, command=list(launch.argv))
         state.write(folder.state)
-        state = replace(_watch(folder, supervisor, lease, signals, state), ended=_now())
+        state = replace(_watch(folder, supervisor, limit, signals, state), ended=_now())
         supervisor.stop_all(order.grace)
     _end(folder, state)
     print(f"daemon: {state.obituary}", flush=True)
@@ -123,7 +126,7 @@ def _metrics(order: ServerOrder, key: str) -> Metrics | None:
 def _watch(
     folder: ServerPaths,
     supervisor: Supervisor,
-    lease: LeaseWatch,
+    limit: IdleLimit,
     signals: _Signals,
     state: State,
 ) -> State:
@@ -145,8 +148,8 @@ def _watch(
             return replace(state, reason=f"stopped by {signals.name}")
         if folder.stop.exists():
             return replace(state, reason="stopped on request")
-        if lease.expired():
-            reason = f"the lease ran out: not used for {lease.seconds:.0f} s"
+        if limit.reached():
+            reason = f"the idle limit was reached: not used for {limit.seconds:.0f} s"
             return replace(state, reason=reason)
         time.sleep(POLL_SECONDS)
 
@@ -166,6 +169,49 @@ def _placed(order: ServerOrder, folder: ServerPaths) -> ServerOrder:
             hint=f"see who does: ss -ltnp 'sport = :{port}'; or leave the port out",
         )
     return replace(order, spec=replace(order.spec, host=host, port=port, secret=str(folder.secret)))
+
+
+def port_fault(host: str, port: int) -> str | None:
+    """Why nothing can listen on `host:port`; None when it is free."""
+    try:
+        # create_server sets SO_REUSEADDR on Linux, so a port of a server that ended just now
+        # (TIME_WAIT) counts as free. Free means at this moment: another process may still take the
+        # port before the engine binds it, and the engine's log then says so (explain.py).
+        with socket.create_server((host, port)):
+            return None
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
+
+
+def own_address(launcher: str) -> str:
+    """The address to listen on when none was given.
+
+    A server on this machine is for this machine alone. A server in a Slurm job is for other
+    nodes: it listens where Slurm itself reaches the node.
+    """
+    if launcher == "local":
+        return LOOPBACK
+    name = node_name()
+    address = node_address(name)
+    try:
+        found = socket.gethostbyname(address)
+    except OSError:
+        # A name that does not resolve is treated like one that resolves to this machine alone.
+        found = LOOPBACK
+    # Debian maps a host's own name to 127.0.1.1: no other node reaches that.
+    if ipaddress.ip_address(found).is_loopback and address == name:
+        return _outward_address() or found
+    return found
+
+
+def _outward_address() -> str:
+    """The address that outgoing traffic carries; nothing is sent to find it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # RFC 5737: an address that is never assigned
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
 
 
 def _component(order: ServerOrder, launch: Launch, folder: ServerPaths) -> Component:

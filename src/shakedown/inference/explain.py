@@ -1,7 +1,8 @@
-"""Why a server did not start or died, read from its log. Pure."""
+"""Why a server did not start or died, read from its log: at its end, or over its whole life."""
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Rule:
     source: str
 
 
+_PIECE = 1 << 20  # bytes at one look: a log that grows faster is read on at the next
+_END = 1 << 16  # characters before the end, in which a death is looked for first
 # As Python ends a traceback. Behind a quote one is only spoken of: vLLM's warning about few file
 # descriptors quotes the OSError that may come of it.
 _ERROR = re.compile(r"(?<![\w`'\"])\w{1,80}(?:Error|Exception): [^\n]{1,300}")
@@ -210,3 +213,44 @@ def log_end(text: str, lines: int = 15) -> str:
     """The last lines that say something, each cut to a readable length."""
     kept = [line.rstrip()[:240] for line in text.splitlines() if line.strip()]
     return "\n".join(kept[-lines:])
+
+
+class LogWatch:
+    """The trouble that a log named last, over the server's whole life."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read, self._end = path, 0, ""
+        self._last: Cause | None = None
+
+    @property
+    def trouble(self) -> str:
+        """The cause that the log named last; empty when it never named one."""
+        return self._last.text if self._last else ""
+
+    def look(self) -> bool:
+        """Read on; whether the log names another trouble than before."""
+        before = self.trouble
+        self._read_on()
+        return self.trouble != before
+
+    def cause(self, returncode: int | None) -> Cause | None:
+        """Why the server ended: by the log's end, by what it named before, by its exit code."""
+        while self._read_on():
+            pass
+        return likely_cause(self._end) or self._last or likely_cause("", returncode)
+
+    def _read_on(self) -> bool:
+        """Whether there was more."""
+        try:
+            with self._path.open("rb") as stream:
+                stream.seek(self._read)
+                found = stream.read(_PIECE)
+        except OSError:  # not there yet, or a disk's outage: read at a later look
+            return False
+        self._read += len(found)
+        piece = found.decode("utf-8", "replace")
+        # With the unfinished line before it, which a piece may have cut in two.
+        line = self._end.rpartition("\n")[2]
+        self._last = likely_cause(line + piece) or self._last
+        self._end = (self._end + piece)[-_END:]
+        return bool(found)

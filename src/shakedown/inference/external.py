@@ -1,6 +1,6 @@
 """A server of somebody else, by its URL: looked at, and written down like one of our own.
 
-It is never started, stopped or leased. What it can do is seen by asking it, not by its name.
+It is never started or ended here. What it can do is seen by asking it, not by its name.
 Several of one model, `URL,URL`, are one server to all that use it: see `relay`.
 """
 
@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.files import write_json
 from shakedown.core.paths import ServerPaths
+from shakedown.inference.auth import make_secret, read_secret
 from shakedown.inference.client import Client
 from shakedown.inference.engines import Capabilities, Request, TokenEngine, get_engine
 from shakedown.inference.engines import get_token_engine as token_engine
 from shakedown.inference.folder import Endpoint, ServerOrder, read_endpoint, with_model
 from shakedown.inference.ready import generation_fault
 from shakedown.inference.relay import relayed, split_urls
-from shakedown.inference.secret import make_secret, read_secret
 from shakedown.inference.upstream import ask_models
 from shakedown.slurm.hostlist import node_name
 

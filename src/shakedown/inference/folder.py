@@ -13,8 +13,8 @@ from shakedown.core.errors import UsageError
 from shakedown.core.files import json_as, read_json_as, write_json
 from shakedown.core.model_folder import check_sizes, check_tokenizer
 from shakedown.core.paths import ServerPaths
+from shakedown.inference.auth import read_secret
 from shakedown.inference.engines import LaunchSpec
-from shakedown.inference.secret import read_secret
 
 ENDPOINT_SCHEMA = "shakedown/endpoint/1"
 # Arguments of vLLM and SGLang: the weights are not the folder's, or its tokenizer is not used.
@@ -43,7 +43,8 @@ class SlurmOptions:
 
 @dataclass(frozen=True)
 class ServerOrder:
-    """A server to keep. `lease`, `ready_timeout` and `grace` (SIGTERM to SIGKILL) in seconds.
+    """A server to keep. `lease` (its idle limit), `ready_timeout` and `grace` (SIGTERM to
+    SIGKILL) in seconds.
 
     `spec.host` empty and `spec.port` 0 let the daemon choose on the node where it runs. Of an
     external server: `url`, and the file or the environment variable that holds its key.
@@ -129,7 +130,7 @@ class Endpoint:
 
     @property
     def external(self) -> bool:
-        """Whether it is somebody else's: never started, stopped or leased here."""
+        """Whether it is somebody else's: never started or ended here."""
         return self.launcher.get("kind") == "external"
 
     def api_key(self) -> str:

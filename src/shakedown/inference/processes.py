@@ -1,19 +1,30 @@
-"""Which processes of a server are there: its daemon, its Slurm job."""
+"""A server's processes, its daemon or its Slurm job: whether they are there, and their end.
 
-import re
+A server ends also on a disk that takes no file any more, and one command at a time changes it.
+"""
+
+import contextlib
+import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shakedown.cluster.held import holder_of
-from shakedown.core.errors import LaunchError, UsageError
+from shakedown.cluster.held import hold, holder_of
+from shakedown.cluster.roster import end_left
+from shakedown.core.errors import LaunchError, ServerError, StorageError, UsageError
+from shakedown.core.files import write_text
+from shakedown.core.folders import storage_errors
 from shakedown.core.lease import Holder
 from shakedown.core.paths import ServerPaths
-from shakedown.core.private import read_own
+from shakedown.core.private import own_folder, read_own
 from shakedown.inference.folder import read_state
-from shakedown.slurm.jobs import Job, ask
+from shakedown.processes.recorded import Recorded
+from shakedown.slurm import jobs
 
 POLL_SECONDS = 0.25
-_JOB_ID = re.compile(r"[1-9][0-9]{0,9}")
+_STOP_SECONDS = 40.0  # the daemon's own grace time, and the kill after it
+
+Say = Callable[[str], None]
 
 
 def alive(folder: ServerPaths) -> bool:
@@ -52,7 +63,7 @@ def job_id(folder: ServerPaths) -> str:
     """
     text = _word(folder.job)
     # It becomes an argument of Slurm's programs, to which `1,2` and `--user=x` are many jobs.
-    if text and _JOB_ID.fullmatch(text) is None:
+    if text and jobs.JOB_ID.fullmatch(text) is None:
         raise UsageError(
             f"{folder.job} holds {text[:40]!r}: expected the number of one Slurm job",
             hint="squeue --me",
@@ -68,7 +79,7 @@ def _word(path: Path) -> str:
     return read_own(path, errors="replace").strip() if path.exists() else ""
 
 
-def job_state(folder: ServerPaths) -> Job | None:
+def job_state(folder: ServerPaths) -> jobs.Job | None:
     """What the server's job does: ended, too, when the number is another job's.
 
     None when it has none, or when Slurm could not be asked just now.
@@ -77,9 +88,77 @@ def job_state(folder: ServerPaths) -> Job | None:
     if not job:
         return None
     try:
-        found = ask([job]).get(job, Job("", "Slurm no longer knows it"))
+        found = jobs.ask([job]).get(job, jobs.Job("", "Slurm no longer knows it"))
     except LaunchError:
         return None
     if found.ended or found.bears(job_mark(folder)):
         return found
-    return Job("", "the job with its number has not its mark")
+    return jobs.Job("", "the job with its number has not its mark")
+
+
+def stop_server(folder: ServerPaths, say: Say) -> str:
+    """End the server, its daemon or its job; says what was done.
+
+    Raises:
+        RefusedError: processes of a killed daemon are left, or may be somebody else's.
+        ServerError: it could not be ended from here.
+        LaunchError: its job could not be cancelled.
+    """
+    was_running = alive(folder)
+    if was_running:
+        _stop(folder, say)
+    end_left(folder.roster)
+    return "stopped" if was_running else "was not running"
+
+
+def _stop(folder: ServerPaths, say: Say) -> None:
+    asked = _ask_to_stop(folder, say)
+    waiting = job_state(folder)
+    # A job in the queue has no daemon yet that could see the stop file.
+    if not asked or (waiting is not None and waiting.waits):
+        _signal(folder, signal.SIGTERM)
+    if gone(folder, _STOP_SECONDS):
+        return
+    say("serve: the daemon does not answer, ending it")
+    _signal(folder, signal.SIGKILL)  # its guard ends the server
+    if not gone(folder, _STOP_SECONDS):
+        who = f"Slurm job {job_id(folder)}" if job_id(folder) else str(daemon_of(folder))
+        raise ServerError(
+            f"{folder.root}: its server was not ended: {who} is not known to be gone",
+            hint=f"end it where it runs, then: shakedown serve stop {folder.root}",
+        )
+
+
+def _signal(folder: ServerPaths, signum: int) -> None:
+    if job := job_id(folder):
+        jobs.cancel_marked(job, job_mark(folder))
+        return
+    daemon = daemon_of(folder)
+    if daemon is not None and daemon.within_reach(Holder.here("")):
+        Recorded(daemon.pid, daemon.started, daemon.boot).send(signum)
+
+
+def _ask_to_stop(folder: ServerPaths, say: Say) -> bool:
+    """Whether the daemon can see that it is asked: a full or read-only disk takes no file."""
+    try:
+        write_text(folder.stop, "stop\n")
+    except StorageError as error:
+        say(f"serve: {error}")
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def turn(folder: ServerPaths, action: str, *, wait: bool = False) -> Iterator[None]:
+    """One start, stop or restart of a server at a time, in a folder that only this user changes.
+
+    Args:
+        wait: come second, instead of being refused.
+
+    Raises:
+        RefusedError: another command changes the server.
+    """
+    with storage_errors("use", folder.root):
+        own_folder(folder.root)
+    with hold(folder.root, f"shakedown serve {action}", wait=wait):
+        yield

@@ -21,7 +21,7 @@ from shakedown.core.errors import CannotJudgeError, ServerError, UsageError
 from shakedown.core.http import LOOPBACK, NoAnswerError, application, in_thread, listening
 from shakedown.core.http import why as why_of
 from shakedown.core.verdict import Finding
-from shakedown.inference.secret import bearer
+from shakedown.inference.auth import bearer
 from shakedown.inference.upstream import AT_ONCE, MODELS, Upstream
 
 _MAX_STICKY_KEYS = 100_000  # keys whose server is remembered

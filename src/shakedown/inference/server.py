@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -16,23 +17,28 @@ from shakedown.core.files import write_json, write_text
 from shakedown.core.lease import holder_of
 from shakedown.core.paths import ServerPaths
 from shakedown.core.private import open_own
-from shakedown.inference import external, slurm
-from shakedown.inference.address import port_fault
+from shakedown.inference import external
+from shakedown.inference.auth import make_secret
+from shakedown.inference.daemon import port_fault
 from shakedown.inference.engines import get_engine
 from shakedown.inference.folder import (
     Endpoint,
     ServerOrder,
+    SlurmOptions,
     State,
     launchable,
     read_endpoint,
     read_state,
 )
-from shakedown.inference.lease import Lease
+from shakedown.inference.idle_limit import IdleTimer
 from shakedown.inference.processes import (
     POLL_SECONDS,
+    Say,
     alive,
     job_id,
     job_state,
+    stop_server,
+    turn,
 )
 from shakedown.inference.ready import (
     ReadyOptions,
@@ -41,8 +47,7 @@ from shakedown.inference.ready import (
     health_fault,
     wait_ready,
 )
-from shakedown.inference.secret import make_secret
-from shakedown.inference.stopping import Say, stop_server, turn
+from shakedown.slurm import jobs
 
 _KEEPER_SECONDS = 60.0  # for a daemon to be heard: a shared file system may be slow to show files
 _QUEUE_SAY_SECONDS = 10.0
@@ -81,7 +86,7 @@ def start(order: ServerOrder, root: Path, *, say: Say = print) -> Endpoint:
         running = _running(folder)
         if running is not None and running.order == order and _answers(running):
             say(f"serve: {order.name} is already running at {running.base_url}")
-            Lease(folder.lease).renew()
+            IdleTimer(folder.lease).reset()
             return running
         stop_server(folder, say)
         return _start(order, folder, say)
@@ -136,7 +141,7 @@ def ensure(
 def _is_kept(endpoint: Endpoint, folder: ServerPaths) -> bool:
     if not (alive(folder) and _answers(endpoint)):
         return False
-    Lease(folder.lease).renew()
+    IdleTimer(folder.lease).reset()
     return True
 
 
@@ -206,16 +211,16 @@ def stop(root: Path, *, say: Say = print) -> str:
 
 @contextlib.contextmanager
 def in_use(path: Path, order: Callable[[], ServerOrder], *, say: Say = print) -> Iterator[Endpoint]:
-    """The server of `endpoint.json`, running, and its lease renewed until the block ends.
+    """The server of `endpoint.json`, running, and never idle until the block ends.
 
     Raises:
         UsageError, ServerError, LaunchError: as `ensure`.
         ServerError: the block failed, and the server died meanwhile: when and of what.
     """
     endpoint = ensure(path, order, say=say)
-    lease = Lease(ServerPaths(path if path.is_dir() else path.parent).lease)
+    timer = IdleTimer(ServerPaths(path if path.is_dir() else path.parent).lease)
     try:
-        with contextlib.nullcontext() if endpoint.external else lease:
+        with contextlib.nullcontext() if endpoint.external else timer:
             yield endpoint
     except ShakedownError as error:
         if told := read_endpoint(path).ended:
@@ -235,7 +240,7 @@ def temporary(order: ServerOrder, root: Path, *, say: Say = print) -> Iterator[E
     """
     try:
         endpoint = start(order, root, say=say)
-        with Lease(ServerPaths(root).lease):
+        with IdleTimer(ServerPaths(root).lease):
             yield endpoint
     finally:
         if root.is_dir():
@@ -247,7 +252,7 @@ def _start(
 ) -> Endpoint:
     _prepare(folder)
     make_secret(folder.secret)
-    Lease(folder.lease).renew()
+    IdleTimer(folder.lease).reset()
     try:
         if order.launcher == "slurm":
             _submit(order, folder, say)
@@ -264,7 +269,7 @@ def _start(
                 api_key=endpoint.api_key(),
                 dead=lambda: _why_dead(folder),
                 say=lambda line: say(f"serve: {line}"),
-                tick=Lease(folder.lease).renew,  # a long load must not use the lease up
+                tick=IdleTimer(folder.lease).reset,  # a long load is no idle time
                 log=folder.log,
             ),
         )
@@ -310,9 +315,40 @@ def _spawn_daemon(order: ServerOrder, folder: ServerPaths) -> None:
 
 
 def _submit(order: ServerOrder, folder: ServerPaths, say: Say) -> None:
-    job = slurm.submit(folder, order)
+    """The daemon as a Slurm job of its own.
+
+    Raises:
+        LaunchError: Slurm refused.
+    """
+    command = shlex.join(
+        [sys.executable, "-P", "-m", "shakedown.inference.daemon", str(folder.root)]
+    )
+    mark = secrets.token_hex(8)
+    write_text(folder.job_mark, f"{mark}\n")
+    # exec: the daemon takes the place of the shell, which would not pass a SIGTERM on to it. The
+    # order is one line of JSON, which cannot be the line that ends it.
+    script = f"#!/bin/bash\nexec {command} <<'END'\n{order.to_text()}\nEND\n"
+    options = sbatch_options(folder, order.slurm)
+    job = jobs.submit(script, options, name=f"serve-{order.name}", mark=mark)
     write_text(folder.job, f"{job}\n")
     say(f"serve: {order.name} is Slurm job {job}")
+
+
+def sbatch_options(folder: ServerPaths, options: SlurmOptions) -> list[str]:
+    """The arguments of sbatch, the user's own last."""
+    # Not requeued: Slurm would start the server again at an address that endpoint.json does not
+    # name.
+    found = ["--nodes=1", "--ntasks=1", f"--cpus-per-task={options.cpus}", "--no-requeue"]
+    found += ["--open-mode=append", f"--output={folder.slurm_log}", f"--chdir={folder.root}"]
+    gpus = ("gpu", options.gpu_model, str(options.gpus)) if options.gpus else ()
+    named = {
+        "--partition": options.partition,
+        "--account": options.account,
+        "--time": options.time_limit,
+        "--exclude": options.exclude,
+        "--gres": ":".join(filter(None, gpus)),
+    }
+    return [*found, *(f"{key}={value}" for key, value in named.items() if value), *options.extra]
 
 
 def _daemon_says(order: ServerOrder, folder: ServerPaths, say: Say) -> State:
@@ -337,7 +373,7 @@ def _daemon_says(order: ServerOrder, folder: ServerPaths, say: Say) -> State:
             )
         if found is not None and found.waits:
             heard = time.monotonic()
-            Lease(folder.lease).renew()
+            IdleTimer(folder.lease).reset()
             if heard - said >= _QUEUE_SAY_SECONDS:
                 said = heard
                 say(f"serve: job {job} is {found.state} ({found.reason})")

@@ -20,7 +20,7 @@ import aiohttp
 from shakedown.core import http
 from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.http import Answer, NoAnswerError
-from shakedown.inference.secret import bearer
+from shakedown.inference.auth import bearer
 
 # Seconds. Below the server's own limit: uvicorn, and so vLLM and SGLang, closes an idle connection
 # after 5 s, and a request that is sent just then is lost.

@@ -12,15 +12,17 @@ import contextlib
 import json
 import re
 import secrets
+import socket
+import time
 from collections.abc import AsyncIterator, Callable
-from typing import Self
+from typing import Any, Self
 
 import aiohttp
 from aiohttp import web
 
 from shakedown.agents.call_log import CallLog
 from shakedown.agents.episode_tag import HEADER
-from shakedown.agents.wire import WireCall
+from shakedown.agents.wire import WireCall, out_of_descriptors
 from shakedown.core.http import LARGEST_REQUEST, LOOPBACK, application, listening
 from shakedown.inference.upstream import MODELS, Upstream
 from shakedown.rollout.agent_calls import (
@@ -44,12 +46,12 @@ from shakedown.rollout.engine_replies import (
     read_object,
     told,
 )
-from shakedown.rollout.listening import ListeningSocket
 from shakedown.rollout.protocols import PROTOCOLS
 from shakedown.rollout.protocols.base import Protocol, Reply
 from shakedown.rollout.request_gate import RequestGate
 from shakedown.rollout.shared_history import SharedHistory
 
+_AGAIN_SECONDS = 0.5  # less than asyncio waits before it tries to accept again
 _CHAT = "/v1/chat/completions"
 # What a call may end by; the agent is told which.
 _TOLD = (RefusedCallError, CallError, RecursionError, TimeoutError, aiohttp.ClientError)
@@ -102,7 +104,7 @@ class AgentProxy:
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(self._engine)
-            self._listening = stack.enter_context(ListeningSocket(self.host))
+            self._listening = stack.enter_context(_ListeningSocket(self.host))
             app = application(self._handle, "/e/{key}/{path:.*}", "/{path:.*}")
             self.port = await stack.enter_async_context(listening(app, self._listening))
             self._stack = stack.pop_all()
@@ -331,6 +333,37 @@ class AgentProxy:
                     "sampling",
                     flush=True,
                 )
+
+
+class _ListeningSocket(socket.socket):
+    """Bound to a free port; notes when there was no descriptor left for a connection.
+
+    asyncio leaves such a connection in the queue, where its client waits, says so and tries again a
+    second later.
+
+    Args:
+        host: its own address.
+
+    `full_at`: Unix time of the last such connection; 0: there was none.
+    """
+
+    def __init__(self, host: str) -> None:
+        super().__init__(socket.AF_INET, socket.SOCK_STREAM)
+        self.full_at = 0.0
+        self.bind((host, 0))
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """As of any socket."""
+        try:
+            return super().accept()
+        except OSError as error:
+            if not out_of_descriptors(error):
+                raise
+            before, self.full_at = self.full_at, time.time()
+            if self.full_at - before < _AGAIN_SECONDS:
+                # asyncio does not stop at the first one, and would say it thousands of times.
+                raise BlockingIOError from error
+            raise
 
 
 def _key(request: web.Request) -> str:

@@ -14,8 +14,8 @@ from shakedown.core.paths import ServerPaths
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
 from shakedown.inference.folder import Endpoint, read_endpoint, with_model
+from shakedown.inference.processes import turn
 from shakedown.inference.relay import split_urls
-from shakedown.inference.stopping import turn
 from shakedown.rollout.store import Weights
 from shakedown.rollout.weights import WeightSync, all_loaded, probe_tokens
 

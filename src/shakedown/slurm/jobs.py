@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -123,6 +123,41 @@ def parse(text: str) -> dict[str, Job]:
         if len(row) == _COLUMNS:
             found[row[0]] = Job(row[1], row[2], row[3], _moment(row[4]), *row[5:])
     return found
+
+
+def submit(script: str, options: Sequence[str], *, name: str, mark: str) -> str:
+    """Submit a batch script as a job that bears the mark, and return its id.
+
+    Raises:
+        LaunchError: Slurm refused, with its own words.
+    """
+    marks = [f"--job-name={name}-{mark}", f"--comment={marked_comment(mark)}"]
+    answer = run(["sbatch", "--parsable", *marks, *options], stdin=script)
+    # `12`, or `12;cluster` where there are several clusters.
+    job_id = answer.text.strip().partition(";")[0]
+    if answer.words or JOB_ID.fullmatch(job_id) is None:
+        raise LaunchError(
+            f"sbatch refused the job {name}: {(answer.words or answer.text).strip()[:400]}",
+            hint="sinfo -o '%P %a %G %l %D'",
+        )
+    return job_id
+
+
+def cancel_marked(job_id: str, mark: str) -> None:
+    """Cancel this job and no other: Slurm is asked before whether it bears the mark.
+
+    Raises:
+        LaunchError: Slurm could not be asked, or the number is another job's.
+    """
+    found = ask([job_id]).get(job_id, Job(""))
+    if found.ended:
+        return
+    if not found.bears(mark):
+        raise LaunchError(
+            f"job {job_id} was not cancelled: it has not the mark of the one that was submitted",
+            hint=f"squeue -j {job_id}",
+        )
+    cancel(job_id)
 
 
 def cancel(job_id: str) -> None:

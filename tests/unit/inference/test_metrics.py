@@ -1,4 +1,4 @@
-"""The engine's own counters: what they say, and the lease that they renew."""
+"""The engine's own counters: what they say, and the idle time that they end."""
 
 import contextlib
 import threading
@@ -14,7 +14,7 @@ from shakedown.core.files import write_json
 from shakedown.inference import metrics
 from shakedown.inference.engines import LaunchSpec, get_engine
 from shakedown.inference.folder import Endpoint, ServerOrder, read_endpoint
-from shakedown.inference.lease import LeaseWatch
+from shakedown.inference.idle_limit import IdleLimit
 from shakedown.inference.metrics import (
     Metrics,
     RequestWatch,
@@ -107,13 +107,13 @@ def test_request_that_runs_for_long_is_a_use_at_every_look() -> None:
     assert [watch() for _ in range(3)] == [True, True, True]
 
 
-def test_server_that_only_answers_keeps_its_lease_without_its_file(tmp_path: Path) -> None:
+def test_server_that_only_answers_is_not_idle_without_its_file(tmp_path: Path) -> None:
     uses = [True, True, False, False]
-    watch = LeaseWatch(tmp_path / "lease", 0.1, asked=lambda: uses.pop(0))
+    watch = IdleLimit(tmp_path / "lease", 0.1, asked=lambda: uses.pop(0))
 
     def later() -> bool:
         time.sleep(0.11)
-        return watch.expired()
+        return watch.reached()
 
     assert [later() for _ in range(3)] == [False, False, True]
 
@@ -128,7 +128,7 @@ def test_counters_are_looked_at_twice_in_a_lease_at_least(
         asked.append(True)
         return False
 
-    watch = LeaseWatch(tmp_path / "lease", lease, asked=ask)
+    watch = IdleLimit(tmp_path / "lease", lease, asked=ask)
 
     for _ in range(20):
         time.sleep(0.0105)

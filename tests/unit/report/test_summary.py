@@ -216,9 +216,13 @@ def test_a_warning_does_not_hide_that_the_run_passed() -> None:
     [
         ({"endpoint": {"base_url": "U"}}, "PASS", "answered a real generation at U"),
         (
-            {"endpoint": {"base_url": "U"}, "phase": "ended", "reason": "the lease ran out"},
+            {
+                "endpoint": {"base_url": "U"},
+                "phase": "ended",
+                "reason": "stopped on request",
+            },
             "PASS",
-            "answered a real generation at U; the lease ran out",
+            "answered a real generation at U; stopped on request",
         ),
         (
             {"endpoint": {"base_url": "U"}, "phase": "ended", "reason": "killed", "crashed": True},

@@ -14,9 +14,9 @@ import pytest
 from shakedown.config import GrpoConfig, StageConfig
 from shakedown.core.errors import CannotJudgeError, ServerError, ShakedownError, UsageError
 from shakedown.core.paths import StagePaths
+from shakedown.inference.auth import make_secret, read_secret
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
-from shakedown.inference.secret import make_secret, read_secret
 from shakedown.rollout.agent_sampler import (
     AgentFailedError,
     AgentGroupSampler,

@@ -16,8 +16,8 @@ from shakedown.agents.reward_pool import RewardLimits, RewardPool
 from shakedown.config import GrpoConfig, StageConfig
 from shakedown.core.errors import CannotJudgeError
 from shakedown.core.paths import StagePaths
+from shakedown.inference.auth import make_secret, read_secret
 from shakedown.inference.engines import Completion
-from shakedown.inference.secret import make_secret, read_secret
 from shakedown.rollout.groups import (
     Group,
     Prompt,

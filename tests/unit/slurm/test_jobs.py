@@ -7,7 +7,7 @@ import pytest
 
 from shakedown.core.errors import LaunchError
 from shakedown.slurm.client import environment
-from shakedown.slurm.jobs import Job, ask, parse
+from shakedown.slurm.jobs import Job, ask, parse, submit
 from tests.unit.slurm.programs import answers, program
 
 # Of a private cluster of two nodes: one job holds both, one node is drained.
@@ -131,3 +131,36 @@ def test_what_a_shell_or_a_job_around_says_changes_nothing_that_is_asked() -> No
     kept = {"SLURM_CONF": "/c", "PATH": "/bin"}
 
     assert environment(around | kept) == kept | {"SLURM_TIME_FORMAT": "standard"}
+
+
+def test_a_submitted_job_bears_its_mark_and_the_users_own_options_win(programs: Path) -> None:
+    program(programs, "sbatch", 'echo "$*" > "$0.asked"; cat >> "$0.asked"; echo "12;cluster"')
+
+    assert submit("#!/bin/bash\ntrue\n", ["--time=1"], name="serve-p", mark="0" * 16) == "12"
+
+    asked, *script = (programs / "sbatch.asked").read_text().splitlines()
+    assert f"--job-name=serve-p-{'0' * 16} --comment=shakedown-{'0' * 16} --time=1" in asked
+    assert script == ["#!/bin/bash", "true"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ("echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1", "invalid partition"),
+        ("echo done", "sbatch refused the job p: done"),
+    ],
+)
+def test_a_job_that_is_refused_is_told_in_slurms_words(
+    programs: Path, answer: str, told: str
+) -> None:
+    program(programs, "sbatch", answer)
+    with pytest.raises(LaunchError, match=told):
+        submit("#!/bin/bash\n", [], name="p", mark="0" * 16)
+
+
+def test_a_machine_without_slurm_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(LaunchError, match="sbatch is not installed on this host"):
+        submit("#!/bin/bash\n", [], name="p", mark="0" * 16)

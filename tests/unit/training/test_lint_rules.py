@@ -12,7 +12,7 @@ from shakedown.agents.agent_import import agent_fault
 from shakedown.agents.reward_pool import RewardFailure
 from shakedown.cli import main
 from shakedown.config import load_config
-from shakedown.inference.lease import Lease
+from shakedown.inference.idle_limit import IdleTimer
 from shakedown.rollout.agent_sampler import ENGINE
 from shakedown.training.engines import ENGINES, FAMILIES, OPTIONS
 from shakedown.training.engines.tensor_parallel import PLANS
@@ -28,7 +28,7 @@ RUN = "    async def run(self, data, **given):\n        return 1.0\n"
 def test_what_lint_knows_of_other_modules_is_what_they_have() -> None:
     assert set(PLANS) == set(FAMILIES)
     assert ENGINES.keys() == OPTIONS.keys()
-    assert inspect.signature(Lease).parameters["every"].default == times.RENEWED_EVERY
+    assert inspect.signature(IdleTimer).parameters["every"].default == times.RENEWED_EVERY
     assert server.AGENT_ENGINE == ENGINE
 
 

@@ -14,7 +14,7 @@ import pytest
 from shakedown.config import StageConfig
 from shakedown.core.files import write_json
 from shakedown.core.paths import StagePaths
-from shakedown.inference.secret import make_secret
+from shakedown.inference.auth import make_secret
 from shakedown.monitor.heartbeat import read_heartbeats
 from shakedown.progress.signs import Beat
 from shakedown.rollout.batch import RolloutBatch, read_batch

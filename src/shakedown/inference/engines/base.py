@@ -232,7 +232,7 @@ def guarded_module(spec: LaunchSpec, module: str) -> list[str]:
             raise UsageError(f"serve.extra_args: {name} {_NOT_EXTRA[name]}", hint=_EXTRA_HINT)
     # -P: with -m alone Python looks in the working directory first, where a file or folder of the
     # user may bear the name of one of the engine's modules.
-    run = [sys.executable, "-P", "-m", "shakedown.inference.guarded"]
+    run = [sys.executable, "-P", "-m", "shakedown.inference.auth"]
     return [*spec.prefix, *run, spec.secret, module]
 
 

@@ -29,7 +29,7 @@ class TransformersEngine(InferenceEngine):
 
     name = "transformers"
     health_path = "/health"
-    # It has none: inference/guarded.py counts.
+    # It has none: inference/auth.py counts.
     metrics = MappingProxyType(
         {"running": "shakedown:requests_running", "finished": "shakedown:requests_total"}
     )

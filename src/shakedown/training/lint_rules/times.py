@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from shakedown.core.verdict import Finding
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
 
-# inference/lease.py renews the lease so often while something uses the server.
+# inference/idle_limit.py notes a use so often while a command holds the server.
 RENEWED_EVERY = 30.0
 # Below this a job that waits in Slurm's queue finds the server gone; it would start another one.
 _QUEUE_SECONDS = 300.0
@@ -56,13 +56,13 @@ def start_up(inputs: Inputs) -> Iterator[Finding]:
 
 
 def lease(inputs: Inputs) -> Iterator[Finding]:
-    """The server outlives the time between two renewals, a wait in the queue, and its own start."""
+    """The idle limit: more than the time between two uses, a wait in the queue, and a start."""
     serve = inputs.config.serve
     seconds = serve.lease
-    if serve.engine == "external":  # never leased
+    if serve.engine == "external":  # never ended here
         return
     if seconds <= RENEWED_EVERY:
-        expected = f"more than {RENEWED_EVERY:g} s: in use it is renewed so often"
+        expected = f"more than {RENEWED_EVERY:g} s: in use its idle time starts anew so often"
         yield fault("lease", "serve.lease", seconds, expected)
     elif seconds < _QUEUE_SECONDS and inputs.config.cluster.launcher == "slurm":
         expected = f"{_QUEUE_SECONDS:g} s or more with launcher: slurm"

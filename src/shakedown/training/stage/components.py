@@ -11,8 +11,8 @@ from shakedown.cluster.ranks import rank_components
 from shakedown.cluster.supervise import Component
 from shakedown.config import ProfileConfig, ServeConfig
 from shakedown.core.paths import AttemptPaths
+from shakedown.inference.auth import make_secret
 from shakedown.inference.engines import get_engine
-from shakedown.inference.secret import make_secret
 from shakedown.monitor import hook
 from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.nodes import node_address

@@ -20,8 +20,8 @@ from shakedown.agents.reward_pool import RewardPool
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import INTERRUPTED, ConfigError, ServerError, ShakedownError
 from shakedown.data_sources import load_rows
+from shakedown.inference.auth import read_secret
 from shakedown.inference.client import Client
-from shakedown.inference.secret import read_secret
 from shakedown.models.huggingface import read_config, read_tokenizer
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.progress.patience import SHORTEST, WARN_SHARE

@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from shakedown.agents.episode_tag import HEADER
+from shakedown.inference.auth import read_secret
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
 from shakedown.inference.ready import ReadyOptions, wait_ready
 from shakedown.inference.relay import relayed, split_urls
-from shakedown.inference.secret import read_secret
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.rollout.weights import FleetSync, WeightSync
 from shakedown.training.stage.job import StageJob

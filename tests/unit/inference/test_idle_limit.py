@@ -1,9 +1,7 @@
-"""Leases, records and addresses of servers."""
+"""Idle limits, records and addresses of servers."""
 
 import os
 import socket
-import stat
-import subprocess
 import time
 from pathlib import Path
 
@@ -12,8 +10,7 @@ import pytest
 from shakedown.cluster.nodes import quiet_port
 from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.paths import ServerPaths
-from shakedown.inference import slurm
-from shakedown.inference.address import own_address, port_fault
+from shakedown.inference.daemon import own_address, port_fault
 from shakedown.inference.engines import LaunchSpec
 from shakedown.inference.folder import (
     ServerOrder,
@@ -22,29 +19,30 @@ from shakedown.inference.folder import (
     read_endpoint,
     with_model,
 )
-from shakedown.inference.lease import Lease, LeaseWatch
+from shakedown.inference.idle_limit import IdleLimit, IdleTimer
+from shakedown.inference.server import sbatch_options
 
 
-def test_lease_is_renewed_by_use_and_not_by_the_clock(tmp_path: Path) -> None:
-    lease = Lease(tmp_path / "lease")
-    lease.renew()
-    watch = LeaseWatch(tmp_path / "lease", seconds=0.0)
-    assert watch.expired()
+def test_idle_time_starts_anew_by_use_and_not_by_the_clock(tmp_path: Path) -> None:
+    timer = IdleTimer(tmp_path / "lease")
+    timer.reset()
+    watch = IdleLimit(tmp_path / "lease", seconds=0.0)
+    assert watch.reached()
 
     # A file server an hour behind: only the change counts.
     os.utime(tmp_path / "lease", (1, 1))
 
-    assert LeaseWatch(tmp_path / "lease", seconds=100.0).idle() < 100.0
+    assert IdleLimit(tmp_path / "lease", seconds=100.0).idle() < 100.0
     watch.idle()
     time.sleep(0.5)
     assert watch.idle() >= 0.5
-    lease.renew()
+    timer.reset()
     assert watch.idle() < 0.5
 
 
-def test_lease_that_cannot_be_written_says_where(tmp_path: Path) -> None:
-    with pytest.raises(Exception, match="cannot renew lease"):
-        Lease(tmp_path / "missing" / "lease").renew()
+def test_use_that_cannot_be_noted_says_where(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="cannot note a use of the server"):
+        IdleTimer(tmp_path / "missing" / "lease").reset()
 
 
 def test_order_survives_its_text() -> None:
@@ -101,7 +99,7 @@ def test_local_server_is_for_this_machine_alone() -> None:
     assert own_address("local") == "127.0.0.1"
 
 
-def test_sbatch_command_asks_for_what_was_given(tmp_path: Path) -> None:
+def test_sbatch_is_asked_for_what_was_given(tmp_path: Path) -> None:
     options = SlurmOptions(
         "gpu",
         "team",
@@ -113,44 +111,10 @@ def test_sbatch_command_asks_for_what_was_given(tmp_path: Path) -> None:
         extra=("--mem=64G",),
     )
 
-    command = slurm.sbatch_command(ServerPaths(tmp_path), "policy", options, "0123456789abcdef")
+    found = sbatch_options(ServerPaths(tmp_path), options)
 
-    assert {"--partition=gpu", "--account=team", "--gres=gpu:h200:2"} <= set(command)
-    assert {"--cpus-per-task=8", "--time=4:00:00", "--mem=64G", "--nodes=1"} <= set(command)
-    assert "--exclude=n7,n9" in command
-    assert "--job-name=serve-policy-0123456789abcdef" in command
-    assert "--comment=shakedown-0123456789abcdef" in command
-    plain = slurm.sbatch_command(ServerPaths(tmp_path), "policy", SlurmOptions(), "")
+    assert {"--partition=gpu", "--account=team", "--gres=gpu:h200:2"} <= set(found)
+    assert {"--cpus-per-task=8", "--time=4:00:00", "--nodes=1", "--exclude=n7,n9"} <= set(found)
+    assert found[-1] == "--mem=64G"  # the user's own win
+    plain = sbatch_options(ServerPaths(tmp_path), SlurmOptions())
     assert not [word for word in plain if word.startswith(("--partition", "--gres", "--time"))]
-
-
-@pytest.fixture
-def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of stand-ins that comes first in PATH."""
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
-    return folder
-
-
-def stand_in(folder: Path, name: str, script: str) -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    assert subprocess.run(["sh", "-n", str(path)], check=True).returncode == 0
-
-
-def test_refused_job_is_told_in_slurms_words(programs: Path, tmp_path: Path) -> None:
-    stand_in(
-        programs, "sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1"
-    )
-
-    with pytest.raises(LaunchError, match="invalid partition specified"):
-        slurm.submit(ServerPaths(tmp_path), ServerOrder("policy", "vllm", LaunchSpec("m")))
-
-
-def test_machine_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-
-    with pytest.raises(LaunchError, match="sbatch is not installed on this host"):
-        slurm.submit(ServerPaths(tmp_path), ServerOrder("policy", "vllm", LaunchSpec("m")))

@@ -1,4 +1,8 @@
-"""The lease of a persistent server: renewed by use, so that a forgotten server ends itself."""
+"""The idle limit of a persistent server: a forgotten one ends itself.
+
+Each use starts the idle time anew. It is noted as the modification time of the file `lease` in the
+server's folder.
+"""
 
 import os
 import threading
@@ -13,22 +17,22 @@ from shakedown.core.private import open_own
 ASK_SECONDS = 10.0  # at most between two looks at the engine's own counters
 
 
-class Lease:
-    """Renews by setting the modification time of the lease file.
+class IdleTimer:
+    """The clients' side: whoever uses the server starts its idle time anew.
 
-    `with Lease(path):` renews in a thread while the block runs, for work that lasts longer than
-    the lease.
+    `with IdleTimer(path):` does so in a thread while the block runs, for work that lasts longer
+    than the limit.
     """
 
     def __init__(self, path: Path, *, every: float = 30.0) -> None:
-        """`every`: seconds between renewals inside a `with` block."""
+        """`every`: seconds between resets inside a `with` block."""
         self.path = path
         self._every = every
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def renew(self) -> None:
-        """Note a use now.
+    def reset(self) -> None:
+        """Start the idle time anew.
 
         Raises:
             StorageError: the file cannot be written.
@@ -40,12 +44,14 @@ class Lease:
             finally:
                 os.close(handle)
         except OSError as error:
-            raise StorageError(f"cannot renew lease {self.path}: {error.strerror}") from error
+            raise StorageError(
+                f"cannot note a use of the server in {self.path}: {error.strerror}"
+            ) from error
 
     def __enter__(self) -> Self:
-        self.renew()
+        self.reset()
         self._done.clear()
-        self._thread = threading.Thread(target=self._keep, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._keep, name="idle-timer", daemon=True)
         self._thread.start()
         return self
 
@@ -57,13 +63,13 @@ class Lease:
     def _keep(self) -> None:
         while not self._done.wait(self._every):
             try:
-                self.renew()
+                self.reset()
             except StorageError as error:
-                # The work matters more than the lease; the server then ends after its time.
+                # The work matters more than the server, which then ends at its limit.
                 print(f"serve: {error}", flush=True)
 
 
-class LeaseWatch:
+class IdleLimit:
     """The daemon's side: how long nothing has used the server.
 
     A use is a change of the file's time, or whatever `asked` tells of. Changes are noticed, not
@@ -75,7 +81,7 @@ class LeaseWatch:
     ) -> None:
         """`asked`: whether there was a use since its last call, as the engine tells."""
         self._path, self.seconds, self._asked = path, seconds, asked
-        # Twice at least in a lease: no lease is shorter than the time between two looks.
+        # Twice at least within it: no limit is shorter than the time between two looks.
         self._every = min(ASK_SECONDS, seconds / 2)
         self._seen = self._stamp()
         self._used = self._looked = time.monotonic()
@@ -91,14 +97,14 @@ class LeaseWatch:
                 self._used = time.monotonic()
         return time.monotonic() - self._used
 
-    def expired(self) -> bool:
-        """Whether the lease has run out."""
+    def reached(self) -> bool:
+        """Whether nothing has used the server for longer."""
         return self.idle() > self.seconds
 
     def _stamp(self) -> int:
         try:
             return self._path.stat().st_mtime_ns
         except OSError:
-            # An outage of the file system that is shorter than the lease ends no server: its start
+            # An outage of the file system that is shorter than the limit ends no server: its start
             # and its end both count as a use.
             return 0
