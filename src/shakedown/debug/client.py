@@ -139,15 +139,15 @@ class DebugClient:
         return reader, Sender(write)
 
     def _read(self) -> None:
-        try:
+        # However the connection ends, whoever waits is told so below. ValueError: closed by this
+        # process.
+        with contextlib.suppress(OSError, ValueError, ProtocolError):
             while (message := read_message(self._reader)) is not None:
                 kind = message.get("type")
                 if kind == "event":
                     self._events.put(message)
                 elif kind == "response":
                     self._answers.put(message)
-        except (OSError, ValueError, ProtocolError):  # ValueError: closed by this process
-            pass
         self._events.put(None)
         self._answers.put(None)
 

@@ -185,7 +185,8 @@ class Guard:
                 self._start(self._meet, _Link(connection))
 
     def _meet(self, link: _Link) -> None:
-        try:
+        # One that breaks off or speaks another protocol is closed, which says it all.
+        with contextlib.closing(link), contextlib.suppress(OSError, ProtocolError):
             # Over all its reads: one byte a second would never run out of time in a single one.
             limit = threading.Timer(_AUTHENTICATE_SECONDS, link.cut)
             limit.daemon = True
@@ -198,10 +199,6 @@ class Guard:
                     self._unknown -= 1
             if first is not None and attach is not None:
                 self._serve(link, first, attach)
-        except (OSError, ProtocolError):
-            pass  # its connection is closed, which says it all
-        finally:
-            link.close()
 
     def _authenticate(self, link: _Link) -> tuple[Message | None, Message | None]:
         """Its `initialize` and `attach` requests, once the latter has the token."""
@@ -366,8 +363,8 @@ def _proves(link: _Link, token: str) -> bool:
                 link.connection.settimeout(None)
                 return _same(str((message.get("body") or {}).get("clientAccessToken")), token)
     except (OSError, ProtocolError):
-        pass
-    return False
+        return False
+    return False  # it closed the connection without an answer
 
 
 def _same(given: str, secret: str) -> bool:
