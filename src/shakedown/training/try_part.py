@@ -12,17 +12,19 @@ loaded or breaks its contract, 3 when its own code raised, maybe at the made-up 
 import argparse
 import asyncio
 import json
+import socket
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
 from typing import Any
+
+from aiohttp import web
 
 from shakedown.agents.agent_pool import AgentPool, AgentSetup
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.reward_pool import NO_COLUMNS, RewardFailure, RewardLimits, score_rows
 from shakedown.core.errors import ExitCode, ShakedownError
+from shakedown.core.http import LOOPBACK, Handler, application, in_thread, listening
 from shakedown.rollout.protocols import PROTOCOLS
 from shakedown.training.metrics.sinks import require_sinks
 
@@ -60,37 +62,21 @@ _COMPLETION = {
 _EPISODE_SECONDS = 30.0
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Answers as an inference server would."""
+def _engine(model: str) -> Handler:
+    """Answers as an inference server would: with the same text, whatever was asked."""
+    served = {"id": "policy", "object": "model", "root": model}
 
-    server: "_Server"
-
-    def do_POST(self) -> None:
-        """The same text, whatever was asked."""
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        path = self.path.partition("?")[0].rpartition("/v1/")[2]
+    async def answer(request: web.Request) -> web.Response:
+        if request.method == "GET":
+            return web.json_response({"object": "list", "data": [served]})
+        await request.read()
+        path = request.path.rpartition("/v1/")[2]
+        if path == "completions":
+            return web.json_response(_COMPLETION)
         protocol = PROTOCOLS.get(path, PROTOCOLS["chat/completions"])
-        self._answer(_COMPLETION if path == "completions" else protocol.reply().whole(_REPLY))
+        return web.json_response(protocol.reply().whole(_REPLY))
 
-    def do_GET(self) -> None:
-        """The list of models."""
-        served = {"id": "policy", "object": "model", "root": self.server.model}
-        self._answer({"object": "list", "data": [served]})
-
-    def _answer(self, body: Mapping[str, Any]) -> None:
-        text = json.dumps(body).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_args: object) -> None:
-        """Say nothing."""
-
-
-class _Server(ThreadingHTTPServer):
-    model = ""
+    return answer
 
 
 @dataclass(frozen=True)
@@ -110,14 +96,9 @@ def try_reward(name: str) -> Fault | None:
 
 def try_agent(target: str, kwargs: Mapping[str, Any], model: str) -> Fault | None:
     """Run one episode."""
-    with _Server(("127.0.0.1", 0), _Handler) as server:
-        server.model = model
-        Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-        try:
-            return asyncio.run(_episode(target, url, kwargs))
-        finally:
-            server.shutdown()
+    bound = socket.create_server((LOOPBACK, 0))
+    with bound, in_thread(listening(application(_engine(model)), bound)) as port:
+        return asyncio.run(_episode(target, f"http://{LOOPBACK}:{port}/v1", kwargs))
 
 
 async def _episode(target: str, url: str, kwargs: Mapping[str, Any]) -> Fault | None:
