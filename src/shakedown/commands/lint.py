@@ -14,19 +14,27 @@ from shakedown.training.lint import judge_config
 
 EXAMPLES = (
     "shakedown lint config/config.yaml my.yaml --resolved",
-    "shakedown lint gsm8k_grpo.yaml",
+    "shakedown lint gsm8k_grpo.yaml --source ~/AReaL",
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", nargs="+", type=Path, help="later files lie over earlier ones")
     parser.add_argument("--resolved", action="store_true", help="print the resolved config too")
+    parser.add_argument(
+        "--source",
+        type=Path,
+        metavar="PATH",
+        help="checkout or installation of AReaL or prime-rl, for a config of theirs",
+    )
     add_strict(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    verdict = judge_foreign(args.config)
+    verdict = judge_foreign(args.config, args.source)
     if verdict is None:
+        if args.source:
+            raise UsageError("--source is for configs of AReaL and prime-rl")
         config = load_config(*args.config)
         verdict = judge_config(config, layers(*args.config))
         if verdict.status != "FAIL":

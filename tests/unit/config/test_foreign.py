@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shakedown.cli import main
-from shakedown.config.foreign import PROJECTS, judge_foreign, read_toml
+from shakedown.config.foreign import PROJECTS, judge_foreign, read_toml, source
 from shakedown.config.foreign.document import Document
 from shakedown.config.load import Written, read_yaml
 from shakedown.core.errors import ConfigError
@@ -102,31 +102,10 @@ BROKEN = [
     ),
     (
         "areal/gsm8k_grpo.yaml",
-        "tokenizer_path: ${actor.path}",
-        "tokenizer_path: ${actor.pth}",
-        "fail reference tokenizer_path",
-        "tokenizer_path: ${actor.pth}",
-    ),
-    (
-        "areal/gsm8k_grpo.yaml",
-        "weight_update_mode: xccl",
-        "weight_update_mode: nccl",
-        "fail choice actor.weight_update_mode",
-        "weight_update_mode: nccl",
-    ),
-    (
-        "areal/gsm8k_grpo.yaml",
         "use_decoupled_loss: true",
         "use_decoupled_loss: false",
         "warn logprobs actor.rejection_sampling",
         "rejection_sampling:",
-    ),
-    (
-        "areal/gsm8k_grpo.yaml",
-        "max_head_offpolicyness: 2",
-        "max_head_offpolicynes: 2",
-        "warn unknown_key rollout.max_head_offpolicynes",
-        "max_head_offpolicynes: 2",
     ),
     (
         "areal/gsm8k_grpo.yaml",
@@ -211,13 +190,6 @@ BROKEN = [
         "group_size = 16\nmax_off_policy_steps = 0",
         "warn staleness orchestrator.max_off_policy_steps",
         "max_off_policy_steps = 0",
-    ),
-    (
-        "prime_rl/reverse_text.toml",
-        "group_size = 16",
-        "rollouts_per_example = 16",
-        "warn unknown_key orchestrator.rollouts_per_example",
-        "rollouts_per_example = 16",
     ),
     (
         "prime_rl/reverse_text.toml",
@@ -311,13 +283,6 @@ BROKEN = [
         'type = "disaggregated"',
     ),
     (
-        "areal/hhrlhf_dpo.yaml",
-        "beta: 0.1",
-        "loss_type: sigmod",
-        "fail choice actor.loss_type",
-        "loss_type: sigmod",
-    ),
-    (
         "prime_rl/lora.toml",
         'name = "r8-1e-4"',
         "rank = 16",
@@ -341,14 +306,20 @@ BROKEN = [
 ]
 
 
-def _judge(*paths: Path) -> Verdict:
-    verdict = judge_foreign(paths)
+@pytest.fixture(autouse=True)
+def _nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "_installed", lambda _layout: iter(()))
+
+
+def _judge(*paths: Path, source: Path | None = None) -> Verdict:
+    verdict = judge_foreign(paths, source)
     assert verdict is not None, f"of no known project: {paths}"
     return verdict
 
 
 def _told(verdict: Verdict) -> list[str]:
-    return [f"{f.status} {f.check} {f.subject}" for f in verdict.findings]
+    """The findings, but for the one that no source was there to read names from."""
+    return [f"{f.status} {f.check} {f.subject}" for f in verdict.findings if f.check != "source"]
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
@@ -412,7 +383,6 @@ def test_warnings_of_real_configs_are_those_that_were_read_one_by_one() -> None:
 
     assert {name: rows for name, rows in told.items() if rows} == {
         "scaffolding_2nodes": [
-            "warn unknown_key actor.behav_imp_weight_cap",
             "warn allocation allocation_mode",
             "warn lengths gconfig.max_new_tokens",
         ],
@@ -436,8 +406,13 @@ def test_every_example_of_a_checkout_is_read_without_an_error(variable: str) -> 
 
     found = {path: _judge(path) for path in paths if path.name != "pyproject.toml"}
 
+    # AReaL raises on this key of its own examples.
+    failed = {
+        str(path): [row for row in _told(v) if "fail" in row and "behav" not in row]
+        for path, v in found.items()
+    }
     assert found
-    assert {str(path): _told(v) for path, v in found.items() if v.status == "FAIL"} == {}
+    assert {path: rows for path, rows in failed.items() if rows} == {}
 
 
 def _batches(batch: int, own: int, behind: int, limit: int) -> int:
@@ -490,7 +465,7 @@ def test_references_are_followed_and_circles_and_resolvers_left_alone(tmp_path: 
     path.write_text(f"{text}\nlimits:\n  answer: ${{limits.most}}\n  most: 40000\n")
 
     assert "fail lengths gconfig.max_new_tokens" in _told(_judge(path))
-    assert {f.check for f in _judge(path).findings} == {"lengths"}
+    assert {f.check for f in _judge(path).findings} == {"lengths", "source"}
 
 
 def test_files_of_prime_rl_lie_over_each_other_and_the_last_one_is_named(tmp_path: Path) -> None:
@@ -502,7 +477,7 @@ def test_files_of_prime_rl_lie_over_each_other_and_the_last_one_is_named(tmp_pat
     finding = _judge(base, over).findings[0]
 
     assert (finding.check, finding.evidence) == ("batch", [f"{over}:2:1"])
-    assert _judge(base, over, fixed).status == "PASS"
+    assert _told(_judge(base, over, fixed)) == []
 
 
 @pytest.mark.parametrize(
@@ -612,5 +587,5 @@ def test_the_command_prints_the_place_and_ends_with_the_codes_of_lint(
     assert main(["lint", "--strict", str(doubtful)]) == 1
     assert main(["lint", "--resolved", str(good)]) == 2
     printed = capsys.readouterr().out
-    assert f"lint: PASS: {good}: AReaL (RL) is sound" in printed
+    assert f"lint: WARN: {good}: AReaL (RL): 0 failed, 1 warning" in printed
     assert f"at {wrong}:6:1" in printed

@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shakedown.config.foreign.areal import kind_of as kind_of_areal
-from shakedown.config.foreign.areal import lint_areal
-from shakedown.config.foreign.document import Document
-from shakedown.config.foreign.prime_rl import kind_of as kind_of_prime_rl
-from shakedown.config.foreign.prime_rl import lint_prime_rl
+from shakedown.config.foreign import areal, prime_rl
+from shakedown.config.foreign.document import Document, count_unknown, told
+from shakedown.config.foreign.source import Layout, UnreadableError, read_schema
 from shakedown.config.load import Written, merge, read_yaml
 from shakedown.config.toml_places import is_deep
 from shakedown.core.errors import ConfigError
@@ -28,27 +26,33 @@ _MOST_DOTS = 50  # of a key in TOML
 class Project:
     """Another project whose configs are read.
 
-    `null`: a text that stands for null, which TOML does not have.
+    `null`: a text that stands for null, which TOML does not have. `overlap`: several kinds share
+    most keys, so that of a known version the kind that knows most of a file's keys is taken.
     """
 
-    name: str
+    layout: Layout
     suffixes: Sequence[str]
     kind_of: Callable[[Mapping[str, Any]], str]
     lint: Callable[[Document], list[Finding]]
     null: str = ""
+    overlap: bool = False
 
 
 PROJECTS = (
-    Project("AReaL", (".yaml", ".yml"), kind_of_areal, lint_areal),
-    Project("prime-rl", (".toml",), kind_of_prime_rl, lint_prime_rl, null="None"),
+    Project(areal.LAYOUT, (".yaml", ".yml"), areal.kind_of, areal.lint_areal),
+    Project(prime_rl.LAYOUT, (".toml",), prime_rl.kind_of, prime_rl.lint_prime_rl, "None", True),
 )
 
 
-def judge_foreign(paths: Sequence[Path]) -> Verdict | None:
+def judge_foreign(paths: Sequence[Path], source: Path | None = None) -> Verdict | None:
     """The verdict on files of one other project, later ones over earlier; None when they are none.
+
+    Args:
+        source: a checkout or an installation of the project, whose names of keys are read.
 
     Raises:
         ConfigError: a file is missing, cannot be read, or is TOML of no known project.
+        UsageError: `source` is none of the project.
     """
     clock = Stopwatch()
     body: dict[str, Any] = {}
@@ -60,17 +64,41 @@ def judge_foreign(paths: Sequence[Path]) -> Verdict | None:
     for project in PROJECTS:
         kind = project.kind_of(body) if suffixes <= set(project.suffixes) else ""
         if kind:
-            written = Written(paths)
-            document = Document(body, written, kind, f"{paths[0]}:1:1", project.null)
-            findings = [
-                replace(finding, evidence=[document.at(finding.subject)])
-                for finding in project.lint(document)
-            ]
-            return _verdict(f"{project.name} ({kind})", paths, findings, clock)
+            begin = f"{paths[0]}:1:1"
+            document = Document(body, Written(paths), kind, begin, project.null)
+            document, findings = _with_schema(project, document, paths, source)
+            findings = [*project.lint(document), *findings]
+            findings = [replace(f, evidence=[document.at(f.subject)]) for f in findings]
+            return _verdict(f"{project.layout.name} ({document.kind})", paths, findings, clock)
     if ".toml" in suffixes:
         where = " + ".join(map(str, paths))
         raise ConfigError(f"{where}: TOML of no known project; expected a config of prime-rl")
     return None
+
+
+def _with_schema(
+    project: Project, document: Document, paths: Sequence[Path], source: Path | None
+) -> tuple[Document, list[Finding]]:
+    """The document with the names of its version, or a warning that they are not known."""
+    layout = project.layout
+    if document.kind not in layout.kinds:
+        return document, []
+    try:
+        schema = read_schema(layout, source, paths)
+        kinds = [document.kind, *(schema.kinds if project.overlap else ())]
+        kind = min(
+            set(kinds) & set(schema.kinds),
+            key=lambda kind: (count_unknown(document.body, schema, kind), kinds.index(kind)),
+            default="",
+        )
+        if kind:
+            return replace(document, schema=schema, kind=kind), []
+        reason = f"{schema.source} has no config of this kind"
+    except UnreadableError as error:
+        reason = str(error)
+    expected = f"the names of {layout.name}'s keys, to compare the file's with"
+    remedy = f"give a checkout of your version: --source PATH, or install {layout.name}"
+    return document, [told("warn", "source", "keys", reason, expected, remedy=remedy)]
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """What goes wrong in a config of AReaL: YAML, read by hydra and OmegaConf.
 
-What each key means was read in AReaL at the commit that `areal_keys.json` names, in
-`areal/api/cli_args.py` where no other file is said. A key that is absent has that file's default;
-what a run gives on its command line is not known here.
+What each key means was read in AReaL at 4aef98d8d of 2026-05-21, in `areal/api/cli_args.py` where
+no other file is said; names, choices and defaults are those of the user's version where it can be
+read. What a run gives on its command line is not known here.
 """
 
 from collections.abc import Mapping
@@ -20,10 +20,10 @@ from shakedown.config.foreign.areal_rl import lint_rl
 from shakedown.config.foreign.document import (
     Document,
     dangling,
-    read_schema,
+    lint_names,
     told,
-    unknown_keys,
 )
+from shakedown.config.foreign.source import Layout
 from shakedown.core.errors import did_you_mean
 from shakedown.core.verdict import Finding
 
@@ -42,23 +42,23 @@ RENAMED = {
 }
 
 _KINDS = {"rw": "reward model", "dpo": "DPO"}  # by train_dataset.type
-_LEVELS = ("batch", "group")
-_PLACES = ("separation", "colocation")
-# Values that AReaL compares with, and ends the run, hours of queue later, when none is equal.
-_CHOICES = {
-    "scheduler.type": ("local", "ray", "slurm"),
-    "actor.weight_update_mode": ("xccl", "disk"),
-    "actor.loss_type": ("sigmoid", "ipo"),  # of DPO
-    "actor.prox_logp_method": ("recompute", "loglinear", "metrics"),
-    "actor.rejection_sampling.level": ("token", "sequence"),
-    "actor.rejection_sampling.action": ("mask", "clamp"),
-    "actor.rejection_sampling.metric": ("ratio", "kl_k1", "kl_k2", "kl_k3"),
-    "actor.rejection_sampling.agg": ("sum", "mean", "max"),
-    "actor.mb_spec.packing_algorithm": ("ffd", "kk"),
-    "rollout.agent.mode": ("inline", "subproc", "online"),
-    **{f"actor.{n}_norm.{k}_level": _LEVELS for n in ("reward", "adv") for k in ("mean", "std")},
-    **{f"{role}.scheduling_strategy.type": _PLACES for role in ROLES},
-}
+_SCHEDULERS = ("local", "ray", "slurm")
+LAYOUT = Layout(
+    name=NAME,
+    package="areal",
+    roots=(".",),
+    marker="areal/api/cli_args.py",
+    installed=("areal",),
+    kinds={
+        kind: f"areal.api.cli_args:{name}"
+        for kind, name in {
+            "RL": "PPOConfig",
+            "SFT": "SFTConfig",
+            "reward model": "RWConfig",
+            "DPO": "DPOConfig",
+        }.items()
+    },
+)
 
 
 def kind_of(body: Mapping[str, Any]) -> str:
@@ -78,15 +78,17 @@ def kind_of(body: Mapping[str, Any]) -> str:
 
 def lint_areal(d: Document) -> list[Finding]:
     """Findings of a file of any kind that `kind_of` names."""
-    schema = read_schema("areal")
-    if d.kind not in schema.kinds:
+    if d.kind not in LAYOUT.kinds:
         return []
     parts, findings = _engines(d)
-    findings += unknown_keys(d, schema, renamed=RENAMED, own=True)
-    findings += dangling(d, schema)
+    findings += [*lint_names(d, RENAMED, own=True), *dangling(d)]
     findings += [*_legacy(d), *_gpus(d, parts), *_whole_nodes(d, parts), *_shared(d, parts)]
-    findings += [*_choices(d), *_epochs(d)]
-    if d.kind == "reward model" and d.get("actor.is_critic") is not True:
+    findings += [*_scheduler(d), *_epochs(d)]
+    if (
+        d.kind == "reward model"
+        and d.knows("actor.backend")
+        and d.get("actor.is_critic") is not True
+    ):
         expected = "true, with train_dataset.type: rw"
         findings.append(told("fail", "critic", "actor.is_critic", False, expected))
     return findings + (lint_rl(d, parts) if d.kind == "RL" else [])
@@ -138,9 +140,12 @@ def _legacy(d: Document) -> list[Finding]:
     text = d.text("allocation_mode")
     if not text or "${" in text:
         return []
+    named = d.knows("actor.backend")  # versions before it also read forms without an engine's name
     try:
         allocation = parse_allocation(text)
     except AllocationError as error:
+        if not named:
+            return []
         return [told("fail", "allocation", "allocation_mode", text, str(error).splitlines()[0])]
     findings = []
     nodes, each = d.whole("cluster.n_nodes"), d.whole("cluster.n_gpus_per_node")
@@ -152,7 +157,7 @@ def _legacy(d: Document) -> list[Finding]:
         findings.append(
             told(status, "gpus", "allocation_mode", f"{text}: {allocation.gpus} GPUs", expected)
         )
-    if d.has("actor") and not d.has("actor.backend"):
+    if named and d.has("actor") and not d.has("actor.backend"):
         expected = "a `backend` with its engine's name in each section: AReaL's form since 2026-03"
         roles = ["rollout" if p.backend in INFERENCE else "actor" for p in allocation.parts]
         rows = [f"{r}.backend: {p}" for r, p in zip(roles, allocation.parts, strict=True)]
@@ -233,18 +238,17 @@ def _beside_server(d: Document, key: str) -> list[Finding]:
     return [
         told("fail", "colocation", name, given, f"{value}, because of {key}")
         for name, (given, value) in wanted.items()
-        if given != value
+        if given != value and d.knows(name)
     ]
 
 
-def _choices(d: Document) -> list[Finding]:
-    findings = []
-    for key, valid in _CHOICES.items():
-        given = d.get(key)
-        if isinstance(given, str) and "${" not in given and given not in valid:
-            remedy = did_you_mean(given, valid).strip(" ()")
-            findings.append(told("fail", "choice", key, given, " or ".join(valid), remedy=remedy))
-    return findings
+def _scheduler(d: Document) -> list[Finding]:
+    """The kinds of schedulers, which AReaL's trainer compares with and its config does not list."""
+    given = d.text("scheduler.type")
+    if not given or "${" in given or given in _SCHEDULERS:
+        return []
+    remedy, expected = did_you_mean(given, _SCHEDULERS).strip(" ()"), " or ".join(_SCHEDULERS)
+    return [told("fail", "choice", "scheduler.type", given, expected, remedy=remedy)]
 
 
 def _epochs(d: Document) -> list[Finding]:

@@ -304,7 +304,8 @@ def _same_model(d: Document, backend: str) -> list[Finding]:
         if served and trained and served != trained:
             expected = f"{own}, {trained}: the first rollouts are scored by another model"
             findings.append(told("warn", "logprobs", key, served, expected))
-    if d.get("actor.use_lora") is True and d.get("rollout.use_lora", False) is not True:
+    lora = d.get("actor.use_lora") is True and d.knows("rollout.use_lora")
+    if lora and d.get("rollout.use_lora", False) is not True:
         expected = "true, as actor.use_lora is"
         findings.append(told("warn", "lora", "rollout.use_lora", False, expected))
     return findings

@@ -1,16 +1,14 @@
 """A config of another project: its values, where they are written, and which keys are known."""
 
 import difflib
-import json
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal
 
+from shakedown.config.foreign.source import Schema
 from shakedown.config.load import Written
 from shakedown.core.errors import did_you_mean
 from shakedown.core.verdict import Finding
@@ -27,49 +25,6 @@ _SURE = 0.8
 
 
 @dataclass(frozen=True)
-class Schema:
-    """The keys that a project knows, as scripts/foreign_keys.py has read them.
-
-    `classes` maps a class to its keys, and each key to the classes that may stand below it; the
-    class `*` stands for anything, and so does the key `*` of a class.
-    """
-
-    source: str
-    kinds: Mapping[str, str]
-    classes: Mapping[str, Mapping[str, Sequence[str]]]
-
-    def below(self, classes: Sequence[str], key: str) -> Sequence[str] | None:
-        """The classes that may stand below a key of `classes`; None when no class has the key."""
-        rows = [row for name in classes if (row := self.classes.get(name)) is not None]
-        if "*" in classes or any("*" in row and key not in row for row in rows):
-            return ["*"]
-        found = [row[key] for row in rows if key in row]
-        return [name for names in found for name in names] if found else None
-
-    def at(self, classes: Sequence[str], key: str) -> Sequence[str] | None:
-        """The classes that may stand below a dotted key; None when it is unknown."""
-        below: Sequence[str] | None = classes
-        for part in key.split(".") if key else ():
-            if below is not None and not part.isdigit():  # the number of a list's element
-                below = self.below(below, part)
-        return below
-
-    def has(self, classes: Sequence[str], key: str) -> bool:
-        """Whether a dotted key can stand below `classes`."""
-        return self.at(classes, key) is not None
-
-    def keys(self, classes: Sequence[str] | None) -> list[str]:
-        return sorted({key for name in classes or () for key in self.classes.get(name, ())})
-
-
-@cache
-def read_schema(name: str) -> Schema:
-    """The schema of a project, `areal` or `prime_rl`."""
-    body = json.loads((Path(__file__).parent / f"{name}_keys.json").read_text(encoding="utf-8"))
-    return Schema(body["source"], body["kinds"], body["classes"])
-
-
-@dataclass(frozen=True)
 class Document:
     """Values by dotted key; those of AReaL may refer to each other by `${key}`."""
 
@@ -78,11 +33,24 @@ class Document:
     kind: str = ""
     begin: str = ""  # where the first file begins: the place of what stands nowhere
     null: str = ""  # a text that stands for null
+    schema: Schema | None = None  # of the version that the config is for; None: it is not known
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key, references followed; `default` where it is absent or null."""
+        """The value of a key, references followed; where it is absent or null its default.
+
+        That is what the version's source shows, `default` where it shows none or is not known. A
+        key that the version does not have has no default.
+        """
         found = self._follow(key, _MAX_HOPS)
-        return default if found is None or self.is_null(found) else found
+        if found is not None and not self.is_null(found):
+            return found
+        if default is None or self.schema is None:
+            return default
+        return self.schema.default(self.kind, key, default)
+
+    def knows(self, key: str) -> bool:
+        """Whether the version has a dotted key; True where the version is not known."""
+        return self.schema is None or self.schema.at(self.kind, key) is not None
 
     def is_null(self, found: object) -> bool:
         """Whether a value is the text that stands for null."""
@@ -144,7 +112,7 @@ class Document:
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         """Dotted key and value of all that is no mapping and no list."""
-        for key, value, _ in _walk(self.body, ()):
+        for key, value, *_ in _walk(self.body, ()):
             if not isinstance(value, Mapping | list):
                 yield key, value
 
@@ -154,8 +122,8 @@ Classes = Sequence[str]
 
 def _walk(
     body: Mapping[str, Any], root: Classes, schema: Schema | None = None
-) -> Iterator[tuple[str, Any, Classes | None]]:
-    """Each key with its value and, by `schema`, the classes below it; None for an unknown key."""
+) -> Iterator[tuple[str, Any, Classes, bool]]:
+    """Each key with its value, the classes that it stands in, and whether one of them has it."""
     waiting: deque[tuple[str, Any, Classes]] = deque([("", body, root)])
     left = _MAX_KEYS
     while waiting:
@@ -164,7 +132,7 @@ def _walk(
         for name, child in islice(enumerate(value) if is_list else value.items(), left):
             key = f"{prefix}{name}"
             below = classes if is_list or schema is None else schema.below(classes, str(name))
-            yield key, child, below
+            yield key, child, classes, below is not None
             left -= 1
             if below is not None and isinstance(child, Mapping | list):
                 waiting.append((f"{key}.", child, below))
@@ -194,43 +162,83 @@ def told(
     )
 
 
-def unknown_keys(
-    document: Document, schema: Schema, *, renamed: Mapping[str, str], own: bool
-) -> list[Finding]:
-    """Keys that the project does not know, as far as `schema` goes: never more than a warning.
+def count_unknown(body: Mapping[str, Any], schema: Schema, kind: str) -> int:
+    """How many keys a file of some kind does not know."""
+    return sum(not known for *_, known in _walk(body, [schema.kinds[kind]], schema))
+
+
+def lint_names(document: Document, renamed: Mapping[str, str], *, own: bool) -> list[Finding]:
+    """Keys and choices that the version of the project does not know.
 
     Args:
         renamed: the last part of a key that an earlier version had -> what to write now.
         own: a run may have keys of its own at the top: only those near a known one are told.
     """
-    findings = []
-    root = [schema.kinds[document.kind]]
-    found = (key for key, _, below in _walk(document.body, root, schema) if below is None)
-    for key in islice(found, _MAX_FINDINGS):
-        section, _, name = key.rpartition(".")
-        there = document.get(section) if section else document.body
-        # A key that stands there already is not what was meant.
-        near = [known for known in schema.keys(schema.at(root, section)) if known not in there]
-        advice = renamed.get(name, "")
-        sure = advice or difflib.get_close_matches(name[:80], near, 1, _SURE)
-        if sure or not own or section:
-            advice = advice or did_you_mean(name[:80], near).strip(" ()")
-            expected = f"a key of {schema.source}"
-            findings.append(told("warn", "unknown_key", key, name, expected, remedy=advice))
-    return findings
+    schema = document.schema
+    if schema is None:
+        return []
+    unknown: list[Finding] = []
+    wrong: list[Finding] = []
+    for key, value, classes, known in _walk(document.body, [schema.kinds[document.kind]], schema):
+        if len(unknown) + len(wrong) >= _MAX_FINDINGS:
+            break
+        if known:
+            wrong += _choice(schema, classes, key, value)
+        else:
+            unknown += _unknown(document, schema, classes, key, renamed, own=own)
+    return unknown + wrong
 
 
-def dangling(document: Document, schema: Schema) -> list[Finding]:
-    """References to keys that neither the file nor the project has."""
-    root, leaves = [schema.kinds[document.kind]], list(document.leaves())
+def _unknown(
+    document: Document,
+    schema: Schema,
+    classes: Classes,
+    key: str,
+    renamed: Mapping[str, str],
+    *,
+    own: bool,
+) -> list[Finding]:
+    section, _, name = key.rpartition(".")
+    there = document.get(section) if section else document.body
+    # A key that stands there already is not what was meant.
+    near = [known for known in schema.names(classes) if known not in (there or ())]
+    advice = renamed.get(name, "")
+    sure = advice or difflib.get_close_matches(name[:80], near, 1, _SURE)
+    mine = own and not section
+    if mine and not sure:
+        return []
+    advice = advice or did_you_mean(name[:80], near).strip(" ()")
+    # What a run's own class adds, or a class passes over, may be meant.
+    doubtful = mine or not schema.lenient.isdisjoint(classes)
+    status: Literal["fail", "warn"] = "warn" if doubtful else "fail"
+    return [told(status, "unknown_key", key, name, f"a key of {schema.source}", remedy=advice)]
+
+
+def _choice(schema: Schema, classes: Classes, key: str, value: object) -> Iterator[Finding]:
+    """A text that is none of those that the version's source allows."""
+    found = schema.find(classes, key.rpartition(".")[2])
+    if not isinstance(value, str) or "${" in value or any(each.choices is None for each in found):
+        return
+    valid = sorted({text for each in found for text in each.choices or ()} - {"None"})
+    if found and value not in (*valid, "None"):
+        expected = f"{' or '.join(valid)}, as {schema.source} has it"
+        remedy = did_you_mean(value[:80], valid).strip(" ()")
+        yield told("fail", "choice", key, value, expected, remedy=remedy)
+
+
+def dangling(document: Document) -> list[Finding]:
+    """References to keys that neither the file nor the version of the project has."""
+    if document.schema is None:
+        return []
+    leaves = list(document.leaves())
     written = [(key, value) for key, value in leaves if isinstance(value, str)]
     wanted = ((key, value, name) for key, value in written for name in _REFERENCE.findall(value))
-    lost = (row for row in wanted if not document.has(row[2]) and not schema.has(root, row[2]))
+    lost = (row for row in wanted if not document.has(row[2]) and not document.knows(row[2]))
     candidates = [*document.body, *(key for key, _ in leaves[:_MAX_CANDIDATES])]
     findings = []
     for key, value, name in islice(lost, _MAX_FINDINGS):
         # A section of the run's own may have defaults that stand in no file.
-        known = schema.has(root, name.partition(".")[0])
+        known = document.knows(name.partition(".")[0])
         guess = did_you_mean(name[:80], map(str, candidates)).strip(" ()")
         if known or guess:
             expected = "a reference to a key that exists"

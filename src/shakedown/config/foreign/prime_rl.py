@@ -1,15 +1,17 @@
 """What goes wrong in a config of prime-rl: TOML files, laid one over the other.
 
-What each key means was read in prime-rl at the commit that `prime_rl_keys.json` names, in
-`packages/prime-rl-configs/src/prime_rl/configs` where no other file is said. prime-rl refuses much
-of this itself when it starts, on a cluster after the wait for its nodes; here it is said before.
+What each key means was read in prime-rl at 559b44772 of 2026-08-22, in
+`packages/prime-rl-configs/src/prime_rl/configs` where no other file is said; names, choices and
+defaults are those of the user's version where it can be read. prime-rl refuses much of this itself
+when it starts, on a cluster after the wait for its nodes; here it is said before.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from shakedown.config.foreign.document import Document, Schema, read_schema, told, unknown_keys
+from shakedown.config.foreign.document import Document, lint_names, told
 from shakedown.config.foreign.prime_rl_gpus import lint_gpus, trainer_world
+from shakedown.config.foreign.source import Layout
 from shakedown.core.verdict import Finding
 
 NAME = "prime-rl"
@@ -48,35 +50,63 @@ _PARTS = {
     "evals": {},
     "orchestrator": {"orchestrator": ""},
     "inference": {"inference": ""},
+    "env server": {},
+}
+
+
+LAYOUT = Layout(
+    name=NAME,
+    package="prime_rl",
+    roots=("packages/prime-rl-configs/src", "src", "."),
+    marker="prime_rl/configs/rl.py",
+    installed=("prime-rl-configs", "prime-rl"),
+    kinds={
+        "RL": "prime_rl.configs.rl:RLConfig",
+        "SFT": "prime_rl.configs.sft:SFTConfig",
+        "evals": "prime_rl.configs.evals:EvalsConfig",
+        "trainer": "prime_rl.configs.trainer:TrainerConfig",
+        "orchestrator": "prime_rl.configs.orchestrator:OrchestratorConfig",
+        "inference": "prime_rl.configs.inference:InferenceConfig",
+        "env server": "prime_rl.configs.env_server:EnvServerConfig",
+    },
+)
+# Keys at the top by which a file's kind is told, in this order, over all versions since 2026-03.
+_SIGNS = {
+    "RL": {"orchestrator", "trainer"},
+    "SFT": {"data"},
+    "inference": {
+        *("vllm", "vllm_extra", "server", "parallel", "router", "kv_cache_offload", "enable_lora"),
+        *("gpu_memory_utilization", "enable_expert_parallel", "enable_eplb", "use_deep_gemm"),
+    },
+    "orchestrator": {
+        *("train", "batch_size", "token_batch_size", "group_size", "rollouts_per_example"),
+        *("algo", "concurrency", "sampling", "env"),
+    },
+    "trainer": {"optim", "loss", "scheduler", "max_concurrent_runs", "enable_token_export"},
+}
+# Keys that several kinds have: a file of nothing else is taken for the most usual kind.
+_USUAL = {
+    *("model", "ckpt", "slurm", "deployment", "output_dir", "max_steps", "seq_len", "tokenizer"),
+    *("log", "run", "resume", "wandb", "monitors", "renderer", "inference", "weight_broadcast"),
+    *("eval", "env_vars", "clean", "dry_run", "heartbeat", "val", "max_off_policy_steps"),
 }
 
 
 def kind_of(body: Mapping[str, Any]) -> str:
-    """The kind that knows most of the keys at the top; empty when none knows half of them.
-
-    Of equals the first: a file of `[model]` alone may be of any kind but inference.
-    """
-    schema = read_schema("prime_rl")
-    known = {kind: _known(schema, kind, body) for kind in _PARTS}
-    best = max(known, key=lambda kind: known[kind])
-    return best if body and known[best] * 2 >= len(body) else ""
-
-
-def _known(schema: Schema, kind: str, body: Mapping[str, Any]) -> float:
-    """How many keys at the top a kind knows; keys below them decide between equals."""
-    root, shallow, below = [schema.kinds[kind]], 0, []
-    for key, value in body.items():
-        classes = schema.at(root, key)
-        # `model` is a section of most kinds, and a name in evals.
-        shallow += classes is not None and bool(classes) == isinstance(value, dict)
-        below += [f"{key}.{name}" for name in value] if isinstance(value, dict) else []
-    return shallow + sum(schema.has(root, key) for key in below) / (1 + len(below))
+    """The kind of which a key stands at the top; empty when half of the keys there say nothing."""
+    known = _USUAL.union(*_SIGNS.values())
+    if not body or len(known & body.keys()) * 2 < len(body):
+        return ""
+    # `model` is a section of the other kinds, and a name in evals.
+    if "eval" in body and isinstance(body.get("model"), str):
+        return "evals"
+    return next((kind for kind, signs in _SIGNS.items() if signs & body.keys()), "RL")
 
 
 def lint_prime_rl(d: Document) -> list[Finding]:
     """Findings of a file of any kind that `kind_of` names."""
     parts = _PARTS[d.kind]
-    findings = unknown_keys(d, read_schema("prime_rl"), renamed=RENAMED, own=False)
+    findings = lint_names(d, RENAMED, own=False)
     findings += lint_gpus(d, parts)
     if d.kind == "RL":
         findings += [*_shared(d), *_weights(d), *_models(d), *_timeouts(d)]
@@ -118,8 +148,10 @@ def _weights(d: Document) -> list[Finding]:
 def _models(d: Document) -> list[Finding]:
     """The orchestrator asks the server for its own model's name."""
     shared = d.get("model.name", "Qwen/Qwen3-0.6B")
-    asked, served = d.get("orchestrator.model.name", shared), d.get("inference.vllm.model", shared)
-    if not d.has("inference") or asked == served:
+    asked = d.get("orchestrator.model.name", shared)
+    # Until 0.8 the server's model was `inference.model.name`.
+    served = d.get("inference.vllm.model", d.get("inference.model.name", shared))
+    if not d.has("inference") or served is None or asked == served:
         return []
     key = "orchestrator.model.name" if d.has("orchestrator.model.name") else "inference.vllm.model"
     expected = "one name in orchestrator.model.name and inference.vllm.model"
@@ -261,7 +293,7 @@ def _cut(d: Document, section: str) -> list[Finding]:
 def _logprobs(d: Document) -> list[Finding]:
     """The trainer divides by each sample's temperature; vLLM must have done so too."""
     mode = d.get("inference.vllm.logprobs_mode", "processed_logprobs")
-    if mode == "processed_logprobs":
+    if mode in (None, "processed_logprobs"):
         return []
     expected = "processed_logprobs, prime-rl's default: others are not those of the sampled tokens"
     return [told("warn", "logprobs", "inference.vllm.logprobs_mode", mode, expected)]
@@ -280,7 +312,9 @@ def _sources(d: Document, at: str) -> list[Finding]:
                 expected = f"a name of its own for each source of {split}"
                 findings.append(told("fail", "sources", where, name, expected))
             seen.add(name)
-    if d.has(f"{at}eval") and not d.get(f"{at}eval.source"):
+    # Until 0.7 the sources were called `env`.
+    known = d.knows(f"{at}eval.source") and not d.has(f"{at}eval.env")
+    if known and d.has(f"{at}eval") and not d.get(f"{at}eval.source"):
         expected = f"a [[{at}eval.source]], or no [{at}eval]"
         findings.append(told("fail", "sources", f"{at}eval", "no source", expected))
     return findings
@@ -297,7 +331,7 @@ def _teachers(d: Document, at: str) -> list[Finding]:
         if key and not (d.has(f"{key}.name") and d.has(f"{key}.base_url")):
             expected = f"a model that is served, by name and base_url, with {kind}"
             findings.append(told("fail", "teacher", key, d.get(key), expected))
-        elif not key and d.get(f"{algo}.sampling.source", "policy") != "policy":
+        elif not key and d.get(f"{algo}.sampling.source", "policy") not in (None, "policy"):
             expected = f"policy: {kind} needs the log-probabilities of what it trains"
             findings.append(told("fail", "teacher", f"{algo}.sampling.source", "another", expected))
     return findings

@@ -1,0 +1,1 @@
+LOSSES = ["sigmoid", "ipo"]
