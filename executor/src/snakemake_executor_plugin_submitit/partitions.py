@@ -23,6 +23,9 @@ from snakemake_executor_plugin_submitit.values import slurm_seconds
 VARIABLE = "SNAKEMAKE_SLURM_PARTITIONS"
 
 _SIZE_LIMIT = 1 << 20
+_MOST_NODES = 20_000  # keys and values, with those that `<<` brings in
+_DEEPEST = 20
+_LONGEST_NUMBER = 100
 _CLUSTER_KEYS = ("slurm_cluster", "cluster", "clusters")
 # Resources with a limit of their own, in the order in which their shares are added.
 _RESOURCES = ("mem_mb", "mem_mb_per_cpu", "runtime", "nodes", "tasks", "tasks_per_node")
@@ -76,11 +79,48 @@ def read(path: Path) -> tuple[Partition, ...]:
     if len(text) > _SIZE_LIMIT:
         raise WorkflowError(f"{path}: more than {_SIZE_LIMIT} characters: no file of partitions")
     try:
-        content = yaml.safe_load(text)
-    # A number of thousands of digits, a date that is none, a nest too deep.
+        content = yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    # Also a date that does not exist, and `<<` in a circle.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise WorkflowError(f"{path} is not YAML: {error}") from error
     return parse(content, str(path))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML whose text bounds its work: `<<` of `<<` doubles keys, `1:1:1...` is a huge number."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._nodes = self._depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._count(1)
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            raise yaml.YAMLError(f"it is nested deeper than {_DEEPEST} levels")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        for key, value in node.value:
+            if key.tag == "tag:yaml.org,2002:merge":
+                for each in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    if isinstance(each, yaml.MappingNode) and each is not node:
+                        self.flatten_mapping(each)
+                        self._count(len(each.value))
+        super().flatten_mapping(node)
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+        if number and len(node.value) > _LONGEST_NUMBER:
+            raise yaml.YAMLError(f"a number has more than {_LONGEST_NUMBER} characters")
+        return super().construct_scalar(node)
+
+    def _count(self, more: int) -> None:
+        self._nodes += more
+        if self._nodes > _MOST_NODES:
+            raise yaml.YAMLError(f"it has more than {_MOST_NODES} keys and values")
 
 
 def parse(content: Any, where: str) -> tuple[Partition, ...]:

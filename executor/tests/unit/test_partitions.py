@@ -231,13 +231,24 @@ def aliases(_: Path) -> str:
     return "\n".join([*lines, "partitions: {p: {max_gpu: *a29}}"])
 
 
+def merges(_: Path) -> str:
+    lines = ["a0: &a0 {k: 1}"]
+    lines += [f"a{n}: &a{n} {{<<: [*a{n - 1}, *a{n - 1}]}}" for n in range(1, 60)]
+    return "\n".join([*lines, "partitions: {p: *a59}"])
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
+        (merges, "more than 20000 keys and values"),
+        (lambda _: "a: &a {<<: &b {<<: *a}}\npartitions: *a", "is not YAML"),
+        (lambda _: "partitions: " + "[1, " * 15_000, "is not YAML: it is nested deeper than 20"),
+        (lambda _: "partitions: [" + "1, " * 30_000 + "]", "more than 20000 keys and values"),
+        (lambda _: "partitions: 1" + ":1" * 500_000, "a number has more than 100 characters"),
         (lambda _: "partitions: {", "is not YAML"),
         (lambda _: "partitions: " + "[" * 20000, "is not YAML"),
-        (lambda _: "partitions: {a: {max_gpu: " + "9" * 5000 + "}}", "is not YAML"),
+        (lambda _: "partitions: {a: {max_gpu: " + "9" * 5000 + "}}", "a number has"),
         (lambda _: "partitions: !!python/object/apply:os.system [id]", "is not YAML"),
         (lambda _: "a: " + "x" * (1 << 20), "more than 1048576 characters"),
         (aliases, "is no number"),
