@@ -129,6 +129,7 @@ def read_yaml(path: Path, *, shared: bool = False) -> Mapping[str, Any]:
     return body
 
 
+_MOVED = {"grpo.drift.limits": "consistency.limits"}  # the end of an earlier key -> the one now
 _MOST_FAULTS = 50  # that are shown
 _MOST_NODES = 20_000  # also with what aliases and `<<` stand for, which 1 kB can make 10^30
 _LONGEST_NUMBER = 1000  # characters; Python prints none of more than 4300 digits
@@ -303,6 +304,8 @@ def _explain(fault: Any, written: Written) -> str:
     place = written.at(key)
     begin = f"{place}: {key or 'config'}" if place else key or "config"
     if fault["type"] == "extra_forbidden":
+        if now := next((now for old, now in _MOVED.items() if key.endswith(old)), ""):
+            return f"{begin}: removed: write {now}"
         valid = _valid_keys(full[:-1])
         return f"{begin}: unknown key{did_you_mean(location[-1], valid)}; valid: {', '.join(valid)}"
     if fault["type"] == "missing":

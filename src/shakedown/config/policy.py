@@ -14,21 +14,6 @@ from shakedown.config.values import (
     Section,
 )
 
-Limit = Annotated[float, Field(ge=0)] | None
-
-
-class TokenLimits(Section):
-    """A metric passes up to its limit and fails above it; None leaves it as the grade has it."""
-
-    k3: Limit = None
-    token_mult_prob_error: Limit = None
-    mean_abs_dlogp: Limit = None
-    max_abs_dlogp: Limit = None
-    p99_abs_dlogp: Limit = None
-    mean_abs_dprob: Limit = None
-    chi2: Limit = None
-    extreme_share: Limit = None
-
 
 class OptimizerConfig(Section):
     """AdamW. The schedules' formulas: training/engines/base.py; all count updates."""
@@ -55,11 +40,10 @@ class OptimizerConfig(Section):
 class DriftConfig(Section):
     """What becomes of a stage whose trainer and engine disagree on tokens of the same weights.
 
-    `limits` are over those of the run's `consistency`; `patience`: steps in a row.
+    The limits are those of the run's `consistency`; `patience`: steps in a row.
     """
 
     action: Literal["flag", "stop", "off"] = "flag"
-    limits: TokenLimits = TokenLimits()
     patience: Positive = 1
 
 

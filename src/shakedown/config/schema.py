@@ -17,7 +17,6 @@ from pydantic import (
 
 from shakedown.config.command import CommandStage, placeholders_in
 from shakedown.config.own_stage import StageConfig
-from shakedown.config.policy import Limit, TokenLimits
 from shakedown.config.values import Name, NonNegative, Place, Positive, Seconds, Section
 from shakedown.core.errors import did_you_mean
 from shakedown.core.paths import RunPaths
@@ -143,10 +142,21 @@ class AgentsConfig(Section):
         return self
 
 
-class ConsistencyLimits(TokenLimits):
-    """Those of `compare`, which also generates greedily."""
+Limit = Annotated[float, Field(ge=0)] | None
 
-    greedy_divergence_rate: Limit = None
+
+class ConsistencyLimits(Section):
+    """A metric passes up to its limit and fails above it; None leaves it as the grade has it."""
+
+    k3: Limit = None
+    token_mult_prob_error: Limit = None
+    mean_abs_dlogp: Limit = None
+    max_abs_dlogp: Limit = None
+    p99_abs_dlogp: Limit = None
+    mean_abs_dprob: Limit = None
+    chi2: Limit = None
+    extreme_share: Limit = None
+    greedy_divergence_rate: Limit = None  # of `compare` alone, which also generates greedily
 
 
 class ConsistencyConfig(Section):

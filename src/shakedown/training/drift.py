@@ -93,7 +93,7 @@ class DriftWatch:
 
 
 def drift_limits(config: Config, stage: str) -> dict[str, float]:
-    """What `compare` would fail above, and the stage's own limits over it; empty: off."""
+    """What `compare` would fail above; empty: off."""
     grpo = config.own_stages[stage].grpo
     if grpo is None or grpo.drift.action == "off":
         return {}
@@ -101,8 +101,7 @@ def drift_limits(config: Config, stage: str) -> dict[str, float]:
     own = consistency.limits.model_dump(exclude_none=True, exclude={"greedy_divergence_rate"})
     # A grade that `compare` chooses by what it measures is that of most models here.
     grade = consistency.grade if consistency.grade in GRADES else "dense"
-    limits = get_limits(grade, own | grpo.drift.limits.model_dump(exclude_none=True))
-    return {name: bounds.poor for name, bounds in limits.items()}
+    return {name: bounds.poor for name, bounds in get_limits(grade, own).items()}
 
 
 def drift_watch(job: StageJob) -> DriftWatch:
