@@ -18,7 +18,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from shakedown.agents.rewards.exact_match import exact_match
+from shakedown.agents.rewards.answers import exact_match
 
 
 class Rows(TrainerCallback):  # type: ignore[misc]

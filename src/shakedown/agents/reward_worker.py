@@ -22,8 +22,7 @@ from typing import Any
 from shakedown.agents.contract import BadReturnError, judge_number
 from shakedown.agents.imports import last_frame
 from shakedown.agents.rewards import get_reward
-from shakedown.agents.rewards.kind import RowReward
-from shakedown.agents.rewards.own import with_row
+from shakedown.agents.rewards.own import RowReward, with_row
 from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 from shakedown.debug.asked import stop_at_exception

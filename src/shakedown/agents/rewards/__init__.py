@@ -1,14 +1,10 @@
 """Reward functions by name: `reward(completion, answer) -> float`, pure and safe on any text.
 
-A new one is one file here and one row in `REWARDS`; a user's own needs neither (`own.py`).
+A new one is a function in `answers.py` and one row in `REWARDS`; a user's own needs neither.
 """
 
-from shakedown.agents.rewards.clevr_count import clevr_count
-from shakedown.agents.rewards.exact_match import exact_match
-from shakedown.agents.rewards.geometry3k import geometry3k
-from shakedown.agents.rewards.gsm8k import gsm8k
-from shakedown.agents.rewards.kind import RewardFunction
-from shakedown.agents.rewards.own import is_own, load_reward
+from shakedown.agents.rewards.answers import clevr_count, exact_match, geometry3k, gsm8k
+from shakedown.agents.rewards.own import RewardFunction, is_own, load_reward
 from shakedown.agents.rewards.text import last_number
 from shakedown.core.errors import look_up
 

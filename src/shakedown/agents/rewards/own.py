@@ -1,12 +1,16 @@
 """A user's own reward: `package.module:function` or `path/to/file.py:function`."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from shakedown.agents.imports import load_target
-from shakedown.agents.rewards.kind import RewardFunction, RowReward
 from shakedown.core.errors import UsageError, did_you_mean
+
+# Given the completion's text and the answer of the data row; higher is better.
+RewardFunction = Callable[[str, str], float]
+# The same with all columns of the row behind them.
+RowReward = Callable[[str, str, Mapping[str, Any]], float]
 
 _FORM = "def NAME(completion: str, answer: str) -> float, or with a third argument, the row"
 

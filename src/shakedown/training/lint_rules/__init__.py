@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 
 from shakedown.core.verdict import Finding
 from shakedown.training.lint_rules import (
-    commands,
     data,
     lengths,
-    memory,
     model,
-    paths,
+    nodes,
     server,
     steps,
     times,
@@ -38,7 +36,7 @@ RULES: tuple[Rule, ...] = (
     model.trainer_cuts,
     model.router_loss,
     model.grade_of_experts,
-    memory.fits,
+    steps.memory,
     lengths.server_length,
     lengths.trained_length,
     lengths.comparison_length,
@@ -60,11 +58,11 @@ RULES: tuple[Rule, ...] = (
     steps.evaluation,
     steps.faults,
     steps.demo_problems,
-    commands.launched_once,
-    commands.nodes_are_used,
-    commands.steps_are_read,
-    paths.results_without_wildcards,
-    paths.shared_between_nodes,
+    nodes.launched_once,
+    nodes.nodes_are_used,
+    nodes.steps_are_read,
+    nodes.results_without_wildcards,
+    nodes.shared_between_nodes,
 )
 
 

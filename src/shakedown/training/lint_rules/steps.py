@@ -1,4 +1,4 @@
-"""Numbers of a stage against its steps, its rows and its ranks."""
+"""Numbers of a stage against its steps, its rows, its ranks and the memory of its GPUs."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -11,6 +11,9 @@ from shakedown.training.assets import DEMO
 from shakedown.training.demo import PAIRS
 from shakedown.training.engines import OPTIONS
 from shakedown.training.faults import KINDS, START
+from shakedown.training.forecast.cards import GB, KNOWN
+from shakedown.training.forecast.show import micro_batch
+from shakedown.training.forecast.stage import Plan, plan_of
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
 from shakedown.training.metrics.sinks import SINKS
 
@@ -138,3 +141,49 @@ def demo_problems(inputs: Inputs) -> Iterator[Finding]:
         expected = f"at most {PAIRS - data.heldout_size} beside data.heldout_size"
         remedy = f"the demo has {PAIRS} problems in all"
         yield fault("data", "data.train_size", data.train_size, expected, remedy)
+
+
+def memory(inputs: Inputs) -> Iterator[Finding]:
+    """A stage's plan fits into its GPUs.
+
+    Refused is what no batch makes smaller: weights, gradients and optimizer. The rest is of the
+    longest rows that may come, which a stage need never see: a warning.
+    """
+    cluster = inputs.config.cluster
+    if inputs.decoder is None or not inputs.config.own_stages:
+        return
+    if cluster.gpus_per_node and not cluster.gpu_model:
+        expected = f"the GPU as Slurm's gres names it, such as {', '.join(KNOWN)}"
+        remedy = "set it so that memory can be judged; open micro batches have one row till then"
+        yield advice("memory", "cluster.gpu_model", "empty", expected, remedy)
+    for key, stage in inputs.stages:
+        try:
+            plan = plan_of(inputs.config, key.removeprefix("stages."), inputs.decoder)
+        except UsageError:
+            continue  # the allocation is judged elsewhere
+        if plan.limit is None or plan.fits:
+            continue
+        expected = f"at most {plan.limit / GB:.0f} GB of {plan.gpu} (cluster.gpu_model)"
+        remedy = f"{_parts(plan)}: shakedown train {plan.stage} --config FILE --plan"
+        if plan.server and plan.server.tokens <= 0:
+            weights = f"{plan.server.weights / GB:.1f} GB of weights a GPU"
+            expected = "a share of the GPU's memory that holds the weights and a cache"
+            yield fault("memory", "serve.allocation", weights, expected, remedy)
+        elif plan.least > plan.limit:
+            yield fault("memory", f"{key}.allocation", stage.allocation, expected, remedy)
+        else:
+            measured = f"{plan.needed / GB:.1f} GB"
+            yield advice("memory", f"{key}.{_shrinking(stage)}", measured, expected, remedy)
+
+
+def _shrinking(stage: StageConfig) -> str:
+    """The key that makes the batch's part smaller; where it is left open, one row is too much."""
+    cuts = ("micro_batch_size", "max_tokens_per_micro_batch")
+    return next((name for name in cuts if getattr(stage, name)), "allocation")
+
+
+def _parts(plan: Plan) -> str:
+    kinds = [f"{kind} {size / GB:.1f}" for kind, size in plan.trainer.items() if size >= GB // 20]
+    if plan.beside:
+        kinds.append(f"server {plan.beside / GB:.1f}")
+    return f"{plan.needed / GB:.1f} GB a GPU with {micro_batch(plan.work)} ({', '.join(kinds)})"
