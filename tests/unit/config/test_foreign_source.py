@@ -198,6 +198,11 @@ def test_a_link_out_of_the_tree_and_a_pipe_are_no_source(tmp_path: Path) -> None
     with pytest.raises(UsageError, match="cannot be read as AReaL's source"):
         judge_foreign([path], tmp_path / "tree")
     place.unlink()
+    place.write_text("from .here import PPOConfig\n")
+    (place.parent / "here.py").symlink_to("here.py")
+    with pytest.raises(UsageError, match="cannot be read as AReaL's source"):
+        judge_foreign([path], tmp_path / "tree")
+    place.unlink()
     os.mkfifo(place)
     with pytest.raises(UsageError, match="no AReaL there"):
         judge_foreign([path], tmp_path / "tree")

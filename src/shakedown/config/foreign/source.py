@@ -136,7 +136,7 @@ def _roots(layout: Layout, folder: Path) -> list[Path]:
     try:
         found = [place for place in places if (place / layout.package).is_dir()]
         marked = [place for place in found if (place / layout.marker).is_file()]
-    except OSError:
+    except (OSError, ValueError):  # not to be read, or a name that no path can have
         return []
     return [*marked, *(place for place in found if place not in marked)] if marked else []
 
@@ -160,7 +160,11 @@ def _installed(layout: Layout) -> Iterator[tuple[list[Path], str]]:
 
 def _editable(installed: metadata.Distribution) -> Iterator[Path]:
     """The checkout that an editable installation points to (PEP 610)."""
-    url = re.search(r'"url":\s*"(file:[^"]+)"', installed.read_text("direct_url.json") or "")
+    try:
+        text = installed.read_text("direct_url.json") or ""
+    except (OSError, ValueError):  # no UTF-8
+        return
+    url = re.search(r'"url":\s*"(file:/[^"]+)"', text)
     if url:
         folder = Path(unquote(urlparse(url[1]).path))
         # prime-rl's configs are a package of their own, two folders into the checkout.
@@ -274,9 +278,10 @@ class _Package:
         relative = name.replace(".", "/")
         for root in self._roots:
             for path in (root / f"{relative}.py", root / relative / "__init__.py"):
-                # A link out of the tree is no part of it.
-                if not path.resolve().is_relative_to(root) or not (text := _text(path)):
+                # A link out of the tree is no part of it, nor one that leads nowhere.
+                if not path.is_file() or not path.resolve().is_relative_to(root):
                     continue
+                text = _text(path)
                 try:
                     # Type parameters are of Python 3.12, and say nothing about keys.
                     body = ast.parse(_PARAMETERS.sub(r"\1", text)).body
