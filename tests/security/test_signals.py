@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from shakedown.agents.worker_pool import Worker
 from shakedown.cluster import roster
 from shakedown.cluster.roster import Roster
 from shakedown.cluster.supervise import Component, Supervisor
@@ -28,6 +27,7 @@ from shakedown.monitor.collect import hooked, proc
 from shakedown.processes import guard
 from shakedown.processes.identity import boot_id
 from shakedown.processes.recorded import Recorded
+from shakedown.processes.workers import Worker
 from shakedown.slurm.hostlist import node_name
 from snakemake_executor_plugin_submitit import checkpoint, slurm
 

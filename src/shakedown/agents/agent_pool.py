@@ -25,12 +25,15 @@ from shakedown.agents.call_log import CallLog
 from shakedown.agents.contract import Reward
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.agents.event_loop_lag import CpuWait
+from shakedown.agents.imports import worker_errors
 from shakedown.agents.measured import Measured, merged
 from shakedown.agents.wire import Outcome, Sent, judged, last_answer, unknown_ids
-from shakedown.agents.worker_pool import UNREADABLE, Seat, Worker, WorkerPool, ending
+from shakedown.core.errors import ShakedownError
 from shakedown.debug import asked
+from shakedown.processes.workers import UNREADABLE, Seat, Worker, WorkerLostError, WorkerPool
 
 T = TypeVar("T")
+W = TypeVar("W", bound=Worker)
 
 _START_SECONDS = 120.0  # of Python and the agent's imports, on a busy machine
 _SHORTEST_SECONDS = 0.5  # worth waiting on for a worker that had no CPU
@@ -46,6 +49,7 @@ class AgentSetup:
     the endpoint is the recording proxy, to which requests name their episode. `measure`: keep what
     is measured until `take_measured`. `share_tls`: let a worker's clients that ask for the default
     TLS context share one. `kwargs`: for the constructor, of what JSON has a form for.
+    `import_only`: import the class and check its contract, for which no client library is needed.
     """
 
     target: str
@@ -55,6 +59,7 @@ class AgentSetup:
     measure: bool = False
     share_tls: bool = True
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    import_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,9 +163,6 @@ class _AgentWorker(Worker):
         try:
             while True:
                 reply = await self._next(patience)
-                if reply is None:
-                    self._fail("exit", ending(await self.code()))
-                    return
                 if "ended" in reply:
                     self._fail("exit", str(reply["ended"]))
                     return
@@ -169,10 +171,12 @@ class _AgentWorker(Worker):
             self._fail(
                 "blocked_loop", f"something blocks the worker for more than {patience:.0f} s"
             )
+        except WorkerLostError as lost:
+            self._fail("exit", str(lost))
         except (AttributeError, KeyError, TypeError, ValueError):
             self._fail("exit", UNREADABLE)
 
-    async def _next(self, patience: float) -> dict[str, Any] | None:
+    async def _next(self, patience: float) -> dict[str, Any]:
         """As `reply`; raises TimeoutError after `patience` seconds in which the process had a CPU.
 
         Where other programs take all of the machine a good worker is silent for long, too.
@@ -182,8 +186,7 @@ class _AgentWorker(Worker):
             while True:
                 before = cpu.seconds()
                 try:
-                    async with asyncio.timeout(left):
-                        return await self.reply()
+                    return await self.reply(left)
                 except TimeoutError:
                     left = cpu.seconds() - before
                     if left < _SHORTEST_SECONDS:
@@ -284,16 +287,42 @@ class AgentPool(WorkerPool[_AgentWorker]):
         )
 
     async def _start_worker(self) -> _AgentWorker:
-        worker = await _AgentWorker.start(
-            "shakedown.agents.agent_worker",
-            asdict(self._setup),
-            what=f"agent {self._setup.target!r}",
-            # A breakpoint may stand in what the module does when it is imported.
-            seconds=asked.NO_TIMEOUT if asked.is_asked() else _START_SECONDS,
-            longest_reply=LONGEST_LINE,
-        )
+        # A breakpoint may stand in what the module does when it is imported.
+        seconds = asked.NO_TIMEOUT if asked.is_asked() else _START_SECONDS
+        worker = await _started(_AgentWorker, self._setup, seconds)
         worker.read_replies(self._setup.seconds + _SILENCE_SECONDS)
         return worker
+
+
+async def _started(kind: type[W], setup: AgentSetup, seconds: float) -> W:
+    with worker_errors():
+        return await kind.start(
+            "shakedown.agents.agent_worker",
+            asdict(setup),
+            what=f"agent {setup.target!r}",
+            seconds=seconds,
+            longest_reply=LONGEST_LINE,
+        )
+
+
+async def agent_fault(
+    target: str, kwargs: Mapping[str, Any] | None = None, *, seconds: float
+) -> str:
+    """What is wrong with an agent, found in a process of its own; empty when it can be used.
+
+    Args:
+        kwargs: for the constructor, of what JSON has a form for.
+        seconds: that its import may take.
+    """
+    # As for episodes: a module may make its client when it is imported.
+    endpoint = AgentEndpoint("http://127.0.0.1:9/v1", "None", "policy")
+    setup = AgentSetup(target, endpoint, kwargs=dict(kwargs or {}), import_only=True)
+    try:
+        worker = await _started(Worker, setup, seconds)
+    except ShakedownError as error:
+        return str(error)
+    await worker.end()
+    return ""
 
 
 async def all_ended(calls: Iterable[Awaitable[T]]) -> list[T]:

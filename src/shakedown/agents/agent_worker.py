@@ -39,9 +39,9 @@ from shakedown.agents.event_loop_lag import CpuWait, LoopMonitor
 from shakedown.agents.http_calls import HttpRecorder
 from shakedown.agents.measured import Measured
 from shakedown.agents.wire_watch import WireWatch
-from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 from shakedown.debug.asked import is_asked, is_held, stop_at_exception
+from shakedown.processes.workers import WorkerStreams
 
 ALIVE_SECONDS = 1.0  # between signs of life
 LONGEST_LINE = 1 << 26  # bytes: a row of data with its images
@@ -72,7 +72,6 @@ class Host:
         self._running: dict[str, _Running] = {}
         self._instances: dict[str, Any] = {}
         # All of it before the agent's module is imported, which may make clients.
-        set_environment(self._endpoint)
         if self._endpoint.base_url:
             tag_requests(self._endpoint.base_url)
         self._log_calls = setup["measure"] and not setup["recorded"]  # the proxy sees more of them
@@ -245,9 +244,13 @@ def main() -> int:
     streams = WorkerStreams()
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     setup = streams.read_setup()
-    if setup is None:
-        return 0
+    # Before the agent's module is imported, which may make clients.
+    set_environment(AgentEndpoint(**setup["endpoint"]))
     try:
+        if setup["import_only"]:
+            load_agent(setup["target"], setup["kwargs"])
+            streams.say()
+            return 0
         host = Host(setup, streams)
     except ShakedownError as error:
         streams.say(fault=str(error))

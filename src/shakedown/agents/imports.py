@@ -1,13 +1,16 @@
 """Import a user's code by `package.module:name` or `path/to/file.py:name`, with readable faults."""
 
+import contextlib
 import importlib
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from shakedown.core.errors import UsageError, did_you_mean
+from shakedown.core.errors import LaunchError, UsageError, did_you_mean
+from shakedown.processes.workers import SetupFaultError, WorkerError
 from shakedown.stacks.owner import owner_of
 
 
@@ -32,6 +35,22 @@ def load_target(target: str, *, what: str, name: str) -> tuple[ModuleType, str]:
             hint=_colon_hint(target),
         )
     return (_load_file(Path(place)) if place.endswith(".py") else _load_module(place)), attribute
+
+
+@contextlib.contextmanager
+def worker_errors() -> Iterator[None]:
+    """Show the user why a worker process that runs their code could not be started.
+
+    Raises:
+        UsageError: the code cannot be used.
+        LaunchError: the process could not be started.
+    """
+    try:
+        yield
+    except SetupFaultError as error:
+        raise UsageError(str(error)) from error
+    except WorkerError as error:
+        raise LaunchError(str(error)) from error
 
 
 def last_frame(error: BaseException, inside: str = "") -> str:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from shakedown.agents.worker_pool import UNREADABLE, Worker, WorkerPool, ending
+from shakedown.agents.imports import worker_errors
 from shakedown.core.errors import ShakedownError
+from shakedown.processes.workers import Worker, WorkerLostError, WorkerPool
 
 # All columns of a row, for a reward that asks for them.
 Columns = Mapping[str, Any]
@@ -87,17 +88,13 @@ class _RewardWorker(Worker):
 
     async def _result(self, seconds: float) -> float | RewardFailure:
         try:
-            async with asyncio.timeout(seconds):
-                reply = await self.reply()
+            reply = await self.reply(seconds)
         except TimeoutError:
             return RewardFailure("timeout", f"no reward within {seconds:g} s")
-        except ValueError:
-            return RewardFailure("exit", UNREADABLE)
-        if reply is None:
-            code = await self.code()
-            if code == -signal.SIGALRM:
+        except WorkerLostError as lost:
+            if lost.code == -signal.SIGALRM:
                 return RewardFailure("timeout", "its own alarm ended the worker")
-            return RewardFailure("exit", ending(code))
+            return RewardFailure("memory" if lost.memory else "exit", str(lost))
         value = reply.get("value")
         if isinstance(value, float):
             return value
@@ -155,12 +152,13 @@ class RewardPool(WorkerPool[_RewardWorker]):
             "seconds": self._limits.seconds,
             "bytes": int(self._limits.memory_gb * _GIB),
         }
-        return await _RewardWorker.start(
-            "shakedown.agents.reward_worker",
-            setup,
-            what=f"reward {self._reward!r}",
-            seconds=seconds,
-        )
+        with worker_errors():
+            return await _RewardWorker.start(
+                "shakedown.agents.reward_worker",
+                setup,
+                what=f"reward {self._reward!r}",
+                seconds=seconds,
+            )
 
 
 async def score_rows(

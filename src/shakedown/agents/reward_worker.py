@@ -23,9 +23,9 @@ from shakedown.agents.contract import BadReturnError, judge_number
 from shakedown.agents.imports import last_frame
 from shakedown.agents.rewards import get_reward
 from shakedown.agents.rewards.own import RowReward, with_row
-from shakedown.agents.worker_streams import WorkerStreams
 from shakedown.core.errors import ShakedownError
 from shakedown.debug.asked import stop_at_exception
+from shakedown.processes.workers import WorkerStreams
 
 _ALARM_GRACE = 1.0  # seconds that the parent has to be first: it knows more
 _LONGEST_DETAIL = 500  # characters: an exception may quote the whole completion
@@ -35,8 +35,6 @@ def main() -> int:
     """Serve until standard input ends."""
     streams = WorkerStreams()
     setup = streams.read_setup()
-    if setup is None:
-        return 0
     _limit_memory(setup["bytes"])
     signal.setitimer(signal.ITIMER_REAL, setup["import_seconds"] + _ALARM_GRACE)
     try:

@@ -1,6 +1,7 @@
 """Rewards in processes of their own: what a bad one costs, and that nothing is left behind."""
 
 import asyncio
+import itertools
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from shakedown.agents.reward_pool import RewardFailure, RewardLimits, RewardPool, reward_fault
 from shakedown.core.errors import UsageError
+from shakedown.processes import memory_kills
 
 LIMITS = RewardLimits(seconds=2.0)
 OWN = """
@@ -31,6 +33,10 @@ def reward(completion: str, answer: str) -> float:
         raise KeyError("no such answer")
     if completion == "exit":
         sys.exit(5)
+    if completion == "fork":
+        os._exit(3) if os.fork() else time.sleep(1000)
+    if completion == "close":
+        os.closerange(3, 100)
     if completion == "die":
         os.kill(os.getpid(), 9)
     if completion == "print":
@@ -101,6 +107,8 @@ async def test_a_group_is_rewarded_in_order_by_one_process(pool: RewardPool) -> 
         ("sleep in C", "timeout", "no reward within 2 s"),
         ("exit", "exit", "exit code 5"),
         ("die", "exit", "signal SIGKILL"),
+        ("fork", "exit", "exit code 3"),
+        ("close", "exit", "the worker"),
     ],
 )
 async def test_a_call_that_never_ends_well_costs_itself_and_its_process_alone(
@@ -125,6 +133,20 @@ async def test_a_call_that_allocates_without_end_costs_itself_alone(own: str) ->
     assert (first, last) == (1, 1)
     assert isinstance(failed, RewardFailure)
     assert (failed.cause, failed.detail) == ("memory", "it allocated more than its limit")
+
+
+async def test_a_kill_that_the_kernel_counts_as_one_for_memory_is_told_as_that(
+    own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = itertools.count()
+    monkeypatch.setattr(memory_kills, "kills", lambda: next(counts))
+
+    async with RewardPool(own, LIMITS, workers=1) as pool:
+        (failed,) = await pool.score(["die"], "4")
+
+    assert isinstance(failed, RewardFailure)
+    assert failed.cause == "memory"
+    assert "SIGKILL: the kernel has killed processes of this cgroup for memory" in failed.detail
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.agents.agent_import import agent_fault
+from shakedown.agents.agent_pool import agent_fault
 from shakedown.agents.reward_pool import RewardFailure
 from shakedown.cli import main
 from shakedown.config import load_config

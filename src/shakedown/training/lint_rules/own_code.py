@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from shakedown.agents.agent_import import agent_fault
+from shakedown.agents.agent_pool import agent_fault
 from shakedown.agents.reward_pool import RewardFailure, RewardLimits, RewardPool
 from shakedown.agents.rewards import is_own
 from shakedown.core.errors import ShakedownError

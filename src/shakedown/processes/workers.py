@@ -1,7 +1,8 @@
-"""Worker processes that run a user's code: started when needed, replaced when lost, ended at exit.
+"""Worker processes: started when needed, replaced when lost, ended with their children at exit.
 
-A worker reads one JSON object a line from its standard input and answers with JSON lines (its side
-is `worker_streams`). The first line sets it up: what to import, within which limits.
+A worker reads one JSON object a line from its standard input and answers with JSON lines. The first
+line sets it up; `{}` answers that it can be used, `{"fault": TEXT}` why it cannot. `Worker` and
+`WorkerPool` are the parent's side, `WorkerStreams` is the process's own.
 """
 
 import asyncio
@@ -11,15 +12,39 @@ import os
 import resource
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, Self, TypeVar
 
-from shakedown.core.errors import LaunchError, UsageError
+from shakedown.processes import memory_kills
 from shakedown.processes.guard import group, look, send
 
 UNREADABLE = "the worker's replies are not readable: the code wrote to them"
 _END_SECONDS = 2.0  # that a killed process may need; longer: it is stuck in the kernel
+# Sent to a whole stage: its trainer still finishes the step in work, with its rewards. Workers end
+# with their parent.
+_NOT_FOR_WORKERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class WorkerError(Exception):
+    """A worker process could not be started."""
+
+
+class SetupFaultError(WorkerError):
+    """The code that a worker was set up with cannot be used."""
+
+
+class WorkerLostError(Exception):
+    """A worker answers no more.
+
+    `code`: its exit code, below 0 for a signal; None: it still runs. `memory`: the kernel seems to
+    have killed it for memory.
+    """
+
+    def __init__(self, message: str, code: int | None = None, *, memory: bool = False) -> None:
+        super().__init__(message)
+        self.code, self.memory = code, memory
 
 
 class Worker:
@@ -32,7 +57,7 @@ class Worker:
         replies: asyncio.StreamReader,
     ) -> None:
         self._process, self._requests, self._replies = process, requests, replies
-        self._killed = False
+        self._killed, self._memory_kills = False, memory_kills.kills()
         leader = look(process.pid)
         self._leader = leader.started if leader is not None else None
 
@@ -55,8 +80,8 @@ class Worker:
             longest_reply: bytes of a line.
 
         Raises:
-            UsageError: what is wrong with the code; also when it ends or loops on the way.
-            LaunchError: the process could not be started.
+            SetupFaultError: the code cannot be used; also when it ends or loops on the way.
+            WorkerError: the process could not be started.
         """
         try:
             process = await asyncio.create_subprocess_exec(
@@ -72,14 +97,14 @@ class Worker:
             )
         except OSError as error:
             reason = error.strerror or error
-            raise LaunchError(f"cannot start a worker for {what}: {reason}") from error
+            raise WorkerError(f"cannot start a worker for {what}: {reason}") from error
         if process.stdin is None or process.stdout is None:
-            raise LaunchError(f"a worker for {what} was started without pipes")
+            raise WorkerError(f"a worker for {what} was started without pipes")
         worker = cls(process, process.stdin, process.stdout)
         try:
             fault = await worker._set_up(setup, what, seconds)
             if fault:
-                raise UsageError(fault)
+                raise SetupFaultError(fault)
         except BaseException:
             await worker.end()
             raise
@@ -100,26 +125,28 @@ class Worker:
             self._requests.write(f"{line}\n".encode())
             await self._requests.drain()
 
-    async def reply(self) -> dict[str, Any] | None:
-        """The next reply; None when the process has closed its output.
+    async def reply(self, seconds: float) -> dict[str, Any]:
+        """The next reply.
 
         Raises:
-            ValueError: it is no JSON object, or longer than a line may be.
+            TimeoutError: none came within `seconds`.
+            WorkerLostError: the process has ended, or its output is not readable.
         """
-        line = await self._replies.readline()
-        if not line:
-            return None
-        reply = json.loads(line)
-        if not isinstance(reply, dict):
-            raise ValueError(f"{reply!r:.80} is no reply")
-        return reply
-
-    async def code(self) -> int | None:
-        """The exit code of a process that ends, below 0 for a signal; None: it does not end."""
         try:
-            return await asyncio.wait_for(asyncio.shield(self._process.wait()), _END_SECONDS)
+            async with asyncio.timeout(seconds):
+                line = await self._replies.readline()
+            reply = json.loads(line) if line else None
         except TimeoutError:
-            return None
+            if self._process.returncode is None:
+                raise
+            reply = None  # it has ended, and a child that it forked holds its output open
+        except ValueError:  # no JSON, or longer than a line may be
+            reply = ""
+        if reply is None:
+            raise await self._lost()
+        if not isinstance(reply, dict):
+            raise WorkerLostError(UNREADABLE)
+        return reply
 
     def kill(self) -> None:
         """Kill it and its children, once: its number may be another process's later."""
@@ -136,30 +163,36 @@ class Worker:
     async def end(self) -> None:
         """Kill it and its children, and wait for it."""
         self.kill()
-        await self.code()
+        await self._code()
         self._requests.close()
+
+    async def _code(self) -> int | None:
+        """The exit code of a process that ends, below 0 for a signal; None: it does not end."""
+        try:
+            return await asyncio.wait_for(asyncio.shield(self._process.wait()), _END_SECONDS)
+        except TimeoutError:
+            return None
+
+    async def _lost(self) -> WorkerLostError:
+        """Why its output has come to an end."""
+        code = await self._code()
+        if code is None:
+            return WorkerLostError("the worker closed its output")
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        memory = code == -signal.SIGKILL and memory_kills.kills() > self._memory_kills
+        why = ": the kernel has killed processes of this cgroup for memory" if memory else ""
+        return WorkerLostError(f"the worker ended with {how}{why}", code, memory=memory)
 
     async def _set_up(self, setup: Mapping[str, Any], what: str, seconds: float) -> str:
         """Why the user's code cannot be used; empty when it can."""
         try:
             async with asyncio.timeout(seconds):
                 await self.send(json.dumps(setup))
-                reply = await self.reply()
+                return str((await self.reply(seconds)).get("fault", ""))
         except TimeoutError:
             return f"{what} was not imported within {seconds:.0f} s"
-        except ValueError:
-            return f"{what} could not be imported: {UNREADABLE}"
-        if reply is None:
-            return f"{what} could not be imported: {ending(await self.code())}"
-        return str(reply.get("fault", ""))
-
-
-def ending(code: int | None) -> str:
-    """What `Worker.code` means, for people."""
-    if code is None:
-        return "the worker closed its output"
-    how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return f"the worker ended with {how}"
+        except WorkerLostError as error:
+            return f"{what} could not be imported: {error}"
 
 
 W = TypeVar("W", bound=Worker)
@@ -225,8 +258,7 @@ class WorkerPool(Generic[W]):
         """Start the first worker: what cannot be imported is known before anything else starts.
 
         Raises:
-            UsageError: the user's code cannot be used.
-            LaunchError: a process could not be started.
+            WorkerError: as `Worker.start`.
         """
         _allow_descriptors()
         try:
@@ -255,7 +287,7 @@ class WorkerPool(Generic[W]):
         """The seat's worker, or the one with the fewest callers, started anew where more may be.
 
         Raises:
-            UsageError, LaunchError: a worker had to be started and could not be.
+            WorkerError: a worker had to be started and could not be.
         """
         await self._end_lost()
         taken = seat.slot if seat is not None and seat.slot in self._slots else None
@@ -292,3 +324,42 @@ class WorkerPool(Generic[W]):
         await asyncio.gather(*(slot.starting for slot in slots), return_exceptions=True)
         workers = [slot.worker for slot in slots]
         await asyncio.gather(*(worker.end() for worker in workers if worker is not None))
+
+
+class WorkerStreams:
+    """A worker process's side: the standard streams, taken from the user's code.
+
+    What that prints goes to standard error. `requests`: the descriptor to read requests from.
+    """
+
+    def __init__(self) -> None:
+        for number in _NOT_FOR_WORKERS:
+            signal.signal(number, lambda *_: None)  # not SIG_IGN: that would pass to children
+        self.requests, self._turn = os.dup(0), threading.Lock()
+        self._replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        # User code that prints or reads must not spoil the talk.
+        os.dup2(2, 1)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+
+    def read_setup(self) -> Any:
+        """The first line; the process ends where the parent is gone."""
+        line = bytearray()
+        # Byte by byte: what follows belongs to the one who reads `requests` afterwards.
+        while not line.endswith(b"\n"):
+            byte = os.read(self.requests, 1)
+            if not byte:
+                sys.exit(0)
+            line += byte
+        return json.loads(line)
+
+    def say(self, **reply: Any) -> None:
+        """Write one line; threads may do so at once."""
+        line = json.dumps(reply) + "\n"
+        try:
+            with self._turn:
+                self._replies.write(line)
+                self._replies.flush()
+        except BrokenPipeError:
+            os._exit(0)  # nobody is left to hear
