@@ -22,7 +22,7 @@ from typing import Any
 from shakedown.agents.contract import BadReturnError, judge_number
 from shakedown.agents.imports import last_frame
 from shakedown.agents.rewards import get_reward
-from shakedown.agents.rewards.own import RowReward, with_row
+from shakedown.agents.rewards.custom_reward import RowReward, with_row
 from shakedown.core.errors import ShakedownError
 from shakedown.debug.asked import stop_at_exception
 from shakedown.processes.workers import WorkerStreams

@@ -1,10 +1,11 @@
 """Reward functions by name: `reward(completion, answer) -> float`, pure and safe on any text.
 
-A new one is a function in `answers.py` and one row in `REWARDS`; a user's own needs neither.
+A new one is a function in `answers.py` and one row in `REWARDS`; a user's own needs neither
+(`custom_reward.py`).
 """
 
 from shakedown.agents.rewards.answers import clevr_count, exact_match, geometry3k, gsm8k
-from shakedown.agents.rewards.own import RewardFunction, is_own, load_reward
+from shakedown.agents.rewards.custom_reward import RewardFunction, is_own, load_reward
 from shakedown.agents.rewards.text import last_number
 from shakedown.core.errors import look_up
 
