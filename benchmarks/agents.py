@@ -10,7 +10,8 @@ speed changes within minutes, and the median counts.
 
 - gather, own client: `asyncio.gather` over calls of one `AsyncOpenAI` with its usual limits;
 - gather, wide client: the same with limits for all (what a careful user writes);
-- shakedown: the checks' worker processes, an agent that takes the `http_client` it is given.
+- shakedown: the checks' worker processes without a proxy, an agent that takes the `http_client` it
+  is given.
 """
 
 import argparse
@@ -30,8 +31,8 @@ import psutil
 from _http_server import serve
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from shakedown.agent_checks.episode_source import episode_source
 from shakedown.agent_checks.runner import RunSettings, run_episodes
+from shakedown.agents.agent_pool import AgentPool, AgentSetup
 from shakedown.agents.endpoint import AgentEndpoint
 from shakedown.cluster.nodes import free_port
 
@@ -159,7 +160,7 @@ async def _workers(url: str, number: int) -> Cost:
         file.write_text(AGENT)
         endpoint = AgentEndpoint(url, "None", "policy")
         rows = [json.dumps({"messages": MESSAGES})] * number
-        async with episode_source(f"{file}:Agent", endpoint, seconds=120.0) as source:
+        async with AgentPool(AgentSetup(f"{file}:Agent", endpoint, measure=True)) as source:
 
             async def run() -> int:
                 result = await run_episodes(source, rows, RunSettings(concurrency=number))

@@ -44,13 +44,14 @@ def episode_source(
     refused: frozenset[str] = frozenset(),
     kwargs: Mapping[str, Any] | None = None,
 ) -> AbstractAsyncContextManager[EpisodeSource]:
-    """The workers, and the recording proxy where `grpo` is given; entering starts them.
+    """The workers, and the server that sees their calls; entering starts them.
 
     Args:
         target: the agent, as `shakedown agent run` takes it.
         seconds: that an episode may take.
-        grpo: a stage's sampling, for an engine whose chat replies have token ids; None: agents
-            talk to the endpoint itself.
+        grpo: a stage's sampling, for an engine whose chat replies have token ids: calls go
+            through the recording proxy; None: through a relay that changes nothing, or, where the
+            endpoint has no URL, wherever the agent sends them.
         own_lengths: with `grpo`: replies are as long as the agent asks.
         refused: with `grpo`: as in `Sampling`.
         kwargs: for the class's constructor, of what JSON has a form for.
@@ -59,20 +60,26 @@ def episode_source(
         UsageError: on entering: the class cannot be imported or is no agent.
         LaunchError: on entering: a process could not be started.
     """
-    if grpo is None:
+    if not endpoint.base_url:
         return AgentPool(
             AgentSetup(
                 target, endpoint, seconds, measure=True, share_tls=share_tls, kwargs=kwargs or {}
             )
         )
-    url = endpoint.base_url.removesuffix("/v1")
+    url = endpoint.base_url.removesuffix("/v1") if grpo else endpoint.base_url
     server = ModelServer(url, endpoint.model, endpoint.api_key, refused)
-    settings = grpo.model_copy(
+    settings = (grpo or GrpoConfig()).model_copy(
         update={"agent": target, "agent_timeout": seconds, "agent_kwargs": dict(kwargs or {})}
     )
     # No trainer publishes weights here: every token is of version 0.
     return AgentGroupSampler(
-        server, settings, lambda: 0, measure=True, share_tls=share_tls, own_lengths=own_lengths
+        server,
+        settings,
+        lambda: 0,
+        measure=True,
+        share_tls=share_tls,
+        own_lengths=own_lengths,
+        recorded=grpo is not None,
     )
 
 

@@ -15,8 +15,7 @@ from shakedown.agent_checks.wire_findings import (
 )
 from shakedown.agents.causes import CAUSES
 from shakedown.agents.event_loop_lag import percentile
-from shakedown.agents.http_calls import HttpCall
-from shakedown.agents.measured import Measured
+from shakedown.agents.measured import HttpCall, Measured
 from shakedown.core.verdict import Blame, Finding, FindingStatus
 
 _LAG_WARN = 2.5  # seconds: half of the OpenAI client's connect timeout

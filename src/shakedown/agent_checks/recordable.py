@@ -40,7 +40,7 @@ class Recordable:
             subject="server",
             measured="through the recording proxy"
             if self.yes
-            else f"the agent talked to the server itself: {self.why_not}",
+            else f"requests were passed on as the agent made them: {self.why_not}",
             expected="chat replies with token ids and log-probabilities",
             blame="none" if self.yes else "environment",
             remedy=""

@@ -46,9 +46,9 @@ class AgentSetup:
     """What every worker is told.
 
     `target`: as `shakedown agent run` takes it. `seconds`: that an episode may take. `recorded`:
-    the endpoint is the recording proxy, to which requests name their episode. `measure`: keep what
-    is measured until `take_measured`. `share_tls`: let a worker's clients that ask for the default
-    TLS context share one. `kwargs`: for the constructor, of what JSON has a form for.
+    the endpoint is a proxy, to which requests name their episode and which sees them. `measure`:
+    keep what is measured until `take_measured`. `share_tls`: let a worker's clients that ask for
+    the default TLS context share one. `kwargs`: for the constructor, of what JSON has a form for.
     `import_only`: import the class and check its contract, for which no client library is needed.
     """
 
@@ -68,7 +68,7 @@ class AgentResult:
 
     `cause` is empty when it went well, else a key of `causes.CAUSES`; `status` is the HTTP status
     that failed it, else 0; `trace` is the traceback of an exception in the agent. `seconds`: wall
-    time. `log`: its calls, where they are kept. `sent`: what its worker saw of them, None where
+    time. `log`: its calls, where a proxy kept them. `sent`: what its worker saw of them, None where
     that cannot be told. `calls_made`, `calls_failed`: its requests for
     replies, and those of them that the server did not answer well; `lost`: how many of these by
     hop, `resent`: those that were sent again and answered; `answered`: when it last answered one,
@@ -195,14 +195,8 @@ class _AgentWorker(Worker):
     def _hand_out(self, reply: dict[str, Any]) -> None:
         future = self._waiting.get(str(reply.pop("key", "")))
         if future is not None and not future.done():
-            log = reply.pop("log", None)
             wire = reply.pop("wire", None)
-            result = AgentResult(
-                **reply,
-                log=CallLog.read(log) if log else None,
-                sent=Sent.read(wire) if wire else None,
-            )
-            future.set_result(result)
+            future.set_result(AgentResult(**reply, sent=Sent.read(wire) if wire else None))
         elif "measured" in reply and self._measuring is not None and not self._measuring.done():
             self._measuring.set_result(Measured.read(reply["measured"]))
 

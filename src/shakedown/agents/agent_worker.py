@@ -10,8 +10,7 @@ requests:
     {"forget": G}                                -> nothing: the group has ended
     {}                                           -> {"measured": {...}}, the fields of `Measured`
 
-With `wire`, what `WireWatch.take` tells of the episode's calls, and `log`, what `CallLog.to_json`
-tells of them where no proxy sees more.
+With `wire`, what `HttpWatch.take` tells of the episode's calls.
 
 `{"ended": TEXT}` is the last word of a process whose event loop was ended from inside.
 `{"alive": true}` says every second that the event loop turns. All episodes share the loop: clients
@@ -30,15 +29,17 @@ import traceback
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shakedown.agents.call_log import CallLog
 from shakedown.agents.causes import classify, status_code
 from shakedown.agents.contract import AgentExitError, accepts_model, judge_return, load_agent
-from shakedown.agents.endpoint import AgentEndpoint, set_environment, shared_client
-from shakedown.agents.episode_tag import EPISODE_KEY, tag_requests
+from shakedown.agents.endpoint import (
+    EPISODE_KEY,
+    AgentEndpoint,
+    set_environment,
+    shared_client,
+)
 from shakedown.agents.event_loop_lag import CpuWait, LoopMonitor
-from shakedown.agents.http_calls import HttpRecorder
+from shakedown.agents.http_watch import HttpWatch
 from shakedown.agents.measured import Measured
-from shakedown.agents.wire_watch import WireWatch
 from shakedown.core.errors import ShakedownError
 from shakedown.debug.asked import is_asked, is_held, stop_at_exception
 from shakedown.processes.workers import WorkerStreams
@@ -67,19 +68,13 @@ class Host:
     def __init__(self, setup: dict[str, Any], streams: WorkerStreams) -> None:
         self._setup, self._streams = setup, streams
         self._endpoint = AgentEndpoint(**setup["endpoint"])
-        self._http = HttpRecorder()
+        self._http = HttpWatch(self._endpoint.base_url, seen_there=setup["recorded"])
         self._monitor = LoopMonitor(limit=float(setup["seconds"]), held=_may_be_held)
         self._running: dict[str, _Running] = {}
         self._instances: dict[str, Any] = {}
         # All of it before the agent's module is imported, which may make clients.
-        if self._endpoint.base_url:
-            tag_requests(self._endpoint.base_url)
-        self._log_calls = setup["measure"] and not setup["recorded"]  # the proxy sees more of them
-        self._http.install(share_tls=setup["share_tls"], log_calls=self._log_calls)
-        self._wire = WireWatch(self._endpoint.base_url, recorded=setup["recorded"])
+        self._http.install(share_tls=setup["share_tls"])
         self._watches = setup["measure"] or setup["recorded"]
-        if self._watches:
-            self._wire.install()
         self._client = shared_client()
         self._http.tls_contexts = 0  # that client's is not the agent's
         self._agent = load_agent(setup["target"], setup["kwargs"])
@@ -108,10 +103,8 @@ class Host:
 
     def _start(self, episode: dict[str, Any]) -> None:
         key = episode["key"]
-        if self._log_calls:
-            self._http.logs[key] = CallLog("client")
         if self._watches:
-            self._wire.begin(key)
+            self._http.begin(key)
         task = asyncio.create_task(self._run(episode))
         self._running[key] = _Running(task)
         task.add_done_callback(lambda done: self._ended(key, done))
@@ -152,7 +145,7 @@ class Host:
         cancelled = asyncio.CancelledError("the agent cancelled the episode's task")
         error = cancelled if task.cancelled() else task.exception()
         if error is None:
-            self._streams.say(key=key, reward=task.result(), **self._seen(key))
+            self._streams.say(key=key, reward=task.result(), wire=self._http.take(key))
             return
         stop_at_exception(error)
         cause, detail = classify(error, self._file)
@@ -163,12 +156,8 @@ class Host:
             detail=self._without_key(detail),
             status=status_code(error),
             trace=self._without_key(trace)[-_LONGEST_TRACE:],
-            **self._seen(key),
+            wire=self._http.take(key),
         )
-
-    def _seen(self, key: str) -> dict[str, Any]:
-        """Of an episode's requests."""
-        return {"log": self._http.take_log(key), "wire": self._wire.take(key)}
 
     def _without_key(self, text: str) -> str:
         """An agent's exception may quote its arguments, and is written into verdicts and logs."""
@@ -209,7 +198,8 @@ class Host:
         running = self._running.pop(key)
         running.task.cancel()
         detail = f"no result after {self._monitor.limit:g} s"
-        self._streams.say(key=key, cause="episode_timeout", detail=detail, **self._seen(key))
+        wire = self._http.take(key)
+        self._streams.say(key=key, cause="episode_timeout", detail=detail, wire=wire)
 
     def _take_measured(self) -> dict[str, Any]:
         """What was measured since the last time."""

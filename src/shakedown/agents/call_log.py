@@ -1,13 +1,12 @@
 """What an episode asked a server and was answered: kept for people to read, within bounds.
 
-The recording proxy sees all of a call (`seen_by: proxy`). Where agents talk to a server themselves,
-their worker sees what httpx sends, and no reply (`seen_by: client`).
+The recording proxy sees all of a call (`seen_by: proxy`). The relay before a server whose replies
+cannot be recorded reads replies of chat completions, and no tokens (`seen_by: relay`).
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 MOST_CALLS = 200  # of an episode
 MOST_MESSAGES = 100  # of a call
@@ -16,7 +15,7 @@ LONGEST_TEXT = 20_000  # characters of a message or a reply
 _MOST_NESTED = 200  # objects and arrays of a message that is kept as it is
 ROOM = 200_000  # characters of an episode; when they are used up, of each text its size is told
 
-SeenBy = Literal["proxy", "client"]
+SeenBy = Literal["proxy", "relay"]
 _UNANSWERED = "no whole reply before the agent left the call or the episode ended"
 
 
@@ -94,22 +93,12 @@ class CallLog:
         return f"{text[:head]} {missing} {text[len(text) - tail :]}".strip()
 
     def to_json(self) -> dict[str, Any]:
-        """The inverse of `read`."""
+        """As it stands in a file."""
         calls = [asdict(call) for call in self.calls]
         for call in calls:
             if not call["status"] and not call["error"]:
                 call["error"] = _UNANSWERED
         return {"seen_by": self.seen_by, "calls": calls, "left_out": self.left_out}
-
-    @classmethod
-    def read(cls, told: Mapping[str, Any]) -> Self:
-        """The inverse of `to_json`.
-
-        Raises:
-            TypeError, KeyError: it has other fields.
-        """
-        calls = [LoggedCall(**call) for call in told["calls"]]
-        return cls(told["seen_by"], calls, told["left_out"])
 
     def _message(self, message: Any, text: str) -> Any:
         if len(text) <= min(LONGEST_TEXT, self.room) and _is_flat(text):

@@ -1,11 +1,18 @@
-"""What an agent finds in its process: where to send requests, by environment too, and a client."""
+"""What an agent finds in its process: where to send requests, as which episode, and a client."""
 
 import os
 import sys
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
 from shakedown.inference.upstream import CONNECT_SECONDS, IDLE_SECONDS
+
+# Names the episode to the server, also where an agent made its own client, or shares one.
+HEADER = "x-shakedown-episode"
+# The key of the episode that the running code belongs to; empty outside of one. Tasks and threads
+# that an agent starts through asyncio inherit it.
+EPISODE_KEY: ContextVar[str] = ContextVar("EPISODE_KEY", default="")
 
 _POOLS = 64  # of the shared client
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FrameType
 
-from shakedown.agents.episode_tag import EPISODE_KEY
+from shakedown.agents.endpoint import EPISODE_KEY
 from shakedown.stacks.owner import owner_of
 
 # Seconds between ticks: the resolution of the measured lag. Each wake-up costs 0.1 ms and more.

@@ -4,7 +4,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from shakedown.agents.http_calls import HttpCall
+
+@dataclass
+class HttpCall:
+    """One HTTP request; times in seconds.
+
+    `pool_wait` is the time until a connection of the client's pool was free, `connect` the time
+    of the TCP handshake (0 on a kept connection), `status` is 0 when no answer came. `blocking`:
+    seconds that a synchronous client held the event loop by it, 0 for others, and `place`: the
+    agent's line, as `file:line in function`.
+    """
+
+    pool_wait: float = 0.0
+    connect: float = 0.0
+    status: int = 0
+    blocking: float = 0.0
+    place: str = ""
 
 
 @dataclass(frozen=True)

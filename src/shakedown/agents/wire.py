@@ -1,7 +1,8 @@
 """What came back of an episode's requests, and what that says of the episode (pure).
 
 An agent may catch every error and return a number. What its requests were answered says whether
-the number means anything: the recording proxy sees them, else the worker's HTTP libraries.
+the number means anything: the proxy before the server sees them, and the worker's HTTP libraries
+those that never came to it.
 """
 
 import errno
@@ -15,7 +16,7 @@ from typing import Any, Self
 _EXPLAINED = frozenset(
     {"connection", "connect_timeout", "read_timeout", "api_status", "exception", "bad_return"}
 )
-# Where a call fails: on its way, or at its end. The last one is there without the proxy alone.
+# Where a call fails: on its way, or at its end. The last one is there without a base URL alone.
 TO_PROXY, TO_ENGINE, ENGINE = "agent to proxy", "proxy to engine", "engine"
 TO_SERVER = "agent to server"
 _AT_ENGINE = frozenset({"api_status", "unknown_model", "bad_reply", "read_timeout"})
@@ -23,6 +24,10 @@ _AT_ENGINE = frozenset({"api_status", "unknown_model", "bad_reply", "read_timeou
 _NOT_OF_THE_CALL = frozenset({401, 403, 407, 408, 429})
 _AT_ONCE = 2.0  # seconds between the end of an episode's time and of the call that it was in
 _MOST_LISTED = 5  # ids in a message
+# Exceptions of HTTP clients by name.
+_TIMEOUTS = {"ReadTimeout": "read_timeout", "WriteTimeout": "read_timeout"}
+_UNCONNECTED = {"ConnectError", "ConnectTimeout", "PoolTimeout", "ClientConnectorError"}
+_CONNECTING = {"ConnectTimeout": "connect_timeout", "PoolTimeout": "pool_timeout"}
 
 
 @dataclass
@@ -173,6 +178,8 @@ def with_lost(
             detail = "no connection of the agent's was accepted any more"
             found.end(0, "file_descriptors", detail, hop=TO_PROXY)
             lost.append(found)
+        elif call.fault == "no_call":  # left before it came there
+            lost.append(call)
     return sorted([*arrived, *lost], key=lambda call: call.began)
 
 
@@ -211,6 +218,23 @@ def out_of_descriptors(error: BaseException) -> bool:
         isinstance(link, OSError) and link.errno in (errno.EMFILE, errno.ENFILE)
         for link in _links(error)
     )
+
+
+def fault_of(error: BaseException, *, answered: bool = False) -> str:
+    """The cause that a transport's exception names; `answered`: the reply had begun."""
+    if out_of_descriptors(error):
+        return "file_descriptors"
+    names = [kind.__name__ for kind in type(error).__mro__]
+    table = _TIMEOUTS | ({} if answered else _CONNECTING)
+    known = next((table[name] for name in names if name in table), "")
+    timeout = "read_timeout" if isinstance(error, TimeoutError) else ""
+    return known or timeout or ("truncated" if answered else "connection")
+
+
+def never_sent(error: BaseException) -> bool:
+    """Whether a request failed before it had a connection."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return out_of_descriptors(error) or bool(names & _UNCONNECTED)
 
 
 def _links(error: BaseException | None) -> Iterator[BaseException]:

@@ -201,7 +201,7 @@ def _debugged(args: argparse.Namespace) -> bool:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from shakedown.agents.episode_tag import HEADER
+    from shakedown.agents.endpoint import HEADER
     from shakedown.inference.relay import relayed
 
     given = args.base_url or os.environ.get("OPENAI_BASE_URL", "")
@@ -311,7 +311,7 @@ def _run_checks(args: argparse.Namespace) -> int:
     from shakedown.agent_checks.halt import Halt
     from shakedown.agent_checks.results import EpisodeWriter, checks_verdict
     from shakedown.agent_checks.server_probe import find_endpoint
-    from shakedown.agents.episode_tag import HEADER
+    from shakedown.agents.endpoint import HEADER
     from shakedown.inference.relay import relayed
     from shakedown.inference.server import in_use
     from shakedown.training.assets import heldout_source

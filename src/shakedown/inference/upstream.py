@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import aiohttp
+from yarl import URL
 
 from shakedown.core import http
 from shakedown.core.errors import ServerError, UsageError
@@ -108,7 +109,7 @@ class Upstream:
     async def ask(
         self,
         method: str,
-        url: str,
+        url: str | URL,
         *,
         seconds: float | None = None,
         pauses: Sequence[float] = PAUSES,
@@ -195,7 +196,11 @@ def _is_own(error: BaseException) -> bool:
 
 
 async def _sent(
-    session: aiohttp.ClientSession, method: str, url: str, seconds: float | None, **more: Any
+    session: aiohttp.ClientSession,
+    method: str,
+    url: str | URL,
+    seconds: float | None,
+    **more: Any,
 ) -> aiohttp.ClientResponse:
     connect = CONNECT_SECONDS if seconds is None else min(seconds, CONNECT_SECONDS)
     times = aiohttp.ClientTimeout(seconds, sock_connect=connect)

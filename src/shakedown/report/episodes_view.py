@@ -51,7 +51,6 @@ class EpisodeView:
     trace: str = ""
     reward: str = ""
     seconds: float = 0.0
-    seen_by: str = ""
     calls: Sequence[CallView] = field(default_factory=list)
     calls_left: int = 0
 
@@ -78,7 +77,6 @@ def episode_view(line: Mapping[str, Any], number: int) -> EpisodeView:
         trace=_long(line.get("trace")),
         reward=_reward(line.get("reward")),
         seconds=_number(line.get("seconds")),
-        seen_by=_short(line.get("calls_seen_by")),
         calls=[_call(call) for call in calls[:MOST_CALLS]],
         calls_left=len(calls[MOST_CALLS:]) + left,
     )

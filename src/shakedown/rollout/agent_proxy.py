@@ -1,29 +1,20 @@
 """The server that agents talk to in training: passes calls on to vLLM and records them.
 
-Whatever protocol an agent speaks (`protocols/`), the engine is asked for one chat completion.
-Each episode has a key. A call belongs to the episode whose key stands in its URL
-(`/e/KEY/v1/chat/completions`), else in the header that the agent's worker sets, else in its
-bearer token or `x-api-key`. Only a call whose reply reached the agent is kept. Agents never see
-the engine's key.
+Whatever protocol an agent speaks (`protocols/`), the engine is asked for one chat completion. Only
+a call whose reply reached the agent is kept.
 """
 
 import asyncio
 import contextlib
 import json
 import re
-import secrets
-import socket
-import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any, Self
 
 import aiohttp
 from aiohttp import web
 
-from shakedown.agents.call_log import CallLog
-from shakedown.agents.episode_tag import HEADER
-from shakedown.agents.wire import WireCall, out_of_descriptors
-from shakedown.core.http import LARGEST_REQUEST, LOOPBACK, application, listening
+from shakedown.agents.endpoint import HEADER
+from shakedown.core.http import LARGEST_REQUEST
 from shakedown.inference.upstream import MODELS, Upstream
 from shakedown.rollout.agent_calls import (
     Body,
@@ -46,20 +37,18 @@ from shakedown.rollout.engine_replies import (
     read_object,
     told,
 )
+from shakedown.rollout.episode_server import EpisodeServer, episode_key
 from shakedown.rollout.protocols import PROTOCOLS
 from shakedown.rollout.protocols.base import Protocol, Reply
-from shakedown.rollout.request_gate import RequestGate
-from shakedown.rollout.shared_history import SharedHistory
 
-_AGAIN_SECONDS = 0.5  # less than asyncio waits before it tries to accept again
 _CHAT = "/v1/chat/completions"
 # What a call may end by; the agent is told which.
-_TOLD = (RefusedCallError, CallError, RecursionError, TimeoutError, aiohttp.ClientError)
+TOLD = (RefusedCallError, CallError, RecursionError, TimeoutError, aiohttp.ClientError)
 _VERSIONS = re.compile(r"(v1/)*")  # clients add it to a base URL that ends in it
 
 
-class AgentProxy:
-    """Use it as `async with AgentProxy(...) as proxy`; it listens on a free port of 127.0.0.1.
+class AgentProxy(EpisodeServer):
+    """Calls outside of an episode, or after its end, are refused.
 
     Args:
         upstream: the engine's base URL without `/v1`.
@@ -68,12 +57,10 @@ class AgentProxy:
         timeout: seconds for one call.
         api_key: what the engine asks for.
         model: the name that the engine serves, whatever name an agent gives; empty: the agent's.
-        log_calls: keep what episodes ask and are answered for people, too: see `log_of`.
-
-    `history` looks for replies of other rows in the messages of episodes that were begun there.
-    `recorded` counts calls; with the proxy's own `api_key`, outside of an episode, an agent can
-    ask for the models alone.
+        log_calls: as for `EpisodeServer`.
     """
+
+    seen_by = "proxy"
 
     def __init__(
         self,
@@ -86,68 +73,18 @@ class AgentProxy:
         model: str = "",
         log_calls: bool = False,
     ) -> None:
+        super().__init__(
+            "/v1", Upstream(api_key, read_bufsize=LARGEST_REQUEST), log_calls=log_calls
+        )
         self._model = {"model": model} if model else {}
-        self.api_key = secrets.token_hex(16)
-        self._engine = Upstream(api_key, read_bufsize=LARGEST_REQUEST)
         self._url, self._sampling, self._version = upstream, sampling, version
         self._seconds = timeout
-        self._episodes: dict[str, list[Call]] = {}
-        self._log_calls, self._logs = log_calls, dict[str, CallLog]()
-        self._wires = dict[str, list[WireCall]]()
-        self.history = SharedHistory()
         self._said: set[str] = set()
-        self._stack = contextlib.AsyncExitStack()
-        self.gate = RequestGate()
-        self.recorded = 0
-        self.host, self.port = LOOPBACK, 0
-
-    async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._engine)
-            self._listening = stack.enter_context(_ListeningSocket(self.host))
-            app = application(self._handle, "/e/{key}/{path:.*}", "/{path:.*}")
-            self.port = await stack.enter_async_context(listening(app, self._listening))
-            self._stack = stack.pop_all()
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """End all connections, and listen no more."""
-        await self._stack.aclose()
-
-    @property
-    def full_at(self) -> float:
-        """Unix time at which there was last no descriptor for an agent's connection; 0: never."""
-        return self._listening.full_at
-
-    def open(self) -> tuple[str, str]:
-        """Begin an episode; returns its key and its own base URL, which ends in `/v1`."""
-        key = secrets.token_hex(16)
-        self._episodes[key], self._wires[key] = [], []
-        if self._log_calls:
-            self._logs[key] = CallLog("proxy")
-        return key, f"http://{self.host}:{self.port}/e/{key}/v1"
-
-    def close(self, key: str) -> list[Call]:
-        """End an episode: its calls in the order in which they ended; later ones are refused."""
-        self._logs.pop(key, None)
-        self._wires.pop(key, None)
-        return self._episodes.pop(key, [])
-
-    def log_of(self, key: str) -> CallLog | None:
-        """What people can read of an episode that is not closed; None: nothing is kept."""
-        return self._logs.get(key)
-
-    def wire_of(self, key: str) -> list[WireCall]:
-        """What came back of the requests of an episode that is not closed."""
-        return self._wires.get(key, [])
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         path = _VERSIONS.sub("", request.match_info["path"], count=1)
         protocol = PROTOCOLS.get(path, PROTOCOLS["chat/completions"])
-        key = _key(request)
+        key = episode_key(request)
         if path == "models":
             entry = CallEntry(key, None, path)
         else:
@@ -165,7 +102,7 @@ class AgentProxy:
                 )
             self._check_key(key)
             return await self._passed_on(request, entry, protocol)
-        except _TOLD as error:
+        except TOLD as error:
             failed = told(error, self._seconds)
             entry.ended(failed.status, str(failed), failed.fault, failed.hop)
             body = protocol.reply.error(failed.status, str(failed))
@@ -333,45 +270,6 @@ class AgentProxy:
                     "sampling",
                     flush=True,
                 )
-
-
-class _ListeningSocket(socket.socket):
-    """Bound to a free port; notes when there was no descriptor left for a connection.
-
-    asyncio leaves such a connection in the queue, where its client waits, says so and tries again a
-    second later.
-
-    Args:
-        host: its own address.
-
-    `full_at`: Unix time of the last such connection; 0: there was none.
-    """
-
-    def __init__(self, host: str) -> None:
-        super().__init__(socket.AF_INET, socket.SOCK_STREAM)
-        self.full_at = 0.0
-        self.bind((host, 0))
-
-    def accept(self) -> tuple[socket.socket, Any]:
-        """As of any socket."""
-        try:
-            return super().accept()
-        except OSError as error:
-            if not out_of_descriptors(error):
-                raise
-            before, self.full_at = self.full_at, time.time()
-            if self.full_at - before < _AGAIN_SECONDS:
-                # asyncio does not stop at the first one, and would say it thousands of times.
-                raise BlockingIOError from error
-            raise
-
-
-def _key(request: web.Request) -> str:
-    """What a call gives as its key; empty: nothing."""
-    sent = request.headers
-    token = sent.get("Authorization", "").removeprefix("Bearer ").strip()
-    given = (request.match_info.get("key"), sent.get(HEADER), sent.get("x-api-key"), token)
-    return next(filter(None, given), "")
 
 
 async def _body(request: web.Request) -> Body:

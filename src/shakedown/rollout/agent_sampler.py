@@ -27,6 +27,8 @@ from shakedown.data_sources import load_rows, read_rows
 from shakedown.models.chat import encode_prompt
 from shakedown.rollout.agent_calls import Call, Sampling, joined
 from shakedown.rollout.agent_proxy import AgentProxy
+from shakedown.rollout.agent_relay import AgentRelay
+from shakedown.rollout.episode_server import EpisodeServer
 from shakedown.rollout.groups import Group, Prompt
 
 ENGINE = "vllm"  # the only one whose chat replies have token ids
@@ -136,6 +138,8 @@ class AgentGroupSampler:
             of their calls.
         share_tls: as in `AgentSetup`.
         own_lengths: replies are as long as the agent asks, not at most the stage's `max_tokens`.
+        recorded: False: pass calls on as they are, to a server whose replies cannot be recorded;
+            its URL is the agents' base URL then. Nothing can be trained on.
         failed_share: of episodes that may fail by their agent.
 
     `lost` counts episodes that failed, and not by their agent, by their cause.
@@ -150,20 +154,25 @@ class AgentGroupSampler:
         measure: bool = False,
         share_tls: bool = True,
         own_lengths: bool = False,
+        recorded: bool = True,
         failed_share: float = RewardLimits.failed_share,
     ) -> None:
         self._server, self._settings = server, settings
         self._measure, self._share_tls = measure, share_tls
         most = None if own_lengths else settings.max_tokens
-        sampling = Sampling(settings.temperature, most, server.refused)
-        self._proxy = AgentProxy(
-            server.url,
-            sampling,
-            version,
-            timeout=settings.batch_timeout,
-            api_key=server.api_key,
-            model=server.model,
-            log_calls=measure,
+        self._recorded = recorded
+        self._proxy: EpisodeServer = (
+            AgentProxy(
+                server.url,
+                Sampling(settings.temperature, most, server.refused),
+                version,
+                timeout=settings.batch_timeout,
+                api_key=server.api_key,
+                model=server.model,
+                log_calls=measure,
+            )
+            if recorded
+            else AgentRelay(server.url, server.api_key, log_calls=measure)
         )
         self._pool: AgentPool | None = None
         self._stack = contextlib.AsyncExitStack()
@@ -181,9 +190,7 @@ class AgentGroupSampler:
             proxy = await stack.enter_async_context(self._proxy)
             setup = AgentSetup(
                 self._settings.agent,
-                AgentEndpoint(
-                    f"http://{proxy.host}:{proxy.port}/v1", proxy.api_key, self._server.model
-                ),
+                AgentEndpoint(proxy.base_url, proxy.api_key, self._server.model),
                 self._settings.agent_timeout,
                 recorded=True,
                 measure=self._measure,
@@ -300,7 +307,9 @@ class AgentGroupSampler:
         sent = result.sent
         told = sent or Sent()
         calls_made = with_lost(wire, told.calls, self._proxy.full_at)
-        result = result.by_wire(Sent(calls_made, told.elsewhere))
+        # The relay answers calls that it knows no episode of: then of none nothing is concluded.
+        if self._recorded or sent is not None or calls_made:
+            result = result.by_wire(Sent(calls_made, told.elsewhere))
         if shared and not result.cause:
             result = replace(result, cause="shared_history", detail=shared, reward=None)
         if sent is None:  # its worker ended, by whichever of its episodes
@@ -329,7 +338,7 @@ class AgentGroupSampler:
         else:
             self.lost[episode.cause] += 1
             first = self.lost[episode.cause] == 1
-        if first:
+        if first and self._recorded:
             what = "counts as 0" if episode.counts else "is left out"
             print(
                 f"an episode failed and {what} in training: {episode.cause}: {episode.detail}; "

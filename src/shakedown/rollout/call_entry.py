@@ -59,6 +59,10 @@ class CallEntry:
         except _MALFORMED as error:
             self._call.error = f"the engine's reply cannot be shown: {error}"[:400]
 
+    def named(self, reply_id: str) -> None:
+        """The id of the reply as the agent sees it, whatever the protocol; empty: none yet."""
+        self._prefix, self._reply_id = "", reply_id or self._reply_id
+
     def recorded(self, calls: Sequence[Call]) -> None:
         """What is kept of the reply to be trained on."""
         if self._log is not None and self._call is not None:
@@ -76,7 +80,7 @@ class CallEntry:
 
     def ended(self, status: int, error: str = "", fault: str = "", hop: str = "") -> None:
         """What the agent was told, at last; `fault`: a key of `causes.CAUSES`."""
-        seen = status if fault in ("", "api_status") else 0
+        seen = status if fault in ("", "api_status", "unknown_model") else 0
         said = f"status {status}: {error}" if fault == "api_status" else error
         self._wire.end(seen, fault, said, f"{self._prefix}{self._reply_id}", hop)
         if self._log is None or self._call is None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import aiohttp
 
-from shakedown.agents.reply_watch import fault_of
-from shakedown.agents.wire import ENGINE, TO_ENGINE, TO_PROXY
+from shakedown.agents.wire import ENGINE, TO_ENGINE, TO_PROXY, fault_of
 from shakedown.core.http import why
 from shakedown.rollout.agent_calls import Body, RefusedCallError
 

@@ -158,7 +158,7 @@ def test_a_place_that_is_none_is_a_usage_error(tmp_path: Path) -> None:
 # In a process of its own: a monitor watches its process for as long as that lives.
 UNKNOWN = """
 import asyncio, sys, time
-from shakedown.agents.episode_tag import EPISODE_KEY
+from shakedown.agents.endpoint import EPISODE_KEY
 from shakedown.agents.event_loop_lag import LoopMonitor
 
 async def block():

@@ -1,4 +1,4 @@
-"""Each episode is written with its calls: by the proxy's eyes, and by the client's alone."""
+"""Each episode is written with its calls: as the proxy or the relay saw them."""
 
 import asyncio
 import functools
@@ -154,15 +154,19 @@ def test_what_came_before_a_stream_broke_off_is_kept(seen: dict[str, Line]) -> N
     assert call["completion_tokens"] is None
 
 
-def test_without_a_proxy_what_the_client_sends_is_told(engine: ChatEngine, tmp_path: Path) -> None:
+def test_what_is_passed_on_unchanged_is_told_with_its_replies(
+    engine: ChatEngine, tmp_path: Path
+) -> None:
     rows = ({"kind": "two_turns"}, {"kind": "synchronous"}, asks("too long"))
 
     good, synchronous, bad = record(engine, tmp_path / "e.jsonl", *rows, proxy=False, group_size=1)
 
-    assert {good["calls_seen_by"], bad["calls_seen_by"]} == {"client"}
+    assert {good["calls_seen_by"], bad["calls_seen_by"]} == {"relay"}
     first, second = good["calls"]
-    assert first["protocol"] == "POST 127.0.0.1/v1/chat/completions"
+    assert first["protocol"] == "chat/completions"
     assert first["messages"] == [{"role": "user", "content": "one"}]
+    assert first["replies"] == [{"text": "<4>", "finish_reason": "stop"}]
+    assert first["completion_tokens"] is None
     assert (first["status"], second["repeats"]) == (200, 1)
     assert len(synchronous["calls"]) == 1
     assert [call["status"] for call in bad["calls"]] == [400]

@@ -82,12 +82,12 @@ def test_with_a_config_the_sampling_is_its_stages(tmp_path: Path) -> None:
     assert (code, [(body["max_tokens"], body["temperature"]) for body in asked]) == (0, [(5, 0.5)])
 
 
-def test_a_server_without_token_ids_is_asked_directly_and_that_is_said(tmp_path: Path) -> None:
+def test_a_server_without_token_ids_is_asked_unchanged_and_that_is_said(tmp_path: Path) -> None:
     with wire_server(ids=False) as server:
         code, verdict = agent_run(tmp_path, server.url, [{"texts": ["x"]}])
 
     told = finding(verdict, "recorded_as_in_training")
-    assert (code, seen_by(tmp_path)) == (0, {"client"})
+    assert (code, seen_by(tmp_path)) == (0, {"relay"})
     assert told.status == "warn"
     assert "prompt_token_ids" in str(told.measured)
     assert "training with the agent needs" in told.remedy
@@ -129,7 +129,7 @@ def test_the_kind_of_server_is_told_by_its_answer_alone(tmp_path: Path) -> None:
     finally:
         server.die()
 
-    assert (before, seen_by(tmp_path)) == ({"client"}, {"proxy"})
+    assert (before, seen_by(tmp_path)) == ({"relay"}, {"proxy"})
 
 
 @pytest.mark.parametrize(("agent", "shared"), [("Remembers", True), ("OwnHistory", False)])

@@ -22,8 +22,7 @@ from shakedown.agent_checks.server_probe import ask_server, with_version
 from shakedown.agents.agent_pool import AgentPool, AgentSetup
 from shakedown.agents.contract import Reward
 from shakedown.agents.endpoint import AgentEndpoint
-from shakedown.agents.http_calls import HttpCall
-from shakedown.agents.measured import Measured, merged
+from shakedown.agents.measured import HttpCall, Measured, merged
 from shakedown.cli import main
 from shakedown.core.verdict import Finding, read_verdict, status_of
 from shakedown.rollout.staleness import Staleness

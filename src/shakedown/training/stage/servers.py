@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shakedown.agents.episode_tag import HEADER
+from shakedown.agents.endpoint import HEADER
 from shakedown.inference.auth import read_secret
 from shakedown.inference.client import Client
 from shakedown.inference.engines import get_token_engine
