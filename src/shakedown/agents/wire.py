@@ -274,21 +274,29 @@ def _late(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcome:
     """By its requests where they took more than half of its time; else its own work did."""
     good = max((place for place, call in enumerate(calls, start=1) if call.good), default=0)
     failed = [call for call in calls[good:] if call.failed]
-    if failed and failed[-1].ended - failed[0].began > seconds / 2:
+    waited, half = _open_for(calls), seconds / 2
+    spent = failed[-1].ended - failed[0].began if failed else 0.0
+    # One that fails like those before it may be open still.
+    if failed and spent + (waited if waited <= half else 0.0) > half:
         last = failed[-1]
         what = f"{told.detail}; {len(failed)} calls were not answered well, the last one"
         return Outcome(last.fault, f"{what}: {last.detail}", last.status, last.hop)
     return _hanging(told, calls, seconds)
 
 
-def _hanging(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcome:
+def _open(calls: Sequence[WireCall]) -> list[WireCall]:
+    """Those that the end of the episode's time met."""
     now = time.time()
-    open_now = [
-        call
-        for call in calls
-        if call.unanswered and (not call.ended or now - call.ended < _AT_ONCE)
-    ]
-    waited = max(((call.ended or now) - call.began for call in open_now), default=0.0)
+    return [c for c in calls if c.unanswered and (not c.ended or now - c.ended < _AT_ONCE)]
+
+
+def _open_for(calls: Sequence[WireCall]) -> float:
+    now = time.time()
+    return max(((call.ended or now) - call.began for call in _open(calls)), default=0.0)
+
+
+def _hanging(told: Outcome, calls: Sequence[WireCall], seconds: float) -> Outcome:
+    open_now, waited = _open(calls), _open_for(calls)
     again = max((call.resent for call in open_now if not call.heard), default=0)
     if waited > seconds / 2 and again:
         detail = f"{told.detail}; a call was lost {again} times from {TO_ENGINE}"

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,23 @@ def test_a_reply_that_the_agents_client_did_not_wait_for_is_the_engines() -> Non
     found = judged(Outcome("read_timeout", "no reply"), Sent([left]), 5.0)
 
     assert (found.cause, found.hop, found.by_agent) == ("read_timeout", ENGINE, False)
+
+
+@pytest.mark.parametrize(
+    ("lost", "open_for", "cause"),
+    [(4.0, 4.0, "connection"), (0.1, 7.9, "hanging"), (1.0, 1.0, "episode_timeout")],
+)
+def test_a_call_that_is_open_counts_with_the_lost_one_before_it(
+    lost: float, open_for: float, cause: str
+) -> None:
+    now = time.time()
+    first, second = WireCall(began=now - open_for - lost), WireCall(began=now - open_for)
+    first.end(0, "connection", hop=TO_ENGINE)
+    first.ended = now - open_for
+
+    found = judged(Outcome("episode_timeout", "no result after 8 s"), Sent([first, second]), 8.6)
+
+    assert found.cause == cause
 
 
 @pytest.fixture
