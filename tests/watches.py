@@ -23,7 +23,7 @@ class Watch:
         self._reader.start()
 
     def _read(self) -> None:
-        for line in cast(IO[str], self.process.stdout):
+        for line in cast("IO[str]", self.process.stdout):
             self._lines.put(line.rstrip())
 
     def until(self, words: str) -> list[str]:
@@ -53,4 +53,4 @@ class Watch:
         self.process.kill()
         self.process.wait()
         self._reader.join()
-        cast(IO[str], self.process.stdout).close()
+        cast("IO[str]", self.process.stdout).close()

@@ -19,7 +19,7 @@ from shakedown.config import (
     write_resolved,
 )
 from shakedown.config.places import ranks_a_node
-from shakedown.core.continued import Command
+from shakedown.core.continued import ProgramCall
 from shakedown.core.errors import ShakedownError
 from shakedown.core.private import close_to_others, let_group_read, own_folder
 from shakedown.core.provenance import source_files
@@ -99,7 +99,7 @@ def write_workflow(executor_settings):
     settings = workflow.config_settings
     # `--directory` has changed this process's own; what was given is relative to the shell's.
     called_in = os.environ.get("PWD", "") if workflow.overwrite_workdir else ""
-    command = Command.snakemake(
+    command = ProgramCall.snakemake(
         sys.argv[1:],
         settings.configfiles,
         workflow.dag_settings.targets,

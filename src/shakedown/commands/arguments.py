@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from shakedown.core.home import expand_home
+from shakedown.core.paths import expand_home
 from shakedown.core.private import let_group_read
 from shakedown.debug import asked
 

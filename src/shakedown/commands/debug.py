@@ -129,7 +129,7 @@ def _attach(args: argparse.Namespace) -> int:
 
 
 def _folders(run_or_job: str) -> list[Path]:
-    from shakedown.core.home import expand_home
+    from shakedown.core.paths import expand_home
     from shakedown.debug.attach import debug_folders
 
     if _is_job(run_or_job):

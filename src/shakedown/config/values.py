@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from shakedown.core.home import expand_home
+from shakedown.core.paths import expand_home
 from shakedown.progress.patience import Patience
 
 Positive = Annotated[int, Field(gt=0)]

@@ -22,7 +22,7 @@ _PROFILE = "SNAKEMAKE_PROFILE"
 
 
 @dataclass(frozen=True)
-class Command:
+class ProgramCall:
     """A program as it was called in `folder`: `words` after its name, in their order.
 
     `overlays`: the config files in the order in which they lie over each other. `targets`: the
@@ -38,7 +38,7 @@ class Command:
     @classmethod
     def snakemake(
         cls, words: Sequence[str], overlays: Iterable[Path], targets: Iterable[str], folder: Path
-    ) -> "Command":
+    ) -> "ProgramCall":
         """Of this process, which is a snakemake that was called in `folder`."""
         return cls(
             folder=str(folder),
@@ -108,7 +108,7 @@ def note_stage_command(stage: StagePaths, words: Sequence[str], overlays: Iterab
     Raises:
         StorageError: it cannot be written.
     """
-    command = Command(str(Path.cwd()), list(words), [str(path) for path in overlays])
+    command = ProgramCall(str(Path.cwd()), list(words), [str(path) for path in overlays])
     write_json(stage.command, {"schema": _STAGE_SCHEMA, "command": asdict(command)})
 
 
@@ -131,10 +131,10 @@ def fixed_then(command: str, what: str = "fix the cause") -> str:
     return f"{what}, then: {command}" if command else f"{what}, then run the same command again"
 
 
-def _recorded(path: Path, schema: str) -> Command | None:
+def _recorded(path: Path, schema: str) -> ProgramCall | None:
     """None where there is none that only this user can have written."""
     try:
         body = read_object(path, "record of a command", schema=schema, control=True)
-        return json_as(Command, body["command"])
+        return json_as(ProgramCall, body["command"])
     except (ShakedownError, LookupError, ValueError, TypeError):
         return None

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from enum import IntEnum
 from typing import TypeVar
 
-Value = TypeVar("Value")
+Choice = TypeVar("Choice")
 
 
 class ExitCode(IntEnum):
@@ -98,8 +98,8 @@ class LaunchError(CannotJudgeError):
 
 
 def look_up(
-    what: str, name: str, table: Mapping[str, Value], *, error: type[ShakedownError] = UsageError
-) -> Value:
+    what: str, name: str, table: Mapping[str, Choice], *, error: type[ShakedownError] = UsageError
+) -> Choice:
     """`table[name]`.
 
     Raises:

@@ -15,7 +15,7 @@ from shakedown.core.private import file_mode, make_folders, read_own
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-Data = TypeVar("Data")
+Parsed = TypeVar("Parsed")
 Unknown = Literal["forbid", "ignore"]
 
 
@@ -103,7 +103,7 @@ def read_object(
 
 
 def read_json_as(
-    kind: type[Data],
+    kind: type[Parsed],
     path: Path,
     what: str,
     *,
@@ -111,7 +111,7 @@ def read_json_as(
     unknown: Unknown = "forbid",
     hint: str = "",
     error_class: type[ShakedownError] = UsageError,
-) -> Data:
+) -> Parsed:
     """Read a control file that holds one dataclass as JSON: `read_object`, then `json_as`.
 
     Raises:
@@ -125,7 +125,7 @@ def read_json_as(
         raise error_class(f"{path} is no {what}: {error}", hint=hint) from error
 
 
-def json_as(kind: type[Data], body: Mapping[str, Any], *, unknown: Unknown = "forbid") -> Data:
+def json_as(kind: type[Parsed], body: Mapping[str, Any], *, unknown: Unknown = "forbid") -> Parsed:
     """A dataclass out of parsed JSON: no text for a number, no infinity.
 
     Args:
@@ -137,7 +137,7 @@ def json_as(kind: type[Data], body: Mapping[str, Any], *, unknown: Unknown = "fo
     from pydantic import ValidationError
 
     try:
-        adapter: TypeAdapter[Data] = _adapter(kind, unknown)  # type: ignore[arg-type]
+        adapter: TypeAdapter[Parsed] = _adapter(kind, unknown)  # type: ignore[arg-type]
         # Strict validation takes lists for tuples in JSON alone, hence the text. Half a surrogate
         # pair (a text that was cut) has no UTF-8 form: a question mark stands for it.
         text = json.dumps(body, ensure_ascii=False)

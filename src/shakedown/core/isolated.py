@@ -18,21 +18,23 @@ from typing import Any, NoReturn, TypeVar
 
 from shakedown.core.errors import UsageError
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 _OUT_OF_MEMORY = 86  # exit status of a child, used by nothing else here
 _REAPED_WITHIN = 0.2  # seconds
 
 
 @dataclass(frozen=True)
-class Limits:
+class CallLimits:
     """What a call may take: seconds of CPU time, and bytes of address space beside the caller's."""
 
     seconds: int
     memory: int
 
 
-def run_isolated(function: Callable[[], Result], limits: Limits, *, hint: str = "") -> Result:
+def run_isolated(
+    function: Callable[[], Returned], limits: CallLimits, *, hint: str = ""
+) -> Returned:
     """What `function` returns, computed by a forked child.
 
     Where this process has other threads it runs here, without limits: a lock that one of them
@@ -73,7 +75,7 @@ def _kill(child: int) -> None:
         time.sleep(0.005)
 
 
-def _reason(code: int, limits: Limits) -> str:
+def _reason(code: int, limits: CallLimits) -> str:
     if code == _OUT_OF_MEMORY:
         return f"needs more than {limits.memory / 1e6:.0f} MB of memory: not judged"
     if code == -signal.SIGXCPU:
@@ -82,7 +84,7 @@ def _reason(code: int, limits: Limits) -> str:
     return f"the process that read the inputs was ended by {ended}: not judged"
 
 
-def _serve(function: Callable[[], Any], limits: Limits, sender: int) -> NoReturn:
+def _serve(function: Callable[[], Any], limits: CallLimits, sender: int) -> NoReturn:
     """In the child: answer, and leave without what the caller's exit would do (buffers, hooks)."""
     code = 1
     try:
@@ -119,7 +121,7 @@ def _end_with_reader(pipe: int) -> None:
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)
 
 
-def _bound(limits: Limits) -> None:
+def _bound(limits: CallLimits) -> None:
     with open("/proc/self/statm", encoding="ascii") as stream:
         pages = int(stream.read().split()[0])
     _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + limits.memory)

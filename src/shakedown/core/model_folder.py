@@ -48,7 +48,7 @@ _TENSOR = re.compile(
 _LONGEST_HEADER = 100_000_000  # safetensors' own limit, in bytes
 _POINTER = b"version https://git-lfs"
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
 def check_tokenizer(folder: Path) -> None:
@@ -113,7 +113,7 @@ def _other_config(had: Mapping[str, Any], has: Mapping[str, Any]) -> Iterator[st
             yield f"{key} is {there!r:.80} there, {here!r:.80} here"
 
 
-def _only(name: str, had: Mapping[str, Shape], has: Mapping[str, Shape]) -> str:
+def _only(name: str, had: Mapping[str, TensorShape], has: Mapping[str, TensorShape]) -> str:
     return (
         f"{name} ({_size(had[name])}) is missing"
         if name in had
@@ -121,7 +121,7 @@ def _only(name: str, had: Mapping[str, Shape], has: Mapping[str, Shape]) -> str:
     )
 
 
-def _size(shape: Shape) -> str:
+def _size(shape: TensorShape) -> str:
     return " x ".join(map(str, shape))
 
 
@@ -160,7 +160,7 @@ def _head_size(config: Mapping[str, Any]) -> int | None:
     return int(hidden // heads) if hidden % heads == 0 else None
 
 
-def _misfits(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Iterator[str]:
+def _misfits(config: Mapping[str, Any], shapes: Mapping[str, TensorShape]) -> Iterator[str]:
     """Tensors of other shapes than the config says."""
     wanted = _wanted(config)
     for name, shape in shapes.items():
@@ -197,7 +197,7 @@ def _wanted(config: Mapping[str, Any]) -> dict[str, Sequence[tuple[str, int | No
     }
 
 
-def _layers(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Iterator[str]:
+def _layers(config: Mapping[str, Any], shapes: Mapping[str, TensorShape]) -> Iterator[str]:
     """Weights of more or fewer layers than the config says."""
     numbers = {
         int(found["layer"])
@@ -209,19 +209,19 @@ def _layers(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Iterator[
         yield f"num_hidden_layers is {said}, but there are weights of {len(numbers)} layers"
 
 
-def _shapes(folder: Path) -> dict[str, Shape]:
+def _shapes(folder: Path) -> dict[str, TensorShape]:
     """Shapes of all tensors of the folder's *.safetensors by name.
 
     Raises:
         UsageError: a file cannot be read, is cut off or no safetensors.
     """
-    found: dict[str, Shape] = {}
+    found: dict[str, TensorShape] = {}
     for path in sorted(folder.glob("*.safetensors")):
         found |= _header(path)
     return found
 
 
-def _header(path: Path) -> dict[str, Shape]:
+def _header(path: Path) -> dict[str, TensorShape]:
     """Shapes by name as a file's header says: https://huggingface.co/docs/safetensors, "Format"."""
     try:
         size = path.stat().st_size

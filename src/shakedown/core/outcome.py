@@ -23,8 +23,8 @@ SCHEMA = "shakedown/outcome/1"
 REPORTED_ERROR = "reported_error"  # the finding in which a failed process says why in its own words
 
 # `unreadable` is what readers say of a damaged file; no stage ends so.
-State = Literal["completed", "hung", "failed", "interrupted", "unreadable"]
-_EXIT_CODES: Mapping[State, ExitCode] = {
+OutcomeState = Literal["completed", "hung", "failed", "interrupted", "unreadable"]
+_EXIT_CODES: Mapping[OutcomeState, ExitCode] = {
     "completed": ExitCode.OK,
     "hung": ExitCode.FAIL,
     "failed": ExitCode.FAIL,
@@ -46,7 +46,7 @@ class Outcome:
 
     stage: str
     attempt: int
-    state: State
+    state: OutcomeState
     sentence: str
     failed_component: str = ""
     exit_codes: Mapping[str, int] = field(default_factory=dict)

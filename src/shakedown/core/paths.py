@@ -1,6 +1,7 @@
 """Every artefact's name: the only place that spells a file of the results tree."""
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -283,3 +284,27 @@ class RunPaths:
 
     def stage(self, name: str) -> StagePaths:
         return StagePaths(self.stages / name)
+
+
+# A place may name its kind first: `gsm8k=~/rows.jsonl`, `vllm:~/model`.
+_HOME = re.compile(r"(\w+[=:])?(~.*)", re.DOTALL)
+
+
+def expand_home(place: str) -> str:
+    """`~` and `~user` at the begin of a path as the home folder; any other text as it is.
+
+    Taken as they stand they would name a folder `~` below the working directory.
+
+    Raises:
+        ValueError: no home folder is known for that user.
+    """
+    found = _HOME.fullmatch(place)
+    if found is None:
+        return place
+    try:
+        return (found[1] or "") + str(Path(found[2]).expanduser())
+    except RuntimeError as error:
+        user = found[2].partition("/")[0]
+        raise ValueError(
+            f"no home folder is known for {user!r}: write ./{user} for a file here"
+        ) from error

@@ -15,17 +15,17 @@ from typing import Any, BinaryIO
 
 from shakedown.core.files import is_count
 
-Row = dict[str, Any]
+JsonRow = dict[str, Any]
 
 LONGEST_LINE = 1 << 25  # bytes: of an episode with all its calls, less than 1 MB
 
 
-def any_object(_row: Row) -> bool:
+def any_object(_row: JsonRow) -> bool:
     """Every object is a row."""
     return True
 
 
-def has_step(row: Row) -> bool:
+def has_step(row: JsonRow) -> bool:
     """Whether it is a row of a stage's metrics, evaluations or changes."""
     return is_count(row.get("step"))
 
@@ -47,7 +47,7 @@ class JsonLines:
         self,
         path: Path,
         *,
-        fits: Callable[[Row], bool] = any_object,
+        fits: Callable[[JsonRow], bool] = any_object,
         longest: int = LONGEST_LINE,
         most: int = 0,
         tail: int = 0,
@@ -68,7 +68,7 @@ class JsonLines:
         noun = "1 line is no row" if self.damaged == 1 else f"{self.damaged:,} lines are no rows"
         return f"{noun}, first {self.first}"
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[JsonRow]:
         """Read from the start, and count anew.
 
         Raises:
@@ -77,7 +77,7 @@ class JsonLines:
         """
         return (row for _, row in self.numbered())
 
-    def numbered(self) -> Iterator[tuple[int, Row]]:
+    def numbered(self) -> Iterator[tuple[int, JsonRow]]:
         """The rows with the numbers of their lines, from 1; raises as `__iter__`."""
         self._reset()
         with self._open() as stream:
@@ -113,7 +113,7 @@ class JsonLines:
             self.whole += size if ended else 0
             yield line if size <= self._longest + 1 else (b"\0\n" if ended else b"\0")
 
-    def _row(self, line: bytes) -> Row | None:
+    def _row(self, line: bytes) -> JsonRow | None:
         try:
             row = json.loads(line.decode())
         except (ValueError, RecursionError):
@@ -133,7 +133,7 @@ def _without_waiting(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)
 
 
-def by_step(rows: Iterable[Row]) -> dict[int, Row]:
+def by_step(rows: Iterable[JsonRow]) -> dict[int, JsonRow]:
     """Rows that have a step, ascending; of a step that was run again the last row counts."""
     return dict(sorted({row["step"]: row for row in rows}.items()))
 

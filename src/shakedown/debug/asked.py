@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shakedown.core import at_start
+from shakedown.core import python_startup
 from shakedown.core.errors import CannotJudgeError
 
 ASKED = "SHAKEDOWN_DEBUG"  # 1, or FILE:LINE,FILE:LINE
@@ -62,7 +62,7 @@ def environment(folder: Path, role: str, environ: Mapping[str, str] = os.environ
         role: how its stops are listed.
     """
     own = {FOLDER: str(folder.absolute()), ROLE: role}
-    return own | at_start.environment(_AT_START, environ)
+    return own | python_startup.environment(_AT_START, environ)
 
 
 def stop_at_exception(error: BaseException) -> None:

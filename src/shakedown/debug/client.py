@@ -54,7 +54,7 @@ class DebugClient:
             self._ssh.terminate()
             self._ssh.wait()
             self._thread.join()
-            cast(BinaryIO, self._ssh.stdin).close()
+            cast("BinaryIO", self._ssh.stdin).close()
         self._reader.close()
 
     def attach(self, breakpoints: Mapping[str, list[int]] | None = None) -> Message:
@@ -96,7 +96,7 @@ class DebugClient:
                 continue
             if not answer.get("success"):
                 raise self._lost(f"{command}: {answer.get('message')}")
-            return cast(Message, answer.get("body") or {})
+            return cast("Message", answer.get("body") or {})
 
     def event(self, *names: str, seconds: float | None = ANSWER_SECONDS) -> Message:
         """The body of the next event of these names; others are dropped.
@@ -112,7 +112,7 @@ class DebugClient:
             if event is None:
                 raise self._lost("the process has ended, or its connection was lost")
             if event.get("event") in names:
-                return cast(Message, event.get("body") or {})
+                return cast("Message", event.get("body") or {})
 
     def _connect(self) -> tuple[BinaryIO, Sender]:
         stop = self.stop
@@ -130,7 +130,7 @@ class DebugClient:
             self._ssh = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:
             raise self._lost(f"ssh: {error.strerror}") from error
-        reader, writer = cast(BinaryIO, self._ssh.stdout), cast(BinaryIO, self._ssh.stdin)
+        reader, writer = cast("BinaryIO", self._ssh.stdout), cast("BinaryIO", self._ssh.stdin)
 
         def write(data: bytes) -> None:
             writer.write(data)

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from shakedown.core.continued import WORKFLOW_SCHEMA, Command
+from shakedown.core.continued import WORKFLOW_SCHEMA, ProgramCall
 from shakedown.core.errors import UsageError
 from shakedown.core.files import json_as, read_object, write_json
 from shakedown.core.rows import JsonLines
@@ -38,15 +38,15 @@ class WorkflowRun:
     pid: int
     ticks: int
     boot: str
-    command: Command = field(default_factory=Command)
+    command: ProgramCall = field(default_factory=ProgramCall)
 
     @classmethod
-    def here(cls, jobs: str, command: Command | None = None) -> Self:
+    def here(cls, jobs: str, command: ProgramCall | None = None) -> Self:
         """This process, with the executor's folder as it was given."""
         own = Recorded.of(os.getpid())
         folder = Path.cwd()
         place = (str(folder), str(folder / jobs), node_name())
-        return cls(*place, own.pid, own.started, own.boot, command or Command())
+        return cls(*place, own.pid, own.started, own.boot, command or ProgramCall())
 
     def write(self, path: Path) -> None:
         """Write atomically as JSON."""

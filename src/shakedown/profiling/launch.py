@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from shakedown.core import at_start
+from shakedown.core import python_startup
 from shakedown.core.errors import LaunchError, ShakedownError, UsageError
 from shakedown.core.private import close_to_others
 from shakedown.profiling.capture import (
@@ -182,7 +182,7 @@ def _environment(order: Order) -> dict[str, str]:
     """What the worker is told; one that does not count its steps itself gets our module."""
     environment = {VARIABLE: order.to_json()}
     if order.steps_by:
-        environment |= at_start.environment(_AT_START, os.environ)
+        environment |= python_startup.environment(_AT_START, os.environ)
     return environment
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.core.paths import AttemptPaths, StagePaths
-from shakedown.core.rows import JsonLines, Row, by_step, has_step
+from shakedown.core.rows import JsonLines, JsonRow, by_step, has_step
 from shakedown.debug.stops import Stop, describe, read_stops
 from shakedown.monitor.heartbeat import host_name, read_heartbeats
 from shakedown.processes.guard import look as look_up
@@ -333,7 +333,7 @@ def _saved(live: Live) -> str:
     return f"checkpoint of step {step:,}, {text.duration(age)} ago"
 
 
-def _numbers(row: Row) -> dict[str, float]:
+def _numbers(row: JsonRow) -> dict[str, float]:
     return {name: number for name, cell in row.items() if (number := _number(cell)) is not None}
 
 

@@ -12,7 +12,7 @@ from shakedown.config.load import read_yaml
 from shakedown.core.errors import ConfigError, UsageError
 from shakedown.core.outcome import Outcome, read_outcome
 from shakedown.core.paths import AttemptPaths, StagePaths
-from shakedown.core.rows import Row, step_rows
+from shakedown.core.rows import JsonRow, step_rows
 from shakedown.core.verdict import Verdict, read_verdict
 from shakedown.progress.patience import RECENT, Patience
 from shakedown.report.series import as_number
@@ -78,7 +78,7 @@ class Reader:
             self._refuse(path, error)
             return ""
 
-    def rows(self, path: Path) -> Iterator[Row]:
+    def rows(self, path: Path) -> Iterator[JsonRow]:
         """The rows of a stage's file, each with its step; other lines are told as damage."""
         if not self._usable(path, limit=None):
             return

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from shakedown.cli import main
-from shakedown.core.outcome import Outcome, State
+from shakedown.core.outcome import Outcome, OutcomeState
 from shakedown.core.verdict import Verdict, read_verdict
 
 
-def _outcome(folder: Path, state: State) -> Path:
+def _outcome(folder: Path, state: OutcomeState) -> Path:
     path = folder / "outcome.json"
     Outcome("grpo", 1, state, "no progress for 15 s in train", "trainer-rank1").write(path)
     return path
@@ -28,7 +28,7 @@ def test_completed_stage_is_accepted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", ["hung", "failed", "interrupted"])
 def test_stage_that_did_not_complete_fails_with_the_diagnosis(
-    tmp_path: Path, state: State, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, state: OutcomeState, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome = _outcome(tmp_path, state)
     diagnosis = tmp_path / "diagnosis.json"

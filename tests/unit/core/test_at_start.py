@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.core.at_start import environment
+from shakedown.core.python_startup import environment
 
 # Runs what it hides, as ours does: without a guard the two would call each other for ever.
 CHAINED = """

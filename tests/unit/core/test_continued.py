@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shakedown.core.continued import (
-    Command,
+    ProgramCall,
     begin_command,
     cluster_command,
     next_command,
@@ -26,7 +26,7 @@ WORDS = [TARGET, "--profile", "profiles/slurm", "-F", "--configfile", "b.yaml", 
 
 def begin(run: Path, words: list[str], folder: Path) -> None:
     overlays = [Path("config/config.yaml"), Path("b.yaml"), Path("my a.yaml")]
-    command = Command.snakemake(words, overlays, [TARGET], folder)
+    command = ProgramCall.snakemake(words, overlays, [TARGET], folder)
     WorkflowRun.here("jobs", command).write(RunPaths(run).workflow)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shakedown.core.outcome import Outcome, State
+from shakedown.core.outcome import Outcome, OutcomeState
 from shakedown.diagnosis.analyze import Diagnosis, analyze
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.diagnosis.placing import build_facts
@@ -411,7 +411,7 @@ def test_rank_that_ended_without_a_word_is_named_once_another_one_waits_or_does_
     [("failed", "", "user_code"), ("failed", "step 7\n", "unknown"), ("hung", "", "unknown")],
 )
 def test_the_last_word_of_a_stage_that_failed_is_told_also_of_a_process_without_a_rank(
-    tmp_path: Path, state: State, last: str, cause: str
+    tmp_path: Path, state: OutcomeState, last: str, cause: str
 ) -> None:
     Outcome("lab", 1, state, "exit code 1").write(tmp_path / "outcome.json")
     error = RAISED.replace("[rank1]: ", "")

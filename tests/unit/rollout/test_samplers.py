@@ -134,7 +134,7 @@ def sampler_of(server: Server, pool: RewardPool, *, share: float = 0.05) -> Grou
     settings = GrpoConfig(group_size=4)
     made: Any = GroupSampler
     return cast(
-        GroupSampler, made(server, Tokenizer(), pool, settings, lambda: 7, failed_share=share)
+        "GroupSampler", made(server, Tokenizer(), pool, settings, lambda: 7, failed_share=share)
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from shakedown.config import Config, parse_config
 from shakedown.core.errors import ConfigError, ExitCode, UsageError
 from shakedown.core.files import write_json
-from shakedown.core.outcome import Outcome, State
+from shakedown.core.outcome import Outcome, OutcomeState
 from shakedown.core.paths import RunPaths
 from shakedown.training.assets import Assets
 from shakedown.training.stage.job import read_job
@@ -29,7 +29,7 @@ def _model_of(config: Config, stage: str, root: Path, model: Path | None = None)
     return plan_stage(config, stage, RunPaths(root), ASSETS, model=model).job.model
 
 
-def _end(root: Path, state: State) -> Path:
+def _end(root: Path, state: OutcomeState) -> Path:
     """The first stage ends, and leaves a model."""
     paths = RunPaths(root).stage("first")
     Outcome("first", 1, state, "").write(paths.outcome)
@@ -74,7 +74,7 @@ def test_a_stage_starts_from_the_model_of_the_one_before(config: Config, tmp_pat
 
 @pytest.mark.parametrize("state", ["hung", "failed", None])
 def test_a_stage_before_that_has_not_completed_is_named(
-    config: Config, tmp_path: Path, state: State | None
+    config: Config, tmp_path: Path, state: OutcomeState | None
 ) -> None:
     if state is not None:
         _end(tmp_path, state)
@@ -100,5 +100,5 @@ def test_a_given_model_wins_and_has_to_be_one(config: Config, tmp_path: Path) ->
         ("interrupted", ExitCode.UNKNOWN),
     ],
 )
-def test_exit_code_follows_the_outcome(state: State, code: ExitCode) -> None:
+def test_exit_code_follows_the_outcome(state: OutcomeState, code: ExitCode) -> None:
     assert Outcome("sft", 1, state, "").exit_code == code

@@ -11,13 +11,13 @@ import pytest
 from shakedown.cluster.store import open_store
 from shakedown.core.errors import LaunchError
 from shakedown.core.lease import Fence
-from shakedown.core.outcome import Outcome, State
+from shakedown.core.outcome import Outcome, OutcomeState
 from shakedown.core.paths import StagePaths
 from shakedown.training.stage import run
 from shakedown.training.stage.port_race import port_was_taken
 
 
-def outcome(state: State = "failed", attempt: int = 1) -> Outcome:
+def outcome(state: OutcomeState = "failed", attempt: int = 1) -> Outcome:
     return Outcome("sft", attempt, state, "trainer-rank0 exit code 1")
 
 
@@ -51,7 +51,7 @@ def test_stage_is_started_again_twice_while_its_port_is_taken(
     refusal: str,
     monkeypatch: pytest.MonkeyPatch,
     taken: int,
-    ended: tuple[int, State],
+    ended: tuple[int, OutcomeState],
 ) -> None:
     paths = StagePaths(tmp_path / "sft")
 

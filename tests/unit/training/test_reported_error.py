@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.core.continued import Command
+from shakedown.core.continued import ProgramCall
 from shakedown.core.errors import ConfigError, ShakedownError, StorageError
 from shakedown.core.files import write_text
 from shakedown.core.outcome import Outcome, judge_outcome
@@ -48,7 +48,7 @@ def test_what_a_rank_says_of_its_end_reaches_everybody_who_is_asked(
     error: ShakedownError, blame: str, tmp_path: Path
 ) -> None:
     paths = RunPaths(tmp_path)
-    WorkflowRun.here("jobs", Command.snakemake(COMMAND.split()[1:], [], [], Path.cwd())).write(
+    WorkflowRun.here("jobs", ProgramCall.snakemake(COMMAND.split()[1:], [], [], Path.cwd())).write(
         paths.workflow
     )
     stage = paths.stage("sft")

@@ -45,13 +45,13 @@ def load_reward(target: str) -> RewardFunction:
         raise UsageError(
             f"{target} cannot be called with a completion and an answer: {error}", hint=_FORM
         ) from error
-    return cast(RewardFunction, reward)
+    return cast("RewardFunction", reward)
 
 
 def with_row(reward: RewardFunction) -> RowReward:
     """The reward as one that is given the row, too; it gets it if it takes it."""
     if _takes_row(reward):
-        return cast(RowReward, reward)
+        return cast("RowReward", reward)
     return lambda completion, answer, _row: reward(completion, answer)
 
 

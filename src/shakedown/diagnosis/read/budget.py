@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from shakedown.core.isolated import Limits
+from shakedown.core.isolated import CallLimits
 
 # 16,384 dumps of py-spy take 5 s and 120 MB, see docs/benchmarks.md: nobody's job comes near these,
 # and a login node bears them.
@@ -26,9 +26,9 @@ class OutOfTime(BaseException):
     """Raised in the middle of a file; no Exception, as readers catch those of damaged content."""
 
 
-def limits(factor: int = 1) -> Limits:
+def limits(factor: int = 1) -> CallLimits:
     """What the process that reads and judges may take; `factor` times the usual."""
-    return Limits(SECONDS * factor, MEMORY * factor)
+    return CallLimits(SECONDS * factor, MEMORY * factor)
 
 
 class Budget:

@@ -135,8 +135,8 @@ class _Running:
         except OSError as error:
             self._errors.close()
             raise LaunchError(f"cannot run {start.argv[0]}: {error.strerror or error}") from error
-        self.output = cast(IO[bytes], self.process.stdout)
-        self._input = cast(IO[bytes], self.process.stdin)
+        self.output = cast("IO[bytes]", self.process.stdout)
+        self._input = cast("IO[bytes]", self.process.stdin)
         for stream in (self.output, self._input):
             os.set_blocking(stream.fileno(), False)
 

@@ -18,7 +18,7 @@ from typing import IO, cast
 
 from shakedown.core.errors import UsageError
 from shakedown.core.files import read_object
-from shakedown.core.home import expand_home
+from shakedown.core.paths import expand_home
 from shakedown.monitor.collect.archive import unpack
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.report import NodesReport
@@ -163,7 +163,7 @@ def _collect(host: str, command: str, out: Path, limit: float) -> _Answer:
 
 def _receive(process: subprocess.Popen[bytes], writer: Writer) -> str:
     """Write what the host sends; what was wrong with it."""
-    with cast(IO[bytes], process.stdout) as stream:
+    with cast("IO[bytes]", process.stdout) as stream:
         try:
             for _ in range(_MOST_NOISE):
                 line = stream.readline(4096)
@@ -179,7 +179,7 @@ class _Words:
     """The end of what ssh, and the collector behind it, write to standard error."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._stream = cast(IO[bytes], process.stderr)
+        self._stream = cast("IO[bytes]", process.stderr)
         self._end = b""
         self._thread = threading.Thread(target=self._read, name="ssh-says", daemon=True)
         self._thread.start()

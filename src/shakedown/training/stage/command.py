@@ -12,7 +12,7 @@ from shakedown.cluster.nodes import quiet_port
 from shakedown.cluster.supervise import Supervisor
 from shakedown.config import CommandStage
 from shakedown.config.command import environment_of, fill, words_of
-from shakedown.core import at_start
+from shakedown.core import python_startup
 from shakedown.core.errors import UsageError
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import AttemptPaths
@@ -231,7 +231,7 @@ def _environment(config: CommandStage, attempt: AttemptPaths) -> dict[str, str]:
     found = {**trainer_environment(config.debug), HEARTBEATS: str(attempt.heartbeats.absolute())}
     # Nothing runs in the trainer's processes unless a rerun asks to see more of them.
     if config.debug != "off" and config.signal != "SIGUSR1":
-        found |= at_start.environment(Path(foreign_hook.__file__), os.environ)
+        found |= python_startup.environment(Path(foreign_hook.__file__), os.environ)
         found[foreign_hook.EVIDENCE] = str(attempt.evidence.absolute())
     # The programs beside the trainer's Python come first, as in its activated environment.
     if config.python:

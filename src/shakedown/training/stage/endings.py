@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from shakedown.cluster.supervise import Exit, describe_exit
 from shakedown.core.errors import INTERRUPTED
-from shakedown.core.outcome import State
+from shakedown.core.outcome import OutcomeState
 from shakedown.inference.explain import first_error, likely_cause, log_end
 
 
@@ -13,7 +13,7 @@ from shakedown.inference.explain import first_error, likely_cause, log_end
 class Ending:
     """What ended a stage; `component` names the one that failed first."""
 
-    state: State
+    state: OutcomeState
     sentence: str
     component: str = ""
 

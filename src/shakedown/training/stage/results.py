@@ -12,7 +12,7 @@ from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.outcome import Outcome
 from shakedown.core.paths import StagePaths
 from shakedown.core.provenance import CHECK, Made, is_made, judge, spans
-from shakedown.core.rows import Row, by_step, step_rows
+from shakedown.core.rows import JsonRow, by_step, step_rows
 from shakedown.core.verdict import Finding
 from shakedown.training.checkpoint.fingerprint import fingerprint, shaping
 from shakedown.training.stage.job import StageJob, read_job
@@ -122,7 +122,7 @@ def damage_findings(paths: StagePaths) -> list[Finding]:
     ]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[JsonRow]:
     """The rows of a file of this stage by their step; of a file that is missing none."""
     return list(by_step(step_rows(path)).values()) if path.exists() else []
 
