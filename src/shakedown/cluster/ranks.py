@@ -8,8 +8,8 @@ from pathlib import Path
 from shakedown.cluster.gpus import visible_gpus
 from shakedown.cluster.supervise import Component
 from shakedown.core.errors import UsageError
+from shakedown.slurm.client import srun_argv
 from shakedown.slurm.nodes import node_address
-from shakedown.slurm.steps import srun_argv
 
 
 def rank_components(

@@ -13,11 +13,10 @@ import psutil
 from shakedown.cluster.nodes import free_port
 from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.debug.asked import FOLDER
-from shakedown.slurm.client import run
+from shakedown.slurm.client import run, srun_argv
 from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.jobs import Job
 from shakedown.slurm.records import describe, parts_of
-from shakedown.slurm.steps import srun_argv
 
 _MARK = "shakedown-debug "  # in front of our line: a node's shell may print others
 # https://docs.ray.io/en/latest/ray-observability/ray-distributed-debugger.html

@@ -17,7 +17,7 @@ from shakedown.cluster.ranks import rank_components
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.leftovers import temporary_prefix
 from shakedown.preflight import wire
-from shakedown.slurm.steps import srun_argv
+from shakedown.slurm.client import srun_argv
 
 Message = dict[str, Any]
 _POLL_SECONDS = 0.05

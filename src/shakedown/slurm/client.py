@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from shakedown.core.errors import LaunchError
 
@@ -18,7 +19,7 @@ _OTHERS = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SCONTR
 
 
 @dataclass(frozen=True)
-class Answer:
+class ProgramAnswer:
     """What a program printed, and what it complained of; empty where it did as it was asked."""
 
     text: str
@@ -41,7 +42,7 @@ def environment(around: Mapping[str, str] = os.environ) -> dict[str, str]:
     return kept | {"SLURM_TIME_FORMAT": "standard"}
 
 
-def run(command: Sequence[str], *, seconds: float = SECONDS, stdin: str = "") -> Answer:
+def run(command: Sequence[str], *, seconds: float = SECONDS, stdin: str = "") -> ProgramAnswer:
     """Run one of Slurm's programs; one that refuses says so in the answer.
 
     Raises:
@@ -72,7 +73,52 @@ def run(command: Sequence[str], *, seconds: float = SECONDS, stdin: str = "") ->
     except OSError as error:
         raise LaunchError(f"cannot run {program}: {error.strerror or error}") from error
     if not done.returncode:
-        return Answer(done.stdout)
+        return ProgramAnswer(done.stdout)
     # Of an array's task that is not there scontrol speaks on standard output.
     words = done.stderr.strip() or done.stdout.strip()
-    return Answer(done.stdout, words or f"exit code {done.returncode}")
+    return ProgramAnswer(done.stdout, words or f"exit code {done.returncode}")
+
+
+# One line of srun gives every task the same variables; these would make it refuse the step
+# when the job was started with options that exclude each other (--mem and --mem-per-cpu).
+_UNSET = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_CPU_BIND")
+
+
+def srun_argv(
+    *,
+    nodes: Sequence[str],
+    tasks: int,
+    job_name: str,
+    output: Path | None = None,
+    more: Sequence[str] = (),
+) -> list[str]:
+    """An srun command line over `nodes` inside the current job, `tasks` in all, block order.
+
+    Without `output` the tasks' output comes back through srun's own.
+
+    The step shares its resources (--overlap), takes more tasks than CPUs (--overcommit) and
+    goes on when a task fails (--kill-on-bad-exit=0) or ends before the others (--wait=0): who stops
+    whom is the supervisor's decision, and evidence must be collected first. --export=ALL outranks
+    an `sbatch --export=NONE`, and --mem=0 lets the step use all memory of the job.
+    """
+    return [
+        "env",
+        *(f"--unset={name}" for name in _UNSET),
+        "srun",
+        "--overlap",
+        "--overcommit",
+        f"--nodes={len(nodes)}",
+        f"--nodelist={','.join(nodes)}",
+        f"--ntasks={tasks}",
+        f"--ntasks-per-node={tasks // len(nodes)}",
+        "--distribution=block",
+        "--cpu-bind=none",
+        "--mem=0",
+        "--export=ALL",
+        "--kill-on-bad-exit=0",
+        "--wait=0",
+        "--open-mode=append",
+        f"--job-name={job_name}",
+        *([f"--output={output}"] if output else []),
+        *more,
+    ]

@@ -19,7 +19,7 @@ _SACCT = ("JobID", "JobName", "State", "ExitCode", "NodeList")
 
 
 @dataclass(frozen=True)
-class Part:
+class StepNodes:
     """Nodes that one step can reach. `het`: the component of a heterogeneous job, else empty."""
 
     nodes: Sequence[str]
@@ -114,13 +114,13 @@ def _records(text: str) -> list[dict[str, str]]:
     return [record for record in found if record]
 
 
-def parts_of(text: str) -> list[Part]:
+def parts_of(text: str) -> list[StepNodes]:
     """The nodes of a job that `describe` gave the text of.
 
     Raises:
         UsageError: a list of nodes that cannot be read.
     """
     return [
-        Part(expand_nodelist(record.get("NodeList", "")), record.get("HetJobOffset", ""))
+        StepNodes(expand_nodelist(record.get("NodeList", "")), record.get("HetJobOffset", ""))
         for record in _records(text)
     ]

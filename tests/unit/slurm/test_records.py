@@ -1,6 +1,6 @@
 """What Slurm says of a job: one, a task of an array, the components of a heterogeneous job."""
 
-from shakedown.slurm.records import Part, one_of, parts_of
+from shakedown.slurm.records import StepNodes, one_of, parts_of
 
 # As Slurm 22.05 shows them, shortened.
 HET = """JobId=70 HetJobId=70 HetJobOffset=0 JobName=het.sh
@@ -24,7 +24,7 @@ JobId=81 ArrayJobId=80 ArrayTaskId=1 JobName=wrap
 
 
 def test_components_of_a_heterogeneous_job_have_the_first_ones_id_and_a_step_each() -> None:
-    assert parts_of(HET) == [Part(["n1"], "0"), Part(["n2", "n3"], "1")]
+    assert parts_of(HET) == [StepNodes(["n1"], "0"), StepNodes(["n2", "n3"], "1")]
     second = HET.partition("\n\n")[2]
     assert one_of(second)[0]["JobId"] == "70"
     assert parts_of(second)[0].srun == ["--het-group=1"]
@@ -33,4 +33,4 @@ def test_components_of_a_heterogeneous_job_have_the_first_ones_id_and_a_step_eac
 def test_of_an_array_one_task_has_to_be_named() -> None:
     assert one_of(ARRAY) == ({}, "it is an array, 80_1, 80_2-9: name one of them")
     task = ARRAY.partition("\n\n")[2]
-    assert (one_of(task)[0]["JobId"], parts_of(task)) == ("81", [Part(["n1"])])
+    assert (one_of(task)[0]["JobId"], parts_of(task)) == ("81", [StepNodes(["n1"])])

@@ -15,11 +15,10 @@ from shakedown.monitor.attach.samplers import Start
 from shakedown.monitor.collect import proc
 from shakedown.monitor.collect.hosts import ssh_argv
 from shakedown.monitor.collect.steps import COLLECTOR
-from shakedown.slurm.client import environment
+from shakedown.slurm.client import environment, srun_argv
 from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.jobs import Job
-from shakedown.slurm.records import Part, describe, parts_of
-from shakedown.slurm.steps import srun_argv
+from shakedown.slurm.records import StepNodes, describe, parts_of
 
 # -P: a `queue.py` in the working directory must not shadow Python's own.
 _SAMPLER = ("-P", "-m", "shakedown.monitor.attach.sampler")
@@ -67,7 +66,7 @@ class SlurmJob:
     """A job of this user. What is not given is known once Slurm was asked."""
 
     given: str
-    parts: list[Part] = field(default_factory=list)
+    parts: list[StepNodes] = field(default_factory=list)
     job_id: str = ""
     owner: str = ""
 
@@ -99,7 +98,7 @@ class SlurmJob:
     def starts(self, idle: float) -> list[Start]:
         return [self._start(part, idle) for part in self.parts]
 
-    def _start(self, part: Part, idle: float) -> Start:
+    def _start(self, part: StepNodes, idle: float) -> Start:
         nodes = part.nodes
         srun = srun_argv(
             nodes=nodes,

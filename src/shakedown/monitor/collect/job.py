@@ -8,7 +8,7 @@ from shakedown.monitor.collect import logs
 from shakedown.monitor.collect.report import NodesReport
 from shakedown.monitor.collect.steps import STEP_SECONDS, Step, collect_nodes, collector
 from shakedown.monitor.collect.writer import NAMES, Writer
-from shakedown.slurm.records import Part, describe, parts_of, runs
+from shakedown.slurm.records import StepNodes, describe, parts_of, runs
 
 
 def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) -> NodesReport:
@@ -42,7 +42,7 @@ def collect_job(job_id: str, out: Path, options: Sequence[str], seconds: float) 
     return report
 
 
-def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[Part]]:
+def _describe(job_id: str, writer: Writer) -> tuple[dict[str, str], list[StepNodes]]:
     """Slurm's view of job and nodes, written down: (the job's fields, its nodes)."""
     described, text, lost = describe(job_id)
     writer.missed += [f"slurm: {lost}"] if lost else []

@@ -15,12 +15,11 @@ from shakedown.core.paths import EvidencePaths
 from shakedown.core.private import open_own
 from shakedown.monitor.collect.bounded import run_bounded
 from shakedown.monitor.collect.writer import COLLECTED, READ, Writer, printable
-from shakedown.slurm.client import GLANCE_SECONDS, environment
+from shakedown.slurm.client import GLANCE_SECONDS, environment, srun_argv
 from shakedown.slurm.hostlist import is_node_name
 from shakedown.slurm.nodes import parse_nodes
 from shakedown.slurm.records import describe, show
 from shakedown.slurm.records import runs as has_processes
-from shakedown.slurm.steps import srun_argv
 
 STEP_SECONDS = 180.0  # for a node whose processes answer py-spy late; the gaps come on top
 MOST_STEPS = 16  # single steps at once, for nodes that the common step did not reach

@@ -14,9 +14,9 @@ from shakedown.core.paths import AttemptPaths
 from shakedown.inference.auth import make_secret
 from shakedown.inference.engines import get_engine
 from shakedown.monitor import hook
+from shakedown.slurm.client import srun_argv
 from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.nodes import node_address
-from shakedown.slurm.steps import srun_argv
 from shakedown.training.serving import launch_spec
 from shakedown.training.stage import profiling
 from shakedown.training.stage.devices import StageDevices

@@ -15,7 +15,7 @@ from shakedown.core.folders import storage_errors
 from shakedown.core.paths import AttemptPaths
 from shakedown.core.private import write_secret
 from shakedown.progress.patience import Patience
-from shakedown.slurm.steps import srun_argv
+from shakedown.slurm.client import srun_argv
 from shakedown.training.stage import ray_driver
 
 LAUNCH = "trainer-launch"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 
 from shakedown.monitor.collect import Target, from_job, from_processes
 from shakedown.processes.guard import look, send_one
-from shakedown.slurm.steps import srun_argv
+from shakedown.slurm.client import srun_argv
 
 
 def signal_ranks(pids: Collection[int], number: signal.Signals) -> None:
