@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.held import hold
+from shakedown.cluster.folder_lease import hold
 from shakedown.core.errors import RefusedError
 from shakedown.core.lease import Holder
 from tests.slurm_fixtures import wait_for

@@ -33,7 +33,7 @@ _EXAMPLE = "shakedown allocation 'sglang:d4t2+fsdp:d8'"
 
 
 @dataclass(frozen=True)
-class Part:
+class AllocationPart:
     """One engine's share. `dims` holds the dimensions that were given; the others are 1.
 
     In the MoE hybrid form `dims` is the attention's cut and `experts` the feed-forward's, with
@@ -70,10 +70,10 @@ class Part:
 class Allocation:
     """A parsed string: parts of one group share GPUs, groups add up."""
 
-    groups: tuple[tuple[Part, ...], ...]
+    groups: tuple[tuple[AllocationPart, ...], ...]
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[AllocationPart, ...]:
         return tuple(part for group in self.groups for part in group)
 
     @property
@@ -127,7 +127,7 @@ class _Parser:
         self._check_names([part for group in groups for part in group], chain=len(groups) > 1)
         return Allocation(tuple(groups))
 
-    def _group(self, *, behind_servers: bool = False) -> tuple[Part, ...]:
+    def _group(self, *, behind_servers: bool = False) -> tuple[AllocationPart, ...]:
         bare = behind_servers and self._peek(r"[dtpce]\s*[0-9]")
         parts = [self._bare_trainer() if bare else self._part()]
         while self._take(r"\|"):
@@ -146,7 +146,7 @@ class _Parser:
             parts.append(part)
         return tuple(parts)
 
-    def _part(self) -> Part:
+    def _part(self) -> AllocationPart:
         backend = self._backend()
         name = None
         if self._take(r"\["):
@@ -160,15 +160,15 @@ class _Parser:
         self._check_end()
         if backend == "fsdp":
             self._check_fsdp(dims)
-        return Part(backend, name, _sizes(dims), _world(_sizes(dims)))
+        return AllocationPart(backend, name, _sizes(dims), _world(_sizes(dims)))
 
-    def _bare_trainer(self) -> Part:
+    def _bare_trainer(self) -> AllocationPart:
         """Dimensions without a backend: as AReaL chose it before it wanted one to be named."""
         self.starts.append(self._next())
         dims = _sizes(self._dims("dtpce", "a trainer"))
         self._check_end()
         split = any(dims.get(letter, 1) > 1 for letter in "pe")
-        return Part("megatron" if split else "fsdp", None, dims, _world(dims))
+        return AllocationPart("megatron" if split else "fsdp", None, dims, _world(dims))
 
     def _backend(self) -> str:
         self.starts.append(self._next())
@@ -212,7 +212,7 @@ class _Parser:
                     f"fsdp cannot split by {letter!r}; use megatron or archon", position
                 )
 
-    def _hybrid(self, backend: str, name: str | None, begin: int) -> Part:
+    def _hybrid(self, backend: str, name: str | None, begin: int) -> AllocationPart:
         if backend not in _HYBRID:
             raise self._error(f"{backend} has no attn|ffn form; valid: {', '.join(_HYBRID)}", begin)
         bracket = self._take(r"\(")
@@ -228,7 +228,7 @@ class _Parser:
             self._need(r"\)", "`)`")
         self._check_end()
         experts = self._experts(attn, ffn, ffn_at)
-        return Part(backend, name, attn, _world(attn), experts)
+        return AllocationPart(backend, name, attn, _world(attn), experts)
 
     def _experts(
         self, attn: Mapping[str, int], ffn: Mapping[str, int], ffn_at: int
@@ -249,7 +249,7 @@ class _Parser:
             )
         return {**ffn, "d": given, "p": pipeline}
 
-    def _check_names(self, parts: Sequence[Part], *, chain: bool) -> None:
+    def _check_names(self, parts: Sequence[AllocationPart], *, chain: bool) -> None:
         seen: set[str] = set()
         for part, begin in zip(parts, self.starts, strict=True):
             if part.name is None and chain and len(parts) >= 3:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shakedown.cluster.allocation import TRAINING, Allocation, Part
+from shakedown.cluster.allocation import TRAINING, Allocation, AllocationPart
 from shakedown.core.errors import UsageError
 
 TRAINING_ORDER = "pdct"
@@ -49,7 +49,7 @@ class PartPlace:
     `expert_groups`: the same of the experts' mesh.
     """
 
-    part: Part
+    part: AllocationPart
     order: str
     ranks: tuple[RankPlace, ...]
     groups: Mapping[str, tuple[tuple[int, ...], ...]]
@@ -104,7 +104,12 @@ def place(allocation: Allocation, *, nodes: int, gpus_per_node: int) -> Placemen
 
 
 def place_stage(
-    trainer: Part, server: Part | None, *, nodes: int, gpus_per_node: int, share: bool = False
+    trainer: AllocationPart,
+    server: AllocationPart | None,
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    share: bool = False,
 ) -> Placement:
     """The trainer of a stage, and behind it in `parts` the stage's own server if it has one.
 
@@ -131,7 +136,7 @@ def place_stage(
     return Placement(both.parts[::-1], both.warnings)
 
 
-def _trains(group: Sequence[Part]) -> bool:
+def _trains(group: Sequence[AllocationPart]) -> bool:
     return any(part.backend in TRAINING for part in group)
 
 
@@ -148,7 +153,7 @@ def _check_size(allocation: Allocation, nodes: int, gpus: int) -> None:
         )
 
 
-def _group_slots(group: Sequence[Part], used: list[int], gpus: int) -> list[Slot]:
+def _group_slots(group: Sequence[AllocationPart], used: list[int], gpus: int) -> list[Slot]:
     """Slots of a group by rank; `used` (GPUs taken, by node) is brought up to date."""
     if not _trains(group):
         # The largest replica gets whole slots; whether the others fit into them is judged once
@@ -160,7 +165,7 @@ def _group_slots(group: Sequence[Part], used: list[int], gpus: int) -> list[Slot
     return _training_slots(trainer, tensor, used, gpus)
 
 
-def _inference_slots(part: Part, used: list[int], gpus: int) -> list[Slot]:
+def _inference_slots(part: AllocationPart, used: list[int], gpus: int) -> list[Slot]:
     if not gpus:
         return [(0, None)] * part.world
     replica = part.size("t") * part.size("p")
@@ -183,7 +188,7 @@ def _inference_slots(part: Part, used: list[int], gpus: int) -> list[Slot]:
     return slots
 
 
-def _training_slots(part: Part, tensor: int, used: list[int], gpus: int) -> list[Slot]:
+def _training_slots(part: AllocationPart, tensor: int, used: list[int], gpus: int) -> list[Slot]:
     nodes = len(used)
     if not gpus:
         if part.world % nodes:
@@ -206,12 +211,12 @@ def _training_slots(part: Part, tensor: int, used: list[int], gpus: int) -> list
     raise _no_room(part, f"{part.world} GPUs in equal parts", used, gpus)
 
 
-def _no_room(part: Part, what: str, used: Sequence[int], gpus: int) -> PlacementError:
+def _no_room(part: AllocationPart, what: str, used: Sequence[int], gpus: int) -> PlacementError:
     free = ", ".join(str(gpus - taken) for taken in used[:16]) + (", ..." if used[16:] else "")
     return PlacementError(f"{part} needs {what}, free are {free} on the node(s)")
 
 
-def _check_slots(part: Part, slots: Sequence[Slot], gpus: int) -> list[str]:
+def _check_slots(part: AllocationPart, slots: Sequence[Slot], gpus: int) -> list[str]:
     """What is not good about a part's slots.
 
     Raises:
@@ -231,7 +236,7 @@ def _check_slots(part: Part, slots: Sequence[Slot], gpus: int) -> list[str]:
     ]
 
 
-def _check_replicas(part: Part, slots: Sequence[Slot], gpus: int) -> list[str]:
+def _check_replicas(part: AllocationPart, slots: Sequence[Slot], gpus: int) -> list[str]:
     replica = part.size("t") * part.size("p")
     spans = 1
     for at in range(0, part.world, replica):
@@ -246,7 +251,7 @@ def _check_replicas(part: Part, slots: Sequence[Slot], gpus: int) -> list[str]:
     return [f"{part}: a replica of {replica} GPUs over {spans} nodes; a stage's server is on one"]
 
 
-def _lay(part: Part, slots: Sequence[Slot]) -> PartPlace:
+def _lay(part: AllocationPart, slots: Sequence[Slot]) -> PartPlace:
     order = TRAINING_ORDER if part.backend in TRAINING else INFERENCE_ORDER
     sizes = {letter: part.size(letter) for letter in order}
     mesh = itertools.product(*(range(size) for size in sizes.values()))
@@ -258,7 +263,7 @@ def _lay(part: Part, slots: Sequence[Slot]) -> PartPlace:
     return PartPlace(part, order, ranks, _groups(sizes), _groups(experts) if experts else {})
 
 
-def _expert_sizes(part: Part) -> dict[str, int]:
+def _expert_sizes(part: AllocationPart) -> dict[str, int]:
     """The experts' mesh: the hybrid form's own, or `e` taken out of d and c.
 
     Raises:

@@ -122,7 +122,7 @@ def _srun(
         more=srun_args,
     )
     # -P: a `queue.py` in the working directory must not shadow the standard library's.
-    rank = [sys.executable, "-P", "-m", "shakedown.cluster.bootstrap", "--", *argv]
+    rank = [sys.executable, "-P", "-m", "shakedown.cluster.task_start", "--", *argv]
     return Component(
         name=f"{role}-srun",
         role=role,

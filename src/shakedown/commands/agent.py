@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shakedown.cluster.held import hold
+from shakedown.cluster.folder_lease import hold
 from shakedown.commands.arguments import (
     Actions,
     above_zero,

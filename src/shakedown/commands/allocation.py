@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 
-from shakedown.cluster.allocation import Allocation, Part, parse_allocation
+from shakedown.cluster.allocation import Allocation, AllocationPart, parse_allocation
 from shakedown.cluster.placement import PartPlace, Placement, RankPlace, place
 from shakedown.commands.arguments import whole
 
@@ -71,13 +71,13 @@ def _table(allocation: Allocation) -> str:
     return "\n".join([*lines, f"total: {allocation.gpus} GPUs"])
 
 
-def _describe(part: Part) -> str:
+def _describe(part: AllocationPart) -> str:
     dims = " ".join(f"{letter}={size}" for letter, size in part.dims.items())
     experts = " ".join(f"{letter}={size}" for letter, size in part.experts.items())
     return f"{_title(part)}: {dims}" + (f"; experts {experts}" if experts else "")
 
 
-def _title(part: Part) -> str:
+def _title(part: AllocationPart) -> str:
     return f"{part.backend} {part.name}" if part.name else part.backend
 
 

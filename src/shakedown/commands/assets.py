@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from shakedown.cluster.held import hold
+from shakedown.cluster.folder_lease import hold
 from shakedown.commands.arguments import add_config, add_strict, run_config
 from shakedown.core.folders import remove_earlier
 from shakedown.core.paths import AssetsPaths

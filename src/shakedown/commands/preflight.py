@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from shakedown.cluster.held import hold
+from shakedown.cluster.folder_lease import hold
 from shakedown.commands.arguments import above_zero, add_strict, place, run_config, whole
 from shakedown.config import Config
 from shakedown.config.places import stage_placement

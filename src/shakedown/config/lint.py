@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from shakedown.cluster.allocation import Part, parse_allocation
+from shakedown.cluster.allocation import AllocationPart, parse_allocation
 from shakedown.config.own_stage import StageConfig
 from shakedown.config.places import lint_places
 from shakedown.config.policy import GrpoConfig
@@ -151,7 +151,7 @@ def _lint_stage(
 
 
 def _lint_engine(
-    key: str, stage: StageConfig, part: Part, engines: Mapping[str, Collection[str]]
+    key: str, stage: StageConfig, part: AllocationPart, engines: Mapping[str, Collection[str]]
 ) -> list[Finding]:
     """Whether the engine exists, and can cut a model like that."""
     if part.backend not in engines:

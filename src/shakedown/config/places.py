@@ -1,6 +1,6 @@
 """Whether what runs at the same time fits into the cluster that the config names."""
 
-from shakedown.cluster.allocation import Part, parse_allocation
+from shakedown.cluster.allocation import AllocationPart, parse_allocation
 from shakedown.cluster.placement import Placement, PlacementError, place_stage
 from shakedown.config.command import CommandStage
 from shakedown.config.own_stage import StageConfig
@@ -12,14 +12,14 @@ from shakedown.core.verdict import Finding
 MEMORY_OPTIONS = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}
 
 
-def server_part(serve: ServeConfig) -> Part:
+def server_part(serve: ServeConfig) -> AllocationPart:
     """The server's part of `serve.allocation`; `transformers` is one process.
 
     Raises:
         UsageError: not an allocation, or none of the engine.
     """
     if not serve.cut:
-        return Part(serve.engine, None, {"d": 1}, 1)
+        return AllocationPart(serve.engine, None, {"d": 1}, 1)
     for part in parse_allocation(serve.allocation).parts:
         if part.backend == serve.engine:
             return part
@@ -125,7 +125,7 @@ def _lint_stage(config: Config, key: str, stage: StageConfig) -> list[Finding]:
 
 
 def _does_not_fit(
-    config: Config, key: str, stage: StageConfig, trainer: Part, error: PlacementError
+    config: Config, key: str, stage: StageConfig, trainer: AllocationPart, error: PlacementError
 ) -> Finding:
     gpus = config.cluster.gpus_per_node
     expected = f"{stage.nodes} x {gpus} GPUs at most ({key}.nodes, cluster.gpus_per_node)"
@@ -157,7 +157,7 @@ def _lint_memory(config: Config) -> list[Finding]:
     return [_finding("gpus", "serve.extra_args", measured, expected, remedy=remedy, warn=True)]
 
 
-def _smaller(part: Part) -> str:
+def _smaller(part: AllocationPart) -> str:
     sizes = ", ".join(letter for letter, size in part.dims.items() if size > 1)
     return f"take a smaller {sizes}: a server runs on one node"
 

@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from shakedown.cluster.held import hold
+from shakedown.cluster.folder_lease import hold
 from shakedown.cluster.nodes import quiet_port
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.errors import ServerError, ShakedownError

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from shakedown.cluster.held import hold, holder_of
+from shakedown.cluster.folder_lease import hold, holder_of
 from shakedown.cluster.roster import end_left
 from shakedown.core.errors import LaunchError, ServerError, StorageError, UsageError
 from shakedown.core.files import write_text

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shakedown.cli import main
-from shakedown.cluster.allocation import AllocationError, Part, parse_allocation
+from shakedown.cluster.allocation import AllocationError, AllocationPart, parse_allocation
 
 DATA = Path(__file__).parents[2] / "data"
 SIZES = st.integers(min_value=1, max_value=64)
@@ -469,7 +469,7 @@ def test_every_string_of_areal_is_read_as_areal_reads_it(text: str, parts: str, 
         assert allocation.gpus == int(gpus)
 
 
-def _as_areal(part: Part) -> str:
+def _as_areal(part: AllocationPart) -> str:
     experts = part.experts or {"e": part.size("e")}
     sizes = [*map(part.size, "dtpc"), experts.get("e", 1), part.experts.get("t", 1)]
     name = f"[{part.name}]" if part.name else ""

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.bootstrap import main, rank_environment, tasks_on_node
 from shakedown.cluster.ranks import rank_components
+from shakedown.cluster.task_start import main, rank_environment, tasks_on_node
 from shakedown.core.errors import LaunchError, UsageError
 
 TASK = {
@@ -68,7 +68,7 @@ def test_several_nodes_give_one_srun(tmp_path: Path) -> None:
     assert {"--overlap", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"} <= set(step)
     assert {"--nodelist=n1,n2", "--kill-on-bad-exit=0", "--distribution=block"} <= set(step)
     assert f"--output={tmp_path}/trainer-rank%t.log" in step
-    assert step[-4:] == ["shakedown.cluster.bootstrap", "--", "prog", "arg"]
+    assert step[-4:] == ["shakedown.cluster.task_start", "--", "prog", "arg"]
 
 
 def test_options_of_srun_send_one_node_through_it_too_in_a_job(
@@ -132,7 +132,7 @@ def test_tasks_on_node_refuses_other_text(text: str, node: int) -> None:
 def test_bootstrap_becomes_the_command() -> None:
     program = "import os; print(os.environ['RANK'], os.environ['LOCAL_WORLD_SIZE'])"
     ended = subprocess.run(
-        [sys.executable, "-m", "shakedown.cluster.bootstrap", "--", sys.executable, "-c", program],
+        [sys.executable, "-m", "shakedown.cluster.task_start", "--", sys.executable, "-c", program],
         env=TASK,
         capture_output=True,
         text=True,

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from shakedown.cluster.bootstrap import main as bootstrap
 from shakedown.cluster.gpus import GPUS, device_number, visible_gpus, wanted_gpus
 from shakedown.cluster.placement import PlacementError
 from shakedown.cluster.ranks import rank_components
+from shakedown.cluster.task_start import main as bootstrap
 from shakedown.config import ServeConfig, StageConfig
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import AttemptPaths

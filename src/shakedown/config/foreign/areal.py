@@ -13,7 +13,7 @@ from shakedown.cluster.allocation import (
     INFERENCE,
     TRAINING,
     AllocationError,
-    Part,
+    AllocationPart,
     parse_allocation,
 )
 from shakedown.config.foreign.areal_rl import lint_rl
@@ -101,9 +101,9 @@ def runs(d: Document, role: str) -> bool:
     return d.has(role) and (d.number("actor.kl_ctl", 0.1) or 0) > 0
 
 
-def _engines(d: Document) -> tuple[dict[str, Part], list[Finding]]:
+def _engines(d: Document) -> tuple[dict[str, AllocationPart], list[Finding]]:
     """The parts of the engines' `backend` that can be read."""
-    parts: dict[str, Part] = {}
+    parts: dict[str, AllocationPart] = {}
     findings = []
     for role in ROLES:
         key, text = f"{role}.backend", d.text(f"{role}.backend")
@@ -121,7 +121,7 @@ def _engines(d: Document) -> tuple[dict[str, Part], list[Finding]]:
     return parts, findings
 
 
-def _engine_fault(role: str, part: Part, others: int) -> str:
+def _engine_fault(role: str, part: AllocationPart, others: int) -> str:
     engines = INFERENCE if role == "rollout" else TRAINING
     if others:
         return "one engine: `+` and `|` belong into no `backend`"
@@ -174,7 +174,7 @@ def _alone(d: Document, role: str) -> bool:
     return runs(d, role) and not shares and d.get(f"{role}.scheduling_spec.0.gpu") != 0
 
 
-def _gpus(d: Document, parts: Mapping[str, Part]) -> list[Finding]:
+def _gpus(d: Document, parts: Mapping[str, AllocationPart]) -> list[Finding]:
     """Whether the engines that have GPUs of their own fit into the cluster."""
     nodes, each = d.whole("cluster.n_nodes", 32), d.whole("cluster.n_gpus_per_node", 8)
     alone = {role: part for role, part in parts.items() if _alone(d, role)}
@@ -191,7 +191,7 @@ def _gpus(d: Document, parts: Mapping[str, Part]) -> list[Finding]:
     return [told(status, "gpus", f"{largest}.backend", measured, expected, remedy=remedy)]
 
 
-def _whole_nodes(d: Document, parts: Mapping[str, Part]) -> list[Finding]:
+def _whole_nodes(d: Document, parts: Mapping[str, AllocationPart]) -> list[Finding]:
     """What Slurm's scheduler and a server over several nodes need (infra/scheduler/slurm.py)."""
     each = d.whole("cluster.n_gpus_per_node", 8)
     if not each:
@@ -210,7 +210,7 @@ def _whole_nodes(d: Document, parts: Mapping[str, Part]) -> list[Finding]:
     return findings
 
 
-def _shared(d: Document, parts: Mapping[str, Part]) -> list[Finding]:
+def _shared(d: Document, parts: Mapping[str, AllocationPart]) -> list[Finding]:
     """Engines that share GPUs with another one (infra/scheduler/local.py, rl_trainer.py)."""
     findings = []
     for role in filter(lambda role: runs(d, role), ROLES):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Literal
 
-from shakedown.cluster.allocation import Part
+from shakedown.cluster.allocation import AllocationPart
 from shakedown.config.foreign.document import Document, told
 from shakedown.core.verdict import Finding
 
@@ -16,7 +16,7 @@ _BEHIND = "rollout.max_head_offpolicyness"
 _QUEUE = 16  # the queue holds so many times `max_concurrent_rollouts` (infra/workflow_executor.py)
 
 
-def lint_rl(d: Document, parts: Mapping[str, Part]) -> list[Finding]:
+def lint_rl(d: Document, parts: Mapping[str, AllocationPart]) -> list[Finding]:
     """Findings of a config with rollouts; `parts`: the engines whose `backend` could be read."""
     engine = re.match("[a-z]+", d.text("allocation_mode"))
     backend = parts["rollout"].backend if "rollout" in parts else engine[0] if engine else ""
@@ -311,7 +311,7 @@ def _same_model(d: Document, backend: str) -> list[Finding]:
     return findings
 
 
-def _unsupported(d: Document, parts: Mapping[str, Part]) -> list[Finding]:
+def _unsupported(d: Document, parts: Mapping[str, AllocationPart]) -> list[Finding]:
     """Combinations that `_validate_cfg` of trainer/rl_trainer.py refuses."""
     engines = {role: part.backend for role, part in parts.items()}
     findings = []

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shakedown.cluster.allocation import Part, parse_allocation
+from shakedown.cluster.allocation import AllocationPart, parse_allocation
 from shakedown.config import Config, StageConfig
 from shakedown.config.places import MEMORY_OPTIONS, server_part
 from shakedown.core.errors import UsageError
@@ -202,7 +202,7 @@ def _work(config: Config, stage: StageConfig, length: int) -> Work:
     )
 
 
-def _share(stage: StageConfig, part: Part) -> int:
+def _share(stage: StageConfig, part: AllocationPart) -> int:
     """Rows of a rank; an own agent may make more or fewer."""
     rows = stage.batch_size * (stage.grpo.group_size if stage.grpo else 1)
     return -(-rows // part.size("d"))

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from shakedown.cluster.allocation import Part, parse_allocation
+from shakedown.cluster.allocation import AllocationPart, parse_allocation
 from shakedown.config.places import server_part
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
@@ -79,7 +79,7 @@ def trainer_cuts(inputs: Inputs) -> Iterator[Finding]:
             yield fault("heads", subject, stage.allocation, expected, remedy)
 
 
-def _cut_fault(part: Part, sizes: ModelSizes) -> str:
+def _cut_fault(part: AllocationPart, sizes: ModelSizes) -> str:
     """What the engine expects instead, as it says itself at its start; empty when it fits."""
     t, p = part.size("t"), part.size("p")
     if sizes.kind not in FAMILIES:

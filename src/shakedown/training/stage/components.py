@@ -145,7 +145,7 @@ def server_plan(
                 role="inference",
                 argv=(
                     *srun_argv(nodes=[node], tasks=1, job_name=name, more=srun_args),
-                    *(sys.executable, "-P", "-m", "shakedown.cluster.bootstrap"),
+                    *(sys.executable, "-P", "-m", "shakedown.cluster.task_start"),
                     *("--node", "--temporary", "--", *command.argv),
                 ),
                 log=attempt.log(name),

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shakedown.cluster.bootstrap import NODE_RANK
 from shakedown.cluster.ranks import loopback_of, rank_components
 from shakedown.cluster.supervise import Component
+from shakedown.cluster.task_start import NODE_RANK
 from shakedown.core.folders import storage_errors
 from shakedown.core.paths import AttemptPaths
 from shakedown.core.private import write_secret
@@ -134,7 +134,7 @@ def _node_tasks(launch: Launch, argv: Sequence[str], role: str = "trainer") -> C
         output=launch.attempt.logs / f"{role}-launch-%N-output.log",
         more=launch.srun_args,
     )
-    task = [sys.executable, "-P", "-m", "shakedown.cluster.bootstrap", "--node", "--", *argv]
+    task = [sys.executable, "-P", "-m", "shakedown.cluster.task_start", "--node", "--", *argv]
     name, env = f"{role}-srun", dict(launch.env)
     return Component(name, role, (*step, *task), launch.attempt.log(name), env, foreign=True)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shakedown.cluster.held import hold
+from shakedown.cluster.folder_lease import hold
 from shakedown.cluster.roster import end_left
 from shakedown.cluster.supervise import Component, Exit, Supervisor
 from shakedown.core.continued import cluster_command

@@ -1,4 +1,4 @@
-"""Turns a Slurm task into a distributed rank: `python -m shakedown.cluster.bootstrap -- ARGV`.
+"""Turns a Slurm task into a distributed rank: `python -m shakedown.cluster.task_start -- ARGV`.
 
 srun starts one of these a rank; it maps Slurm's variables to RANK and its kin, then becomes ARGV.
 With `--node` it is one a node, for a launcher that starts the ranks, or a server: it sets no rank,
