@@ -21,7 +21,7 @@ import torch.distributed as dist
 import yaml
 
 from shakedown.cluster.nodes import free_port
-from shakedown.cluster.rank_store import open_store
+from shakedown.cluster.store import open_store
 from shakedown.cluster.ranks import loopback_of
 from shakedown.config import load_config
 from shakedown.core.errors import CannotJudgeError, LaunchError, UntrustedError, UsageError

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shakedown.cluster.rank_store import open_store
+from shakedown.cluster.store import open_store
 from shakedown.core.errors import LaunchError
 from shakedown.preflight import wire
 from shakedown.preflight.model import WorkerRequest, has_fault

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shakedown.cluster.rank_store import open_store
+from shakedown.cluster.store import open_store
 from shakedown.core.errors import LaunchError
 from shakedown.core.lease import Fence
 from shakedown.core.outcome import Outcome, OutcomeState

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shakedown.cluster.rank_store import PORT_TAKEN
+from shakedown.cluster.store import PORT_TAKEN
 from shakedown.core.outcome import Outcome
 
 # Our own store's words, and those of torch's, which torchrun has.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shakedown.cluster.gpus import device_number
-from shakedown.cluster.rank_store import open_store
+from shakedown.cluster.store import open_store
 from shakedown.core.errors import INTERRUPTED, ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.debug import asked
 from shakedown.models.load_progress import beating
