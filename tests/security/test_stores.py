@@ -21,8 +21,8 @@ import torch.distributed as dist
 import yaml
 
 from shakedown.cluster.nodes import free_port
-from shakedown.cluster.store import open_store
 from shakedown.cluster.ranks import loopback_of
+from shakedown.cluster.store import open_store
 from shakedown.config import load_config
 from shakedown.core.errors import CannotJudgeError, LaunchError, UntrustedError, UsageError
 from shakedown.core.paths import AttemptPaths, RunPaths

@@ -12,8 +12,8 @@ import yaml
 
 from shakedown.config import load_config
 from shakedown.core.paths import RunPaths
-from shakedown.debug.client import DebugClient
-from shakedown.debug.stops import Stop, read_stops
+from shakedown.debug.debugger_client import DebugClient
+from shakedown.debug.paused_processes import PausedProcess, read_stops
 from shakedown.training import coordination, trainer
 from tests.command import shakedown
 from tests.demo_assets import write_assets
@@ -68,10 +68,10 @@ class Job:
             check=True,
         ).stdout.strip()
 
-    def stops(self) -> list[Stop]:
+    def stops(self) -> list[PausedProcess]:
         return read_stops(self.paths.stage("sft").attempt(1).debug)
 
-    def wait_for_stops(self, *places: str) -> list[Stop]:
+    def wait_for_stops(self, *places: str) -> list[PausedProcess]:
         wait_for(lambda: [s.place for s in self.stops()] == list(places), f"stops at {places}")
         return self.stops()
 

@@ -29,7 +29,7 @@ from shakedown.agents.imports import worker_errors
 from shakedown.agents.measured import Measured, merged
 from shakedown.agents.wire import Outcome, Sent, judged, last_answer, unknown_ids
 from shakedown.core.errors import ShakedownError
-from shakedown.debug import asked
+from shakedown.debug import debug_settings
 from shakedown.processes.workers import UNREADABLE, Seat, Worker, WorkerLostError, WorkerPool
 
 T = TypeVar("T")
@@ -282,7 +282,7 @@ class AgentPool(WorkerPool[_AgentWorker]):
 
     async def _start_worker(self) -> _AgentWorker:
         # A breakpoint may stand in what the module does when it is imported.
-        seconds = asked.NO_TIMEOUT if asked.is_asked() else _START_SECONDS
+        seconds = debug_settings.NO_TIMEOUT if debug_settings.is_asked() else _START_SECONDS
         worker = await _started(_AgentWorker, self._setup, seconds)
         worker.read_replies(self._setup.seconds + _SILENCE_SECONDS)
         return worker

@@ -41,7 +41,7 @@ from shakedown.agents.event_loop_lag import CpuWait, LoopMonitor
 from shakedown.agents.http_watch import HttpWatch
 from shakedown.agents.measured import Measured
 from shakedown.core.errors import ShakedownError
-from shakedown.debug.asked import is_asked, is_held, stop_at_exception
+from shakedown.debug.debug_settings import is_asked, is_held, stop_at_exception
 from shakedown.processes.workers import WorkerStreams
 
 ALIVE_SECONDS = 1.0  # between signs of life

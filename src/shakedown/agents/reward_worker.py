@@ -24,7 +24,7 @@ from shakedown.agents.imports import last_frame
 from shakedown.agents.rewards import get_reward
 from shakedown.agents.rewards.custom_reward import RowReward, with_row
 from shakedown.core.errors import ShakedownError
-from shakedown.debug.asked import stop_at_exception
+from shakedown.debug.debug_settings import stop_at_exception
 from shakedown.processes.workers import WorkerStreams
 
 _ALARM_GRACE = 1.0  # seconds that the parent has to be first: it knows more

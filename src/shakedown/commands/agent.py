@@ -32,7 +32,7 @@ from shakedown.core.errors import ServerError, UsageError
 from shakedown.core.paths import AgentsPaths
 from shakedown.core.private import make_folders
 from shakedown.core.verdict import Stopwatch, Verdict, finish, with_findings
-from shakedown.debug import asked
+from shakedown.debug import debug_settings
 
 if TYPE_CHECKING:
     from shakedown.agent_checks.checks import CheckResult, CheckSettings
@@ -188,13 +188,13 @@ def _debugged(args: argparse.Namespace) -> bool:
     if not debug_asked(args):
         return False
     from shakedown.core.folders import storage_errors
-    from shakedown.debug.stops import make_folder
+    from shakedown.debug.paused_processes import make_folder
 
     folder = AgentsPaths(args.out).debug
     with storage_errors("write", folder):
         make_folders(args.out)
         make_folder(folder)
-    os.environ.update(asked.environment(folder, "agent"))
+    os.environ.update(debug_settings.environment(folder, "agent"))
     where = shlex.quote(str(args.out))
     print(f"agents stop for a debugger: shakedown debug attach {where}", file=sys.stderr)
     return True
@@ -234,7 +234,7 @@ def _run_on(servers: "Servers", args: argparse.Namespace) -> int:
     opened = episode_source(
         args.target,
         endpoint,
-        seconds=asked.NO_TIMEOUT if _debugged(args) else args.episode_timeout,
+        seconds=debug_settings.NO_TIMEOUT if _debugged(args) else args.episode_timeout,
         share_tls=not args.separate_tls,
         grpo=sampling if recordable.yes else None,
         own_lengths=not args.config,
@@ -369,7 +369,9 @@ def _check_settings(args: argparse.Namespace, agents: "AgentsConfig") -> "CheckS
     )
     if not _debugged(args):
         return settings
-    return replace(settings, episode_timeout=asked.NO_TIMEOUT, batch_timeout=asked.NO_TIMEOUT)
+    return replace(
+        settings, episode_timeout=debug_settings.NO_TIMEOUT, batch_timeout=debug_settings.NO_TIMEOUT
+    )
 
 
 def _checks_again(args: argparse.Namespace, row: int) -> str:

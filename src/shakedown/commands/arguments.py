@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from shakedown.core.paths import expand_home
 from shakedown.core.private import let_group_read
-from shakedown.debug import asked
+from shakedown.debug import debug_settings
 
 if TYPE_CHECKING:
     from shakedown.config import Config
@@ -176,11 +176,11 @@ def debug_asked(args: argparse.Namespace) -> bool:
         CannotJudgeError: debugpy is not installed.
     """
     if args.debug or args.break_at:
-        asked.ask(args.break_at)
-    if not asked.is_asked():
+        debug_settings.ask(args.break_at)
+    if not debug_settings.is_asked():
         return False
-    asked.places()
-    asked.require_debugpy()
+    debug_settings.places()
+    debug_settings.require_debugpy()
     return True
 
 

@@ -17,7 +17,7 @@ from shakedown.core.errors import CannotJudgeError, ExitCode, LaunchError, Usage
 from shakedown.core.paths import RunPaths
 
 if TYPE_CHECKING:
-    from shakedown.debug.stops import Stop
+    pass
 
 EXAMPLES = (
     "shakedown debug attach results/demo",
@@ -168,7 +168,7 @@ def _show(args: argparse.Namespace, stops: "list[Stop]") -> int:
         ssh_lines,
         write_launch,
     )
-    from shakedown.debug.stops import describe
+    from shakedown.debug.paused_processes import describe
 
     mapped = dict(map(parse_mapping, args.map))
     if not stops:
@@ -195,7 +195,7 @@ def _show(args: argparse.Namespace, stops: "list[Stop]") -> int:
 def _continue(folders: list[Path], stops: "list[tuple[Path, Stop]]", wanted: list[str]) -> int:
     from shakedown.core.folders import storage_errors
     from shakedown.debug.attach import choose, standing
-    from shakedown.debug.stops import SILENT_SECONDS, let_go
+    from shakedown.debug.paused_processes import SILENT_SECONDS, let_go
 
     chosen = choose(stops, wanted)
     for folder, stop in chosen:
@@ -217,7 +217,7 @@ def _continue(folders: list[Path], stops: "list[tuple[Path, Stop]]", wanted: lis
 
 def _terminal(stops: "list[tuple[Path, Stop]]", wanted: str) -> int:
     from shakedown.debug.attach import choose
-    from shakedown.debug.client import DebugClient
+    from shakedown.debug.debugger_client import DebugClient
     from shakedown.debug.terminal import HELP, Terminal
 
     chosen = [stop for _, stop in choose(stops, [wanted])]

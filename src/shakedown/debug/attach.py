@@ -10,8 +10,8 @@ from typing import Any
 from shakedown.core.errors import StorageError, UsageError, did_you_mean
 from shakedown.core.leftovers import temporary_file
 from shakedown.core.paths import AttemptPaths, RunPaths, StagePaths
-from shakedown.debug.guard import TOKEN_KEY
-from shakedown.debug.stops import Stop, read_stops
+from shakedown.debug.debug_gateway import TOKEN_KEY
+from shakedown.debug.paused_processes import PausedProcess, read_stops
 from shakedown.slurm.hostlist import is_node_name
 
 _PREFIX = "shakedown: "  # of our entries in launch.json
@@ -39,12 +39,14 @@ def debug_folders(root: Path) -> list[Path]:
     return [folder for folder in folders if folder.is_dir()]
 
 
-def standing(folders: Sequence[Path]) -> list[tuple[Path, Stop]]:
+def standing(folders: Sequence[Path]) -> list[tuple[Path, PausedProcess]]:
     """Each stop with its folder."""
     return [(folder, stop) for folder in folders for stop in read_stops(folder)]
 
 
-def choose(stops: Sequence[tuple[Path, Stop]], wanted: Sequence[str]) -> list[tuple[Path, Stop]]:
+def choose(
+    stops: Sequence[tuple[Path, PausedProcess]], wanted: Sequence[str]
+) -> list[tuple[Path, PausedProcess]]:
     """Those of `all`, a trainer's rank (`1`), a name (`orchestrator`, `trainer-rank1`) or a pid.
 
     Raises:
@@ -52,7 +54,7 @@ def choose(stops: Sequence[tuple[Path, Stop]], wanted: Sequence[str]) -> list[tu
     """
     if list(wanted) == ["all"]:
         return list(stops)
-    found: list[tuple[Path, Stop]] = []
+    found: list[tuple[Path, PausedProcess]] = []
     for name in wanted:
         fit = [one for one in stops if name in _names(one[1])]
         if not fit:
@@ -65,11 +67,11 @@ def choose(stops: Sequence[tuple[Path, Stop]], wanted: Sequence[str]) -> list[tu
     return found
 
 
-def _names(stop: Stop) -> tuple[str, ...]:
+def _names(stop: PausedProcess) -> tuple[str, ...]:
     return (str(stop.rank), stop.name, stop.role, str(stop.pid))
 
 
-def local_ports(stops: Sequence[Stop]) -> dict[int, int]:
+def local_ports(stops: Sequence[PausedProcess]) -> dict[int, int]:
     """A port of the debugger's own machine for each stop (by its place in the list): the same
     number as there, or the next where processes of two nodes have the same."""
     taken: set[int] = set()
@@ -83,7 +85,7 @@ def local_ports(stops: Sequence[Stop]) -> dict[int, int]:
     return found
 
 
-def ssh_lines(stops: Sequence[Stop], login: str, here: str) -> list[str]:
+def ssh_lines(stops: Sequence[PausedProcess], login: str, here: str) -> list[str]:
     """A command for each node: run it where the debugger is, it goes through the login node.
 
     Args:
@@ -103,7 +105,9 @@ def ssh_lines(stops: Sequence[Stop], login: str, here: str) -> list[str]:
     ]
 
 
-def launch_entries(stops: Sequence[Stop], mapped: Mapping[str, str]) -> list[dict[str, Any]]:
+def launch_entries(
+    stops: Sequence[PausedProcess], mapped: Mapping[str, str]
+) -> list[dict[str, Any]]:
     """VS Code's configurations, one a process.
 
     Args:

@@ -12,7 +12,7 @@ import psutil
 
 from shakedown.cluster.nodes import free_port
 from shakedown.core.errors import CannotJudgeError, UsageError
-from shakedown.debug.asked import FOLDER
+from shakedown.debug.debug_settings import FOLDER
 from shakedown.slurm.client import run, srun_argv
 from shakedown.slurm.hostlist import node_name
 from shakedown.slurm.jobs import Job

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-Message = dict[str, Any]
+DapMessage = dict[str, Any]
 MOST_BYTES = 1 << 26  # of a message: variables and sources go as one
 _LENGTH = re.compile(rb"content-length:\s*([0-9]{1,9})\s*", re.IGNORECASE)
 _LONGEST_HEADER = 4096
@@ -19,7 +19,7 @@ class ProtocolError(Exception):
     """What came is no message of the protocol."""
 
 
-def read_message(stream: BinaryIO, most: int = MOST_BYTES) -> Message | None:
+def read_message(stream: BinaryIO, most: int = MOST_BYTES) -> DapMessage | None:
     """The next message; None at the end of the stream.
 
     Args:
@@ -52,13 +52,13 @@ def read_message(stream: BinaryIO, most: int = MOST_BYTES) -> Message | None:
     return message
 
 
-class Sender:
+class DapSender:
     """Writes whole messages, from several threads."""
 
     def __init__(self, write: Callable[[bytes], object]) -> None:
         self._write, self._lock = write, threading.Lock()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: DapMessage) -> None:
         """
         Raises:
             OSError: the connection broke.

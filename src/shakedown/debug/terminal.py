@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shakedown.core.errors import CannotJudgeError
-from shakedown.debug.client import DebugClient
+from shakedown.debug.debugger_client import DebugClient
 
 HELP = """\
 c  go on to the next stop          n  next line      s  into a call      r  out of the function

@@ -12,7 +12,7 @@ from typing import Any
 
 from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.core.rows import JsonLines, JsonRow, by_step, has_step
-from shakedown.debug.stops import Stop, describe, read_stops
+from shakedown.debug.paused_processes import PausedProcess, describe, read_stops
 from shakedown.monitor.heartbeat import host_name, read_heartbeats
 from shakedown.processes.guard import look as look_up
 from shakedown.progress.patience import RECENT, WARN_SHARE, Patience, kind_of
@@ -62,7 +62,7 @@ class Live:
     beats: Sequence[Beat] = ()
     speed: float | None = None
     left: float | None = None
-    stops: Sequence[Stop] = ()
+    stops: Sequence[PausedProcess] = ()
     warnings: Sequence[str] = field(default_factory=list)
     gone: Sequence[Beat] = ()
     foreign: bool = False

@@ -16,9 +16,9 @@ import pytest
 from shakedown.agents.episode_lines import read_episodes
 from shakedown.cli import main
 from shakedown.core.verdict import read_verdict
-from shakedown.debug import asked
-from shakedown.debug.protocol import Sender, read_message
-from shakedown.debug.stops import Stop, let_go, read_stops
+from shakedown.debug import debug_settings
+from shakedown.debug.paused_processes import PausedProcess, let_go, read_stops
+from shakedown.debug.protocol import DapSender, read_message
 
 AGENT = '''"""Stands or raises as its row says."""
 class Agent:
@@ -72,7 +72,9 @@ def running(
         process.communicate()
 
 
-def standing(folder: Path, process: subprocess.Popen[str], fits: Callable[[Stop], bool]) -> Stop:
+def standing(
+    folder: Path, process: subprocess.Popen[str], fits: Callable[[PausedProcess], bool]
+) -> PausedProcess:
     while True:
         stops = read_stops(folder / "out" / "debug")
         if found := [stop for stop in stops if fits(stop)]:
@@ -119,7 +121,7 @@ def test_a_debugger_that_an_agent_starts_itself_holds_its_worker(tmp_path: Path)
             time.sleep(0.05)
         port = int(told.read_text(encoding="utf-8"))
         with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
-            stream, sender = connection.makefile("rb"), Sender(connection.sendall)
+            stream, sender = connection.makefile("rb"), DapSender(connection.sendall)
             for number, command in enumerate(("initialize", "attach", "configurationDone"), 1):
                 arguments = {"adapterID": "debugpy", "clientID": "test"}
                 message = {"seq": number, "type": "request", "command": command}
@@ -194,7 +196,7 @@ def test_a_trace_function_is_no_debugger_and_debugpy_with_a_client_is_one(
 
     debugpy = Debugpy()
     monkeypatch.setitem(sys.modules, "debugpy", debugpy)
-    before = asked.is_held()
+    before = debug_settings.is_held()
     debugpy.connected = True
 
-    assert (before, asked.is_held()) == (False, True)
+    assert (before, debug_settings.is_held()) == (False, True)

@@ -11,10 +11,16 @@ import pytest
 from shakedown.core.errors import UsageError
 from shakedown.debug.attach import choose, debug_folders, launch_entries, ssh_lines, write_launch
 from shakedown.debug.attach_job import DebuggedJob, of_processes, ray_lines
-from shakedown.debug.stops import SILENT_SECONDS, Stop, StopFile, make_folder, read_stops
+from shakedown.debug.paused_processes import (
+    SILENT_SECONDS,
+    PausedProcess,
+    PauseFile,
+    make_folder,
+    read_stops,
+)
 from tests.command import shakedown
 
-RANK_0 = Stop(
+RANK_0 = PausedProcess(
     node="n1",
     host="n1.site",
     pid=11,
@@ -35,10 +41,10 @@ RANK_1 = replace(RANK_0, node="n2", host="n2.site", pid=12, rank=1, token="secre
 AGENT = replace(RANK_0, pid=13, role="orchestrator", rank=None, port=4001)
 
 
-def written(folder: Path, *stops: Stop) -> Path:
+def written(folder: Path, *stops: PausedProcess) -> Path:
     make_folder(folder)
     for stop in stops:
-        StopFile(folder, stop.node, stop.pid).write(stop)
+        PauseFile(folder, stop.node, stop.pid).write(stop)
     return folder
 
 
@@ -53,7 +59,7 @@ def test_stops_are_read_back_in_order_and_only_their_owner_can_read_them(tmp_pat
 def test_a_process_that_was_killed_stands_no_more_once_its_file_is_old(tmp_path: Path) -> None:
     folder = written(tmp_path / "debug", RANK_0, RANK_1)
     old = time.time() - SILENT_SECONDS - 5
-    os.utime(StopFile(folder, "n1", 11).path, (old, old))
+    os.utime(PauseFile(folder, "n1", 11).path, (old, old))
 
     assert read_stops(folder) == [RANK_1]
 

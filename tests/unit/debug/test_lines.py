@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shakedown.core.errors import UsageError
-from shakedown.debug.lines import break_before, parse_place
+from shakedown.debug.break_at import break_before, parse_place
 
 SOURCE = '''"""The module's text."""
 from __future__ import annotations

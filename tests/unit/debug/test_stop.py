@@ -15,10 +15,16 @@ import psutil
 import pytest
 
 from shakedown.core.errors import CannotJudgeError
-from shakedown.debug import asked
-from shakedown.debug.client import DebugClient
-from shakedown.debug.protocol import Sender, read_message
-from shakedown.debug.stops import Stop, StopFile, let_go, make_folder, read_stops
+from shakedown.debug import debug_settings
+from shakedown.debug.debugger_client import DebugClient
+from shakedown.debug.paused_processes import (
+    PausedProcess,
+    PauseFile,
+    let_go,
+    make_folder,
+    read_stops,
+)
+from shakedown.debug.protocol import DapSender, read_message
 from shakedown.debug.terminal import Terminal
 from tests.command import shakedown
 from tests.ssh_hosts import SSHD, private_hosts
@@ -71,7 +77,7 @@ class Debugged:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, turns: int) -> None:
-        environment = asked.environment(self.stops_folder, "trainer")
+        environment = debug_settings.environment(self.stops_folder, "trainer")
         environment |= {"SHAKEDOWN_DEBUG": f"{self.folder}/library.py:4", "RANK": "1"}
         self.process = subprocess.Popen(
             [sys.executable, str(self.folder / "program.py"), str(turns)],
@@ -81,7 +87,7 @@ class Debugged:
             text=True,
         )
 
-    def stop(self, fits: Callable[[Stop], bool] = lambda _: True) -> Stop:
+    def stop(self, fits: Callable[[PausedProcess], bool] = lambda _: True) -> PausedProcess:
         """Wait until the process stands."""
         deadline = time.monotonic() + 60
         while True:
@@ -129,7 +135,7 @@ def listening(pid: int) -> list[tuple[str, int]]:
 def refused(port: int, *messages: dict[str, Any]) -> dict[str, Any] | None:
     """The last answer to a stranger who sends these; None: the connection was closed."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
-        stream, sender = connection.makefile("rb"), Sender(connection.sendall)
+        stream, sender = connection.makefile("rb"), DapSender(connection.sendall)
         answer = None
         for message in messages:
             sender.send(message)
@@ -288,7 +294,7 @@ def test_the_terminal_prints_steps_and_leaves_the_process_standing(debugged: Deb
     assert output.startswith("total 507\n")
 
 
-def turns_from_elsewhere(stop: Stop) -> str:
+def turns_from_elsewhere(stop: PausedProcess) -> str:
     """The variable `turns`, read as if the process were on the node `far`."""
     with DebugClient(replace(stop, host="far.site", node="far")) as debugger:
         value = evaluate(debugger, debugger.attach(), "turns")
@@ -331,4 +337,4 @@ def test_continue_lets_the_chosen_process_go_on(debugged: Debugged) -> None:
     assert done.returncode == 0, done.stderr
     assert "1 process(es) go on" in done.stdout
     assert (first.line, second.line) == (7, 5)
-    assert not StopFile(debugged.stops_folder, first.node, first.pid).told_to_continue()
+    assert not PauseFile(debugged.stops_folder, first.node, first.pid).told_to_continue()

@@ -15,8 +15,14 @@ import pytest
 from shakedown.cluster.supervise import Component, Supervisor
 from shakedown.config import load_config
 from shakedown.core.paths import AttemptPaths, StagePaths
-from shakedown.debug import asked
-from shakedown.debug.stops import Stop, StopFile, let_go, make_folder, read_stops
+from shakedown.debug import debug_settings
+from shakedown.debug.paused_processes import (
+    PausedProcess,
+    PauseFile,
+    let_go,
+    make_folder,
+    read_stops,
+)
 from shakedown.monitor.heartbeat import Heartbeat, encode, read_heartbeats
 from shakedown.progress.movement import Movement, Watch
 from shakedown.progress.patience import Patience
@@ -30,7 +36,7 @@ from shakedown.training.stage.supervision import Monitor, StopSignals
 from tests.command import shakedown
 from tests.workflow.helpers import ROOT
 
-STOP = Stop(
+STOP = PausedProcess(
     node="n1",
     host="n1",
     pid=12,
@@ -81,7 +87,7 @@ def test_a_failure_and_a_stall_are_judged_only_when_nobody_stands_any_more(
 ) -> None:
     attempt = AttemptPaths(tmp_path)
     make_folder(attempt.debug)
-    stop_file = StopFile(attempt.debug, STOP.node, STOP.pid)
+    stop_file = PauseFile(attempt.debug, STOP.node, STOP.pid)
     stop_file.write(STOP)
     heartbeat = Heartbeat(attempt.heartbeats, 1)
     heartbeat.beat(phase="train", step=1)
@@ -157,7 +163,7 @@ def test_status_says_who_stands_and_warns_of_no_silence(tmp_path: Path) -> None:
 
     before = lines(look(paths, 1, 10, later))
     make_folder(attempt.debug)
-    StopFile(attempt.debug, "n1", 12).write(STOP)
+    PauseFile(attempt.debug, "n1", 12).write(STOP)
     held = lines(look(paths, 1, 10, later))
 
     assert any("silent" in line for line in before)
@@ -175,7 +181,11 @@ def test_a_reward_that_raises_stands_where_it_raised_and_then_answers(tmp_path: 
     request = {"completions": ["4"], "answer": "5", "row": {}}
     process = subprocess.Popen(
         [sys.executable, "-m", "shakedown.agents.reward_worker"],
-        env={**os.environ, **asked.environment(folder, "orchestrator"), asked.ASKED: "1"},
+        env={
+            **os.environ,
+            **debug_settings.environment(folder, "orchestrator"),
+            debug_settings.ASKED: "1",
+        },
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -11,7 +11,7 @@ from shakedown.core.errors import ConfigError, UsageError
 from shakedown.core.outcome import read_outcome
 from shakedown.core.paths import RunPaths, StagePaths
 from shakedown.core.private import own_tree
-from shakedown.debug import asked
+from shakedown.debug import debug_settings
 from shakedown.inference.folder import read_endpoint
 from shakedown.profiling.request import requested
 from shakedown.training.assets import Assets, read_assets
@@ -128,7 +128,7 @@ def plan_stage(
         drift_limits=drift_limits(config, stage),
         chat_template_kwargs=config.data.chat_template_kwargs,
     )
-    if asked.is_asked():
+    if debug_settings.is_asked():
         job = without_timeouts(job)
     return StagePlan(
         job,
@@ -144,9 +144,9 @@ def without_timeouts(job: StageJob) -> StageJob:
     config = job.config
     if config.grpo is not None:
         names = ("agent_timeout", "batch_timeout", "weight_update_timeout")
-        grpo = config.grpo.model_copy(update=dict.fromkeys(names, asked.NO_TIMEOUT))
+        grpo = config.grpo.model_copy(update=dict.fromkeys(names, debug_settings.NO_TIMEOUT))
         config = config.model_copy(update={"grpo": grpo})
-    return replace(job, config=config, reward_timeout=asked.NO_TIMEOUT)
+    return replace(job, config=config, reward_timeout=debug_settings.NO_TIMEOUT)
 
 
 def _own_model(folder: Path) -> str:

@@ -20,8 +20,8 @@ from shakedown.core.outcome import Outcome, judge_outcome
 from shakedown.core.paths import AttemptPaths, StagePaths
 from shakedown.core.private import own_folder, own_tree
 from shakedown.core.verdict import Stopwatch
-from shakedown.debug import asked
-from shakedown.debug.stops import make_folder
+from shakedown.debug import debug_settings
+from shakedown.debug.paused_processes import make_folder
 from shakedown.inference.ready import read_end
 from shakedown.processes.memory_kills import kills
 from shakedown.progress.movement import Movement, Watch
@@ -173,12 +173,13 @@ def _nodes(wanted: int, stage: StagePaths) -> list[str]:
 
 def _debuggable(components: Sequence[Component], attempt: AttemptPaths) -> Sequence[Component]:
     """The components as they are, or so that they stop for debuggers where that is asked."""
-    if not asked.is_asked():
+    if not debug_settings.is_asked():
         return components
     with storage_errors("write", attempt.debug):
         make_folder(attempt.debug)
     return [
-        replace(c, env={**c.env, **asked.environment(attempt.debug, c.role)}) for c in components
+        replace(c, env={**c.env, **debug_settings.environment(attempt.debug, c.role)})
+        for c in components
     ]
 
 

@@ -11,7 +11,7 @@ from types import FrameType
 
 from shakedown.cluster.supervise import Exit, Supervisor
 from shakedown.core.paths import AttemptPaths
-from shakedown.debug.stops import describe, read_stops
+from shakedown.debug.paused_processes import describe, read_stops
 from shakedown.progress.movement import Movement, Watch
 from shakedown.training.stage import stopping
 from shakedown.training.stage.echo import LogEcho

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from shakedown.cluster.gpus import device_number
 from shakedown.cluster.store import open_store
 from shakedown.core.errors import INTERRUPTED, ConfigError, ExitCode, ShakedownError, UsageError
-from shakedown.debug import asked
+from shakedown.debug import debug_settings
 from shakedown.models.load_progress import beating
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.monitor.hook import install, leave_dump
@@ -118,7 +118,7 @@ def run(job: StageJob) -> int:
         _outlast(stop)
         raise
     except Exception as error:
-        asked.stop_at_exception(error)
+        debug_settings.stop_at_exception(error)
         # The Flight Recorder's entries are evidence and would be gone with the process.
         leave_dump(rank, job.attempt.evidence)
         raise
@@ -169,7 +169,7 @@ def _join(device: torch.device, job: StageJob, rank: int) -> Ranks:
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     # With a long stall_timeout, too, the watcher has to give up before the collective does.
     patience = timedelta(seconds=OUTLAST * job.config.stall_timeout)
-    timeout = _DEBUG_TIMEOUT if asked.is_asked() else max(COLLECTIVE_TIMEOUT, patience)
+    timeout = _DEBUG_TIMEOUT if debug_settings.is_asked() else max(COLLECTIVE_TIMEOUT, patience)
     address, port, size = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), job.world_size
     store = open_store(address, port, rank=rank, size=size, timeout=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

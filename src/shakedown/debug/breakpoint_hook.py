@@ -18,10 +18,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from shakedown.core.errors import ShakedownError
-from shakedown.debug.asked import FOLDER, ROLE, places
-from shakedown.debug.guard import Guard, Standing
-from shakedown.debug.lines import patch_imports
-from shakedown.debug.stops import TOUCH_SECONDS, Reason, Stop, StopFile, describe
+from shakedown.debug.break_at import patch_imports
+from shakedown.debug.debug_gateway import DebugGateway, Standing
+from shakedown.debug.debug_settings import FOLDER, ROLE, places
+from shakedown.debug.paused_processes import (
+    TOUCH_SECONDS,
+    PausedProcess,
+    PauseFile,
+    Reason,
+    describe,
+)
 from shakedown.slurm.hostlist import node_name
 
 _POLL_SECONDS = 0.3
@@ -51,7 +57,7 @@ def stop_here(*, line: int = 0, **_given: object) -> None:
 
 
 def stop_at(error: BaseException) -> None:
-    """Stop where an exception was raised, once for each."""
+    """PausedProcess where an exception was raised, once for each."""
     process, last = _process(), error.__traceback__
     if process.raised is error or not isinstance(error, Exception) or last is None:
         return
@@ -71,18 +77,18 @@ class _Where:
     function: str
 
 
-class _Process:
+class _ThisProcess:
     """This process, as debuggers see it: at most one file, one guard and one debugger."""
 
     def __init__(self) -> None:
         self.raised: BaseException | None = None
         self._folder, self._node = Path(os.environ[FOLDER]), node_name()
-        self._file = StopFile(self._folder, self._node, os.getpid())
+        self._file = PauseFile(self._folder, self._node, os.getpid())
         self._token = secrets.token_hex(32)
-        self._guard = Guard(self._token, self._changed)
+        self._guard = DebugGateway(self._token, self._changed)
         self._turn = threading.RLock()  # one thread waits at a time; one may break while it does
         self._change = threading.Lock()
-        self._waits: Stop | None = None  # for a debugger
+        self._waits: PausedProcess | None = None  # for a debugger
         threading.Thread(target=self._look, name="shakedown-stop", daemon=True).start()
 
     def stop(self, where: _Where, reason: Reason, detail: str, suspend: Callable[[], None]) -> None:
@@ -114,10 +120,10 @@ class _Process:
             self._file.remove()
         return attached
 
-    def _described(self, where: _Where, reason: Reason, detail: str) -> Stop:
+    def _described(self, where: _Where, reason: Reason, detail: str) -> PausedProcess:
         rank = os.environ.get("RANK", "")
         main = getattr(sys.modules.get("__main__"), "__spec__", None)
-        return Stop(
+        return PausedProcess(
             node=self._node,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -165,12 +171,12 @@ class _Process:
                 self._guard.let_go()
 
 
-_one: list[_Process] = []
+_one: list[_ThisProcess] = []
 
 
-def _process() -> _Process:
+def _process() -> _ThisProcess:
     if not _one:
-        _one.append(_Process())
+        _one.append(_ThisProcess())
     return _one[0]
 
 

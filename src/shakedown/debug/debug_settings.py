@@ -28,7 +28,7 @@ def ask(places: Sequence[str]) -> None:
     Raises:
         UsageError: a place is not FILE:LINE of a Python file.
     """
-    from shakedown.debug.lines import parse_place
+    from shakedown.debug.break_at import parse_place
 
     found = [parse_place(place) for place in places]
     os.environ[ASKED] = ",".join(f"{file}:{line}" for file, line in found) or "1"
@@ -44,7 +44,7 @@ def places(environ: Mapping[str, str] = os.environ) -> dict[str, list[int]]:
     Raises:
         UsageError: an entry is not FILE:LINE of a Python file.
     """
-    from shakedown.debug.lines import parse_place
+    from shakedown.debug.break_at import parse_place
 
     text = environ.get(ASKED, "")
     found: dict[str, list[int]] = {}
@@ -68,7 +68,7 @@ def environment(folder: Path, role: str, environ: Mapping[str, str] = os.environ
 def stop_at_exception(error: BaseException) -> None:
     """For code that catches it: stop where it was raised, once; nothing in a run not debugged."""
     if FOLDER in os.environ:
-        from shakedown.debug.hook import stop_at
+        from shakedown.debug.breakpoint_hook import stop_at
 
         stop_at(error)
 

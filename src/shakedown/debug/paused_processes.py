@@ -24,7 +24,7 @@ SILENT_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class Stop:
+class PausedProcess:
     """A process that stands.
 
     `node`: Slurm's name, `host` the machine's; they differ where nodes share a machine. `port` is
@@ -58,14 +58,14 @@ class Stop:
         return f"{self.file}:{self.line}"
 
 
-class StopFile:
+class PauseFile:
     """The file of this process's stop."""
 
     def __init__(self, folder: Path, node: str, pid: int) -> None:
         self.path = folder / f"{node}-{pid}.json"
         self._continue = self.path.with_suffix(".continue")
 
-    def write(self, stop: Stop) -> None:
+    def write(self, stop: PausedProcess) -> None:
         """Write it, for its owner alone: it holds the token.
 
         Raises:
@@ -107,7 +107,7 @@ def make_folder(folder: Path) -> None:
     folder.chmod(0o700)
 
 
-def read_stops(folder: Path) -> list[Stop]:
+def read_stops(folder: Path) -> list[PausedProcess]:
     """The processes that stand now, by role, rank and pid; damaged files are left out.
 
     Raises:
@@ -116,7 +116,7 @@ def read_stops(folder: Path) -> list[Stop]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            stop = read_json_as(Stop, path, "stop")
+            stop = read_json_as(PausedProcess, path, "stop")
             silent = abs(time.time() - path.stat().st_mtime)
         except (UsageError, OSError):  # gone meanwhile, or damaged
             continue
@@ -125,17 +125,17 @@ def read_stops(folder: Path) -> list[Stop]:
     return sorted(found, key=lambda stop: (stop.role, stop.rank or 0, stop.node, stop.pid))
 
 
-def let_go(folder: Path, stops: Iterable[Stop]) -> None:
+def let_go(folder: Path, stops: Iterable[PausedProcess]) -> None:
     """Ask processes to continue, by a file, as their loopback is another machine's.
 
     Raises:
         OSError: the file cannot be written.
     """
     for stop in stops:
-        StopFile(folder, stop.node, stop.pid).path.with_suffix(".continue").touch(0o600)
+        PauseFile(folder, stop.node, stop.pid).path.with_suffix(".continue").touch(0o600)
 
 
-def describe(stop: Stop) -> str:
+def describe(stop: PausedProcess) -> str:
     """`trainer-rank1 on n2 (pid 4711) at train.py:12 in step, at a breakpoint`."""
     why = {"breakpoint": "at a breakpoint", "exception": "by an exception"}
     how = why.get(stop.reason, "in a debugger") + (f": {stop.detail}" if stop.detail else "")

@@ -1,9 +1,9 @@
-"""Run by every Python process of a stage that is debugged: see shakedown.debug.asked."""
+"""Run by every Python process of a stage that is debugged: see shakedown.debug.debug_settings."""
 
 import sys
 
 try:
-    from shakedown.debug.hook import install
+    from shakedown.debug.breakpoint_hook import install
 except ImportError as error:  # another environment's Python
     print(f"shakedown: {sys.executable} cannot be debugged: {error}", file=sys.stderr)
 else:

@@ -12,7 +12,7 @@ from types import CodeType
 
 from shakedown.core.errors import UsageError
 
-_Loader = importlib.machinery.SourceFileLoader
+_SourceLoader = importlib.machinery.SourceFileLoader
 
 
 def parse_place(text: str) -> tuple[str, int]:
@@ -56,7 +56,7 @@ def patch_imports(places: Mapping[str, Collection[int]]) -> None:
     Args:
         places: lines by absolute path.
     """
-    original = _Loader.get_code
+    original = _SourceLoader.get_code
 
     def get_code(loader: importlib.machinery.SourceFileLoader, fullname: str) -> CodeType | None:
         lines = places.get(str(Path(loader.path).resolve()))
@@ -65,7 +65,7 @@ def patch_imports(places: Mapping[str, Collection[int]]) -> None:
         # Not from the cache of compiled files, nor into it.
         return break_before(loader.get_data(loader.path), lines, loader.path)
 
-    _Loader.get_code = get_code  # type: ignore[method-assign, assignment]
+    _SourceLoader.get_code = get_code  # type: ignore[method-assign, assignment]
 
 
 def _statement(tree: ast.Module, line: int) -> ast.stmt | None:

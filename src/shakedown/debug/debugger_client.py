@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO, Self, cast
 
 from shakedown.core.errors import CannotJudgeError
-from shakedown.debug.guard import TOKEN_KEY
-from shakedown.debug.protocol import Message, ProtocolError, Sender, read_message
-from shakedown.debug.stops import Stop
+from shakedown.debug.debug_gateway import TOKEN_KEY
+from shakedown.debug.paused_processes import PausedProcess
+from shakedown.debug.protocol import DapMessage, DapSender, ProtocolError, read_message
 from shakedown.slurm.hostlist import is_node_name
 
 ANSWER_SECONDS = 90.0  # the first answer waits until the process has loaded debugpy
@@ -29,11 +29,11 @@ class DebugClient:
     On another machine than the process's the protocol goes through `ssh -W` to its node.
     """
 
-    def __init__(self, stop: Stop) -> None:
+    def __init__(self, stop: PausedProcess) -> None:
         self.stop = stop
         self._numbers = itertools.count(1)
-        self._events: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[DapMessage | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[DapMessage | None] = queue.SimpleQueue()
         self._socket: socket.socket | None = None
         self._ssh: subprocess.Popen[bytes] | None = None
         self._reader, self._sender = self._connect()
@@ -57,7 +57,7 @@ class DebugClient:
             cast("BinaryIO", self._ssh.stdin).close()
         self._reader.close()
 
-    def attach(self, breakpoints: Mapping[str, list[int]] | None = None) -> Message:
+    def attach(self, breakpoints: Mapping[str, list[int]] | None = None) -> DapMessage:
         """Attach, set breakpoints (lines by file), and return the `stopped` event that follows.
 
         Raises:
@@ -73,7 +73,7 @@ class DebugClient:
         self.request("configurationDone", {})
         return self.event("stopped")
 
-    def request(self, command: str, arguments: Mapping[str, Any]) -> Message:
+    def request(self, command: str, arguments: Mapping[str, Any]) -> DapMessage:
         """The body of the answer.
 
         Raises:
@@ -96,9 +96,9 @@ class DebugClient:
                 continue
             if not answer.get("success"):
                 raise self._lost(f"{command}: {answer.get('message')}")
-            return cast("Message", answer.get("body") or {})
+            return cast("DapMessage", answer.get("body") or {})
 
-    def event(self, *names: str, seconds: float | None = ANSWER_SECONDS) -> Message:
+    def event(self, *names: str, seconds: float | None = ANSWER_SECONDS) -> DapMessage:
         """The body of the next event of these names; others are dropped.
 
         Raises:
@@ -112,9 +112,9 @@ class DebugClient:
             if event is None:
                 raise self._lost("the process has ended, or its connection was lost")
             if event.get("event") in names:
-                return cast("Message", event.get("body") or {})
+                return cast("DapMessage", event.get("body") or {})
 
-    def _connect(self) -> tuple[BinaryIO, Sender]:
+    def _connect(self) -> tuple[BinaryIO, DapSender]:
         stop = self.stop
         if stop.host == socket.gethostname():
             try:
@@ -122,7 +122,7 @@ class DebugClient:
             except OSError as error:
                 raise self._lost(f"port {stop.port}: {error.strerror}") from error
             self._socket.settimeout(None)
-            return self._socket.makefile("rb"), Sender(self._socket.sendall)
+            return self._socket.makefile("rb"), DapSender(self._socket.sendall)
         if not is_node_name(stop.node):
             raise self._lost(f"{stop.node!r:.100} is no node's name")
         command = ["ssh", *_SSH, "-W", f"127.0.0.1:{stop.port}", stop.node]
@@ -136,7 +136,7 @@ class DebugClient:
             writer.write(data)
             writer.flush()
 
-        return reader, Sender(write)
+        return reader, DapSender(write)
 
     def _read(self) -> None:
         # However the connection ends, whoever waits is told so below. ValueError: closed by this

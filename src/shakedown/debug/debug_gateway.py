@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-from shakedown.debug.protocol import Message, ProtocolError, Sender, read_message
+from shakedown.debug.protocol import DapMessage, DapSender, ProtocolError, read_message
 
 TOKEN_KEY = "shakedownToken"
 _AUTHENTICATE_SECONDS = 10.0
@@ -66,7 +66,7 @@ class _Link:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self.stream: BinaryIO = connection.makefile("rb")
-        self.send = Sender(connection.sendall).send
+        self.send = DapSender(connection.sendall).send
 
     def cut(self) -> None:
         """Wake a thread that reads, which `close` alone does not: it finds the end."""
@@ -79,7 +79,7 @@ class _Link:
         self.connection.close()
 
 
-class Guard:
+class DebugGateway:
     """One a process. `changed` is called, from any thread, when a debugger comes, goes or stops
     a thread: with where the process stands in the debugger, None while it runs.
     """
@@ -96,7 +96,7 @@ class Guard:
         self._waiting = threading.Condition()
         self._waits = self._go = False
         self._left = threading.Event()  # debugpy has answered `disconnect`
-        self._stopped: dict[int, Message] = {}  # thread -> its `stopped` event
+        self._stopped: dict[int, DapMessage] = {}  # thread -> its `stopped` event
         self._requests = _OWN
 
     @property
@@ -200,7 +200,7 @@ class Guard:
             if first is not None and attach is not None:
                 self._serve(link, first, attach)
 
-    def _authenticate(self, link: _Link) -> tuple[Message | None, Message | None]:
+    def _authenticate(self, link: _Link) -> tuple[DapMessage | None, DapMessage | None]:
         """Its `initialize` and `attach` requests, once the latter has the token."""
         first = read_message(link.stream, _MOST_BEFORE)
         if first is None or first.get("command") != "initialize":
@@ -217,7 +217,7 @@ class Guard:
             return None, None
         return first, attach
 
-    def _serve(self, link: _Link, first: Message, attach: Message) -> None:
+    def _serve(self, link: _Link, first: DapMessage, attach: DapMessage) -> None:
         with self._lock:
             taken = self._client is not None
             if not taken:
@@ -298,7 +298,7 @@ class Guard:
         self._debugpy = None
         self._stopped.clear()
 
-    def _follow(self, event: Message) -> None:
+    def _follow(self, event: DapMessage) -> None:
         body = event.get("body") or {}
         if event.get("event") == "stopped":
             self._stopped[int(body["threadId"])] = event
@@ -317,7 +317,7 @@ class Guard:
             with contextlib.suppress(OSError):
                 debugpy.send({**request, "arguments": arguments})
 
-    def _heard(self, response: Message) -> None:
+    def _heard(self, response: DapMessage) -> None:
         """Of the guard's own requests: a stack says where the process stands."""
         frames = (response.get("body") or {}).get("stackFrames")
         if response.get("command") != "stackTrace" or not frames or not self._stopped:
@@ -372,7 +372,7 @@ def _same(given: str, secret: str) -> bool:
     return hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode())
 
 
-def _answer(request: Message, *, body: object = None, fault: str = "") -> Message:
+def _answer(request: DapMessage, *, body: object = None, fault: str = "") -> DapMessage:
     head = {"type": "response", "seq": 0, "request_seq": request.get("seq", 0)}
     head |= {"command": request.get("command", ""), "success": not fault}
     if fault:
