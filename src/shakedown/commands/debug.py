@@ -254,9 +254,8 @@ def _nsys(args: argparse.Namespace) -> int:
 
 def _profile(workers: str, steps: str, out: Path, command: Sequence[str]) -> int:
     from shakedown.profiling.capture import OPTIMIZER
-    from shakedown.profiling.launch import launch
+    from shakedown.profiling.launch import PATTERNS, STEPS, launch, order_of, requested
     from shakedown.profiling.profiles import lines, read_records
-    from shakedown.profiling.request import PATTERNS, STEPS, order_of, requested
 
     # What is started finds them in its environment: our own stages do, and NeMo RL.
     os.environ.update({PATTERNS: workers, STEPS: steps})

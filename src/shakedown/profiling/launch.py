@@ -19,6 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from pydantic import ValidationError
+
+from shakedown.config import ProfileConfig
 from shakedown.core import python_startup
 from shakedown.core.errors import LaunchError, ShakedownError, UsageError
 from shakedown.core.private import close_to_others
@@ -31,7 +34,7 @@ from shakedown.profiling.capture import (
     read_order,
     tell,
 )
-from shakedown.profiling.profiles import SCRATCH, Record, bring, finish, write_record
+from shakedown.profiling.profiles import SCRATCH, ProfileRecord, bring, finish, write_record
 from shakedown.slurm.hostlist import node_name
 
 EXTRA_OPTIONS = "NRL_NSYS_EXTRA_OPTIONS"
@@ -75,7 +78,7 @@ def launch(order: Order, command: Sequence[str], *, forward: bool = False) -> in
         tell(f"{names[-1]} is not profiled, no temporary folder can be made: {error}")
         _become(command)
     order = replace(order, scratch=scratch, nsys=nsys is not None)
-    record = Record(
+    record = ProfileRecord(
         worker=order.worker,
         component=names[-1],
         host=node_name(),
@@ -99,7 +102,7 @@ def launch(order: Order, command: Sequence[str], *, forward: bool = False) -> in
     return _run(command, order, record, forward=forward)
 
 
-def _under_nsys(nsys: str, order: Order, record: Record) -> list[str]:
+def _under_nsys(nsys: str, order: Order, record: ProfileRecord) -> list[str]:
     extra = nsys_options(os.environ)
     for name in {"o", "output"} & set(extra):
         record.say(f"{EXTRA_OPTIONS} has its report written to {extra[name]}: it stays there")
@@ -146,7 +149,7 @@ def nsys_command(nsys: str, order: Order, extra: Mapping[str, str]) -> list[str]
     return command
 
 
-def _run(command: Sequence[str], order: Order, record: Record, *, forward: bool) -> int:
+def _run(command: Sequence[str], order: Order, record: ProfileRecord, *, forward: bool) -> int:
     child: subprocess.Popen[bytes] | None = None
 
     def note(number: int, _frame: FrameType | None) -> None:
@@ -204,3 +207,51 @@ def _end_as(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+
+
+PATTERNS, STEPS = "NRL_NSYS_WORKER_PATTERNS", "NRL_NSYS_PROFILE_STEP_RANGE"
+
+
+def requested(
+    environ: Mapping[str, str], config: ProfileConfig | None = None
+) -> ProfileConfig | None:
+    """What the two variables ask for, else what the config does; None: nothing.
+
+    Raises:
+        UsageError: one of the variables is set without the other, or means nothing.
+    """
+    workers, steps = environ.get(PATTERNS, ""), environ.get(STEPS, "")
+    if not workers and not steps:
+        return config
+    if not workers or not steps:
+        alone, other = (PATTERNS, STEPS) if workers else (STEPS, PATTERNS)
+        example = "3:5" if workers else "'*policy*,*vllm*'"
+        raise UsageError(
+            f"{alone} is set and {other} is not: a profile needs both",
+            hint=f"export {other}={example}, or: unset {alone}",
+        )
+    nsys_options(environ)  # refused here, before a process is started
+    try:
+        return ProfileConfig(workers=workers, steps=steps)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        of_steps = fault["loc"] == ("steps",)
+        name = f"{STEPS} (--steps)" if of_steps else f"{PATTERNS} (--workers)"
+        raise UsageError(f"{name}: {fault['msg'].removeprefix('Value error, ')}") from None
+
+
+def order_of(
+    profile: ProfileConfig, *, worker: str, component: str, target: Path, steps_by: str = ""
+) -> Order:
+    """What a worker is told. `worker` and `component` are the names that patterns match."""
+    start, stop = profile.bounds
+    return Order(
+        worker=worker,
+        component=component,
+        patterns=profile.patterns,
+        start=start,
+        stop=stop,
+        label=profile.steps,
+        target=str(target.absolute()),
+        steps_by=steps_by,
+    )

@@ -32,7 +32,7 @@ class ProfileFile:
 
 
 @dataclass
-class Record:
+class ProfileRecord:
     """What became of one worker's profile: `<host>/<component>-<pid>.profile.json`.
 
     `tool` is `nsys` or `torch`, `steps` the range that was asked for, `pid` that of the launcher.
@@ -61,7 +61,7 @@ class Record:
             tell(f"profile of {self.component}: {what}")
 
 
-def write_record(record: Record, target: Path) -> None:
+def write_record(record: ProfileRecord, target: Path) -> None:
     """Write it beside its files; where that cannot be, it is printed: a run goes on without it."""
     try:
         write_json(record.path(target), asdict(record))
@@ -69,19 +69,19 @@ def write_record(record: Record, target: Path) -> None:
         tell(f"profile of {record.component}: {error}; its files: {record.scratch}")
 
 
-def read_records(target: Path) -> tuple[list[Record], list[str]]:
+def read_records(target: Path) -> tuple[list[ProfileRecord], list[str]]:
     """The records of an attempt, and what is wrong with those that cannot be read."""
-    found: list[Record] = []
+    found: list[ProfileRecord] = []
     faults: list[str] = []
     for path in sorted(target.glob(f"*/*.{_RECORD}")):
         try:
-            found.append(read_json_as(Record, path, "profile record"))
+            found.append(read_json_as(ProfileRecord, path, "profile record"))
         except ShakedownError as error:
             faults.append(str(error))
     return found, faults
 
 
-def bring(record: Record, target: Path, suffixes: tuple[str, ...] = (TRACE, REPORT)) -> None:
+def bring(record: ProfileRecord, target: Path, suffixes: tuple[str, ...] = (TRACE, REPORT)) -> None:
     """Move the finished files of the record's scratch folder to the run's, whole or not at all.
 
     What cannot be brought is said in the record and stays where it is.
@@ -111,7 +111,7 @@ def bring(record: Record, target: Path, suffixes: tuple[str, ...] = (TRACE, REPO
         path.unlink(missing_ok=True)
 
 
-def finish(record: Record, target: Path) -> None:
+def finish(record: ProfileRecord, target: Path) -> None:
     """Bring what is left once the worker has ended; an empty scratch folder is removed."""
     scratch = Path(record.scratch)
     bring(record, target)
@@ -123,7 +123,7 @@ def finish(record: Record, target: Path) -> None:
     write_record(record, target)
 
 
-def finish_here(target: Path) -> list[Record]:
+def finish_here(target: Path) -> list[ProfileRecord]:
     """Do the same for launchers of this machine that were killed; returns all records.
 
     Call it once no process of the attempt lives.
@@ -135,7 +135,7 @@ def finish_here(target: Path) -> list[Record]:
     return records
 
 
-def lines(record: Record, target: Path) -> Iterator[str]:
+def lines(record: ProfileRecord, target: Path) -> Iterator[str]:
     """The record as lines of a list: its files with their steps, and what was said."""
     who = f"{record.component} ({record.worker}) on {record.host}"
     for each in record.files:
@@ -193,7 +193,7 @@ def _read_steps(path: Path) -> tuple[int | None, int | None, str]:
     return first if is_count(first) else None, last if is_count(last) else None, said
 
 
-def _why_none(record: Record, scratch: Path) -> str:
+def _why_none(record: ProfileRecord, scratch: Path) -> str:
     """Why a worker left no file, as far as it told."""
     told = [_read_steps(path) for path in sorted(_finished(scratch, (STEPS,)))]
     for first, last, said in told:

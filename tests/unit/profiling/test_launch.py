@@ -18,16 +18,16 @@ from shakedown.config import ProfileConfig
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.profiling import profiles
 from shakedown.profiling.capture import OPTIMIZER, VARIABLE, Capture, Order
+from shakedown.profiling.launch import order_of
 from shakedown.profiling.profiles import (
     SCRATCH,
-    Record,
+    ProfileRecord,
     bring,
     finish,
     finish_here,
     lines,
     read_records,
 )
-from shakedown.profiling.request import order_of
 from tests.command import shakedown
 from tests.no_room import no_room
 from tests.unit.profiling import fake_nsys
@@ -90,7 +90,7 @@ def _launched(order: Order, *command: object, rank: int = 1) -> "subprocess.Pope
     )
 
 
-def _record(target: Path) -> Record:
+def _record(target: Path) -> ProfileRecord:
     (record,), faults = read_records(target)
     assert not faults
     return record
@@ -305,17 +305,17 @@ def test_what_a_killed_launcher_left_on_this_machine_is_brought_afterwards(
 
 
 @pytest.fixture
-def left(target: Path, tmp_path: Path) -> Iterator[Record]:
+def left(target: Path, tmp_path: Path) -> Iterator[ProfileRecord]:
     """A worker that has ended, and its report still on the node."""
     scratch = tmp_path / "shakedown-profile-1"
     scratch.mkdir()
     (scratch / "w_3:5_1.nsys-rep").write_text("x" * 5000, encoding="utf-8")
     target.mkdir()
-    yield Record("w", "trainer-rank0", "node1", 7, "nsys", "3:5", str(scratch))
+    yield ProfileRecord("w", "trainer-rank0", "node1", 7, "nsys", "3:5", str(scratch))
     assert (scratch / "w_3:5_1.nsys-rep").stat().st_size == 5000
 
 
-def _said(record: Record, target: Path) -> str:
+def _said(record: ProfileRecord, target: Path) -> str:
     assert not list(target.rglob("*.nsys-rep"))
     assert not list(target.rglob(".*"))
     (said,) = record.said
@@ -324,7 +324,7 @@ def _said(record: Record, target: Path) -> str:
 
 
 def test_a_report_that_is_too_large_stays_on_the_node_and_that_is_said(
-    left: Record, target: Path, monkeypatch: pytest.MonkeyPatch
+    left: ProfileRecord, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiles, "LARGEST", 4999)
 
@@ -335,7 +335,7 @@ def test_a_report_that_is_too_large_stays_on_the_node_and_that_is_said(
 
 
 def test_a_report_that_would_fill_the_file_system_stays_on_the_node(
-    left: Record, target: Path, monkeypatch: pytest.MonkeyPatch
+    left: ProfileRecord, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiles, "_SPARE", 1 << 60)
 
@@ -345,7 +345,7 @@ def test_a_report_that_would_fill_the_file_system_stays_on_the_node(
 
 
 def test_a_disk_that_fills_while_a_report_is_copied_leaves_nothing_half_written(
-    left: Record, target: Path
+    left: ProfileRecord, target: Path
 ) -> None:
     with no_room():
         bring(left, target)

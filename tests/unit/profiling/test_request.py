@@ -9,8 +9,15 @@ import pytest
 from shakedown.config import Config, ProfileConfig, load_config
 from shakedown.core.errors import ConfigError, UsageError
 from shakedown.profiling.capture import Order, matching
-from shakedown.profiling.launch import EXTRA_OPTIONS, nsys_command, nsys_options
-from shakedown.profiling.request import PATTERNS, STEPS, order_of, requested
+from shakedown.profiling.launch import (
+    EXTRA_OPTIONS,
+    PATTERNS,
+    STEPS,
+    nsys_command,
+    nsys_options,
+    order_of,
+    requested,
+)
 
 SHIPPED = Path(__file__).parents[3] / "config" / "config.yaml"
 

@@ -13,7 +13,7 @@ from shakedown.core.paths import RunPaths, StagePaths
 from shakedown.core.private import own_tree
 from shakedown.debug import debug_settings
 from shakedown.inference.folder import read_endpoint
-from shakedown.profiling.request import requested
+from shakedown.profiling.launch import requested
 from shakedown.training.assets import Assets, read_assets
 from shakedown.training.drift import drift_limits
 from shakedown.training.forecast.stage import with_micro_batches

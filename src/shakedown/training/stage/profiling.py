@@ -7,8 +7,8 @@ from shakedown.cluster.allocation import parse_allocation
 from shakedown.config import ProfileConfig
 from shakedown.core.paths import AttemptPaths
 from shakedown.profiling.capture import VARIABLE, Order, matching
+from shakedown.profiling.launch import order_of
 from shakedown.profiling.profiles import finish_here, lines
-from shakedown.profiling.request import order_of
 from shakedown.training.stage.job import StageJob
 
 # Workers have NeMo RL's names, so that its patterns mean the same here: `megatron_policy_worker`,
