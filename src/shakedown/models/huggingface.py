@@ -5,7 +5,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,29 @@ from shakedown.core.files import write_text
 from shakedown.core.folders import storage_errors
 from shakedown.core.model_folder import check_sizes, check_tokenizer
 from shakedown.core.private import make_folders
-from shakedown.models.load_progress import loaded
+
+
+def _nobody_watches() -> None:
+    """Outside of `beating`."""
+
+
+_beat: ContextVar[Callable[[], None]] = ContextVar("beat", default=_nobody_watches)
+
+
+@contextlib.contextmanager
+def beating(beat: Callable[[], None]) -> Iterator[None]:
+    """Call `beat` for every tensor that this thread loads meanwhile."""
+    token = _beat.set(beat)
+    try:
+        yield
+    finally:
+        _beat.reset(token)
+
+
+def loaded() -> None:
+    """One more tensor is in memory."""
+    _beat.get()()
+
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.index.json")
 _GENERATION = "generation_config.json"

@@ -9,7 +9,7 @@ import torch
 from shakedown.config import OptimizerConfig
 from shakedown.core.errors import StorageError
 from shakedown.models import huggingface
-from shakedown.models.load_progress import beating, loaded
+from shakedown.models.huggingface import beating, loaded
 from shakedown.training.coordination import PeerFailedError, Ranks
 from shakedown.training.demo import write_model
 from shakedown.training.engines import sharded_load

@@ -8,7 +8,7 @@ import torch
 
 from shakedown.config import GrpoConfig
 from shakedown.core.errors import CannotJudgeError, ConfigError
-from shakedown.models.load_progress import beating
+from shakedown.models.huggingface import beating
 from shakedown.rollout.batch import RolloutBatch
 from shakedown.rollout.heldout import due
 from shakedown.rollout.queue import keep_queue

@@ -29,7 +29,7 @@ from shakedown.core.files import read_json_as, write_json, write_text
 from shakedown.core.folders import publish_folder, storage_errors
 from shakedown.core.integrity import FileSum, damage, wrong_size
 from shakedown.core.private import new_folder
-from shakedown.models.load_progress import beating
+from shakedown.models.huggingface import beating
 from shakedown.rollout.store import Count
 from shakedown.training.checkpoint.fingerprint import differences
 from shakedown.training.checkpoint.random_state import load_random, random_name

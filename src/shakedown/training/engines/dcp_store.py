@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem
 
 from shakedown.core.errors import StorageError, storage_hint
 from shakedown.core.folders import storage_errors, sync_file
-from shakedown.models.load_progress import loaded
+from shakedown.models.huggingface import loaded
 from shakedown.training.engines.base import UNREADABLE_HINT
 from shakedown.training.engines.dcp_pickle import read_records
 

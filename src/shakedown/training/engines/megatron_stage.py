@@ -15,7 +15,7 @@ from shakedown.core.errors import StorageError, UsageError
 from shakedown.core.files import read_object, write_json
 from shakedown.core.folders import storage_errors, sync_file
 from shakedown.models import huggingface
-from shakedown.models.load_progress import loaded
+from shakedown.models.huggingface import loaded
 from shakedown.training.conversion import ModelShape, Rule, ShardSlice, stage_rules, to_megatron
 from shakedown.training.conversion.rules import with_tied
 from shakedown.training.engines.base import UNREADABLE_HINT

@@ -23,7 +23,7 @@ from shakedown.cluster.gpus import device_number
 from shakedown.cluster.store import open_store
 from shakedown.core.errors import INTERRUPTED, ConfigError, ExitCode, ShakedownError, UsageError
 from shakedown.debug import debug_settings
-from shakedown.models.load_progress import beating
+from shakedown.models.huggingface import beating
 from shakedown.monitor.heartbeat import Heartbeat
 from shakedown.monitor.hook import install, leave_dump
 from shakedown.profiling.capture import Capture
