@@ -6,8 +6,8 @@ data set become `messages` and `answer`; without one they are taken as they stan
 """
 
 from shakedown.data_sources.conversations import (
+    AnsweredRow,
     Conversation,
-    Row,
     conversation_of,
     iter_conversations,
     iter_rows,
@@ -15,18 +15,18 @@ from shakedown.data_sources.conversations import (
     row_of,
 )
 from shakedown.data_sources.formats import FORMATS, RowFormat
-from shakedown.data_sources.read import Body, Lines, placed_rows, plain_lines, read_rows
+from shakedown.data_sources.read import Lines, RowBody, placed_rows, plain_lines, read_rows
 from shakedown.data_sources.source import HUB_PREFIX, DataSource, is_hub, parse_source
 from shakedown.data_sources.stream import RowStream, epoch_order, step_indices
 
 __all__ = [
     "FORMATS",
     "HUB_PREFIX",
-    "Body",
+    "RowBody",
     "Conversation",
     "DataSource",
     "Lines",
-    "Row",
+    "AnsweredRow",
     "RowFormat",
     "RowStream",
     "conversation_of",

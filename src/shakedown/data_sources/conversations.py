@@ -39,13 +39,13 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Row(Conversation):
+class AnsweredRow(Conversation):
     """A conversation up to the question, and its answer."""
 
     answer: str
 
 
-def load_rows(source: str, *, limit: int | None = None) -> list[Row]:
+def load_rows(source: str, *, limit: int | None = None) -> list[AnsweredRow]:
     """Read a data set.
 
     Args:
@@ -60,7 +60,7 @@ def load_rows(source: str, *, limit: int | None = None) -> list[Row]:
     return list(iter_rows(source, limit=limit))
 
 
-def iter_rows(source: str, *, limit: int | None = None) -> Iterator[Row]:
+def iter_rows(source: str, *, limit: int | None = None) -> Iterator[AnsweredRow]:
     """The rows of `load_rows`, one at a time as they are read."""
     for place, body in placed_rows(source, limit=limit, lines=_dataset_lines):
         yield row_of(body, place)
@@ -95,14 +95,14 @@ def _dataset_lines(path: Path) -> Iterator[str]:
         yield row["text"]
 
 
-def row_of(body: Mapping[str, Any], place: str) -> Row:
+def row_of(body: Mapping[str, Any], place: str) -> AnsweredRow:
     """The row that an object of `placed_rows` is.
 
     Raises:
         UsageError: it lacks `messages` or `answer`, or they are of another form; names the place.
     """
     row = conversation_of(body, place)
-    if not isinstance(row, Row):
+    if not isinstance(row, AnsweredRow):
         raise UsageError(
             f"{place}: no `answer`; keys: {', '.join(body)}",
             hint=f"expected {_FORM}; without `answer` SFT alone can use a row",
@@ -123,7 +123,7 @@ def conversation_of(body: Mapping[str, Any], place: str) -> Conversation:
     answer = body.get("answer")
     if answer is None:
         return Conversation(messages, columns=body, place=place)
-    return Row(messages, answer, columns=body, place=place)
+    return AnsweredRow(messages, answer, columns=body, place=place)
 
 
 def _message(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO
 
 from shakedown.core.errors import UsageError
-from shakedown.data_sources.read import Body, parsed_line, placed_rows, unreadable
+from shakedown.data_sources.read import RowBody, parsed_line, placed_rows, unreadable
 from shakedown.data_sources.source import parse_source
 
 _MARK = b"\xef\xbb\xbf"  # of byte order, which some editors write
@@ -41,7 +41,7 @@ class IndexedRows:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, number: int) -> tuple[str, Body]:
+    def __getitem__(self, number: int) -> tuple[str, RowBody]:
         """A row and its place, as of `placed_rows`."""
         self._file.seek(self._starts[number])
         line = self._file.readline()

@@ -9,7 +9,7 @@ from typing import Any
 from shakedown.core.errors import CannotJudgeError, UsageError, did_you_mean
 from shakedown.data_sources.source import DEFAULT_SPLIT, HUB_PREFIX, DataSource, parse_source
 
-Body = dict[str, Any]
+RowBody = dict[str, Any]
 # How a file's lines are read; a reader raises OSError or UnicodeDecodeError.
 Lines = Callable[[Path], Iterable[str]]
 
@@ -20,7 +20,7 @@ def plain_lines(path: Path) -> Iterator[str]:
         yield from stream
 
 
-def read_rows(source: str, *, limit: int | None = None, images: bool = False) -> list[Body]:
+def read_rows(source: str, *, limit: int | None = None, images: bool = False) -> list[RowBody]:
     """The first `limit` rows, or all; of a known data set also its images, where asked for.
 
     Raises:
@@ -35,7 +35,7 @@ def placed_rows(
     limit: int | None = None,
     lines: Lines = plain_lines,
     images: bool = False,
-) -> Iterator[tuple[str, Body]]:
+) -> Iterator[tuple[str, RowBody]]:
     """Rows with the places where they stand: `FILE, line N` or `hub:NAME, row N`.
 
     Rows of a known data set come as `messages` and `answer`; see `shakedown.data_sources`.
@@ -59,7 +59,7 @@ def placed_rows(
         raise UsageError(f"data set {source} holds no rows", hint="write one JSON object a line")
 
 
-def _file_rows(path: Path, lines: Lines) -> Iterator[tuple[str, Body]]:
+def _file_rows(path: Path, lines: Lines) -> Iterator[tuple[str, RowBody]]:
     try:
         for number, line in enumerate(lines(path), start=1):
             if line.strip():
@@ -69,7 +69,7 @@ def _file_rows(path: Path, lines: Lines) -> Iterator[tuple[str, Body]]:
         raise unreadable(path, error) from error
 
 
-def parsed_line(line: str, place: str) -> Body:
+def parsed_line(line: str, place: str) -> RowBody:
     """The object of a line.
 
     Raises:
@@ -101,7 +101,7 @@ def unreadable(path: Path, error: OSError | UnicodeDecodeError) -> UsageError:
     )
 
 
-def _hub_rows(source: DataSource, images: bool) -> Iterator[tuple[str, Body]]:
+def _hub_rows(source: DataSource, images: bool) -> Iterator[tuple[str, RowBody]]:
     """Streamed, so that nothing is copied into a cache folder that ranks would race for."""
     name, _, split = source.place.removeprefix(HUB_PREFIX).partition(":")
     config = source.format.hub_config if source.format else ""
@@ -118,7 +118,7 @@ def _hub_rows(source: DataSource, images: bool) -> Iterator[tuple[str, Body]]:
         ) from error
 
 
-def _parquet_rows(source: DataSource, images: bool) -> Iterator[tuple[str, Body]]:
+def _parquet_rows(source: DataSource, images: bool) -> Iterator[tuple[str, RowBody]]:
     path = Path(source.place)
     try:
         path.open("rb").close()  # the plain words of the system for a file that cannot be read
@@ -138,7 +138,7 @@ def _parquet_rows(source: DataSource, images: bool) -> Iterator[tuple[str, Body]
         ) from error
 
 
-def _table_rows(table: Any, source: DataSource, images: bool) -> Iterator[tuple[str, Body]]:
+def _table_rows(table: Any, source: DataSource, images: bool) -> Iterator[tuple[str, RowBody]]:
     """Columns that the format does not read are dropped before anything decodes their images."""
     if source.format and table.column_names:
         kept = (*source.format.columns, *(("images",) if images else ()))

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from shakedown.core.errors import UsageError
-from shakedown.data_sources.conversations import REFERENCES, Conversation, Row
+from shakedown.data_sources.conversations import REFERENCES, AnsweredRow, Conversation
 
 Messages = Sequence[Mapping[str, Any]]
 # What a chat template is given beside the messages, such as `enable_thinking`.
@@ -89,7 +89,7 @@ def encode_row(
     ends = {*stops, tokenizer.eos_token_id}
     with _placed(row):
         require_written(tokenizer, row, kwargs)
-        if isinstance(row, Row):
+        if isinstance(row, AnsweredRow):
             return _answered(tokenizer, row, ends, kwargs)
         if _marks_itself(tokenizer):
             return _marked(tokenizer, row.messages, kwargs)
@@ -139,7 +139,7 @@ def _marked(tokenizer: Any, messages: Messages, kwargs: TemplateKwargs) -> Train
 
 
 def _answered(
-    tokenizer: Any, row: Row, stops: Collection[int], kwargs: TemplateKwargs
+    tokenizer: Any, row: AnsweredRow, stops: Collection[int], kwargs: TemplateKwargs
 ) -> TrainedRow:
     """The last turn of the conversation that a row and its answer are, up to its end."""
     messages = [*row.messages, {"role": "assistant", "content": row.answer}]

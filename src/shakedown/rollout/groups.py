@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from shakedown.data_sources import Row, epoch_order
+from shakedown.data_sources import AnsweredRow, epoch_order
 from shakedown.inference.engines import Completion
 from shakedown.models.chat import NO_KWARGS, TemplateKwargs, encode_question
 from shakedown.rollout.batch import RolloutBatch, finite
@@ -102,7 +102,7 @@ def overlong_penalty(tokens: int, *, longest: int, cache: int) -> float:
 
 
 def encode_prompts(
-    rows: Sequence[Row], tokenizer: Any, template_kwargs: TemplateKwargs = NO_KWARGS
+    rows: Sequence[AnsweredRow], tokenizer: Any, template_kwargs: TemplateKwargs = NO_KWARGS
 ) -> list[Prompt]:
     """Prompts by the tokenizer's chat template, the same as for training and evaluation."""
     return [

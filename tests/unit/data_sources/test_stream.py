@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from shakedown.core.errors import UsageError
 from shakedown.data_sources import (
+    AnsweredRow,
     Conversation,
-    Row,
     RowStream,
     epoch_order,
     iter_conversations,
@@ -73,7 +73,7 @@ def test_sft_reads_conversations_without_an_answer_beside_rows_with_one(tmp_path
     chat, row = iter_conversations(source)
 
     assert chat == Conversation(tuple(turns))
-    assert isinstance(row, Row)
+    assert isinstance(row, AnsweredRow)
     with pytest.raises(UsageError, match="line 1: no `answer`; keys: messages, answer"):
         load_rows(source)
 
@@ -285,7 +285,7 @@ def _stream(source: str, *, kept: int, seed: int = 0) -> RowStream[int]:
     """Answers as numbers; multiples of 7 are left out."""
 
     def prepare(row: Conversation) -> int | None:
-        assert isinstance(row, Row)
+        assert isinstance(row, AnsweredRow)
         return int(row.answer) if int(row.answer) % 7 else None
 
     return RowStream(source, prepare, seed=seed, kept=kept)

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 
 from shakedown.core.errors import UsageError
-from shakedown.data_sources import Conversation, Row, conversation_of
+from shakedown.data_sources import AnsweredRow, Conversation, conversation_of
 from shakedown.models.chat import TrainedRow, encode_prompt, encode_question, encode_row
 from shakedown.models.huggingface import read_tokenizer
 from shakedown.training.demo import write_model
@@ -187,14 +187,14 @@ def test_an_answer_is_trained_alone_and_as_the_same_conversation_would_be(
 ) -> None:
     made, asked = tokenizer(template), TALK.messages[:2]
 
-    row = encode_row(made, Row(asked, "4"), stops=_stop(made))
+    row = encode_row(made, AnsweredRow(asked, "4"), stops=_stop(made))
 
     talk = encode_row(made, Conversation((*asked, _says("4"))), stops=_stop(made))
     assert row.spans == talk.spans
     assert row.tokens == talk.tokens[: row.spans[-1][1]]
-    assert _trained(made, encode_row(made, Row(TALK.messages[:4], "5"), stops=_stop(made))) == [
-        _trained(made, row)[0].replace("4", "5")
-    ]
+    assert _trained(
+        made, encode_row(made, AnsweredRow(TALK.messages[:4], "5"), stops=_stop(made))
+    ) == [_trained(made, row)[0].replace("4", "5")]
 
 
 def test_an_answer_of_which_the_template_takes_a_thought_away_is_trained_whole(
@@ -202,7 +202,7 @@ def test_an_answer_of_which_the_template_takes_a_thought_away_is_trained_whole(
 ) -> None:
     made = tokenizer(OPENED)
 
-    row = encode_row(made, Row(TALK.messages[:2], "easy</think>4"), stops=_stop(made))
+    row = encode_row(made, AnsweredRow(TALK.messages[:2], "easy</think>4"), stops=_stop(made))
 
     assert _trained(made, row) == ["easy</think>4" + END]
 
@@ -223,7 +223,7 @@ def test_tools_calls_and_thoughts_are_trained_as_the_template_writes_them(
         'Let me look.CALL weather({"city": "Rome"})' + END,
         "<t>it is sunny there</t>sunny" + END,
     ]
-    question = Row(_tool_row().messages[:3], "sunny", columns={"tools": [WEATHER]})
+    question = AnsweredRow(_tool_row().messages[:3], "sunny", columns={"tools": [WEATHER]})
     assert made.decode(encode_question(made, question)).startswith("TOOLS [")
 
 

@@ -22,7 +22,7 @@ from transformers import (
 
 from shakedown.config import OptimizerConfig, StageConfig
 from shakedown.core.errors import ConfigError, StorageError, UsageError
-from shakedown.data_sources import Row
+from shakedown.data_sources import AnsweredRow
 from shakedown.models import huggingface
 from shakedown.models.chat import encode_answer, encode_prompt, encode_row
 from shakedown.rollout.groups import encode_prompts
@@ -461,7 +461,7 @@ def test_the_options_of_a_stage_reach_its_engine(
 
 
 def test_rows_longer_than_the_model_are_not_encoded(engine: FsdpEngine) -> None:
-    rows = [Row(({"role": "user", "content": "1" * n},), "2") for n in (3, 50)]
+    rows = [AnsweredRow(({"role": "user", "content": "1" * n},), "2") for n in (3, 50)]
 
     short, long = (encode_row(engine.tokenizer, row).fit(20, truncate=False) for row in rows)
 
@@ -488,8 +488,8 @@ def test_greedy_accuracy_counts_what_the_model_says_for_prompts_of_any_length(
         ids = torch.tensor([tokenizer(prompt).input_ids])
         out = model.generate(ids, max_new_tokens=4, do_sample=False)
         text = tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        rows.append(Row(({"role": "user", "content": prompt},), text))
-    rows[-1] = Row(rows[-1].messages, "never this")
+        rows.append(AnsweredRow(({"role": "user", "content": prompt},), text))
+    rows[-1] = AnsweredRow(rows[-1].messages, "never this")
     longest = max(len(encode_answer(tokenizer, row.answer)) for row in rows)
     evaluator = Evaluator(
         HeldOut(encode_prompts(rows, tokenizer), longest), engine, reward=f"{own}:begins"
@@ -519,7 +519,7 @@ def test_answers_end_at_every_stop_token_of_the_generation_config(
     said = model.generate(ids, max_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
     settings = {"eos_token_id": [tokenizer.eos_token_id, said[2]], "repetition_penalty": 9.0}
     (chat / "generation_config.json").write_text(json.dumps(settings), encoding="utf-8")
-    row = Row(({"role": "user", "content": prompt},), "x")
+    row = AnsweredRow(({"role": "user", "content": prompt},), "x")
     held_out = HeldOut(encode_prompts([row], tokenizer), 8)
     engine = FsdpEngine.build(chat, optimizer=OPTIMIZER, dtype="float32", device=CPU)
 

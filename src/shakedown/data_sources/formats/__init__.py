@@ -3,7 +3,7 @@
 from shakedown.data_sources.formats.clevr_count import CLEVR_COUNT
 from shakedown.data_sources.formats.geometry3k import GEOMETRY3K
 from shakedown.data_sources.formats.gsm8k import GSM8K
-from shakedown.data_sources.formats.kind import RowFormat
+from shakedown.data_sources.formats.row_format import RowFormat
 
 __all__ = ["FORMATS", "RowFormat"]
 

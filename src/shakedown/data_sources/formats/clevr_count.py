@@ -7,7 +7,7 @@ As AReaL does, a system message asks for the number in `[ ]` (the words are our 
 from collections.abc import Mapping
 from typing import Any
 
-from shakedown.data_sources.formats.kind import RowFormat
+from shakedown.data_sources.formats.row_format import RowFormat
 
 _ASK = (
     "Count the items in the image. Give the final answer in [ ], "

@@ -7,7 +7,7 @@ reward looks for; the words are our own. The figure is left out of the text.
 from collections.abc import Mapping
 from typing import Any
 
-from shakedown.data_sources.formats.kind import RowFormat
+from shakedown.data_sources.formats.row_format import RowFormat
 
 _ASK = (
     "\nFirst think, inside <think> </think>; then put the final answer, and it alone, "

@@ -6,7 +6,7 @@ The prompt asks for `\boxed{}` in AReaL's words; SFT trains on the steps as they
 from collections.abc import Mapping
 from typing import Any
 
-from shakedown.data_sources.formats.kind import RowFormat
+from shakedown.data_sources.formats.row_format import RowFormat
 
 _ASK = "\nPlease put your final answer within \\boxed{}."
 

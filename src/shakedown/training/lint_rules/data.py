@@ -5,7 +5,7 @@ from pathlib import Path
 
 from shakedown.agents.rewards import REWARDS
 from shakedown.core.verdict import Finding
-from shakedown.data_sources import FORMATS, DataSource, Row, parse_source
+from shakedown.data_sources import FORMATS, AnsweredRow, DataSource, parse_source
 from shakedown.training.assets import DEMO
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
 
@@ -66,7 +66,7 @@ def _prompt(messages: object) -> str:
 def reward_can_be_earned(inputs: Inputs) -> Iterator[Finding]:
     """A known reward is above 0 for some answer to the first rows, written in any usual form."""
     reward = REWARDS.get(inputs.config.data.reward)
-    answers = [row.answer for row in inputs.train.first[:_FEW] if isinstance(row, Row)]
+    answers = [row.answer for row in inputs.train.first[:_FEW] if isinstance(row, AnsweredRow)]
     if reward is None or not answers or not uses_reward(inputs):
         return
     if not any(reward(form.format(answer), answer) > 0 for answer in answers for form in FORMS):
@@ -100,7 +100,9 @@ def roles_are_known(inputs: Inputs) -> Iterator[Finding]:
             remedy = "the chat template may refuse such a row"
             yield advice("data", key, measured, f"roles {expected}", remedy)
         elif any(
-            row.messages[-1]["role"] == "assistant" for row in rows.first if isinstance(row, Row)
+            row.messages[-1]["role"] == "assistant"
+            for row in rows.first
+            if isinstance(row, AnsweredRow)
         ):
             expected = "messages up to the question, with the answer in `answer`"
             yield advice("data", key, "a last message of the assistant", expected)

@@ -17,7 +17,7 @@ from shakedown.agents.reward_pool import RewardFailure, RewardLimits, RewardPool
 from shakedown.agents.rewards import is_own
 from shakedown.core.errors import ShakedownError
 from shakedown.core.verdict import Finding
-from shakedown.data_sources import Row
+from shakedown.data_sources import AnsweredRow
 from shakedown.training.lint_rules.data import FORMS, uses_reward
 from shakedown.training.lint_rules.inputs import Inputs, advice, fault
 
@@ -113,7 +113,7 @@ async def _reward(inputs: Inputs) -> list[Finding]:
     if not is_own(data.reward) or not uses_reward(inputs):
         return []
     limits = RewardLimits(min(data.reward_timeout, _CALL_SECONDS), data.reward_memory_gb)
-    rows = [row for row in inputs.train.first[:_ROWS] if isinstance(row, Row)]
+    rows = [row for row in inputs.train.first[:_ROWS] if isinstance(row, AnsweredRow)]
     results: list[float | RewardFailure] = []
     expected = "a function (completion, answer) or (completion, answer, row) -> float"
     try:
