@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shakedown.cluster.folder_lease import hold
 from shakedown.commands.arguments import (
-    Actions,
+    ActionParsers,
     above_zero,
     add_config,
     add_debug,
@@ -52,7 +52,7 @@ run = run_action
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `run` and `checks`."""
-    actions = Actions(parser)
+    actions = ActionParsers(parser)
     run_parser = actions.add(
         "run",
         _run,
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _checks_arguments(actions)
 
 
-def _checks_arguments(actions: Actions) -> None:
+def _checks_arguments(actions: ActionParsers) -> None:
     checks = actions.add(
         "checks",
         _checks,

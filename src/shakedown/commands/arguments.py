@@ -98,7 +98,7 @@ def _json_or_text(text: str) -> Any:
         return text
 
 
-class Actions:
+class ActionParsers:
     """The actions of a command, such as `start` and `stop` of `serve`."""
 
     def __init__(self, parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shakedown.commands.arguments import Actions, above_zero, run_action, whole
+from shakedown.commands.arguments import ActionParsers, above_zero, run_action, whole
 from shakedown.core.errors import CannotJudgeError, ExitCode, LaunchError, UsageError
 from shakedown.core.paths import RunPaths
 
@@ -29,7 +29,7 @@ run = run_action
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sub-commands; only the chosen one's modules are imported."""
-    actions = Actions(parser)
+    actions = ActionParsers(parser)
     _attach_arguments(
         actions.add(
             "attach",

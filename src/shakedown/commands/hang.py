@@ -15,7 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from shakedown.commands.arguments import Actions, place, run_action, whole
+from shakedown.commands.arguments import ActionParsers, place, run_action, whole
 from shakedown.core.errors import ExitCode, UsageError
 from shakedown.core.paths import AttemptPaths
 from shakedown.core.visible import unguarded
@@ -36,7 +36,7 @@ run = run_action
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Sub-commands; only the chosen one's modules are imported."""
-    actions = Actions(parser)
+    actions = ActionParsers(parser)
     _analyze_arguments(
         actions.add(
             "analyze",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from shakedown.cluster.nodes import read_bad_nodes
 from shakedown.commands.arguments import (
-    Actions,
+    ActionParsers,
     above_zero,
     add_config,
     add_strict,
@@ -36,7 +36,7 @@ run = run_action
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions: a server's life, and what is done with a running one."""
-    actions = Actions(parser)
+    actions = ActionParsers(parser)
     start = actions.add(
         "start",
         _start,
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _running_arguments(actions)
 
 
-def _running_arguments(actions: Actions) -> None:
+def _running_arguments(actions: ActionParsers) -> None:
     """What is done with a server that runs."""
     update = actions.add(
         "update-weights",
