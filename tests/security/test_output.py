@@ -26,7 +26,7 @@ from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.core.visible import masked
 from shakedown.inference.folder import State
-from shakedown.report.environment import page_environment
+from shakedown.report.text import page_environment
 from shakedown.slurm.hostlist import node_name
 from shakedown.training.metrics.record import MetricsLog
 from shakedown.training.stage.results import damage_findings, stage_metrics

@@ -9,7 +9,7 @@ from shakedown.report.series import Point, Series
 
 
 @dataclass(frozen=True)
-class Plot:
+class PlotArea:
     """The drawing's size and the field of the curves in it.
 
     One unit is about one CSS pixel: a card of the page is 340 to 380 pixels wide.
@@ -23,7 +23,7 @@ class Plot:
     bottom: float = 146
 
 
-PLOT = Plot()
+PLOT = PlotArea()
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from shakedown.core.rows import by_step
 from shakedown.core.verdict import Verdict
 from shakedown.progress.patience import FACTOR, Patience
 from shakedown.report.reader import (
-    Reader,
+    RunReader,
     finite,
     longest_step,
     mapping_of,
@@ -42,7 +42,7 @@ def collect(root: Path) -> RunView:
             f"{root} {what}: expected a run's results, such as {_example(root)}",
             hint="give results/<run>, the folder that holds config.resolved.yaml",
         )
-    reader = Reader(root)
+    reader = RunReader(root)
     text, config = reader.config(paths.config)
     return RunView(
         root=root,
@@ -78,11 +78,11 @@ def _example(root: Path) -> str:
         return "results/demo"
 
 
-def _servers(reader: Reader, paths: RunPaths) -> list[ServerView]:
+def _servers(reader: RunReader, paths: RunPaths) -> list[ServerView]:
     return [_server(reader, paths.server(f.name)) for f in reader.folders(paths.servers)]
 
 
-def _server(reader: Reader, paths: ServerPaths) -> ServerView:
+def _server(reader: RunReader, paths: ServerPaths) -> ServerView:
     state = reader.mapping(paths.state) or {}
     return ServerView(
         name=paths.root.name,
@@ -95,7 +95,7 @@ def _server(reader: Reader, paths: ServerPaths) -> ServerView:
     )
 
 
-def _stages(reader: Reader, paths: RunPaths, config: Mapping[str, Any]) -> list[StageView]:
+def _stages(reader: RunReader, paths: RunPaths, config: Mapping[str, Any]) -> list[StageView]:
     """Stages of the config in its order, then those that only the disk knows."""
     planned = {
         str(name): plan
@@ -108,7 +108,7 @@ def _stages(reader: Reader, paths: RunPaths, config: Mapping[str, Any]) -> list[
     return [_stage(reader, paths.stage(name), planned.get(name)) for name in names]
 
 
-def _stage(reader: Reader, paths: StagePaths, plan: object) -> StageView:
+def _stage(reader: RunReader, paths: StagePaths, plan: object) -> StageView:
     attempts = reader.attempts(paths)
     newest = attempts[-1] if attempts else None
     if plan is None and newest is not None:
@@ -137,7 +137,7 @@ def _cut_off_after(plan: object, rows: Table) -> float:
     return FACTOR * max(allowed, Patience.phase)
 
 
-def _current(reader: Reader, path: Path, newest: AttemptView | None) -> Verdict | None:
+def _current(reader: RunReader, path: Path, newest: AttemptView | None) -> Verdict | None:
     """The verdict on the newest attempt: of the stage, or archived with the attempt itself.
 
     A verdict that is older than the newest attempt speaks of the attempt before it.
@@ -153,7 +153,7 @@ def _current(reader: Reader, path: Path, newest: AttemptView | None) -> Verdict 
     return None if begun and judged and judged < begun else verdict
 
 
-def _evaluations(reader: Reader, attempts: Sequence[AttemptView]) -> list[Evaluation]:
+def _evaluations(reader: RunReader, attempts: Sequence[AttemptView]) -> list[Evaluation]:
     """Held-out accuracies by step; of a step that was measured again the newest attempt counts."""
     found: dict[int, Evaluation] = {}
     for attempt in attempts:

@@ -32,7 +32,7 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Plot:
+class Figure:
     """One figure: a title, dots or bars, and the labels of its axes."""
 
     title: str
@@ -44,12 +44,12 @@ class Plot:
     diagonal: bool = False
 
 
-def drawings(aligned: Aligned, *, seed: int = 0) -> list[Plot]:
+def drawings(aligned: Aligned, *, seed: int = 0) -> list[Figure]:
     """Scatter of probabilities, histogram of differences, mean difference by position."""
     return [_scatter(aligned, seed), _histogram(aligned), _positions(aligned)]
 
 
-def _scatter(aligned: Aligned, seed: int) -> Plot:
+def _scatter(aligned: Aligned, seed: int) -> Figure:
     index = np.arange(len(aligned.t))
     if len(index) > _POINTS:
         # The worst tokens are always drawn, the others by chance.
@@ -59,7 +59,7 @@ def _scatter(aligned: Aligned, seed: int) -> Plot:
     p, q = np.exp(aligned.t[index]), np.exp(aligned.g[index])
     dots = [(_x(float(a)), _y(float(b))) for a, b in zip(p, q, strict=True)]
     marks = [0.0, 0.5, 1.0]
-    return Plot(
+    return Figure(
         "Probability of each token: engine over reference",
         "reference",
         [Mark(_x(value), f"{value:g}") for value in marks],
@@ -70,7 +70,7 @@ def _scatter(aligned: Aligned, seed: int) -> Plot:
     )
 
 
-def _histogram(aligned: Aligned, bins: int = 31) -> Plot:  # odd: one bar stands over 0
+def _histogram(aligned: Aligned, bins: int = 31) -> Figure:  # odd: one bar stands over 0
     """Counts on a logarithmic scale: single tokens far out must be visible."""
     reach = max(float(np.abs(aligned.r).max()), 1e-9)
     counts, edges = np.histogram(aligned.r, bins=bins, range=(-reach, reach))
@@ -83,10 +83,10 @@ def _histogram(aligned: Aligned, bins: int = 31) -> Plot:  # odd: one bar stands
     marks = [Mark(_x(place), f"{(2 * place - 1) * reach:.2g}") for place in (0.0, 0.5, 1.0)]
     decades = [10**power for power in range(int(top) + 1)]
     labels = [Mark(_y(float(np.log10(count + 1) / top)), str(count)) for count in decades]
-    return Plot("Tokens by t - g (log scale)", "nats", marks, labels, [], bars)
+    return Figure("Tokens by t - g (log scale)", "nats", marks, labels, [], bars)
 
 
-def _positions(aligned: Aligned, bins: int = 32) -> Plot:
+def _positions(aligned: Aligned, bins: int = 32) -> Figure:
     """A mismatch that grows along the completion points at the decode path, not at the weights."""
     last = int(aligned.position.max())
     width = max(1, -(-(last + 1) // bins))  # rounded up: at most `bins` bars
@@ -102,7 +102,7 @@ def _positions(aligned: Aligned, bins: int = 32) -> Plot:
         )
         for number, mean in enumerate(means)
     ]
-    return Plot(
+    return Figure(
         "Mean |t - g| by position in the completion",
         "position",
         [Mark(_x(0.0), "0"), Mark(_x(1.0), str(last))],

@@ -16,7 +16,7 @@ from shakedown.core.verdict import Verdict
 from shakedown.core.visible import masked
 from shakedown.report import comparison_charts, text
 from shakedown.report.comparison_tables import sample_lines, token_lines
-from shakedown.report.environment import page_environment
+from shakedown.report.text import page_environment
 
 _WORST = 20  # tokens shown
 _CONTEXT = 12  # tokens before, and after half as many

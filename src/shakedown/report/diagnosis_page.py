@@ -13,8 +13,7 @@ from shakedown.core.ranges import ranges
 from shakedown.core.verdict import Verdict
 from shakedown.report import diagnosis_graph, diagnosis_grid
 from shakedown.report.diagnosis_view import View, has_frames
-from shakedown.report.environment import page_environment
-from shakedown.report.text import plural
+from shakedown.report.text import page_environment, plural
 
 _TEMPLATE = "diagnosis.html.j2"
 

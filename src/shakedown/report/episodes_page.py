@@ -18,9 +18,9 @@ from shakedown.core.folders import storage_errors
 from shakedown.core.paths import AgentsPaths, RunPaths
 from shakedown.core.verdict import Verdict
 from shakedown.report import text
-from shakedown.report.environment import page_environment
 from shakedown.report.episodes_view import EpisodeView, episode_view
 from shakedown.report.facts import check_table
+from shakedown.report.text import page_environment
 
 MOST_FAILED, MOST_OF_CAUSE, MOST_GOOD = 200, 50, 40  # conversations on the page
 _ROOM = 6_000_000  # characters of all conversations; a browser is slow with more
@@ -29,7 +29,7 @@ Line = Mapping[str, Any]
 
 
 @dataclass
-class Chosen:
+class ChosenEpisodes:
     """The episodes of a page, and how many there are of each cause (empty: good) in the file.
 
     `damage`: what to say of lines of the file that are no episodes.
@@ -59,14 +59,14 @@ def write_page(paths: AgentsPaths, verdict: Verdict) -> None:
     write_text(paths.page, html.encode("utf-8", "replace").decode("utf-8"))
 
 
-def choose(lines: Iterable[tuple[int, Line]]) -> Chosen:
+def choose(lines: Iterable[tuple[int, Line]]) -> ChosenEpisodes:
     """Of each cause the first ones, and of good episodes a sample that is the same each time.
 
     Args:
         lines: with their numbers. They are taken one by one: a file of any size needs the room of
             what is shown.
     """
-    found, draw = Chosen(), random.Random(0)
+    found, draw = ChosenEpisodes(), random.Random(0)
     good: list[EpisodeView] = []
     for number, line in lines:
         cause = text.shorten(line.get("cause"), 60)
@@ -86,7 +86,7 @@ def choose(lines: Iterable[tuple[int, Line]]) -> Chosen:
     return found
 
 
-def render(chosen: Chosen, verdict: Verdict, run_page: str = "") -> str:
+def render(chosen: ChosenEpisodes, verdict: Verdict, run_page: str = "") -> str:
     """The page as text.
 
     Args:

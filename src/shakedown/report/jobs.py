@@ -10,7 +10,7 @@ from shakedown.core.errors import ShakedownError
 from shakedown.core.paths import RunPaths, ServerPaths
 from shakedown.monitor.workflow import NotedJob, WorkflowRun, noted_jobs, read_workflow
 from shakedown.report import text
-from shakedown.report.view import JobView, RunView, State
+from shakedown.report.view import JobView, RunView, StageState
 from shakedown.slurm.client import GLANCE_SECONDS
 from shakedown.slurm.jobs import JOB_ID, Job, is_marked
 from shakedown.slurm.jobs import ask as squeue
@@ -135,7 +135,9 @@ def _listed(ids: Iterable[str]) -> str:
     return f"job{'s' if len(found) > 1 else ''} {', '.join(found[:6])}{more}"
 
 
-def with_job(state: State, sentence: str, job: JobView | None, now: float) -> tuple[State, str]:
+def with_job(
+    state: StageState, sentence: str, job: JobView | None, now: float
+) -> tuple[StageState, str]:
     """A step's state and sentence by its files, and what its Slurm job adds: pure.
 
     A job that waits or runs outranks the files, which may be of the job before it. One that has

@@ -26,10 +26,10 @@ from shakedown.core.paths import (
 )
 from shakedown.report import charts, facts, text
 from shakedown.report.charts import Chart
-from shakedown.report.environment import page_environment
 from shakedown.report.facts import DiagnosisFacts, Figure
 from shakedown.report.summary import WorkflowStep, headline, workflow_steps, worst
-from shakedown.report.view import AttemptView, RunView, ServerView, StageView, State
+from shakedown.report.text import page_environment
+from shakedown.report.view import AttemptView, RunView, ServerView, StageState, StageView
 
 Link = tuple[str, str]
 
@@ -46,7 +46,7 @@ class PageSection:
 
     name: str
     anchor: str
-    state: State
+    state: StageState
     steps: Sequence[WorkflowStep]
     links: Sequence[Link] = ()
     stage: StageView | None = None

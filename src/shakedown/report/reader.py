@@ -27,7 +27,7 @@ LONGEST = 1e9  # seconds of a step, or left: beyond is damage
 
 
 @dataclass
-class Reader:
+class RunReader:
     """Reads files below `root` and lists in `unreadable` those that are broken."""
 
     root: Path

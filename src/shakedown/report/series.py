@@ -18,7 +18,7 @@ POINTS = 240
 
 Point = tuple[int, float]
 # Rows by ascending step, each as it was read: any JSON may stand in a cell.
-Table = Mapping[int, Mapping[str, object]]
+StepRows = Mapping[int, Mapping[str, object]]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Series:
     first_broken: int | None = None
 
 
-def build(table: Table, *, limit: int = POINTS) -> dict[str, Series]:
+def build(table: StepRows, *, limit: int = POINTS) -> dict[str, Series]:
     """A `Series` for every column that holds a number, in order of first appearance.
 
     Args:

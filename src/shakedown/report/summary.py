@@ -8,9 +8,9 @@ from pathlib import Path
 from shakedown.core.paths import RunPaths
 from shakedown.core.verdict import Finding, Verdict
 from shakedown.report import jobs, text
-from shakedown.report.view import JobView, RunView, ServerView, StageView, State
+from shakedown.report.view import JobView, RunView, ServerView, StageState, StageView
 
-_OUTCOMES: Mapping[str, State] = {
+_OUTCOMES: Mapping[str, StageState] = {
     "completed": "PASS",
     "hung": "FAIL",
     "failed": "FAIL",
@@ -18,7 +18,7 @@ _OUTCOMES: Mapping[str, State] = {
 }
 _FILES = RunPaths(Path())  # relative to the run, as `RunView.unreadable` names them
 _WORST_FIRST = ("fail", "error", "warn", "skip", "pass")
-_STATES_WORST_FIRST: Sequence[State] = (
+_STATES_WORST_FIRST: Sequence[StageState] = (
     *("FAIL", "UNKNOWN", "RUNNING", "PENDING"),
     *("WARN", "NOT RUN", "PASS"),
 )
@@ -29,7 +29,7 @@ class WorkflowStep:
     """One step of the workflow; `stage` is the training stage it belongs to, if any."""
 
     name: str
-    state: State
+    state: StageState
     sentence: str
     anchor: str
     stage: StageView | None = None
@@ -44,7 +44,7 @@ class WorkflowStep:
 class Headline:
     """What to know first: the state, who is culprit, what helps, the next command."""
 
-    state: State
+    state: StageState
     title: str
     sentence: str
     culprit: str = ""
@@ -93,7 +93,7 @@ def headline(view: RunView, steps: Sequence[WorkflowStep]) -> Headline:
     return Headline("NOT RUN", title, sentence, next=view.further, anchor=ahead[0].anchor)
 
 
-def worst(states: Sequence[State]) -> State:
+def worst(states: Sequence[StageState]) -> StageState:
     """The state of a whole: the worst of its parts; not run only when no part has run."""
     if all(state == "NOT RUN" for state in states):
         return "NOT RUN"
@@ -128,7 +128,7 @@ def accuracy_change(stage: StageView) -> tuple[float, float] | None:
 
 
 def _judged(view: RunView, name: str, verdict: Verdict | None) -> WorkflowStep:
-    state: State
+    state: StageState
     file = f"{name}/{_FILES.preflight.verdict.name}"
     if verdict is not None:
         state, sentence = verdict.status, verdict.summary
@@ -159,11 +159,13 @@ def _server(view: RunView, server: ServerView) -> WorkflowStep:
     return WorkflowStep(name, state, sentence, f"serve-{server.name}")
 
 
-def _server_state(server: ServerView) -> tuple[State, str]:
+def _server_state(server: ServerView) -> tuple[StageState, str]:
     ended = f"; {server.reason}" if server.phase == "ended" and server.reason else ""
     gone = f"; {server.gone}: what needs it starts it again" if server.gone else ""
     if server.verdict is not None:
-        state: State = "WARN" if gone and server.verdict.status == "PASS" else server.verdict.status
+        state: StageState = (
+            "WARN" if gone and server.verdict.status == "PASS" else server.verdict.status
+        )
         return state, f"{server.verdict.summary}{gone}"
     if server.endpoint:
         url = text.shorten(server.endpoint.get("base_url"))
@@ -201,7 +203,7 @@ def _stage(view: RunView, stage: StageView) -> list[WorkflowStep]:
     return steps
 
 
-def _train(stage: StageView, job: JobView | None, now: float) -> tuple[State, str]:
+def _train(stage: StageView, job: JobView | None, now: float) -> tuple[StageState, str]:
     state, sentence = _by_files(stage, now)
     # Cut off by its files, though Slurm has not ended the job.
     if job and job.runs and stage.newest and stage.outcome is None and state == "UNKNOWN":
@@ -209,7 +211,7 @@ def _train(stage: StageView, job: JobView | None, now: float) -> tuple[State, st
     return jobs.with_job(state, sentence, job, now)
 
 
-def _by_files(stage: StageView, now: float) -> tuple[State, str]:
+def _by_files(stage: StageView, now: float) -> tuple[StageState, str]:
     attempt, outcome = stage.newest, stage.outcome
     if attempt is None:
         return "NOT RUN", ""
@@ -223,7 +225,7 @@ def _by_files(stage: StageView, now: float) -> tuple[State, str]:
     return state, f"attempt {attempt.number} {outcome.state}"
 
 
-def _without_outcome(stage: StageView, number: int, now: float) -> tuple[State, str]:
+def _without_outcome(stage: StageView, number: int, now: float) -> tuple[StageState, str]:
     if stage.gone:
         return "UNKNOWN", f"attempt {number} was cut off: {stage.gone}"
     if stage.last_sign is None:
@@ -343,7 +345,7 @@ def _watch(view: RunView) -> str:
 
 
 # Who has a word before the run's end, the first state first.
-_SPEAKERS: Mapping[State, Callable[[RunView, WorkflowStep], Headline]] = {
+_SPEAKERS: Mapping[StageState, Callable[[RunView, WorkflowStep], Headline]] = {
     "FAIL": _trouble,
     "UNKNOWN": _trouble,
     "RUNNING": _running,

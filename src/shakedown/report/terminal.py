@@ -9,9 +9,9 @@ from shakedown.progress.signs import Beat
 from shakedown.report import text
 from shakedown.report.series import as_number
 from shakedown.report.summary import Headline, WorkflowStep, headline, workflow_steps, worst
-from shakedown.report.view import RunView, StageView, State
+from shakedown.report.view import RunView, StageState, StageView
 
-_MARKS: Mapping[State, str] = {
+_MARKS: Mapping[StageState, str] = {
     "PASS": "ok",
     "RUNNING": "running",
     "PENDING": "pending",
@@ -102,7 +102,7 @@ def _details(stage: StageView, beats: Sequence[Beat], now: float) -> list[str]:
     return [f"          {line}" for line in lines]
 
 
-def _mark(state: State) -> str:
+def _mark(state: StageState) -> str:
     return _MARKS.get(state, state)
 
 

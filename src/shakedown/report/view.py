@@ -10,11 +10,11 @@ from shakedown.core.outcome import Outcome
 from shakedown.core.verdict import Verdict
 from shakedown.progress.patience import FACTOR, Patience
 from shakedown.report import series
-from shakedown.report.series import Series, Table
+from shakedown.report.series import Series, StepRows
 from shakedown.slurm.jobs import Job
 
 # A verdict's four, and what only a run that is not over can show.
-State = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "RUNNING", "PENDING", "NOT RUN"]
+StageState = Literal["PASS", "WARN", "FAIL", "UNKNOWN", "RUNNING", "PENDING", "NOT RUN"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class StageView:
     attempts: Sequence[AttemptView] = ()
     diagnosis: Verdict | None = None
     accepted: Verdict | None = None
-    rows: Table = field(default_factory=dict)
+    rows: StepRows = field(default_factory=dict)
     evaluations: Sequence[Evaluation] = ()
     last_sign: float | None = None
     cut_off_after: float = FACTOR * Patience.phase

@@ -13,7 +13,7 @@ from shakedown.core.verdict import Finding, Verdict
 from shakedown.diagnosis.diagnose import diagnose_paths
 from shakedown.report.diagnosis_page import Origin, render
 from shakedown.report.diagnosis_view import View
-from shakedown.report.environment import breakable
+from shakedown.report.text import breakable
 from tests.hang_verdicts import large
 
 DATA = Path(__file__).parents[2] / "data"

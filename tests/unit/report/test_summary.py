@@ -23,8 +23,8 @@ from shakedown.report.view import (
     Evaluation,
     RunView,
     ServerView,
+    StageState,
     StageView,
-    State,
     Unreadable,
 )
 
@@ -174,7 +174,9 @@ def test_an_interrupted_stage_goes_on_with_the_same_command() -> None:
 @pytest.mark.parametrize(
     ("silence", "state"), [(0.0, "RUNNING"), (901.0, "UNKNOWN"), (-60.0, "RUNNING")]
 )
-def test_an_attempt_without_outcome_runs_until_it_is_silent(silence: float, state: State) -> None:
+def test_an_attempt_without_outcome_runs_until_it_is_silent(
+    silence: float, state: StageState
+) -> None:
     rows = {57: {"loss": 1.0}}
     found = top(run([stage("grpo", None, rows=rows, last_sign=NOW - silence)]))
     assert found.state == state
@@ -235,7 +237,7 @@ def test_a_warning_does_not_hide_that_the_run_passed() -> None:
     ],
 )
 def test_a_server_stands_as_its_files_say(
-    server: dict[str, Any], state: State, sentence: str
+    server: dict[str, Any], state: StageState, sentence: str
 ) -> None:
     step = workflow_steps(run(servers=[ServerView("policy", Path("serve/policy"), **server)]))[1]
     assert (step.name, step.state, step.sentence) == ("serve", state, sentence)
@@ -260,7 +262,7 @@ def test_the_accuracy_that_the_outcome_tells_counts_before_single_measurements()
         (["RUNNING", "NOT RUN"], "RUNNING"),
     ],
 )
-def test_the_worst_part_names_the_whole(states: list[State], expected: State) -> None:
+def test_the_worst_part_names_the_whole(states: list[StageState], expected: StageState) -> None:
     assert worst(states) == expected
 
 
