@@ -25,8 +25,8 @@ from statistics import fmean, median
 from training.curves import picture
 
 from shakedown.core.files import write_text
+from shakedown.preflight.datatypes import Expectations
 from shakedown.preflight.judge_network import network_findings, pairs_to_repeat
-from shakedown.preflight.model import Expectations
 from shakedown.preflight.network_run import next_wave
 from shakedown.preflight.observed import (
     Member,

@@ -353,7 +353,7 @@ def _remember_nodes(verdict: "Verdict", stage: "StagePaths", outcome: "Outcome |
     """A node that a stage failed by is kept off the next try, as one that preflight refused."""
     from shakedown.commands.arguments import run_config
     from shakedown.core.paths import RunPaths
-    from shakedown.preflight.history import Look, exclude_known, remember
+    from shakedown.preflight.history import NodeLook, exclude_known, remember
     from shakedown.slurm.hostlist import is_node_name
 
     found = verdict.extra["diagnosis"]
@@ -369,7 +369,7 @@ def _remember_nodes(verdict: "Verdict", stage: "StagePaths", outcome: "Outcome |
         return
     now = time.time()
     reason = f"{found['cause']} in stage {stage.root.name}"
-    looks = [Look(now, run.root.name, node, ok=False, reason=reason) for node in nodes]
+    looks = [NodeLook(now, run.root.name, node, ok=False, reason=reason) for node in nodes]
     remember(run.node_history, looks)
     exclude_known(
         run.node_history, run_config([run.config]).preflight.exclude_hours, run.excluded_nodes

@@ -21,14 +21,14 @@ from shakedown.core.paths import PreflightPaths
 from shakedown.core.verdict import finish, render_text
 from shakedown.data_sources.source import HUB_PREFIX, parse_source
 from shakedown.preflight.checks.baseline import read_baseline, record_baseline
+from shakedown.preflight.datatypes import Expectations, Tier
 from shakedown.preflight.faults import FAULTS, parse_fault
-from shakedown.preflight.model import Expectations, Tier
-from shakedown.preflight.once import MODES, check_this_node
+from shakedown.preflight.node_check import MODES, check_this_node
 from shakedown.slurm.hostlist import allocation_nodes, expand_nodelist, node_name
 
 if TYPE_CHECKING:
+    from shakedown.preflight.datatypes import PreflightSettings
     from shakedown.preflight.run import Checked
-    from shakedown.preflight.settings import Settings
 
 _ONCE_SECONDS = 10.0  # Slurm ends a HealthCheckProgram after 60 s, and a job waits for its Prolog
 EXAMPLES = (
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         CannotJudgeError: the job of `--job` does not run.
         StorageError: the results folder cannot be written.
     """
-    from shakedown.preflight.settings import Settings
+    from shakedown.preflight.datatypes import PreflightSettings
 
     config = run_config([args.config]) if args.config else None
     if args.action == "history":
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
     spares = args.spare_nodes if args.spare_nodes is not None else spares
     spares = 0 if isinstance(args.nodes, Sequence) else spares  # these nodes and no others
     nodes = _chosen(args.nodes, want.nodes + spares)
-    settings = Settings(
+    settings = PreflightSettings(
         nodes=nodes,
         out=out,
         want=want,
@@ -170,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
         return _check(settings, args, config)
 
 
-def _check(settings: "Settings", args: argparse.Namespace, config: Config | None) -> int:
+def _check(settings: "PreflightSettings", args: argparse.Namespace, config: Config | None) -> int:
     from shakedown.preflight.run import run_preflight
 
     checked = run_preflight(settings)

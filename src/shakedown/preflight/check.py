@@ -7,11 +7,11 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from shakedown.core.verdict import Blame, FindingStatus
-from shakedown.preflight.model import Expectations, Facts, NodeReport, ProbeRequest, Tier
+from shakedown.preflight.datatypes import Expectations, NodeFacts, NodeReport, ProbeRequest, Tier
 
 
 @dataclass(frozen=True)
-class Judgement:
+class CheckJudgement:
     """A judge's answer, which judge.py turns into a Finding."""
 
     status: FindingStatus
@@ -34,11 +34,11 @@ class Fleet:
 
     reports: Mapping[str, NodeReport]
     want: Expectations
-    command: Facts | None = None
-    sees: Facts | None = None
+    command: NodeFacts | None = None
+    sees: NodeFacts | None = None
     ahead: Mapping[str, float] = field(default_factory=dict)
 
-    def facts(self, check: str) -> dict[str, Facts]:
+    def facts(self, check: str) -> dict[str, NodeFacts]:
         """Node -> facts of one check, where it ran."""
         rows = {node: report.checks.get(check) for node, report in self.reports.items()}
         return {node: row.facts for node, row in rows.items() if row and not row.error}
@@ -49,9 +49,9 @@ class Fleet:
         return len({facts["boot_id"] for facts in self.facts("machine").values()})
 
 
-Measure = Callable[[ProbeRequest, str], Facts]
-NodeJudge = Callable[[Facts, Expectations], Judgement]
-Compare = Callable[[Fleet], Mapping[str, Judgement]]
+Measure = Callable[[ProbeRequest, str], NodeFacts]
+NodeJudge = Callable[[NodeFacts, Expectations], CheckJudgement]
+Compare = Callable[[Fleet], Mapping[str, CheckJudgement]]
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 from shakedown.core.errors import UsageError, did_you_mean
 from shakedown.preflight.check import Measure
-from shakedown.preflight.model import Facts, InjectedFault, ProbeRequest
+from shakedown.preflight.datatypes import InjectedFault, NodeFacts, ProbeRequest
 
-Change = Callable[[Facts, Collection[str]], Mapping[str, Any]]
+Change = Callable[[NodeFacts, Collection[str]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Fault:
+class FaultKind:
     """What goes wrong.
 
     Attributes:
@@ -32,7 +32,7 @@ class Fault:
 def with_faults(check: str, measure: Measure) -> Measure:
     """`measure`, with the faults that the request injects."""
 
-    def measured(request: ProbeRequest, node: str) -> Facts:
+    def measured(request: ProbeRequest, node: str) -> NodeFacts:
         facts = measure(request, node)
         for injected in request.faults:
             fault = FAULTS[injected.kind]
@@ -64,60 +64,60 @@ def parse_fault(text: str, nodes: Sequence[str]) -> InjectedFault:
     return InjectedFault(kind, node)
 
 
-def _hang(_facts: Facts, _nodes: Collection[str]) -> Facts:
+def _hang(_facts: NodeFacts, _nodes: Collection[str]) -> NodeFacts:
     while True:
         time.sleep(3600)
 
 
-def _unseen(facts: Facts, nodes: Collection[str]) -> Facts:
+def _unseen(facts: NodeFacts, nodes: Collection[str]) -> NodeFacts:
     return {"missing": sorted({*facts["missing"], *nodes})}
 
 
-def _lost_gpu(facts: Facts, _nodes: Collection[str]) -> Facts:
+def _lost_gpu(facts: NodeFacts, _nodes: Collection[str]) -> NodeFacts:
     return {"lost": [*facts["lost"], "GPU 0 (injected)"], "count": max(0, facts["count"] - 1)}
 
 
 _NO_SPACE = {"step": "write", "errno": "ENOSPC", "message": "No space left on device"}
 
-FAULTS: dict[str, Fault] = {
-    "no_disk": Fault(
+FAULTS: dict[str, FaultKind] = {
+    "no_disk": FaultKind(
         "writing to the results folder fails: no space left on device",
         "files",
         lambda _facts, _nodes: {"failed": _NO_SPACE},
     ),
-    "slow_disk": Fault(
+    "slow_disk": FaultKind(
         "a rename in the results folder takes ten seconds",
         "files",
         lambda facts, _nodes: {"steps": {**facts["steps"], "rename": 10.0}},
     ),
-    "no_locks": Fault(
+    "no_locks": FaultKind(
         "a node gets a lock that another one holds",
         "locks",
         lambda _facts, _nodes: {"failed": "", "taken": True},
     ),
-    "stale_model": Fault(
+    "stale_model": FaultKind(
         "the given paths hold other bytes than on the other nodes",
         "paths",
         lambda facts, _nodes: {
             "paths": {path: {**row, "digest": "stale"} for path, row in facts["paths"].items()}
         },
     ),
-    "server_unreachable": Fault(
+    "server_unreachable": FaultKind(
         "the inference server's port is not reached",
         "components",
         lambda _facts, _nodes: {"failed": "server", "why": "timed out"},
     ),
-    "low_shm": Fault(
+    "low_shm": FaultKind(
         "there is 1 MB of shared memory", "shm", lambda _facts, _nodes: {"free_mb": 1.0}
     ),
-    "low_limits": Fault("256 open files", "limits", lambda _facts, _nodes: {"nofile": 256}),
-    "gpu_missing": Fault("the driver lists a GPU that does not answer", "gpus", _lost_gpu),
-    "cpu_torch": Fault(
+    "low_limits": FaultKind("256 open files", "limits", lambda _facts, _nodes: {"nofile": 256}),
+    "gpu_missing": FaultKind("the driver lists a GPU that does not answer", "gpus", _lost_gpu),
+    "cpu_torch": FaultKind(
         "torch is a build for CPUs",
         "torch_gpus",
         lambda _facts, _nodes: {"version": "2.0+cpu", "cuda": None, "count": 0},
     ),
-    "xid": Fault(
+    "xid": FaultKind(
         "the driver wrote that a GPU has fallen off the bus",
         "xid",
         lambda _facts, _nodes: {
@@ -125,41 +125,41 @@ FAULTS: dict[str, Fault] = {
             "unreadable": "",
         },
     ),
-    "gloo_dead": Fault("the network worker ends without joining"),
-    "version_skew": Fault(
+    "gloo_dead": FaultKind("the network worker ends without joining"),
+    "version_skew": FaultKind(
         "another torch version is installed",
         "environment",
         lambda facts, _nodes: {"packages": {**facts["packages"], "torch": "0.0.0+fault"}},
     ),
-    "clock_skew": Fault(
+    "clock_skew": FaultKind(
         "the clock is two minutes ahead",
         "clock",
         lambda facts, _nodes: {"now": facts["now"] + 120},
     ),
-    "name_resolution": Fault(
+    "name_resolution": FaultKind(
         "the host's name resolves to 169.254.13.37",
         "names",
         lambda _facts, _nodes: {"addresses": ["169.254.13.37"]},
     ),
-    "port_busy": Fault(
+    "port_busy": FaultKind(
         "a requested port is taken",
         "ports",
         lambda facts, _nodes: {
             "taken": dict.fromkeys(map(str, facts["asked"]), "Address already in use")
         },
     ),
-    "invisible_file": Fault(
+    "invisible_file": FaultKind(
         "the node's file is not seen by the others", "visibility", _unseen, seen_by_all=True
     ),
-    "model_unreadable": Fault(
+    "model_unreadable": FaultKind(
         "the given paths cannot be read",
         "paths",
         lambda facts, _nodes: {
             "paths": {p: {"error": "Input/output error"} for p in facts["paths"]}
         },
     ),
-    "slow_node": Fault("matrix products and transfers at half speed"),
-    "wrong_math": Fault("a matrix product gives another result the second time"),
-    "probe_hang": Fault("one check never returns", "memory", _hang),
-    "probe_dead": Fault("the probe ends without a result"),
+    "slow_node": FaultKind("matrix products and transfers at half speed"),
+    "wrong_math": FaultKind("a matrix product gives another result the second time"),
+    "probe_hang": FaultKind("one check never returns", "memory", _hang),
+    "probe_dead": FaultKind("the probe ends without a result"),
 }

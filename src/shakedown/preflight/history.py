@@ -25,7 +25,7 @@ REPEATED = 2  # failures that make an offender a repeated one
 
 
 @dataclass(frozen=True)
-class Look:
+class NodeLook:
     """One judgement of a node. `time`: seconds since the epoch; `reason`: what failed."""
 
     time: float
@@ -36,13 +36,13 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Record:
+class NodeHistory:
     """A node over all runs. `last` is its newest look, `reasons` what failed, newest first."""
 
     node: str
     looks: int
     failures: int
-    last: Look
+    last: NodeLook
     reasons: Sequence[str]
 
 
@@ -60,7 +60,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
         ) from error
 
 
-def remember(path: Path, looks: Iterable[Look]) -> None:
+def remember(path: Path, looks: Iterable[NodeLook]) -> None:
     """Add judgements.
 
     Raises:
@@ -72,7 +72,7 @@ def remember(path: Path, looks: Iterable[Look]) -> None:
             base.executemany("INSERT INTO looks VALUES (?, ?, ?, ?, ?)", rows)
 
 
-def records(path: Path) -> list[Record]:
+def records(path: Path) -> list[NodeHistory]:
     """Every node's record, most failures first; empty without a file.
 
     Raises:
@@ -82,11 +82,11 @@ def records(path: Path) -> list[Record]:
         return []
     with _opened(path) as base:
         rows = base.execute("SELECT time, run, node, ok, reason FROM looks ORDER BY time DESC")
-        by_node: dict[str, list[Look]] = {}
+        by_node: dict[str, list[NodeLook]] = {}
         for when, run, node, ok, reason in rows:
-            by_node.setdefault(node, []).append(Look(when, run, node, bool(ok), reason))
+            by_node.setdefault(node, []).append(NodeLook(when, run, node, bool(ok), reason))
     found = [
-        Record(
+        NodeHistory(
             node,
             len(looks),
             sum(not look.ok for look in looks),
@@ -98,7 +98,7 @@ def records(path: Path) -> list[Record]:
     return sorted(found, key=lambda record: (-record.failures, record.node))
 
 
-def excluded(path: Path, hours: float, now: float | None = None) -> dict[str, Look]:
+def excluded(path: Path, hours: float, now: float | None = None) -> dict[str, NodeLook]:
     """Node -> its last failure, of those that have not passed since and failed in these hours.
 
     Raises:

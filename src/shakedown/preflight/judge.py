@@ -4,10 +4,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from shakedown.core.verdict import Finding, FindingStatus, Scope
-from shakedown.preflight.check import Fleet, Judgement, NodeJudge
+from shakedown.preflight.check import CheckJudgement, Fleet, NodeJudge
 from shakedown.preflight.checks import CHECKS
+from shakedown.preflight.datatypes import CheckReport, Expectations, NodeFacts, NodeReport
 from shakedown.preflight.judge_network import network_findings
-from shakedown.preflight.model import CheckReport, Expectations, Facts, NodeReport
 from shakedown.preflight.observed import (
     NetworkReport,
     clocks,
@@ -28,8 +28,8 @@ def judge(
     network: NetworkReport | None,
     want: Expectations,
     *,
-    command: Facts | None = None,
-    sees: Facts | None = None,
+    command: NodeFacts | None = None,
+    sees: NodeFacts | None = None,
     silent: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """All findings.
@@ -156,7 +156,7 @@ def _comparisons(fleet: Fleet) -> list[Finding]:
     return findings
 
 
-def _finding(check: str, node: str, result: Judgement, seconds: float = 0.0) -> Finding:
+def _finding(check: str, node: str, result: CheckJudgement, seconds: float = 0.0) -> Finding:
     return Finding(
         check,
         result.status,

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 
 from shakedown.core.verdict import Finding, FindingStatus
-from shakedown.preflight.model import Expectations, Facts
+from shakedown.preflight.datatypes import Expectations, NodeFacts
 from shakedown.preflight.observed import (
-    Explained,
+    ExplainedFailures,
     NetworkReport,
     Observation,
     PairResult,
@@ -67,7 +67,7 @@ def _absent(network: NetworkReport) -> list[Finding]:
     ]
 
 
-def _exchanges(check: str, found: Explained, seconds: Sequence[float]) -> list[Finding]:
+def _exchanges(check: str, found: ExplainedFailures, seconds: Sequence[float]) -> list[Finding]:
     """One finding a bad member, a link and an undecided failure; one for all that worked."""
     findings = []
     members: dict[str, list[str]] = {}
@@ -165,7 +165,7 @@ def _all_reduce(network: NetworkReport) -> list[Finding]:
     ]
 
 
-def _processors(work: Mapping[str, Facts], want: Expectations) -> list[Finding]:
+def _processors(work: Mapping[str, NodeFacts], want: Expectations) -> list[Finding]:
     """Equal bits every time, GPUs where GPUs are expected, and none slower than its peers."""
     slow = _slow_devices(work)
     findings = []
@@ -202,7 +202,7 @@ def _processors(work: Mapping[str, Facts], want: Expectations) -> list[Finding]:
     return findings
 
 
-def _slow_devices(work: Mapping[str, Facts]) -> dict[tuple[str, str], float]:
+def _slow_devices(work: Mapping[str, NodeFacts]) -> dict[tuple[str, str], float]:
     """(member, device) -> share of its peers: all devices of one kind."""
     peers: dict[str, dict[str, Sequence[float]]] = {}
     for member, found in work.items():

@@ -16,10 +16,10 @@ from typing import Any, Self
 from shakedown.cluster.ranks import rank_components
 from shakedown.cluster.supervise import Component, Supervisor, describe_exit
 from shakedown.core.leftovers import temporary_prefix
-from shakedown.preflight import wire
+from shakedown.preflight import wire_format
 from shakedown.slurm.client import srun_argv
 
-Message = dict[str, Any]
+ProgramMessage = dict[str, Any]
 _POLL_SECONDS = 0.05
 _TELL_SECONDS = 20.0
 # `--cpu-bind=none` of our own srun line is answered so where Slurm binds no tasks (task/none).
@@ -28,7 +28,7 @@ _HALF = 2
 _PATIENCE = 4.0
 
 
-class Step:
+class NodeProgram:
     """Programs that run on nodes: what they have said, and a way to tell all of them something."""
 
     def __init__(
@@ -38,7 +38,7 @@ class Step:
         self._supervisor = supervisor
         self._components = components
         self._ears = list(ears)
-        self._messages: list[Message] = []
+        self._messages: list[ProgramMessage] = []
         self._readers = [_Log(component.log) for component in components]
         self.started = time.time()
 
@@ -47,7 +47,7 @@ class Step:
         """Whether all programs have ended."""
         return not self._supervisor.running()
 
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[ProgramMessage]:
         """All that the programs have reported so far."""
         for reader in self._readers:
             self._messages += reader.new_messages()
@@ -63,7 +63,7 @@ class Step:
 
     def wait(
         self,
-        who: Callable[[Sequence[Message]], set[str]],
+        who: Callable[[Sequence[ProgramMessage]], set[str]],
         wanted: set[str],
         *,
         least: float,
@@ -91,7 +91,9 @@ class Step:
 
     def words(self) -> str:
         """What was printed beside the messages: srun's own words, warnings, tracebacks."""
-        return "\n".join(line for c in self._components for line in wire.plain_lines(_text(c.log)))
+        return "\n".join(
+            line for c in self._components for line in wire_format.plain_lines(_text(c.log))
+        )
 
     def tails(self) -> dict[str, str]:
         """Component -> the last lines that are no messages, and how it ended if it has."""
@@ -135,7 +137,7 @@ class Launcher:
         *,
         tasks: int = 1,
         env: Mapping[str, str] = MappingProxyType({}),
-    ) -> Iterator[Step]:
+    ) -> Iterator[NodeProgram]:
         """Run the module on every group of nodes (one srun a group), `tasks` processes a node.
 
         All programs are ended when the block is left.
@@ -155,7 +157,7 @@ class Launcher:
                         supervisor.start(replace(part, stdin=heard))
                     finally:
                         os.close(heard)
-                step = Step(supervisor, parts, ears)
+                step = NodeProgram(supervisor, parts, ears)
                 yield step
                 step.hush()
             finally:
@@ -199,9 +201,9 @@ class _Log:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read = 0
-        self._decoder = wire.Decoder()
+        self._decoder = wire_format.WireDecoder()
 
-    def new_messages(self) -> list[Message]:
+    def new_messages(self) -> list[ProgramMessage]:
         if self._path.stat().st_size == self._read:
             return []
         with self._path.open("rb") as stream:
@@ -225,6 +227,6 @@ def _text(path: Path) -> str:
 
 def _tail(log: Path, ending: str) -> str:
     """The last three lines that are no messages, and how the process ended."""
-    told = [line for line in wire.plain_lines(_text(log)) if not line.startswith(_NOISE)]
+    told = [line for line in wire_format.plain_lines(_text(log)) if not line.startswith(_NOISE)]
     lines = [line.strip()[:200] for line in told[-3:]]
     return " | ".join([*lines, ending] if ending else lines)

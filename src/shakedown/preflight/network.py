@@ -28,27 +28,27 @@ import torch.distributed as dist
 
 from shakedown.cluster.store import open_store
 from shakedown.core.errors import LaunchError
-from shakedown.preflight import wire
-from shakedown.preflight.model import WorkerRequest, has_fault
+from shakedown.preflight import wire_format
+from shakedown.preflight.datatypes import WorkerRequest, has_fault
 from shakedown.preflight.observed import gpu_of, node_of
 from shakedown.preflight.processors import devices, measure_device
 from shakedown.preflight.rounds import reach_targets
 from shakedown.slurm.hostlist import node_name
 
-Result = TypeVar("Result")
+Returned = TypeVar("Returned")
 
 _SAMPLE = 64 * 1024  # bytes each way; more than any packet, so that a wrong MTU shows
 _TRANSFER_SECONDS = 2.0
 _AT_ONCE = 32  # connections of one member
 
 
-def within(seconds: float, function: Callable[[], Result]) -> Result:
+def within(seconds: float, function: Callable[[], Returned]) -> Returned:
     """What `function` returns, or raises.
 
     Raises:
         TimeoutError: it took longer; it is left behind in its thread.
     """
-    ended: list[Callable[[], Result]] = []
+    ended: list[Callable[[], Returned]] = []
 
     def run() -> None:
         try:
@@ -131,7 +131,7 @@ def reach(address: str, port: int, token: str, seconds: float) -> dict[str, Any]
     return facts
 
 
-class Worker:
+class NetworkWorker:
     """One member: its listeners, and what it does when a round is released."""
 
     def __init__(self, request: WorkerRequest, name: str) -> None:
@@ -164,7 +164,7 @@ class Worker:
         return has_fault(self._request.faults, fault, self._node)
 
     def _emit(self, kind: str, **facts: Any) -> None:
-        wire.emit({"kind": kind, "member": self._name, **facts})
+        wire_format.emit({"kind": kind, "member": self._name, **facts})
 
     def obey(self, order: Mapping[str, Any]) -> None:
         """Take part in what one line of the launcher asks."""
@@ -324,9 +324,9 @@ def main() -> None:
     orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
     threading.Thread(target=read_orders, args=(orders,), daemon=True).start()
     try:
-        worker = Worker(request, name)
+        worker = NetworkWorker(request, name)
     except (LaunchError, OSError, RuntimeError) as error:
-        wire.emit({"kind": "failed", "member": name, "error": _short(error)})
+        wire_format.emit({"kind": "failed", "member": name, "error": _short(error)})
         sys.exit(1)
     while (order := orders.get()) is not None:
         # A worker that was stopped for a while finds several: the launcher has gone on, and only

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from typing import Any
 
 from shakedown.cluster.ranks import loopback_of
+from shakedown.preflight.datatypes import NodeFacts, PreflightSettings, Tier, WorkerRequest
 from shakedown.preflight.judge_network import pairs_to_repeat
-from shakedown.preflight.launch import Launcher, Message, Step
-from shakedown.preflight.model import Facts, Tier, WorkerRequest
+from shakedown.preflight.launch import Launcher, NodeProgram, ProgramMessage
 from shakedown.preflight.observed import (
     Member,
     NetworkReport,
@@ -22,8 +22,7 @@ from shakedown.preflight.observed import (
     without_failures,
 )
 from shakedown.preflight.rounds import ALL_PAIRS, leaf_of, pair_rounds, repair_pairs
-from shakedown.preflight.settings import Settings
-from shakedown.preflight.slurm_says import blamed_by_srun, tasks_that_ended, was_aborted
+from shakedown.preflight.slurm_messages import blamed_by_srun, tasks_that_ended, was_aborted
 from shakedown.slurm.nodes import slurm_leaves, slurm_nodes
 
 _IMPORT_SECONDS = 120.0  # torch from a cold shared file system
@@ -65,7 +64,7 @@ def _load(tier: Tier, burn: float) -> _Load:
 
 
 def check_network(
-    launcher: Launcher, settings: Settings, addresses: Mapping[str, str], token: str
+    launcher: Launcher, settings: PreflightSettings, addresses: Mapping[str, str], token: str
 ) -> NetworkReport:
     """Connections, pair rounds and an all-reduce over the nodes of `addresses`.
 
@@ -94,7 +93,7 @@ def check_network(
 def _lost_since(launcher: Launcher, nodes: Sequence[str]) -> dict[str, str]:
     """Nodes on which Slurm starts no program any more, by its own words."""
 
-    def there(messages: Sequence[Message]) -> set[str]:
+    def there(messages: Sequence[ProgramMessage]) -> set[str]:
         return {str(message.get("node")) for message in messages}
 
     if not nodes:
@@ -108,7 +107,7 @@ def _lost_since(launcher: Launcher, nodes: Sequence[str]) -> dict[str, str]:
 
 
 def _attempt(
-    launcher: Launcher, settings: Settings, addresses: Mapping[str, str], token: str
+    launcher: Launcher, settings: PreflightSettings, addresses: Mapping[str, str], token: str
 ) -> tuple[NetworkReport, dict[str, str]]:
     """(what was found, node -> why Slurm lost it; then all has to be done again)."""
     nodes = list(addresses)
@@ -137,7 +136,7 @@ def _attempt(
 class _Rounds:
     """One step's rounds. `silent`: members that gave no result, with the reason."""
 
-    step: Step
+    step: NodeProgram
     names: Sequence[str]
     limit: float
     load: _Load
@@ -147,10 +146,10 @@ class _Rounds:
     pairs: list[PairResult] = field(default_factory=list)
     all_reduce: dict[str, str] = field(default_factory=dict)
     all_reduce_seconds: float = 0.0
-    work: dict[str, Facts] = field(default_factory=dict)
+    work: dict[str, NodeFacts] = field(default_factory=dict)
     number: int = 0
 
-    def run(self, settings: Settings) -> None:
+    def run(self, settings: PreflightSettings) -> None:
         """Everything in order: connections, pairs, re-pairings, all-reduce, processors."""
         self._gather()
         if len(self.members) > 1:
@@ -183,7 +182,7 @@ class _Rounds:
     def _gather(self) -> None:
         """Wait until the workers listen, and tell all of them where."""
 
-        def known(messages: Sequence[Message]) -> set[str]:
+        def known(messages: Sequence[ProgramMessage]) -> set[str]:
             return {m["member"] for m in messages if m["kind"] in ("listening", "failed")}
 
         self.step.wait(known, set(self.names), least=_LAGGARD_SECONDS, most=_IMPORT_SECONDS)
@@ -208,7 +207,7 @@ class _Rounds:
 
     def _release(
         self, order: Mapping[str, Any], who: set[str], seconds: float
-    ) -> dict[str, Message]:
+    ) -> dict[str, ProgramMessage]:
         """Member -> its answer to one order. Those that give none are silent from now on."""
         self.number += 1
         number = self.number
@@ -216,7 +215,7 @@ class _Rounds:
             return {}
         self.step.tell({**order, "round": number})
 
-        def answered(messages: Sequence[Message]) -> set[str]:
+        def answered(messages: Sequence[ProgramMessage]) -> set[str]:
             return {m["member"] for m in messages if m.get("round") == number}
 
         limit = seconds + _MARGIN_SECONDS
@@ -245,7 +244,7 @@ class _Rounds:
         failed = [r for r in self.reach if not r.ok and {r.a, r.b} <= set(self._alive())]
         return {a: [r.b for r in failed if r.a == a] for a in {r.a for r in failed}}
 
-    def _meet(self, settings: Settings) -> None:
+    def _meet(self, settings: PreflightSettings) -> None:
         """Pair rounds, then each suspect with a good member of its own."""
         names = list(self.members)
         switches = settings.leaves
@@ -287,7 +286,7 @@ class _Rounds:
     def _counted_pairs(self) -> list[PairResult]:
         return [p for p in self.pairs if not {p.a, p.b} & self.silent.keys()]
 
-    def _repeat_slow(self, settings: Settings) -> None:
+    def _repeat_slow(self, settings: PreflightSettings) -> None:
         """What seems slow, and what it is compared with, again with nobody else on the network."""
         if settings.want.tier == "quick":
             return
@@ -335,7 +334,7 @@ def next_wave(members: Sequence[str], pairs: Sequence[PairResult]) -> list[tuple
 
 
 def _pair(
-    number: int, pair: tuple[str, str], halves: Sequence[Message | None], *, alone: bool
+    number: int, pair: tuple[str, str], halves: Sequence[ProgramMessage | None], *, alone: bool
 ) -> PairResult:
     """A pair is good when both of its members say so."""
     errors = [

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from shakedown.preflight.model import Facts
+from shakedown.preflight.datatypes import NodeFacts
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class NetworkReport:
     pairs: Sequence[PairResult] = ()
     all_reduce: Mapping[str, str] = field(default_factory=dict)
     all_reduce_seconds: float = 0.0
-    work: Mapping[str, Facts] = field(default_factory=dict)
+    work: Mapping[str, NodeFacts] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
     excluded: Mapping[str, str] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Explained:
+class ExplainedFailures:
     """What explains the exchanges that failed.
 
     `bad`: end -> its failures. `links`: failures between two ends that work with others.
@@ -120,7 +120,7 @@ class Explained:
 _SEVERAL = 3
 
 
-def explain(observations: Iterable[Observation]) -> Explained:
+def explain(observations: Iterable[Observation]) -> ExplainedFailures:
     """Name what every observation agrees on, and nothing else.
 
     An end that took part in one exchange that worked is proven. A failure between two proven ends
@@ -141,7 +141,7 @@ def explain(observations: Iterable[Observation]) -> Explained:
     rest = [row for row in failed.values() if not bad.keys() & set(row.ends)]
     links = [row for row in rest if set(row.ends) <= proven]
     bad |= _common_ends(links, rows)
-    return Explained(
+    return ExplainedFailures(
         bad,
         [row for row in links if not bad.keys() & set(row.ends)],
         [row for row in rest if not set(row.ends) <= proven],
@@ -165,12 +165,12 @@ def _common_ends(
     return found
 
 
-def pairs_explained(pairs: Sequence[PairResult]) -> Explained:
+def pairs_explained(pairs: Sequence[PairResult]) -> ExplainedFailures:
     """Of exchanges in which both members take the same part."""
     return explain(Observation((p.a, p.b), p.ok, p.error) for p in pairs)
 
 
-def reach_explained(reach: Sequence[Reach]) -> Explained:
+def reach_explained(reach: Sequence[Reach]) -> ExplainedFailures:
     """Of connections: an end is a member's way out (`NAME>`) or its way in (`>NAME`)."""
     return explain(Observation((f"{r.a}>", f">{r.b}"), r.ok, r.error) for r in reach)
 

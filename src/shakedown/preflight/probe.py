@@ -19,17 +19,17 @@ from pathlib import Path
 
 from shakedown.core.errors import StorageError
 from shakedown.core.files import write_json
-from shakedown.preflight import wire
+from shakedown.preflight import wire_format
 from shakedown.preflight.check import Measure
 from shakedown.preflight.checks import CHECKS
-from shakedown.preflight.faults import with_faults
-from shakedown.preflight.model import (
+from shakedown.preflight.datatypes import (
     CheckReport,
     Expectations,
     NodeReport,
     ProbeRequest,
     has_fault,
 )
+from shakedown.preflight.faults import with_faults
 from shakedown.processes.guard import living, look, send
 from shakedown.slurm.hostlist import node_name
 
@@ -110,13 +110,13 @@ def main() -> None:
     args = parser.parse_args()
     node = node_name()
     if args.present:
-        wire.emit({"node": node})
+        wire_format.emit({"node": node})
         return
     request = ProbeRequest.from_text(args.request)
     if has_fault(request.faults, "probe_dead", node):
         os._exit(1)
     report = NodeReport(node, run_checks(measures(request.want), request, node))
-    wire.emit({"node": node, "checks": {n: asdict(r) for n, r in report.checks.items()}})
+    wire_format.emit({"node": node, "checks": {n: asdict(r) for n, r in report.checks.items()}})
     if args.out:
         # the report is on its way already, and the `files` check says what is wrong
         with contextlib.suppress(StorageError):

@@ -2,13 +2,13 @@
 
 from collections.abc import Collection, Mapping, Sequence
 
-Pair = tuple[int, int]
+NodePair = tuple[int, int]
 
 _SHIFTS = 8  # of which one hardly meets a pair of the rounds before
 ALL_PAIRS = 16  # up to so many members everyone meets everyone: 15 rounds of a second or less
 
 
-def pair_rounds(count: int, leaves: Sequence[str] = ()) -> list[list[Pair]]:
+def pair_rounds(count: int, leaves: Sequence[str] = ()) -> list[list[NodePair]]:
     """Rounds of disjoint pairs over members 0..count-1, no pair twice.
 
     The circle method: with an odd count one member rests in each round, never the same. All pairs
@@ -26,7 +26,7 @@ def pair_rounds(count: int, leaves: Sequence[str] = ()) -> list[list[Pair]]:
     return [pairs for pairs in rounds if pairs]
 
 
-def _circle(even: int, turn: int, count: int) -> list[Pair]:
+def _circle(even: int, turn: int, count: int) -> list[NodePair]:
     ring = [(turn + k) % (even - 1) for k in range(even - 1)]
     # The last member keeps its seat and the others move on each turn, so that no pair meets twice.
     seats = [even - 1, *ring]
@@ -34,7 +34,7 @@ def _circle(even: int, turn: int, count: int) -> list[Pair]:
     return sorted((min(p), max(p)) for p in pairs if max(p) < count)
 
 
-def _between_leaves(leaves: Sequence[str], met: Collection[Pair]) -> list[Pair]:
+def _between_leaves(leaves: Sequence[str], met: Collection[NodePair]) -> list[NodePair]:
     """Each member with one of another leaf, as far as they go."""
     order = sorted(range(len(leaves)), key=lambda number: (leaves[number], number))
     half = len(order) // 2
@@ -61,8 +61,8 @@ def reach_targets(count: int) -> list[list[int]]:
 
 
 def repair_pairs(
-    suspects: Sequence[int], good: Sequence[int], tried: Collection[Pair]
-) -> list[Pair]:
+    suspects: Sequence[int], good: Sequence[int], tried: Collection[NodePair]
+) -> list[NodePair]:
     """Pair each suspect with a good member of its own that it has not met yet, as far as they go.
 
     Args:
@@ -71,7 +71,7 @@ def repair_pairs(
         tried: pairs that have been run, (smaller, larger).
     """
     free = list(good)
-    pairs: list[Pair] = []
+    pairs: list[NodePair] = []
     for suspect in suspects:
         for partner in free:
             pair = (min(suspect, partner), max(suspect, partner))

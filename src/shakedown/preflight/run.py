@@ -25,14 +25,13 @@ from shakedown.core.verdict import (
 from shakedown.preflight.checks.environment import local_environment
 from shakedown.preflight.checks.files import marker_folder
 from shakedown.preflight.checks.visibility import leave_own, look_from_here
-from shakedown.preflight.history import Look
+from shakedown.preflight.datatypes import NodeReport, PreflightSettings, ProbeRequest
+from shakedown.preflight.history import NodeLook
 from shakedown.preflight.judge import bad_nodes, concerns, judge, usable_nodes
-from shakedown.preflight.launch import Launcher, Message
-from shakedown.preflight.model import NodeReport, ProbeRequest
+from shakedown.preflight.launch import Launcher, ProgramMessage
 from shakedown.preflight.network_run import check_network
 from shakedown.preflight.observed import NetworkReport
-from shakedown.preflight.settings import Settings
-from shakedown.preflight.slurm_says import blamed_by_srun
+from shakedown.preflight.slurm_messages import blamed_by_srun
 from shakedown.slurm.nodes import node_addresses, slurm_nodes
 
 _START_SECONDS = 30.0  # python's start on a cold shared file system, srun's own delay
@@ -64,19 +63,19 @@ class Checked:
         write_bad_nodes(paths.bad_nodes, self.verdict.extra["bad_nodes"])
         write_bad_nodes(paths.good_nodes, self.verdict.extra["good_nodes"])
 
-    def looks(self, run: str) -> list[Look]:
+    def looks(self, run: str) -> list[NodeLook]:
         """What the nodes' history is told: every node that is good, and what failed on the bad."""
         now = time.time()
-        good = [Look(now, run, node, ok=True) for node in self.verdict.extra["good_nodes"]]
+        good = [NodeLook(now, run, node, ok=True) for node in self.verdict.extra["good_nodes"]]
         failed: dict[str, list[str]] = {node: [] for node in self.verdict.extra["bad_nodes"]}
         for finding in self.verdict.findings:
             if finding.subject in failed and finding.status in ("fail", "error"):
                 failed[finding.subject].append(finding.check)
-        bad = [Look(now, run, n, ok=False, reason=", ".join(why)) for n, why in failed.items()]
+        bad = [NodeLook(now, run, n, ok=False, reason=", ".join(why)) for n, why in failed.items()]
         return [*good, *bad]
 
 
-def run_preflight(settings: Settings) -> Checked:
+def run_preflight(settings: PreflightSettings) -> Checked:
     """Check the nodes; the caller writes the result.
 
     Raises:
@@ -110,7 +109,7 @@ def run_preflight(settings: Settings) -> Checked:
     return Checked(reports, network, verdict)
 
 
-def _prepare(settings: Settings) -> None:
+def _prepare(settings: PreflightSettings) -> None:
     """Results of an earlier run must not be taken for this one's."""
     paths = PreflightPaths(settings.out)
     try:
@@ -126,7 +125,7 @@ def _prepare(settings: Settings) -> None:
         ) from error
 
 
-def _request(settings: Settings) -> ProbeRequest:
+def _request(settings: PreflightSettings) -> ProbeRequest:
     nodes = list(settings.nodes)
     return ProbeRequest(
         addresses=node_addresses(nodes) if settings.slurm else dict.fromkeys(nodes, "127.0.0.1"),
@@ -140,7 +139,7 @@ def _request(settings: Settings) -> ProbeRequest:
 
 
 def probe_nodes(
-    launcher: Launcher, settings: Settings, request: ProbeRequest
+    launcher: Launcher, settings: PreflightSettings, request: ProbeRequest
 ) -> tuple[dict[str, NodeReport], dict[str, str]]:
     """(node -> report, node -> why there is none).
 
@@ -184,7 +183,7 @@ def _groups(missing: Sequence[str], blamed: Mapping[str, str], turn: int) -> lis
 
 def _ask_nodes(
     launcher: Launcher,
-    settings: Settings,
+    settings: PreflightSettings,
     request: ProbeRequest,
     groups: Sequence[Sequence[str]],
 ) -> tuple[dict[str, NodeReport], dict[str, str], dict[str, str]]:
@@ -211,11 +210,11 @@ def _ask_nodes(
     return reports, ends, {node: why for node, why in words.items() if node in asked}
 
 
-def _reporting(messages: Sequence[Message]) -> set[str]:
+def _reporting(messages: Sequence[ProgramMessage]) -> set[str]:
     return {str(message.get("node")) for message in messages}
 
 
-def _report(message: Message, window: tuple[float, float]) -> NodeReport | None:
+def _report(message: ProgramMessage, window: tuple[float, float]) -> NodeReport | None:
     try:
         report = json_as(NodeReport, message, unknown="ignore")
     except ValueError:  # another program's or version's message
@@ -235,7 +234,10 @@ def _keep_logs(launcher: Launcher, out: Path, *, needed: bool) -> None:
 
 
 def _verdict(
-    settings: Settings, findings: Sequence[Finding], network: NetworkReport, watch: Stopwatch
+    settings: PreflightSettings,
+    findings: Sequence[Finding],
+    network: NetworkReport,
+    watch: Stopwatch,
 ) -> Verdict:
     bad = bad_nodes(findings, settings.nodes)
     good = usable_nodes(findings, settings.nodes, network)
@@ -287,7 +289,7 @@ def summarize(findings: Sequence[Finding], nodes: Sequence[str], tier: str) -> s
     return f"{'; '.join(listed[:5])}{more} ({counted(findings)})"
 
 
-def _next(settings: Settings, bad: Sequence[str], status: str) -> str:
+def _next(settings: PreflightSettings, bad: Sequence[str], status: str) -> str:
     if status in ("PASS", "WARN"):
         return settings.after
     if bad and settings.slurm:

@@ -6,7 +6,7 @@ from pathlib import Path
 import preflight_table
 
 from shakedown.preflight.checks import CHECKS
-from shakedown.preflight.model import Expectations
+from shakedown.preflight.datatypes import Expectations
 
 
 def test_the_page_holds_the_generated_table() -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from shakedown.preflight.check import Judgement
+from shakedown.preflight.check import CheckJudgement
 from shakedown.preflight.checks import CHECKS
-from shakedown.preflight.model import Expectations
+from shakedown.preflight.datatypes import Expectations
 
 WANT = Expectations(gpus=2, min_free_disk_gb=5, min_shm_mb=100)
 RATES = {"name": "?", "to_gpu_gb_s": 1.0, "to_host_gb_s": 1.0, "memory_gb_s": 1.0}
@@ -41,7 +41,7 @@ JUDGED = [name for name, check in CHECKS.items() if check.judge]
 FAILED = {"step": "fsync", "errno": "ENOSPC", "message": "No space left"}
 
 
-def judged(check: str, facts: dict[str, Any], want: Expectations) -> Judgement:
+def judged(check: str, facts: dict[str, Any], want: Expectations) -> CheckJudgement:
     judge = CHECKS[check].judge
     assert judge is not None
     return judge(facts, want)

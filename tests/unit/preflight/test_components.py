@@ -11,7 +11,13 @@ from shakedown.commands.preflight import _trainers
 from shakedown.config import load_config
 from shakedown.preflight.check import Fleet
 from shakedown.preflight.checks import components
-from shakedown.preflight.model import CheckReport, Expectations, Facts, NodeReport, ProbeRequest
+from shakedown.preflight.datatypes import (
+    CheckReport,
+    Expectations,
+    NodeFacts,
+    NodeReport,
+    ProbeRequest,
+)
 
 WANT = Expectations(trainers=[0, 1, 2])
 GOOD = {"first": "n1", "failed": "", "why": "", "waits_for": [], "late": False, "seconds": 0.1}
@@ -22,7 +28,7 @@ def request(folder: Path, nodes: Sequence[str], limit: float = 20.0) -> ProbeReq
     return ProbeRequest(addresses, str(folder), "t", want=WANT, limit=limit)
 
 
-def statuses(facts: dict[str, Facts]) -> dict[str, str]:
+def statuses(facts: dict[str, NodeFacts]) -> dict[str, str]:
     reports = {n: NodeReport(n, {"components": CheckReport(row)}) for n, row in facts.items()}
     return {n: found.status for n, found in components.compare(Fleet(reports, WANT)).items()}
 
@@ -85,7 +91,7 @@ def failed(step: str, *waits_for: str) -> dict[str, Any]:
 def test_the_earliest_step_that_failed_is_the_cause(
     rows: list[dict[str, Any]], expected: str
 ) -> None:
-    facts: dict[str, Facts] = dict(zip(["n1", "n2", "n3"], rows, strict=True))
+    facts: dict[str, NodeFacts] = dict(zip(["n1", "n2", "n3"], rows, strict=True))
 
     assert " ".join(statuses(facts).values()) == expected
 

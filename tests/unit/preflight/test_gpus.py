@@ -9,24 +9,26 @@ from typing import Any
 import pytest
 
 from shakedown.preflight import torch_view
-from shakedown.preflight.check import Fleet, Judgement
+from shakedown.preflight.check import CheckJudgement, Fleet
 from shakedown.preflight.checks import gpus, torch_gpus, xid
-from shakedown.preflight.faults import FAULTS, with_faults
-from shakedown.preflight.model import (
+from shakedown.preflight.datatypes import (
     CheckReport,
     Expectations,
-    Facts,
     InjectedFault,
+    NodeFacts,
     NodeReport,
     ProbeRequest,
 )
+from shakedown.preflight.faults import FAULTS, with_faults
 from tests.nvml_stub import GB, Card, install
 
 WANT = Expectations(gpus=2, gpu_model="h100")
 ASKED = ProbeRequest({"n1": "127.0.0.1"}, "out", "t", want=WANT)
 
 
-def judged(monkeypatch: pytest.MonkeyPatch, *cards: Card, want: Expectations = WANT) -> Judgement:
+def judged(
+    monkeypatch: pytest.MonkeyPatch, *cards: Card, want: Expectations = WANT
+) -> CheckJudgement:
     install(monkeypatch, cards)
     return gpus.judge(gpus.measure(ASKED, "n1"), want)
 
@@ -161,20 +163,20 @@ def test_no_gpu_to_measure_is_an_error_and_never_the_cpu() -> None:
     assert torch_gpus.judge_speed({"failed": "", "devices": []}, WANT).status == "error"
 
 
-def fleet(check: str, facts: dict[str, Facts]) -> Fleet:
+def fleet(check: str, facts: dict[str, NodeFacts]) -> Fleet:
     reports = {n: NodeReport(n, {check: CheckReport(f)}) for n, f in facts.items()}
     return Fleet(reports, WANT)
 
 
 def test_a_slow_node_among_good_ones_is_found() -> None:
-    rows: dict[str, Facts] = {f"n{n}": {"devices": [rates()]} for n in range(7)}
+    rows: dict[str, NodeFacts] = {f"n{n}": {"devices": [rates()]} for n in range(7)}
     rows["n7"] = {"devices": [rates(memory_gb_s=2000.0)]}
 
     assert list(torch_gpus.compare_speed(fleet("gpu_speed", rows))) == ["n7"]
 
 
 def test_another_driver_than_on_most_nodes_fails() -> None:
-    rows: dict[str, Facts] = {
+    rows: dict[str, NodeFacts] = {
         node: {"driver": "580", "cuda": "13.0", "gpus": [{"name": "H100"}]} for node in "abc"
     }
     rows["b"] = {**rows["b"], "driver": "570"}

@@ -10,7 +10,7 @@ import pytest
 
 from shakedown.core.errors import StorageError
 from shakedown.preflight.history import (
-    Look,
+    NodeLook,
     exclude_known,
     excluded,
     forgive,
@@ -22,8 +22,8 @@ HOUR = 3600.0
 NOW = 1_000_000.0
 
 
-def look(node: str, hours_ago: float, *, ok: bool = False, reason: str = "reach") -> Look:
-    return Look(NOW - hours_ago * HOUR, "run", node, ok, "" if ok else reason)
+def look(node: str, hours_ago: float, *, ok: bool = False, reason: str = "reach") -> NodeLook:
+    return NodeLook(NOW - hours_ago * HOUR, "run", node, ok, "" if ok else reason)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_file_of_something_else_is_an_error_and_stays_as_it_is(path: Path) -> 
 def test_who_writes_the_list_waits_for_a_judgement_that_is_being_added(
     path: Path, tmp_path: Path
 ) -> None:
-    remember(path, [Look(time.time(), "r", "n1", ok=False)])
+    remember(path, [NodeLook(time.time(), "r", "n1", ok=False)])
     with closing(sqlite3.connect(path, check_same_thread=False)) as other:
         other.execute("INSERT INTO looks VALUES (?, 'r', 'n2', 0, 'reach')", (time.time(),))
         threading.Timer(0.5, other.commit).start()

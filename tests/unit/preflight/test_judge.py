@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shakedown.core.verdict import Finding, status_of
+from shakedown.preflight.datatypes import CheckReport, Expectations, NodeReport
 from shakedown.preflight.judge import bad_nodes, concerns, judge, usable_nodes
-from shakedown.preflight.model import CheckReport, Expectations, NodeReport
 from shakedown.preflight.observed import Member, NetworkReport, Reach
 from shakedown.preflight.run import summarize
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from shakedown.core.verdict import Finding
+from shakedown.preflight.datatypes import Expectations
 from shakedown.preflight.judge_network import network_findings, pairs_to_repeat
-from shakedown.preflight.model import Expectations
 from shakedown.preflight.observed import Member, NetworkReport, PairResult, Reach
 from shakedown.preflight.rounds import pair_rounds
 

@@ -12,8 +12,8 @@ from shakedown.core.errors import UsageError
 from shakedown.core.verdict import Finding
 from shakedown.preflight.check import Fleet
 from shakedown.preflight.checks import baseline
-from shakedown.preflight.model import CheckReport, Expectations, Facts, NodeReport
-from shakedown.preflight.once import MODES, one_line
+from shakedown.preflight.datatypes import CheckReport, Expectations, NodeFacts, NodeReport
+from shakedown.preflight.node_check import MODES, one_line
 from tests.nvml_stub import Card, install
 
 
@@ -108,8 +108,8 @@ RATES = {"name": "H100", "to_gpu_gb_s": 50.0, "memory_gb_s": 3000.0}
 
 
 def reports(**changes: Any) -> dict[str, NodeReport]:
-    machine: Facts = {"boot_id": "b", "kernel": "6.1", "libc": "2.36", "cpus": 8}
-    facts: dict[str, Facts] = {
+    machine: NodeFacts = {"boot_id": "b", "kernel": "6.1", "libc": "2.36", "cpus": 8}
+    facts: dict[str, NodeFacts] = {
         "machine": machine,
         "memory": {"total_mb": 64_000},
         "gpus": {"driver": "580", "gpus": [{"name": "H100"}]},

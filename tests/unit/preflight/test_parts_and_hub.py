@@ -18,7 +18,7 @@ from shakedown.commands.preflight import (
 from shakedown.config import load_config
 from shakedown.core.errors import UsageError
 from shakedown.preflight.checks import hub, parts
-from shakedown.preflight.model import Expectations, ProbeRequest
+from shakedown.preflight.datatypes import Expectations, ProbeRequest
 
 pytest.importorskip("openai")
 ROOT = Path(__file__).parents[3]

@@ -18,16 +18,16 @@ from shakedown.preflight.checks.files import marker_folder
 from shakedown.preflight.checks.interfaces import gloo_choice, nccl_choice
 from shakedown.preflight.checks.paths import sampled_blocks
 from shakedown.preflight.checks.visibility import COMMAND, leave_file
-from shakedown.preflight.faults import FAULTS, parse_fault
-from shakedown.preflight.judge import judge
-from shakedown.preflight.model import (
+from shakedown.preflight.datatypes import (
     Expectations,
-    Facts,
     InjectedFault,
+    NodeFacts,
     NodeReport,
     ProbeRequest,
     WorkerRequest,
 )
+from shakedown.preflight.faults import FAULTS, parse_fault
+from shakedown.preflight.judge import judge
 from shakedown.preflight.probe import measures, run_checks
 
 NODES = ["n1", "n2", "n3"]
@@ -59,20 +59,20 @@ def measure(check: str) -> Measure:
     return found
 
 
-def forever(asked: ProbeRequest, node: str) -> Facts:
+def forever(asked: ProbeRequest, node: str) -> NodeFacts:
     time.sleep(600)
     return {}
 
 
-def dies(asked: ProbeRequest, node: str) -> Facts:
+def dies(asked: ProbeRequest, node: str) -> NodeFacts:
     os._exit(7)
 
 
-def raises(asked: ProbeRequest, node: str) -> Facts:
+def raises(asked: ProbeRequest, node: str) -> NodeFacts:
     raise OSError(5, "Input/output error")
 
 
-def works(asked: ProbeRequest, node: str) -> Facts:
+def works(asked: ProbeRequest, node: str) -> NodeFacts:
     return {"node": node}
 
 

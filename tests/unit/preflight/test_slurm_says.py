@@ -2,7 +2,7 @@
 
 import pytest
 
-from shakedown.preflight.slurm_says import blamed_by_srun, tasks_that_ended, was_aborted
+from shakedown.preflight.slurm_messages import blamed_by_srun, tasks_that_ended, was_aborted
 from shakedown.slurm.nodes import SlurmNode
 
 LAUNCH_FAILED = """\

@@ -12,13 +12,13 @@ from statistics import median
 from shakedown.core.errors import UsageError
 from shakedown.core.files import read_object, write_json
 from shakedown.core.verdict import FindingStatus
-from shakedown.preflight.check import Check, Fleet, Judgement
-from shakedown.preflight.model import Expectations, NodeReport
+from shakedown.preflight.check import Check, CheckJudgement, Fleet
+from shakedown.preflight.datatypes import Expectations, NodeReport
 
 SCHEMA = "shakedown/preflight-baseline/1"
 # Azure's limits for matrix products: it warns at -3.5 %, and replaces the node at -7 %.
 WARN_SHARE, FAIL_SHARE = 0.965, 0.93
-Value = str | float
+BaselineValue = str | float
 
 
 def record_baseline(path: Path, reports: Mapping[str, NodeReport]) -> None:
@@ -34,7 +34,7 @@ def record_baseline(path: Path, reports: Mapping[str, NodeReport]) -> None:
     write_json(path, {"schema": SCHEMA, "nodes": len(rows), "values": values})
 
 
-def read_baseline(path: Path) -> dict[str, Value]:
+def read_baseline(path: Path) -> dict[str, BaselineValue]:
     """The values of a baseline.
 
     Raises:
@@ -49,12 +49,12 @@ def read_baseline(path: Path) -> dict[str, Value]:
     return values
 
 
-def _usual(values: list[Value]) -> Value:
+def _usual(values: list[BaselineValue]) -> BaselineValue:
     numbers = [value for value in values if not isinstance(value, str)]
     return round(median(numbers), 1) if numbers else Counter(values).most_common(1)[0][0]
 
 
-def values_of(fleet: Fleet, node: str) -> dict[str, Value]:
+def values_of(fleet: Fleet, node: str) -> dict[str, BaselineValue]:
     """What a baseline holds of one node: texts must be equal, numbers are rates."""
     machine, memory, gpus, torch, speed = (
         fleet.facts(check).get(node, {})
@@ -73,19 +73,21 @@ def values_of(fleet: Fleet, node: str) -> dict[str, Value]:
         "torch's CUDA": torch.get("cuda"),
         "NCCL": torch.get("nccl"),
     }
-    found: dict[str, Value] = {name: str(text) for name, text in texts.items() if text}
+    found: dict[str, BaselineValue] = {name: str(text) for name, text in texts.items() if text}
     rows = speed.get("devices", [])
     for rate in [key for key in (rows[0] if rows else {}) if key != "name"]:
         found[rate] = min(float(row[rate]) for row in rows)
     return found
 
 
-def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """Every node against the baseline, as far as both have a value."""
     return {node: _judged(values_of(fleet, node), fleet.want.baseline) for node in fleet.reports}
 
 
-def _judged(here: Mapping[str, Value], baseline: Mapping[str, Value]) -> Judgement:
+def _judged(
+    here: Mapping[str, BaselineValue], baseline: Mapping[str, BaselineValue]
+) -> CheckJudgement:
     shares = {
         name: float(value) / float(baseline[name])
         for name, value in here.items()
@@ -109,7 +111,7 @@ def _judged(here: Mapping[str, Value], baseline: Mapping[str, Value]) -> Judgeme
         status = "fail"
     remedy = "look at clocks, heat and power; after an upgrade record the baseline again"
     measured = told or f"{len(here.keys() & baseline.keys())} values as recorded"
-    return Judgement(status, measured, _EXPECTED, "", "node", remedy if told else "")
+    return CheckJudgement(status, measured, _EXPECTED, "", "node", remedy if told else "")
 
 
 _EXPECTED = f"rates >= {WARN_SHARE:.1%} of the baseline, all else equal"

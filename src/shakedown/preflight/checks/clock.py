@@ -4,18 +4,18 @@ import time
 from collections.abc import Mapping, Sequence
 
 from shakedown.core.verdict import FindingStatus
-from shakedown.preflight.check import Check, Fleet, Judgement
-from shakedown.preflight.model import Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement, Fleet
+from shakedown.preflight.datatypes import NodeFacts, ProbeRequest
 
 MAX_SKEW_FAIL = 30.0  # seconds; munge and Kerberos give up at 300
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """`now`: seconds since the epoch."""
     return {"now": time.time()}
 
 
-def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """Seconds ahead: of most others over the network, else at least what the reply's window
     proves."""
     most = fleet.want.max_clock_skew
@@ -29,7 +29,7 @@ def compare(fleet: Fleet) -> Mapping[str, Judgement]:
             status = "fail"
         remedy = "" if status == "pass" else "start chrony or ntpd on the node"
         expected = f"within {most:g}"
-        found[node] = Judgement(status, round(ahead, 3), expected, "s ahead", "node", remedy)
+        found[node] = CheckJudgement(status, round(ahead, 3), expected, "s ahead", "node", remedy)
     return found
 
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shakedown.core.private import make_folders
-from shakedown.preflight.check import Check, Fleet, Judgement
+from shakedown.preflight.check import Check, CheckJudgement, Fleet
 from shakedown.preflight.checks.files import marker_folder
 from shakedown.preflight.checks.visibility import leave_file
-from shakedown.preflight.model import Facts, ProbeRequest
+from shakedown.preflight.datatypes import NodeFacts, ProbeRequest
 
 # In the order in which they happen: the first that fails on any node is the cause of the others.
 STEPS = {
@@ -66,7 +66,7 @@ class _Exchange:
         return path.read_text()
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:
+def measure(request: ProbeRequest, node: str) -> NodeFacts:
     """`failed`: the step that failed, empty if none; `why`, `waits_for`, `late`: all was over."""
     folder = marker_folder(request)
     make_folders(folder)
@@ -147,7 +147,7 @@ def _ask(place: str, method: str, expected: str, step: str = "server") -> None:
         )
 
 
-def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """The earliest step that failed is the cause; who only waited, or came late, is skipped."""
     facts = fleet.facts("components")
     first = next((row["first"] for row in facts.values()), "")
@@ -167,16 +167,18 @@ def compare(fleet: Fleet) -> Mapping[str, Judgement]:
     }
 
 
-def _judged(row: Facts, facts: Mapping[str, Facts], guilty: bool, waited: bool) -> Judgement:
+def _judged(
+    row: NodeFacts, facts: Mapping[str, NodeFacts], guilty: bool, waited: bool
+) -> CheckJudgement:
     if guilty:
         seen = row if row["failed"] else next(r for r in facts.values() if r["failed"] == "server")
         remedy = "look at firewall, NodeAddr and the results folder of this node"
-        return Judgement(
+        return CheckJudgement(
             "fail", f"{seen['failed']}: {seen['why']}", STEPS[seen["failed"]], remedy=remedy
         )
     if waited:
-        return Judgement("skip", "waited for another node", "all steps")
-    return Judgement("pass", row["seconds"], "all steps", "s")
+        return CheckJudgement("skip", "waited for another node", "all steps")
+    return CheckJudgement("pass", row["seconds"], "all steps", "s")
 
 
 COMPONENTS = Check(

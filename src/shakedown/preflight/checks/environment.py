@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from shakedown.preflight.check import Check, Fleet, Judgement, unlike_most
-from shakedown.preflight.model import Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement, Fleet, unlike_most
+from shakedown.preflight.datatypes import NodeFacts, ProbeRequest
 
 # UCX_ and FI_ (libfabric) are the transports below NCCL and MPI.
 _COMPARED = re.compile(
@@ -21,12 +21,12 @@ _EXPECTED = "the same on all nodes and here"
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS", re.IGNORECASE)
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """Versions of python and of every installed package, and the variables that matter."""
     return local_environment()
 
 
-def local_environment() -> Facts:
+def local_environment() -> NodeFacts:
     """This process's environment; secrets are never read into it."""
     packages: dict[str, str] = {}
     for dist in metadata.distributions(path=_import_path()):
@@ -53,31 +53,31 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """Python and packages against the most common ones; the command's own break a tie."""
     rows = {node: _software(facts) for node, facts in fleet.facts("environment").items()}
     remedy = "use one shared environment, or install the same"
     return {
-        node: Judgement("fail", other, _EXPECTED, "", "environment", remedy)
+        node: CheckJudgement("fail", other, _EXPECTED, "", "environment", remedy)
         if other
-        else Judgement("pass", digest(rows[node]), _EXPECTED)
+        else CheckJudgement("pass", digest(rows[node]), _EXPECTED)
         for node, other in unlike_most(rows, _software(fleet.command)).items()
     }
 
 
-def compare_variables(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare_variables(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """Variables that change what NCCL, gloo, torch and the engines do."""
     rows = {node: facts["variables"] for node, facts in fleet.facts("environment").items()}
     own = fleet.command["variables"] if fleet.command else {}
     remedy = "set them in the job's script, not in a node's profile"
     return {
-        node: Judgement("warn", other, _EXPECTED, "", "environment", remedy)
+        node: CheckJudgement("warn", other, _EXPECTED, "", "environment", remedy)
         for node, other in unlike_most(rows, own).items()
         if other
     }
 
 
-def _software(facts: Facts | None) -> dict[str, str]:
+def _software(facts: NodeFacts | None) -> dict[str, str]:
     return {"python": facts["python"], **facts["packages"]} if facts else {}
 
 

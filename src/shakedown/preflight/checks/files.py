@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 
 from shakedown.core.private import make_folders
-from shakedown.preflight.check import Check, Judgement
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 MAX_STEP_SECONDS = 1.0  # of a rename or a listing; heartbeats are renamed twice a second
 MAX_DATA_SECONDS = 5.0  # of 4 MB: below 1 MB/s a checkpoint of a small model takes an hour
@@ -25,7 +25,7 @@ def marker_folder(request: ProbeRequest) -> Path:
     return Path(request.out) / f".probe-{request.token}"
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:
+def measure(request: ProbeRequest, node: str) -> NodeFacts:
     """Write, fsync, rename, list, read back and remove 4 MB; `failed` names the step and errno."""
     folder = marker_folder(request)
     facts = {"folder": request.out, **_space(Path(request.out))}
@@ -95,12 +95,12 @@ def _space(folder: Path) -> dict[str, object]:
     }
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
     """The results folder must take a file, keep it, and have room."""
     expected = f">= {want.min_free_disk_gb:g}"
     failed = facts.get("failed")
     if failed:
-        return Judgement(
+        return CheckJudgement(
             "fail",
             f"{failed['step']}: {failed['errno']} {failed['message']}",
             "write, fsync, rename, list, read, remove",
@@ -108,10 +108,10 @@ def judge(facts: Facts, want: Expectations) -> Judgement:
         )
     if facts["free_gb"] < want.min_free_disk_gb:
         remedy = f"free space under {facts['folder']}"
-        return Judgement("fail", facts["free_gb"], expected, "GB free", "environment", remedy)
+        return CheckJudgement("fail", facts["free_gb"], expected, "GB free", "environment", remedy)
     # File systems without a fixed number of inodes, such as btrfs, report 0.
     if facts["free_files"] is not None and 0 < facts["free_files"] < 10_000:
-        return Judgement("warn", facts["free_files"], ">= 10000", "free inodes", "environment")
+        return CheckJudgement("warn", facts["free_files"], ">= 10000", "free inodes", "environment")
     slow = {
         step: seconds
         for step, seconds in facts["steps"].items()
@@ -119,8 +119,8 @@ def judge(facts: Facts, want: Expectations) -> Judgement:
     }
     if slow:
         remedy = f"{facts['folder']} ({facts['type']}) is slow: choose another file system"
-        return Judgement("warn", slow, _SLOW, "s", "environment", remedy)
-    return Judgement("pass", facts["free_gb"], expected, "GB free")
+        return CheckJudgement("warn", slow, _SLOW, "s", "environment", remedy)
+    return CheckJudgement("pass", facts["free_gb"], expected, "GB free")
 
 
 FILES = Check(

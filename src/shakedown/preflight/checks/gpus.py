@@ -8,9 +8,9 @@ from typing import Any
 import psutil
 
 from shakedown.core.verdict import FindingStatus
-from shakedown.preflight.check import Check, Fleet, Judgement, unlike_most
+from shakedown.preflight.check import Check, CheckJudgement, Fleet, unlike_most
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 from shakedown.preflight.gpu_models import is_model
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Reasons of nvmlDeviceGetCurrentClocksEventReasons that are faults; power capping and idling are
@@ -20,7 +20,7 @@ _THROTTLING = (*sorted(_HARDWARE), "SwThermalSlowdown")
 _USED_SHARE = 0.1
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """`source`: nvml | slurm | none, `count` usable ones, `lost` those that do not answer.
 
     `gpus`: a row each. What a card does not report is null.
@@ -40,7 +40,7 @@ def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
         pynvml.nvmlShutdown()
 
 
-def _from_driver(nvml: Any) -> Facts:
+def _from_driver(nvml: Any) -> NodeFacts:
     rows, lost = [], []
     installed = nvml.nvmlDeviceGetCount()
     for index in range(installed):
@@ -112,7 +112,7 @@ def _visible(environ: Mapping[str, str], installed: int) -> int:
     return installed if visible is None else min(installed, _entries(visible))
 
 
-def _promised(environ: Mapping[str, str]) -> Facts:
+def _promised(environ: Mapping[str, str]) -> NodeFacts:
     """No driver: what the scheduler gave this step."""
     for name in ("CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS"):
         if environ.get(name):
@@ -125,28 +125,32 @@ def _entries(text: str) -> int:
     return sum(entry.strip() not in ("", "-1", "NoDevFiles") for entry in text.split(","))
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
     """As many usable GPUs of the right model as expected, none lost, all of them healthy."""
     count, expected = facts["count"], f">= {want.gpus}"
     if facts["lost"]:
         remedy = "a GPU fell off the bus: drain the node; see XID errors in dmesg"
-        return Judgement("fail", f"lost: {'; '.join(facts['lost'])}", "none lost", remedy=remedy)
+        return CheckJudgement(
+            "fail", f"lost: {'; '.join(facts['lost'])}", "none lost", remedy=remedy
+        )
     if count < want.gpus:
         hidden = facts.get("installed", count) >= want.gpus
         remedy = "request them: --gres=gpu:N or --gpus-per-node; see CUDA_VISIBLE_DEVICES"
-        return Judgement("fail", count, expected, "GPUs", "user" if hidden else "node", remedy)
+        return CheckJudgement("fail", count, expected, "GPUs", "user" if hidden else "node", remedy)
     others = {gpu["name"] for gpu in facts["gpus"] if not is_model(gpu["name"], want.gpu_model)}
     if others:
         remedy = "ask Slurm for the model: --gres=gpu:MODEL:N, or change cluster.gpu_model"
-        return Judgement("fail", sorted(others), want.gpu_model, "", "user", remedy)
+        return CheckJudgement("fail", sorted(others), want.gpu_model, "", "user", remedy)
     status, wrong = _health(facts["gpus"])
     if wrong:
-        return Judgement(status, wrong, "healthy, and all alike", "", "node", _REMEDIES[status])
+        return CheckJudgement(
+            status, wrong, "healthy, and all alike", "", "node", _REMEDIES[status]
+        )
     if want.gpus and facts["source"] != "nvml":
         remedy = f"pip install nvidia-ml-py, and look at the driver: {facts['unasked']}"
         measured = f"{count}, promised by {facts['source']}; the driver was not asked"
-        return Judgement("warn", measured, expected, "", "environment", remedy)
-    return Judgement("pass", f"{count} ({facts['source']})", expected, "GPUs")
+        return CheckJudgement("warn", measured, expected, "", "environment", remedy)
+    return CheckJudgement("pass", f"{count} ({facts['source']})", expected, "GPUs")
 
 
 _REMEDIES: dict[FindingStatus, str] = {
@@ -191,7 +195,7 @@ def _warnings(gpu: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """Models of GPUs, driver, CUDA and NCCL: one that differs hangs or crashes in the first
     collective."""
     torch = fleet.facts("torch_gpus")
@@ -207,9 +211,11 @@ def compare(fleet: Fleet) -> Mapping[str, Judgement]:
     }
     remedy = "update the node's driver, or use one environment on all nodes"
     return {
-        node: Judgement("fail", other, _SAME, "", "node", remedy)
+        node: CheckJudgement("fail", other, _SAME, "", "node", remedy)
         if other
-        else Judgement("pass", {name: text for name, text in rows[node].items() if text}, _SAME)
+        else CheckJudgement(
+            "pass", {name: text for name, text in rows[node].items() if text}, _SAME
+        )
         for node, other in unlike_most(rows).items()
     }
 

@@ -4,15 +4,15 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from shakedown.preflight.check import Check, Judgement
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 _ENDPOINT = "https://huggingface.co"
 _CONNECT_SECONDS = 5.0
 _TRUE = {"1", "ON", "YES", "TRUE"}  # huggingface_hub's own reading
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """`cached`: name -> whether a snapshot lies here, `offline`, `unreached`: why not, `token`."""
     folder = cache_folder(os.environ)
     cached = {name: _has_snapshot(folder, name) for name in request.want.hub}
@@ -66,11 +66,11 @@ def _unreached(endpoint: str) -> str:
     return ""  # it answered, whatever it said
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
     """What is not in the cache has to be reached."""
     missing = [name for name, there in facts["cached"].items() if not there]
     if not missing:
-        return Judgement("pass", "cached", "in the cache, or to be had")
+        return CheckJudgement("pass", "cached", "in the cache, or to be had")
     kinds = {name: name.partition("/") for name in missing}
     loads = " && ".join(
         f"hf download {rest}{' --repo-type dataset' if kind == 'datasets' else ''}"
@@ -81,11 +81,11 @@ def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
         why = "HF_HUB_OFFLINE is set" if facts["offline"] else facts["unreached"]
         remedy = f"where the hub can be reached, with this cache: {loads}"
         expected = "in the cache, or to be had"
-        return Judgement("fail", f"{measured}; {why}", expected, "", "environment", remedy)
+        return CheckJudgement("fail", f"{measured}; {why}", expected, "", "environment", remedy)
     remedy = f"once, before the run: {loads}"
     if not facts["token"]:
         remedy += "; gated ones need a token, and there is none (HF_TOKEN, or hf auth login)"
-    return Judgement("warn", measured, "in the cache", "", "user", remedy)
+    return CheckJudgement("warn", measured, "in the cache", "", "user", remedy)
 
 
 HUB = Check(

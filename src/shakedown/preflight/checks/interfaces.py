@@ -4,15 +4,15 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
-from shakedown.preflight.check import Check, Fleet, Judgement
+from shakedown.preflight.check import Check, CheckJudgement, Fleet
 from shakedown.preflight.checks.names import own_interfaces, resolve
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 _VARIABLES = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}
 _DISCARD_PORT = 9  # nothing is sent: connect() of a datagram socket only asks for the route
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:
+def measure(request: ProbeRequest, node: str) -> NodeFacts:
     """`chosen`: library -> interface, empty where there is none; `asked`: what its variable says.
 
     `routes`: interface -> other nodes that are reached by it.
@@ -80,17 +80,17 @@ def _route(address: str, interfaces: Mapping[str, Sequence[str]]) -> str:
     return next((name for name, group in interfaces.items() if source in group), "")
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
     """A variable that names no interface of this node ends the first collective."""
     for library, name in _VARIABLES.items():
         if facts["asked"][library] and not facts["chosen"][library]:
             measured = f"{name}={facts['asked'][library]} names no interface that is up"
             remedy = f"set it to one of {', '.join(facts['interfaces'])}"
-            return Judgement("fail", measured, "an interface of this node", "", "user", remedy)
-    return Judgement("pass", facts["chosen"], "an interface of this node")
+            return CheckJudgement("fail", measured, "an interface of this node", "", "user", remedy)
+    return CheckJudgement("pass", facts["chosen"], "an interface of this node")
 
 
-def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """On several machines: is what the libraries take the way to the other nodes?"""
     if fleet.machines < 2:
         return {}
@@ -106,9 +106,9 @@ def compare(fleet: Fleet) -> Mapping[str, Judgement]:
         usual = next(iter(facts["routes"]), "NAME")
         remedy = f"export GLOO_SOCKET_IFNAME={usual} NCCL_SOCKET_IFNAME={usual}, or fix /etc/hosts"
         found[node] = (
-            Judgement("warn", "; ".join(wrong), expected, "", "environment", remedy)
+            CheckJudgement("warn", "; ".join(wrong), expected, "", "environment", remedy)
             if wrong
-            else Judgement("pass", facts["chosen"], expected)
+            else CheckJudgement("pass", facts["chosen"], expected)
         )
     return found
 

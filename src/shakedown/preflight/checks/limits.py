@@ -2,15 +2,15 @@
 
 import resource
 
-from shakedown.preflight.check import Check, Judgement
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 MIN_NOFILE = 4096  # 512 episodes at once hold about 2 descriptors each, twice over
 MIN_NPROC = 4096
 MIN_MEMLOCK_MB = 16 * 1024  # AWS's health check warns below 16 GiB: RDMA pins its buffers
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """Soft limits; null is unlimited. memlock in MB."""
     memlock = _soft(resource.RLIMIT_MEMLOCK)
     return {
@@ -25,16 +25,16 @@ def _soft(kind: int) -> int | None:
     return None if value == resource.RLIM_INFINITY else value
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
     """Open files and processes; locked memory where there are GPUs, for RDMA."""
     least = {"nofile": MIN_NOFILE, "nproc": MIN_NPROC}
     if want.gpus:
         least["memlock_mb"] = MIN_MEMLOCK_MB
     low = {n: facts[n] for n, most in least.items() if facts[n] is not None and facts[n] < most}
     if not low:
-        return Judgement("pass", {name: facts[name] for name in least})
+        return CheckJudgement("pass", {name: facts[name] for name in least})
     # 1024 is the usual default of Linux.
-    return Judgement(
+    return CheckJudgement(
         "fail" if low.get("nofile", 1024) < 1024 else "warn",
         low,
         {name: f">= {least[name]}" for name in low},

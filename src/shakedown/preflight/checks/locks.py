@@ -8,15 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shakedown.core.private import make_folders
-from shakedown.preflight.check import Check, Judgement
+from shakedown.preflight.check import Check, CheckJudgement
 from shakedown.preflight.checks.files import marker_folder
 from shakedown.preflight.checks.visibility import leave_file
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 _POLL_SECONDS = 0.05
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:
+def measure(request: ProbeRequest, node: str) -> NodeFacts:
     """The first node locks a file, the others try to. `failed`: the errno of a lock that cannot be
     taken at all, `taken`: a node got what the first one held, `unheld`: it was held too late."""
     folder = marker_folder(request)
@@ -61,21 +61,21 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
     return met
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
     """A warning: runs work without, but caches that several nodes write may break."""
     expected = "a lock of one node is seen by all"
     if facts["failed"]:
         remedy = "mount with locks (Lustre: flock; NFS: lockd), or keep HF_HOME off this mount"
-        return Judgement("warn", facts["failed"], expected, "", "environment", remedy)
+        return CheckJudgement("warn", facts["failed"], expected, "", "environment", remedy)
     if facts["taken"]:
         remedy = "mount with locks over all nodes (Lustre: flock instead of localflock)"
         measured = "got a lock that another node holds"
-        return Judgement("warn", measured, expected, "", "environment", remedy)
+        return CheckJudgement("warn", measured, expected, "", "environment", remedy)
     if facts["unheld"]:
-        return Judgement(
+        return CheckJudgement(
             "skip", "the first node held no lock meanwhile: see `visibility`", expected
         )
-    return Judgement("pass", "seen", expected)
+    return CheckJudgement("pass", "seen", expected)
 
 
 LOCKS = Check(

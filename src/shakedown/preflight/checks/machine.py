@@ -4,12 +4,12 @@ import os
 import platform
 from collections.abc import Mapping
 
-from shakedown.preflight.check import Check, Fleet, Judgement, unlike_most
-from shakedown.preflight.model import Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement, Fleet, unlike_most
+from shakedown.preflight.datatypes import NodeFacts, ProbeRequest
 from shakedown.processes.identity import boot_id
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """Nodes with one `boot_id` share a machine (a test cluster)."""
     return {
         "boot_id": boot_id(),
@@ -20,7 +20,7 @@ def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
     }
 
 
-def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """Warn for a node that is not like most."""
     rows = {
         node: {name: facts[name] for name in ("kernel", "libc", "cpus")}
@@ -28,9 +28,9 @@ def compare(fleet: Fleet) -> Mapping[str, Judgement]:
     }
     remedy = "update the node, or ask for as many CPUs on each: --cpus-per-task, --exclusive"
     return {
-        node: Judgement("warn", other, "as on most nodes", "", "environment", remedy)
+        node: CheckJudgement("warn", other, "as on most nodes", "", "environment", remedy)
         if other
-        else Judgement("pass", rows[node], "as on most nodes")
+        else CheckJudgement("pass", rows[node], "as on most nodes")
         for node, other in unlike_most(rows).items()
     }
 

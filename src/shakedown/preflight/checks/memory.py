@@ -4,13 +4,13 @@ from pathlib import Path
 
 import psutil
 
-from shakedown.preflight.check import Check, Judgement
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 MIN_FREE = 0.1  # share of what the job may use
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """Main memory in MB; `limit_mb` is the control group's limit, if any."""
     seen = psutil.virtual_memory()
     return {
@@ -34,15 +34,17 @@ def _cgroup_limit_mb() -> int | None:
     return min(limits_found, default=None)
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
     """Warn when little is available: someone else's processes are left on the node."""
     total = facts["limit_mb"] or facts["total_mb"]
     # The kernel counts what is available on the machine, whatever the control group allows.
     free = min(facts["available_mb"], total)
     least = round(total * MIN_FREE)
     if free < least:
-        return Judgement("warn", free, f">= {least}", "MB", "node", "look for left-over processes")
-    return Judgement("pass", free, f">= {least}", "MB")
+        return CheckJudgement(
+            "warn", free, f">= {least}", "MB", "node", "look for left-over processes"
+        )
+    return CheckJudgement("pass", free, f">= {least}", "MB")
 
 
 MEMORY = Check(

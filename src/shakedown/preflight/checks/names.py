@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import psutil
 
-from shakedown.preflight.check import Check, Fleet, Judgement
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement, Fleet
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:
+def measure(request: ProbeRequest, node: str) -> NodeFacts:
     """What the host's name and the other nodes resolve to, and this node's `own` addresses.
 
     `unresolved`: nodes whose address does not resolve, `nameless`: whose name does not.
@@ -48,45 +48,45 @@ def resolve(name: str) -> tuple[list[str], str | None]:
     return sorted({str(entry[4][0]) for entry in found}), None
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
     """gloo and NCCL listen where the host's name points: it must point at this host."""
     measured, own = facts["addresses"], facts["own"]
     expected = f"{facts['hostname']} resolves to an address of this node"
     if not measured:
         why = facts["error"] or "no address"
-        return Judgement(
+        return CheckJudgement(
             "fail", why, expected, remedy=f"add {facts['hostname']} to DNS or /etc/hosts"
         )
     # A scope may follow the address: fe80::1%eth0.
     if any(ipaddress.ip_address(a.partition("%")[0]).is_link_local for a in measured):
         remedy = "it is the wrong interface; fix DNS or set GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
-        return Judgement("fail", measured, expected, remedy=remedy)
+        return CheckJudgement("fail", measured, expected, remedy=remedy)
     # Of this node's own addresses only IPv4 is known (`measure`).
     foreign = [a for a in measured if ":" not in a and a not in own and not _is_loopback(a)]
     if foreign and len(foreign) == len(measured):
-        return Judgement("fail", measured, f"one of {own}", remedy="fix DNS or /etc/hosts")
+        return CheckJudgement("fail", measured, f"one of {own}", remedy="fix DNS or /etc/hosts")
     if facts["unresolved"]:
         remedy = "add the nodes to DNS, or NodeAddr to slurm.conf"
-        return Judgement(
+        return CheckJudgement(
             "fail", facts["unresolved"], "all nodes resolve", "", "environment", remedy
         )
-    return Judgement("pass", measured, expected)
+    return CheckJudgement("pass", measured, expected)
 
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """Names that scripts take for MASTER_ADDR; shakedown itself takes Slurm's NodeAddr."""
     # On one machine all nodes are at hand, and a test cluster's names need not resolve.
     if fleet.machines < 2:
         return {}
     remedy = "add the nodes to DNS or /etc/hosts, or take NodeAddr: scontrol show node NAME"
     return {
-        node: Judgement("warn", facts["nameless"], "all resolve", "", "environment", remedy)
+        node: CheckJudgement("warn", facts["nameless"], "all resolve", "", "environment", remedy)
         if facts["nameless"]
-        else Judgement("pass", "all resolve", "all resolve")
+        else CheckJudgement("pass", "all resolve", "all resolve")
         for node, facts in fleet.facts("names").items()
     }
 

@@ -8,15 +8,15 @@ import time
 from collections.abc import Sequence
 
 from shakedown.core.errors import ExitCode
-from shakedown.preflight.check import Check, Judgement
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 # Above this package: it knows how agents, rewards and sinks are loaded.
 _MODULE = "shakedown.training.try_part"
 _SHARE = 0.8  # of the check's limit, for all parts at once: so that the slow one is named
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """`faults`: part -> what it said where it cannot be used, `raised`: where its own code did."""
     want = request.want
     started = {" ".join(part): _start(part, want.model) for part in want.parts}
@@ -54,15 +54,15 @@ def _end(process: subprocess.Popen[str]) -> None:
         process.stderr.close()
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
     """Each must load; one whose own code raises may only dislike the made-up question."""
     expected = "imported and called once"
     remedy = "the same here: python -m shakedown.training.try_part KIND NAME [KWARGS]"
     if facts["faults"]:
-        return Judgement("fail", facts["faults"], expected, "", "user", remedy)
+        return CheckJudgement("fail", facts["faults"], expected, "", "user", remedy)
     if facts["raised"]:
-        return Judgement("warn", facts["raised"], expected, "", "user", remedy)
-    return Judgement("pass", [" ".join(part) for part in want.parts], expected)
+        return CheckJudgement("warn", facts["raised"], expected, "", "user", remedy)
+    return CheckJudgement("pass", [" ".join(part) for part in want.parts], expected)
 
 
 PARTS = Check(

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from shakedown.preflight.check import Check, Fleet, Judgement
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement, Fleet
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 _LFS_POINTER = b"version https://git-lfs"
 _BLOCK = 64 * 1024  # bytes
 _BLOCKS = 16  # of each file: 1 MiB, so that smaller ones are read whole
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """Each given path: `files`, `bytes`, `digest` of names, sizes and blocks, or the `error`."""
-    facts: dict[str, Facts] = {}
+    facts: dict[str, NodeFacts] = {}
     for text in request.want.paths:
         try:
             facts[text] = _read_tree(Path(text))
@@ -26,7 +26,7 @@ def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
     return {"paths": facts}
 
 
-def _read_tree(path: Path) -> Facts:
+def _read_tree(path: Path) -> NodeFacts:
     names = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     if not names:
         raise OSError(errno.ENOENT, "no files in it")
@@ -56,17 +56,17 @@ def sampled_blocks(size: int) -> list[int]:
     return sorted({last * number // (_BLOCKS - 1) for number in range(_BLOCKS)})
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
     """Model and data files can be read."""
     broken = {path: row["error"] for path, row in facts["paths"].items() if "error" in row}
     if broken:
         remedy = "put the files where every node can read them"
-        return Judgement("fail", broken, "readable", "", "environment", remedy)
+        return CheckJudgement("fail", broken, "readable", "", "environment", remedy)
     read = {path: f"{row['files']} files, {row['bytes']} B" for path, row in facts["paths"].items()}
-    return Judgement("pass", read, "readable")
+    return CheckJudgement("pass", read, "readable")
 
 
-def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """A given path must hold the same files on every node."""
     facts = fleet.facts("paths")
     found = {}
@@ -77,7 +77,7 @@ def compare(fleet: Fleet) -> Mapping[str, Judgement]:
         measured = f"{path}: other names, sizes or bytes than on {count} node(s)"
         for node in [n for n, digest in digests.items() if digest != usual]:
             expected, remedy = "the same files on every node", "copy the files again"
-            found[node] = Judgement("fail", measured, expected, "", "environment", remedy)
+            found[node] = CheckJudgement("fail", measured, expected, "", "environment", remedy)
     return found
 
 

@@ -2,11 +2,11 @@
 
 import socket
 
-from shakedown.preflight.check import Check, Judgement
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """`taken`: requested ports that cannot be bound on all interfaces, with the reason."""
     requested = {str(port): _bind_fault(port) for port in request.ports}
     taken = {port: why for port, why in requested.items() if why}
@@ -24,14 +24,14 @@ def _bind_fault(port: int) -> str | None:
         return getattr(error, "strerror", None) or str(error)
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
     """The requested ports must be free."""
     if not facts["asked"]:
-        return Judgement("skip", expected="no ports were given", blame="none")
+        return CheckJudgement("skip", expected="no ports were given", blame="none")
     if facts["taken"]:
         remedy = "end what listens there (ss -ltnp) or choose other ports"
-        return Judgement("fail", facts["taken"], "free", "", "node", remedy)
-    return Judgement("pass", facts["asked"], "free")
+        return CheckJudgement("fail", facts["taken"], "free", "", "node", remedy)
+    return CheckJudgement("pass", facts["asked"], "free")
 
 
 PORTS = Check("ports", "a `--port` is taken", measure, judge, limit="free", source="ours")

@@ -2,23 +2,23 @@
 
 import os
 
-from shakedown.preflight.check import Check, Judgement
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """`free_mb`: room for shared memory."""
     seen = os.statvfs("/dev/shm")  # noqa: S108
     return {"free_mb": round(seen.f_bavail * seen.f_frsize / 2**20, 1)}
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
     """Too little shared memory: bus errors in data loaders, vLLM and NCCL."""
     expected = f">= {want.min_shm_mb:g}"
     if facts["free_mb"] < want.min_shm_mb:
         remedy = "mount /dev/shm larger (containers: --shm-size), or remove stale files there"
-        return Judgement("fail", facts["free_mb"], expected, "MB free", "node", remedy)
-    return Judgement("pass", facts["free_mb"], expected, "MB free")
+        return CheckJudgement("fail", facts["free_mb"], expected, "MB free", "node", remedy)
+    return CheckJudgement("pass", facts["free_mb"], expected, "MB free")
 
 
 SHM = Check(

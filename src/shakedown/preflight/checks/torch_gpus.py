@@ -6,25 +6,25 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from shakedown.preflight.check import Check, Fleet, Judgement
+from shakedown.preflight.check import Check, CheckJudgement, Fleet
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 from shakedown.preflight.gpu_models import MIN_MEMORY_SHARE, model_of
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
 from shakedown.preflight.outliers import slow_ones
 
 _EXTRA = "pip install 'slurm-shakedown[cuda]'"
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """`version`, `cuda` and `nccl` of torch, `count` of GPUs, `failed`: what torch said."""
     return _ask_torch(request.limit)
 
 
-def measure_speed(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure_speed(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """`devices`: a row a GPU with its name and its rates; see preflight/torch_view.py."""
     return _ask_torch(request.limit, "--speed", request.want.model)
 
 
-def _ask_torch(limit: float, *more: str) -> Facts:
+def _ask_torch(limit: float, *more: str) -> NodeFacts:
     """What the child printed last.
 
     Raises:
@@ -42,7 +42,7 @@ def _ask_torch(limit: float, *more: str) -> Facts:
     return dict(facts)
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:
     """A driver with good GPUs is of no use to a torch that was built for CPUs."""
     expected = f">= {want.gpus} that compute"
     if facts["failed"] or facts["count"] < want.gpus:
@@ -52,15 +52,15 @@ def judge(facts: Facts, want: Expectations) -> Judgement:
             measured, remedy = "torch is not installed", _EXTRA
         elif facts["cuda"] is None:
             measured, remedy = f"torch {facts['version']} is built for CPUs", _EXTRA
-        return Judgement("fail", measured, expected, "", "environment", remedy)
-    return Judgement("pass", f"{facts['count']} (torch {facts['version']})", expected, "GPUs")
+        return CheckJudgement("fail", measured, expected, "", "environment", remedy)
+    return CheckJudgement("pass", f"{facts['count']} (torch {facts['version']})", expected, "GPUs")
 
 
-def judge_speed(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+def judge_speed(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
     """Against the numbers of the model, and against the other GPUs of the node."""
     rows = facts["devices"]
     if facts["failed"] or not rows:
-        return Judgement("error", facts["failed"] or "torch sees no GPU", "rates of each GPU")
+        return CheckJudgement("error", facts["failed"] or "torch sees no GPU", "rates of each GPU")
     fails, warns = _below_model(rows), []
     for rate in ("to_gpu_gb_s", "to_host_gb_s", "memory_gb_s", *_shapes(rows)):
         values = {str(number): [float(row[rate])] for number, row in enumerate(rows)}
@@ -76,8 +76,8 @@ def judge_speed(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
     remedy = "look at clocks, heat, power and PCIe lanes; compare with a node that is good"
     if fails or warns:
         status, wrong = ("fail", fails) if fails else ("warn", warns)
-        return Judgement(status, wrong, "as fast as its model", "", "node", remedy)  # type: ignore[arg-type]
-    return Judgement("pass", _slowest(rows), "as fast as its model, and as its neighbours")
+        return CheckJudgement(status, wrong, "as fast as its model", "", "node", remedy)  # type: ignore[arg-type]
+    return CheckJudgement("pass", _slowest(rows), "as fast as its model, and as its neighbours")
 
 
 def _below_model(rows: list[dict[str, Any]]) -> list[str]:
@@ -99,19 +99,19 @@ def _slowest(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {rate: min(float(row[rate]) for row in rows) for rate in rates}
 
 
-def compare_speed(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare_speed(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """A node whose slowest GPU is an outlier among the nodes' slowest."""
     slowest = {
         node: _slowest(facts["devices"])
         for node, facts in fleet.facts("gpu_speed").items()
         if facts["devices"]
     }
-    found: dict[str, Judgement] = {}
+    found: dict[str, CheckJudgement] = {}
     for rate in dict.fromkeys(rate for row in slowest.values() for rate in row):
         values = {node: [row[rate]] for node, row in slowest.items() if rate in row}
         for node, share in slow_ones(values).items():
             measured = f"{rate}: {values[node][0]:g}, {share:.0%} of the other nodes"
-            found[node] = Judgement("fail", measured, _NO_OUTLIER, remedy="drain the node")
+            found[node] = CheckJudgement("fail", measured, _NO_OUTLIER, remedy="drain the node")
     return found
 
 

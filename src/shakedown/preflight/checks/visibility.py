@@ -8,15 +8,15 @@ from pathlib import Path
 
 from shakedown.core.private import make_folders
 from shakedown.core.verdict import Blame, FindingStatus
-from shakedown.preflight.check import Check, Fleet, Judgement
+from shakedown.preflight.check import Check, CheckJudgement, Fleet
 from shakedown.preflight.checks.files import marker_folder
-from shakedown.preflight.model import Facts, ProbeRequest
+from shakedown.preflight.datatypes import NodeFacts, ProbeRequest
 
 # Stands for the machine that the command runs on; no node can have this name.
 COMMAND = "@command"
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:
+def measure(request: ProbeRequest, node: str) -> NodeFacts:
     """Leave a file, then wait until all others' files can be read, and one's own.
 
     Every node runs this at the same time. `listed`: nodes whose file appeared only after the
@@ -37,7 +37,7 @@ def leave_own(request: ProbeRequest) -> None:
         leave_file(folder, COMMAND, request.token)
 
 
-def look_from_here(request: ProbeRequest, answered: Collection[str]) -> Facts:
+def look_from_here(request: ProbeRequest, answered: Collection[str]) -> NodeFacts:
     """What the machine that the command runs on sees of the nodes' files, after they answered."""
     names = {*answered, COMMAND}
     try:
@@ -46,7 +46,7 @@ def look_from_here(request: ProbeRequest, answered: Collection[str]) -> Facts:
         return {"missing": sorted(names), "listed": []}
 
 
-def _look(folder: Path, names: Collection[str], request: ProbeRequest) -> Facts:
+def _look(folder: Path, names: Collection[str], request: ProbeRequest) -> NodeFacts:
     begin = time.monotonic()
     missing = set(names)
     listed: set[str] = set()
@@ -75,7 +75,7 @@ def leave_file(folder: Path, name: str, token: str) -> None:
     temporary.replace(folder / f"seen-{name}")
 
 
-def compare(fleet: Fleet) -> Mapping[str, Judgement]:
+def compare(fleet: Fleet) -> Mapping[str, CheckJudgement]:
     """Who does not see whose file. Nodes without a report left none and are left out."""
     facts = fleet.facts("visibility")
     if fleet.sees:
@@ -96,7 +96,7 @@ def compare(fleet: Fleet) -> Mapping[str, Judgement]:
 _CALLED = "the submitting machine"
 
 
-def _judged(unseen_by: list[str], blind: list[str], late: list[str]) -> Judgement:
+def _judged(unseen_by: list[str], blind: list[str], late: list[str]) -> CheckJudgement:
     status: FindingStatus = "pass"
     blame: Blame = "node"
     measured, remedy = "sees all", "is the results folder on the shared file system?"
@@ -108,7 +108,7 @@ def _judged(unseen_by: list[str], blind: list[str], late: list[str]) -> Judgemen
         status, blame, measured = "warn", "environment", f"only after `ls`: {_listed(late)}"
         remedy = "mount with lookupcache=positive, or run with Snakemake's latency-wait"
     expected = "every node's file seen by all"
-    return Judgement(status, measured, expected, "", blame, remedy if status != "pass" else "")
+    return CheckJudgement(status, measured, expected, "", blame, remedy if status != "pass" else "")
 
 
 def _listed(names: list[str]) -> str:

@@ -5,8 +5,8 @@ import subprocess
 from collections import Counter
 from pathlib import Path
 
-from shakedown.preflight.check import Check, Judgement
-from shakedown.preflight.model import Expectations, Facts, ProbeRequest
+from shakedown.preflight.check import Check, CheckJudgement
+from shakedown.preflight.datatypes import Expectations, NodeFacts, ProbeRequest
 
 RECENT_HOURS = 2.0  # AzNHC's: an older one was dealt with, and must not drain the node for ever
 # Both print `[12345.678901]`, seconds since the machine started, before each line.
@@ -22,7 +22,7 @@ APPLICATION = frozenset({13, 31})
 OFTEN = 5
 
 
-def measure(request: ProbeRequest, node: str) -> Facts:  # noqa: ARG001
+def measure(request: ProbeRequest, node: str) -> NodeFacts:  # noqa: ARG001
     """`errors`: [code, PCI bus, hours ago, text], `unreadable`: why there is no log to read."""
     uptime = float(Path("/proc/uptime").read_text().split()[0])
     said = "no dmesg and no journalctl here"
@@ -47,11 +47,11 @@ def parse_xids(text: str, uptime: float) -> list[list[object]]:
     ]
 
 
-def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
+def judge(facts: NodeFacts, want: Expectations) -> CheckJudgement:  # noqa: ARG001
     """Those of the last two hours, by AWS's grades."""
     if facts["unreadable"]:
         remedy = "run it as root, or: sysctl kernel.dmesg_restrict=0"
-        return Judgement("skip", facts["unreadable"], "the kernel's log", remedy=remedy)
+        return CheckJudgement("skip", facts["unreadable"], "the kernel's log", remedy=remedy)
     recent = [row for row in facts["errors"] if row[2] <= RECENT_HOURS and row[0] not in IGNORED]
     count = Counter(row[0] for row in recent)
     often = sum(count[code] for code in APPLICATION) >= OFTEN
@@ -62,11 +62,11 @@ def judge(facts: Facts, want: Expectations) -> Judgement:  # noqa: ARG001
         remedy = (
             "drain and reboot the node" if severe & ISOLATE else "drain the node, reset the GPU"
         )
-        return Judgement("fail", told, expected, remedy=remedy)
+        return CheckJudgement("fail", told, expected, remedy=remedy)
     if recent:
         remedy = "an application's fault, or one to watch: nvidia-smi -q"
-        return Judgement("warn", told, expected, "", "user", remedy)
-    return Judgement("pass", "none", expected)
+        return CheckJudgement("warn", told, expected, "", "user", remedy)
+    return CheckJudgement("pass", "none", expected)
 
 
 XID = Check(

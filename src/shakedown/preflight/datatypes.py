@@ -3,14 +3,15 @@
 import base64
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from shakedown.core.files import json_as
 
 Tier = Literal["quick", "standard", "burn"]
-Facts = Mapping[str, Any]
+NodeFacts = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def has_fault(faults: Sequence[InjectedFault], kind: str, node: str) -> bool:
 class CheckReport:
     """One check on one node: its facts, or the reason why it could not run."""
 
-    facts: Facts = field(default_factory=dict)
+    facts: NodeFacts = field(default_factory=dict)
     error: str = ""
     seconds: float = 0.0
 
@@ -127,3 +128,26 @@ class NodeReport:
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": "shakedown/preflight-node/1", **asdict(self)}
+
+
+@dataclass(frozen=True)
+class PreflightSettings:
+    """One preflight run. `limit`: seconds a check may take; `burn`: seconds of the burn tier.
+
+    `spares`: how many of the nodes may be left out. `leaves`: leaf switch -> its nodes; empty: ask
+    Slurm. `after`: the command that comes once all is well.
+    """
+
+    nodes: Sequence[str]
+    out: Path
+    want: Expectations
+    slurm: bool = False
+    srun_args: Sequence[str] = ()
+    limit: float = 20.0
+    burn: float = 600.0
+    ports: Sequence[int] = ()
+    faults: Sequence[InjectedFault] = ()
+    spares: int = 0
+    leaves: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    after: str = ""
+    say: Callable[[str], None] = field(default=lambda _: None)

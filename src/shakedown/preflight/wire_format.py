@@ -36,7 +36,7 @@ def emit(body: Mapping[str, Any]) -> None:
     sys.stdout.flush()
 
 
-class Decoder:
+class WireDecoder:
     """Finds the messages in a log that comes in pieces."""
 
     def __init__(self) -> None:

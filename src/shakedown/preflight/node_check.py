@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from shakedown.core.verdict import Finding, Status, counted, status_of
 from shakedown.core.visible import masked
+from shakedown.preflight.datatypes import Expectations, InjectedFault, NodeReport, ProbeRequest
 from shakedown.preflight.judge import judge
-from shakedown.preflight.model import Expectations, InjectedFault, NodeReport, ProbeRequest
 from shakedown.preflight.probe import measures, run_checks
 from shakedown.slurm.hostlist import node_name
 
