@@ -37,7 +37,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shakedown.agents.rewards import get_reward
 from shakedown.cluster.nodes import free_port
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.run import compare
 from shakedown.consistency.server import ComparedServer, OwnServer, open_server
 from shakedown.inference.auth import bearer
@@ -173,7 +173,7 @@ def whole_comparison(
         return [float(reward(text, answer)) for text, answer, _ in given]
 
     def run() -> Run:
-        plan = Plan(
+        plan = ComparisonPlan(
             url=server.url,
             model=server.model,
             api_key=server.api_key,
@@ -216,9 +216,9 @@ def _memory(url: str, model: Path, tokens: int) -> dict[str, float]:
     """The comparison of so many tokens in this process; memory in MB (10^6 bytes)."""
     rows = [{"prompt": f"{number % 10_000:07d}"} for number in range(-(-tokens // LONG))]
     with tempfile.TemporaryDirectory(prefix="bench-") as out:
-        plan = Plan(url=url, reference=str(model), rows=rows, max_tokens=LONG)
+        plan = ComparisonPlan(url=url, reference=str(model), rows=rows, max_tokens=LONG)
         # All is imported and loaded once, so that what then grows is the comparison's.
-        small = Plan(url=url, reference=str(model), rows=rows[:4], max_tokens=LONG)
+        small = ComparisonPlan(url=url, reference=str(model), rows=rows[:4], max_tokens=LONG)
         compare(small, Path(out) / "small")
         loaded, began = _peak(), time.perf_counter()
         result = compare(plan, Path(out) / "whole")

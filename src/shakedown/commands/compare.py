@@ -30,7 +30,7 @@ from shakedown.data_sources import parse_source, read_rows
 
 if TYPE_CHECKING:
     from shakedown.agents.reward_pool import RewardLimits
-    from shakedown.consistency.plan import Plan
+    from shakedown.consistency.plan import ComparisonPlan
     from shakedown.consistency.server import ComparedServer
 
 EXAMPLES = (
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """None stands for the config's value, and without a config for that of `Plan`."""
+    """None stands for the config's value, and without a config for that of `ComparisonPlan`."""
     parser.add_argument(
         "--max-tokens",
         type=positive,
@@ -199,7 +199,7 @@ def _again(args: argparse.Namespace) -> str:
 
 
 @contextlib.contextmanager
-def _planned_by_hand(args: argparse.Namespace) -> "Iterator[Plan]":
+def _planned_by_hand(args: argparse.Namespace) -> "Iterator[ComparisonPlan]":
     from shakedown.consistency.server import OwnServer, check_engine, open_server
 
     for name in ("reference", "engine", "data"):
@@ -232,7 +232,7 @@ def _planned_by_hand(args: argparse.Namespace) -> "Iterator[Plan]":
 
 
 @contextlib.contextmanager
-def _planned_by_config(args: argparse.Namespace) -> "Iterator[Plan]":
+def _planned_by_config(args: argparse.Namespace) -> "Iterator[ComparisonPlan]":
     """A run's own settings; options on the command line win."""
     from shakedown.agents.reward_pool import RewardLimits
     from shakedown.consistency.server import ComparedServer
@@ -278,9 +278,9 @@ def _plan(
     reward: str = "",
     limits: "RewardLimits | None" = None,
     trainer: str = "",
-) -> "Plan":
+) -> "ComparisonPlan":
     """What is asked for, without a server yet."""
-    from shakedown.consistency.plan import Plan, check_reference
+    from shakedown.consistency.plan import ComparisonPlan, check_reference
     from shakedown.training.forward import trainer_scores
 
     parsed = parse_source(source)
@@ -288,7 +288,7 @@ def _plan(
     reward = _usable_reward(args, reward, rows)
     check_reference(reference)
     own = given(args, "max_tokens", "temperature", "grade", "dtype", "seed")
-    return Plan(
+    return ComparisonPlan(
         url="",
         model=args.model,
         reference=reference,
@@ -307,7 +307,7 @@ def _plan(
     )
 
 
-def _served(plan: "Plan", server: "ComparedServer") -> "Plan":
+def _served(plan: "ComparisonPlan", server: "ComparedServer") -> "ComparisonPlan":
     return replace(
         plan,
         url=server.url,

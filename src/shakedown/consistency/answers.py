@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shakedown.consistency.accuracy import Paired
-from shakedown.consistency.journal import Journal, Row, recalled
+from shakedown.consistency.journal import JournalRow, PartJournal, recalled
 from shakedown.consistency.part import Answers
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.samples import ComparedCompletion
 from shakedown.consistency.score import Reference
 
@@ -21,10 +21,10 @@ def answer_of(row: Mapping[str, Any]) -> str | None:
 
 
 def judge_answers(
-    plan: Plan,
+    plan: ComparisonPlan,
     reference: Reference,
     answers: Answers,
-    journal: Journal,
+    journal: PartJournal,
     paired: Mapping[str, Paired],
 ) -> None:
     """Count every row with an answer that the engine completed, by its greedy and sampled answer.
@@ -47,7 +47,7 @@ def judge_answers(
 
 
 def _rewards(
-    plan: Plan, reference: Reference, completions: Sequence[ComparedCompletion], name: str
+    plan: ComparisonPlan, reference: Reference, completions: Sequence[ComparedCompletion], name: str
 ) -> list[tuple[float | None, float | None]]:
     """Rewards of engine and reference by row; both sides' tokens become text in the same way."""
     if not completions or plan.reward is None:
@@ -69,18 +69,20 @@ def _rewards(
     return list(zip(rewards[:half], rewards[half:], strict=True))
 
 
-def _known(journal: Journal, sample: int, name: str) -> tuple[float | None, float | None] | None:
+def _known(
+    journal: PartJournal, sample: int, name: str
+) -> tuple[float | None, float | None] | None:
     return (recalled(journal, sample, "answers", _read) or {}).get(name)
 
 
 def _keep(
-    journal: Journal, sample: int, name: str, pair: tuple[float | None, float | None]
+    journal: PartJournal, sample: int, name: str, pair: tuple[float | None, float | None]
 ) -> None:
     known = recalled(journal, sample, "answers", _read) or {}
     journal.put(sample, "answers", {**known, name: list(pair)})
 
 
-def _read(row: Row) -> Rewards:
+def _read(row: JournalRow) -> Rewards:
     return {name: (_number(engine), _number(own)) for name, (engine, own) in row.items()}
 
 

@@ -63,7 +63,7 @@ class SampleSums:
         """
         if not self._rows:
             raise ValueError("no token was scored by both sides")
-        rows, tail = np.array(self._rows), _Tail(self)
+        rows, tail = np.array(self._rows), _TailSamples(self)
         whole = self._values(np.ones(self.samples, np.int64), rows, tail)
         drawn = [self._values(counts, rows, tail) for counts in self._draws(seed, resamples)]
         return {
@@ -79,7 +79,7 @@ class SampleSums:
             yield np.bincount(draw, minlength=self.samples)
 
     def _values(
-        self, counts: npt.NDArray[np.int64], rows: Array, tail: "_Tail"
+        self, counts: npt.NDArray[np.int64], rows: Array, tail: "_TailSamples"
     ) -> dict[str, float]:
         """Every metric of one resample; `counts`: how often it has each sample."""
         sums = dict(zip(_COLUMNS, map(float, counts @ rows), strict=True))
@@ -93,7 +93,7 @@ class SampleSums:
         return values
 
 
-class _Tail:
+class _TailSamples:
     """Tokens by |t - g|, ascending: for percentiles of drawn samples."""
 
     def __init__(self, sums: SampleSums) -> None:

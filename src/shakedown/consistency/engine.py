@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from shakedown.consistency.images import with_images
-from shakedown.consistency.journal import Act, Journal, recalled
+from shakedown.consistency.journal import Act, PartJournal, recalled
 from shakedown.consistency.logprobs import read_logprobs
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Failure, Generated
 from shakedown.core.errors import CannotJudgeError, ServerError, UsageError
@@ -62,7 +62,7 @@ async def generate(
 async def generate_all(
     client: Client,
     prompts: Sequence[EncodedPrompt],
-    journal: Journal,
+    journal: PartJournal,
     act: Act,
     *,
     max_tokens: int,
@@ -104,7 +104,7 @@ async def generate_all(
 async def prefill_all(
     client: Client,
     completions: Sequence[ComparedCompletion],
-    journal: Journal,
+    journal: PartJournal,
     *,
     concurrency: int,
 ) -> tuple[dict[int, list[float]], str]:

@@ -6,26 +6,26 @@ from dataclasses import dataclass
 
 from shakedown.consistency import factors
 from shakedown.consistency.compare import Metric
-from shakedown.consistency.factors.table import Row
-from shakedown.consistency.grade import Chosen, choose_limits, grade_metrics
+from shakedown.consistency.factors.table import FactorRow
+from shakedown.consistency.grade import ChosenLimits, choose_limits, grade_metrics
 from shakedown.consistency.layers import LayerFinding, find_layer
 from shakedown.consistency.part import ComparedSample
-from shakedown.consistency.plan import Plan, Progress
+from shakedown.consistency.plan import ComparisonPlan, SayProgress
 from shakedown.consistency.score import Reference
 from shakedown.core.verdict import Finding, status_of
 
 
 @dataclass(frozen=True)
-class Explained:
+class ExplainedDifference:
     """Limits by the measured noise, the factor table, what it says, and how long it took.
 
     `unexplained`: the comparison does not pass, and no factor accounts for it. `layer` was looked
     for where that is so, or the weights account for it.
     """
 
-    chosen: Chosen
-    noise: Sequence[Row]
-    rows: Sequence[Row]
+    chosen: ChosenLimits
+    noise: Sequence[FactorRow]
+    rows: Sequence[FactorRow]
     findings: Sequence[Finding]
     sentence: str
     unexplained: bool
@@ -35,12 +35,12 @@ class Explained:
 
 
 def explain(
-    plan: Plan,
+    plan: ComparisonPlan,
     reference: Reference,
     shown: Sequence[ComparedSample],
     metrics: Mapping[str, Metric],
-    progress: Progress,
-) -> Explained:
+    progress: SayProgress,
+) -> ExplainedDifference:
     """Measure the noise and the cheap factors; the deep ones where the comparison does not pass."""
     begin = time.monotonic()
     bench = factors.Bench(plan, reference, shown)
@@ -56,7 +56,7 @@ def explain(
     )
     limit = chosen.limits["mean_abs_dlogp"]
 
-    def judged(rows: Sequence[Row], *, deep: bool) -> list[Finding]:
+    def judged(rows: Sequence[FactorRow], *, deep: bool) -> list[Finding]:
         return factors.findings(
             rows, noise, limit, deep=deep, engine_dtype=plan.engine_dtype, own=reference.dtype
         )
@@ -73,7 +73,7 @@ def explain(
         progress("layers")
         layer = find_layer(bench)
     whole = metrics["mean_abs_dlogp"].value
-    return Explained(
+    return ExplainedDifference(
         chosen=chosen,
         noise=noise.rows,
         rows=rows,
@@ -87,7 +87,7 @@ def explain(
 
 
 def _sentence(
-    rows: Sequence[Row], whole: float, layer: LayerFinding | None, fault: Finding | None
+    rows: Sequence[FactorRow], whole: float, layer: LayerFinding | None, fault: Finding | None
 ) -> str:
     """`fault`: one that is not in the compared numbers, such as weights that came after them."""
     if fault:

@@ -11,7 +11,7 @@ from shakedown.core.verdict import Finding, FindingStatus
 
 
 @dataclass(frozen=True)
-class Limits:
+class GradeLimits:
     """At most `good` passes, at most `poor` warns, above it fails."""
 
     good: float
@@ -21,22 +21,22 @@ class Limits:
 # NeMo-RL asserts 1.05 for token_mult_prob_error and documents 1e-3 for KL; verl calls a
 # probability difference of 0.005 fine and of 0.01 bad. Dense models in bf16 show a k3 of 6.4e-4
 # (Qwen3-8B) and |dlogp| of 0.011 (Qwen3-4B); a 30B mixture of experts 1.5e-3.
-_DENSE: Mapping[str, Limits] = {
-    "k3": Limits(1e-3, 2e-3),
-    "token_mult_prob_error": Limits(1.02, 1.05),
-    "mean_abs_dlogp": Limits(0.025, 0.05),
-    "mean_abs_dprob": Limits(0.005, 0.01),
+_DENSE: Mapping[str, GradeLimits] = {
+    "k3": GradeLimits(1e-3, 2e-3),
+    "token_mult_prob_error": GradeLimits(1.02, 1.05),
+    "mean_abs_dlogp": GradeLimits(0.025, 0.05),
+    "mean_abs_dprob": GradeLimits(0.005, 0.01),
 }
 # Routing and quantisation move single tokens further: the KL limits are doubled.
-_DOUBLED: Mapping[str, Limits] = {**_DENSE, "k3": Limits(2e-3, 4e-3)}
+_DOUBLED: Mapping[str, GradeLimits] = {**_DENSE, "k3": GradeLimits(2e-3, 4e-3)}
 # True on-policy: both sides run the same kernels (slime's aligned mode asks for 1e-6).
-_STRICT: Mapping[str, Limits] = {
-    "k3": Limits(1e-6, 1e-6),
-    "token_mult_prob_error": Limits(1 + 1e-6, 1 + 1e-6),
-    "mean_abs_dlogp": Limits(1e-6, 1e-6),
-    "mean_abs_dprob": Limits(1e-6, 1e-6),
+_STRICT: Mapping[str, GradeLimits] = {
+    "k3": GradeLimits(1e-6, 1e-6),
+    "token_mult_prob_error": GradeLimits(1 + 1e-6, 1 + 1e-6),
+    "mean_abs_dlogp": GradeLimits(1e-6, 1e-6),
+    "mean_abs_dprob": GradeLimits(1e-6, 1e-6),
 }
-GRADES: Mapping[str, Mapping[str, Limits]] = {
+GRADES: Mapping[str, Mapping[str, GradeLimits]] = {
     "dense": _DENSE,
     "moe": _DOUBLED,
     "fp8": _DOUBLED,
@@ -49,10 +49,10 @@ _POOR = 5.0  # times what passes, above which two sides in float32 fail
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenLimits:
     """The limits that a comparison is judged by, and in words where they come from."""
 
-    limits: Mapping[str, Limits]
+    limits: Mapping[str, GradeLimits]
     source: str
 
 
@@ -64,7 +64,7 @@ def choose_limits(
     engine: str,
     floor: float,
     experts: bool = False,
-) -> Chosen:
+) -> ChosenLimits:
     """The limits of a grade; of `auto` those that the two number formats and the noise ask for.
 
     Args:
@@ -76,55 +76,61 @@ def choose_limits(
         UsageError: no such grade.
     """
     if grade != "auto":
-        chosen = Chosen(get_limits(grade), f"grade {grade}")
+        chosen = ChosenLimits(get_limits(grade), f"grade {grade}")
     elif reference == engine == "float32":
         size = min(max(_EXACT, _ROOM * floor), _DENSE["mean_abs_dlogp"].good)
-        chosen = Chosen(_exact(size), f"float32 on both sides, noise floor {floor:.2g} nats")
+        chosen = ChosenLimits(_exact(size), f"float32 on both sides, noise floor {floor:.2g} nats")
     else:
         name = "moe" if experts else "dense"
         told = engine or "a dtype that it does not tell"
-        chosen = Chosen(get_limits(name), f"{name}: reference in {reference}, engine in {told}")
+        chosen = ChosenLimits(
+            get_limits(name), f"{name}: reference in {reference}, engine in {told}"
+        )
     if not over:
         return chosen
-    own = {name: Limits(value, value) for name, value in over.items()}
-    return Chosen({**chosen.limits, **own}, f"{chosen.source}; consistency.limits over them")
+    own = {name: GradeLimits(value, value) for name, value in over.items()}
+    return ChosenLimits({**chosen.limits, **own}, f"{chosen.source}; consistency.limits over them")
 
 
-def _exact(size: float) -> dict[str, Limits]:
+def _exact(size: float) -> dict[str, GradeLimits]:
     """Limits of every metric that belong to a mean |dlogp| of `size` nats, by their definitions."""
     poor = _POOR * size
     return {
         # mean(r^2) / 2; with tails, the mean of r^2 is some ten times the square of mean |r|.
-        "k3": Limits(5 * size**2, 5 * poor**2),
-        "token_mult_prob_error": Limits(math.exp(2 * size), math.exp(2 * poor)),
-        "mean_abs_dlogp": Limits(size, poor),
-        "mean_abs_dprob": Limits(size, poor),
+        "k3": GradeLimits(5 * size**2, 5 * poor**2),
+        "token_mult_prob_error": GradeLimits(math.exp(2 * size), math.exp(2 * poor)),
+        "mean_abs_dlogp": GradeLimits(size, poor),
+        "mean_abs_dprob": GradeLimits(size, poor),
     }
 
 
-def get_limits(grade: str, over: Mapping[str, float] = MappingProxyType({})) -> dict[str, Limits]:
+def get_limits(
+    grade: str, over: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, GradeLimits]:
     """Look a grade up; a metric of `over` passes up to that number and fails above it.
 
     Raises:
         UsageError: no such grade.
     """
-    own = {name: Limits(value, value) for name, value in over.items()}
+    own = {name: GradeLimits(value, value) for name, value in over.items()}
     return {**look_up("grade", grade, GRADES), **own}
 
 
-def grade_metrics(metrics: Mapping[str, Metric], limits: Mapping[str, Limits]) -> list[Finding]:
+def grade_metrics(
+    metrics: Mapping[str, Metric], limits: Mapping[str, GradeLimits]
+) -> list[Finding]:
     """One finding for each metric that has a limit."""
     return [_finding(name, metrics[name], bounds) for name, bounds in limits.items()]
 
 
-def status_by(value: float, limits: Limits) -> FindingStatus:
+def status_by(value: float, limits: GradeLimits) -> FindingStatus:
     """A NaN fails."""
     if value <= limits.good:
         return "pass"
     return "warn" if value <= limits.poor else "fail"
 
 
-def _finding(name: str, metric: Metric, limits: Limits) -> Finding:
+def _finding(name: str, metric: Metric, limits: GradeLimits) -> Finding:
     status = status_by(metric.value, limits)
     crosses = metric.low <= limits.good < metric.high
     return Finding(

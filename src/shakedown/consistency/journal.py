@@ -21,7 +21,7 @@ from shakedown.core.private import file_mode, make_folders
 from shakedown.core.rows import JsonLines
 
 Act = Literal["sampled", "greedy", "prefill", "score", "greedy_score", "answers"]
-Row = Mapping[str, Any]
+JournalRow = Mapping[str, Any]
 Kept = TypeVar("Kept")
 
 _SCHEMA = "shakedown/comparison-parts/1"
@@ -32,7 +32,7 @@ _MADE_OF: Mapping[str, tuple[Act, ...]] = {
 }
 
 
-class Journal:
+class PartJournal:
     """The rows of one part; a half-written last one, of a process that was killed, is cut off.
 
     Raises:
@@ -41,16 +41,16 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._rows: dict[tuple[int, str], Row] = {}
+        self._rows: dict[tuple[int, str], JournalRow] = {}
         try:
             self._read()
         except OSError as error:
             raise _cannot(path, error) from error
 
-    def get(self, sample: int, act: Act) -> Row | None:
+    def get(self, sample: int, act: Act) -> JournalRow | None:
         return self._rows.get((sample, act))
 
-    def put(self, sample: int, act: Act, row: Row) -> None:
+    def put(self, sample: int, act: Act, row: JournalRow) -> None:
         """Keep a row, in memory and at the end of the file."""
         line = json.dumps({"sample": sample, "act": act, "row": row}) + "\n"
         try:
@@ -65,7 +65,7 @@ class Journal:
         samples = {sample for sample, _ in self._rows}
         return sum(all((s, act) in self._rows for act in acts) for s in samples)
 
-    def _take(self, sample: int, act: str, row: Row) -> None:
+    def _take(self, sample: int, act: str, row: JournalRow) -> None:
         for later in _MADE_OF.get(act, ()):
             self._rows.pop((sample, later), None)
         self._rows[sample, act] = row
@@ -89,7 +89,9 @@ def _is_row(body: Mapping[str, Any]) -> bool:
     return False
 
 
-def recalled(journal: Journal, sample: int, act: Act, build: Callable[[Row], Kept]) -> Kept | None:
+def recalled(
+    journal: PartJournal, sample: int, act: Act, build: Callable[[JournalRow], Kept]
+) -> Kept | None:
     """What a row of the journal holds; None without one, or with one that is damaged."""
     row = journal.get(sample, act)
     try:
@@ -98,7 +100,7 @@ def recalled(journal: Journal, sample: int, act: Act, build: Callable[[Row], Kep
         return None
 
 
-class Parts:
+class ComparisonParts:
     """The journals of one comparison.
 
     Args:
@@ -119,8 +121,8 @@ class Parts:
             make_folders(folder)
             write_json(folder / "identity.json", {"schema": _SCHEMA, "sha256": digest})
 
-    def journal(self, number: int) -> Journal:
-        return Journal(self.folder / f"{number:05d}.jsonl")
+    def journal(self, number: int) -> PartJournal:
+        return PartJournal(self.folder / f"{number:05d}.jsonl")
 
     def remove(self) -> None:
         """Once the result is written, or worth nothing."""

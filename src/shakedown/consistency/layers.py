@@ -10,7 +10,12 @@ from shakedown.consistency.factors.bench import Bench
 from shakedown.consistency.factors.table import NAMED, distance
 from shakedown.consistency.factors.weights import told_folder
 from shakedown.consistency.score import Reference
-from shakedown.consistency.tensors import TensorDifference, Tensors, compare_folders, layer_of
+from shakedown.consistency.tensors import (
+    ComparedTensors,
+    TensorDifference,
+    compare_folders,
+    layer_of,
+)
 from shakedown.core.errors import CannotJudgeError, StorageError, UsageError
 from shakedown.core.verdict import Finding
 
@@ -18,7 +23,7 @@ _SHOWN = 8  # tensors and layers that are told by name
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerScoring:
     """One scoring: mean |dlogp| that is left with the engine's weights of these layers."""
 
     layers: Sequence[str]
@@ -35,7 +40,7 @@ class LayerFinding:
     layer: str
     sentence: str
     tensors: Sequence[TensorDifference] = ()
-    steps: Sequence[Step] = ()
+    steps: Sequence[LayerScoring] = ()
 
     def finding(self) -> Finding:
         return Finding(
@@ -85,7 +90,7 @@ def find_layer(bench: Bench) -> LayerFinding:
 
 def search(
     layers: Sequence[str], left: Callable[[Collection[str]], float]
-) -> tuple[str, list[Step]]:
+) -> tuple[str, list[LayerScoring]]:
     """The layer without which at most half of the distance is left, and the scorings (pure).
 
     Args:
@@ -95,10 +100,10 @@ def search(
     Returns:
         An empty name where all of them together explain less than half, or no single one does.
     """
-    steps: list[Step] = []
+    steps: list[LayerScoring] = []
 
     def scored(some: Sequence[str]) -> float:
-        steps.append(Step(list(some), left(some)))
+        steps.append(LayerScoring(list(some), left(some)))
         return steps[-1].left
 
     goal = (1 - NAMED) * scored([])
@@ -113,7 +118,7 @@ def search(
     return found if alone else "", steps
 
 
-def _confirmed(bench: Bench, folder: Path, tensors: Tensors) -> LayerFinding:
+def _confirmed(bench: Bench, folder: Path, tensors: ComparedTensors) -> LayerFinding:
     other = Reference(str(folder), dtype=bench.reference.dtype)
     parts = unequal(bench.reference.parameters(), other.parameters())
 
@@ -131,7 +136,7 @@ def _confirmed(bench: Bench, folder: Path, tensors: Tensors) -> LayerFinding:
 
 
 def judged(
-    layer: str, steps: Sequence[Step], layers: Sequence[str], tensors: Tensors
+    layer: str, steps: Sequence[LayerScoring], layers: Sequence[str], tensors: ComparedTensors
 ) -> LayerFinding:
     """What the tensors and the scorings say together (pure)."""
     whole = steps[0].left

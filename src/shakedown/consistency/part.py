@@ -13,9 +13,9 @@ from shakedown.consistency.engine import (
     server_text,
 )
 from shakedown.consistency.greedy import GreedyDivergence, first_divergences
-from shakedown.consistency.journal import Act, Journal, recalled
+from shakedown.consistency.journal import Act, PartJournal, recalled
 from shakedown.consistency.logprobs import BadToken, read_logprobs
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.prompts import refuse_other_prompts
 from shakedown.consistency.samples import (
     ComparedCompletion,
@@ -52,7 +52,7 @@ class ComparedSample:
 
 
 async def ask(
-    plan: Plan, prompts: Sequence[EncodedPrompt], tokenizer: Any, journal: Journal
+    plan: ComparisonPlan, prompts: Sequence[EncodedPrompt], tokenizer: Any, journal: PartJournal
 ) -> Answers:
     """Generate sampled and greedily, and let the engine score the samples; nothing twice.
 
@@ -75,7 +75,11 @@ async def ask(
 
 
 async def _generated(
-    plan: Plan, client: Client, prompts: Sequence[EncodedPrompt], journal: Journal, act: Act
+    plan: ComparisonPlan,
+    client: Client,
+    prompts: Sequence[EncodedPrompt],
+    journal: PartJournal,
+    act: Act,
 ) -> tuple[list[ComparedCompletion], Sequence[Failure]]:
     made = await generate_all(
         client,
@@ -90,7 +94,7 @@ async def _generated(
 
 
 def score(
-    plan: Plan, reference: Reference, answers: Answers, journal: Journal
+    plan: ComparisonPlan, reference: Reference, answers: Answers, journal: PartJournal
 ) -> tuple[list[ComparedSample], list[GreedyDivergence | None]]:
     """Score a part by the reference: the samples, and where each greedy completion leaves it.
 
@@ -117,7 +121,7 @@ def _scored(
     reference: Reference,
     completions: Sequence[ComparedCompletion],
     temperature: float,
-    journal: Journal,
+    journal: PartJournal,
     act: Act,
 ) -> list[Score]:
     known = {c.prompt.index: _known(c, journal, act) for c in completions}
@@ -129,7 +133,7 @@ def _scored(
     return [found for found in known.values() if found is not None]
 
 
-def _known(completion: ComparedCompletion, journal: Journal, act: Act) -> Score | None:
+def _known(completion: ComparedCompletion, journal: PartJournal, act: Act) -> Score | None:
     found = recalled(journal, completion.prompt.index, act, Score.from_row)
     fits = found is not None and len(found.logprobs) == len(completion.token_ids)
     return found if fits else None

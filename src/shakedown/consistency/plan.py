@@ -12,13 +12,13 @@ from shakedown.core.errors import UsageError
 from shakedown.core.model_folder import check_sizes, check_tokenizer
 from shakedown.core.verdict import Finding
 
-Progress = Callable[[str], None]
+SayProgress = Callable[[str], None]
 # (sequences, dtype, temperature) -> log-probabilities of the completions by a trainer's forward.
 TrainerScores = Callable[[Sequence[Scored], str, float], list[Array]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """What to compare and how.
 
     Attributes:

@@ -8,14 +8,14 @@ from typing import Any, Literal
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt
 from shakedown.core.errors import ExitCode, ShakedownError
 
-Kind = Literal["special tokens", "tokenizer", "template", "unknown"]
+PromptDifference = Literal["special tokens", "tokenizer", "template", "unknown"]
 # The text that the server's own tokenizer makes of its ids; empty where the server cannot say.
 ServerText = Callable[[Sequence[int]], Awaitable[str]]
 
 _EXPLAINED = 8  # prompts that the server is asked for the text of
 _AROUND = 5  # ids shown on each side of the first difference
 _LONGEST = 4000  # characters of a text that are kept
-_REMEDIES: dict[Kind, str] = {
+_REMEDIES: dict[PromptDifference, str] = {
     "special tokens": "add BOS once: by the chat template or by the tokenizer's "
     "add_special_tokens, and alike on both sides",
     "tokenizer": "serve the trainer's tokenizer files: vllm serve MODEL --tokenizer FOLDER",
@@ -34,7 +34,7 @@ class PromptDifference:
     """
 
     sample: int
-    kind: Kind
+    kind: PromptDifference
     first: int
     trainer: Sequence[int]
     server: Sequence[int]
@@ -117,7 +117,9 @@ async def _explained(
     return PromptDifference(prompt.index, kind, first, ours, theirs, text, seen, len(theirs))
 
 
-def _kind(prompt: EncodedPrompt, theirs: list[int], tokenizer: Any, text: str, told: str) -> Kind:
+def _kind(
+    prompt: EncodedPrompt, theirs: list[int], tokenizer: Any, text: str, told: str
+) -> PromptDifference:
     special = frozenset(tokenizer.all_special_ids)
     if _bare(list(prompt.ids), special) == _bare(theirs, special):
         return "special tokens"
@@ -168,7 +170,7 @@ def _cut(text: str, place: int) -> str:
     return "..." * (begin > 0) + repr(text[begin:end]) + "..." * (end < len(text))
 
 
-def _say(kind: Kind) -> str:
+def _say(kind: PromptDifference) -> str:
     return {
         "special tokens": "BOS or another special token",
         "tokenizer": "the same text, another tokenizer",

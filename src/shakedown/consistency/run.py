@@ -15,12 +15,12 @@ from shakedown.consistency.accuracy import Paired, accuracy_findings
 from shakedown.consistency.answers import judge_answers
 from shakedown.consistency.bootstrap import divergence_rate
 from shakedown.consistency.compare import Aligned, Metric, align
-from shakedown.consistency.explain import Explained, explain
+from shakedown.consistency.explain import ExplainedDifference, explain
 from shakedown.consistency.grade import get_limits, grade_metrics
 from shakedown.consistency.greedy import GreedyDivergence, judge_greedy
-from shakedown.consistency.journal import Journal, Parts, state_of
+from shakedown.consistency.journal import ComparisonParts, PartJournal, state_of
 from shakedown.consistency.part import ComparedSample, ask, score
-from shakedown.consistency.plan import Plan, Progress
+from shakedown.consistency.plan import ComparisonPlan, SayProgress
 from shakedown.consistency.samples import check_rows, read_prompts
 from shakedown.consistency.score import Reference
 from shakedown.consistency.tables import open_tables
@@ -42,7 +42,7 @@ class Comparison:
     are kept for factors and drawings (all, unless they are very many), `aligned` their tokens.
     """
 
-    plan: Plan
+    plan: ComparisonPlan
     engine: str
     reference_dtype: str
     samples: int
@@ -51,7 +51,7 @@ class Comparison:
     aligned: Aligned
     metrics: Mapping[str, Metric]
     findings: Sequence[Finding]
-    explained: Explained
+    explained: ExplainedDifference
     divergences: Sequence[GreedyDivergence | None]
     accuracy: Mapping[str, Paired] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -82,7 +82,9 @@ class Comparison:
         return f"the log-probabilities agree over {size}; {worse.check}: {worse.measured}"
 
 
-def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Comparison:
+def compare(
+    plan: ComparisonPlan, out: Path, *, progress: SayProgress = lambda _: None
+) -> Comparison:
     """Run the whole comparison, and write tokens.parquet and samples.parquet to the folder `out`.
 
     What a stopped one of the same plan has left there is taken up, not asked for again.
@@ -101,7 +103,7 @@ def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Co
     progress(f"loading {plan.reference} in transformers")
     quiet()  # its progress bar is one line of escapes in a log
     reference = Reference(plan.reference, dtype=plan.dtype)
-    parts = Parts(ComparisonPaths(out).parts, _identity(plan, reference, rows))
+    parts = ComparisonParts(ComparisonPaths(out).parts, _identity(plan, reference, rows))
     work = _Work(plan, reference, parts, progress)
     work.seconds["load"] = time.monotonic() - begin
     if parts.resumed:
@@ -129,7 +131,13 @@ def compare(plan: Plan, out: Path, *, progress: Progress = lambda _: None) -> Co
 class _Work:
     """The parts, one after another, and what has come of them."""
 
-    def __init__(self, plan: Plan, reference: Reference, parts: Parts, progress: Progress) -> None:
+    def __init__(
+        self,
+        plan: ComparisonPlan,
+        reference: Reference,
+        parts: ComparisonParts,
+        progress: SayProgress,
+    ) -> None:
         self.tally = Tally()
         self.seconds = {"load": 0.0, "generate": 0.0, "score": 0.0}
         self._plan, self._reference, self._parts = plan, reference, parts
@@ -181,7 +189,7 @@ class _Work:
     def decode(self, token: int) -> str:
         return str(self._reference.tokenizer.decode([token]))
 
-    def _stopped(self, error: ServerError, journal: Journal, total: int) -> ServerError:
+    def _stopped(self, error: ServerError, journal: PartJournal, total: int) -> ServerError:
         kept = self._done + journal.count("sampled")
         if not kept:
             return error
@@ -203,7 +211,7 @@ def _release_freed() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _identity(plan: Plan, reference: Reference, rows: str) -> dict[str, Any]:
+def _identity(plan: ComparisonPlan, reference: Reference, rows: str) -> dict[str, Any]:
     """All that answers and scores depend on. Not the URL: a server may come back at another."""
     return {
         "reference": [plan.reference, reference.dtype, state_of(plan.reference)],
@@ -214,7 +222,9 @@ def _identity(plan: Plan, reference: Reference, rows: str) -> dict[str, Any]:
     }
 
 
-def _judge(plan: Plan, reference: Reference, tally: Tally, progress: Progress) -> Comparison:
+def _judge(
+    plan: ComparisonPlan, reference: Reference, tally: Tally, progress: SayProgress
+) -> Comparison:
     metrics = tally.sums.measure(seed=plan.seed)
     metrics["greedy_divergence_rate"] = divergence_rate(
         [flip.position if flip else None for flip in tally.divergences], seed=plan.seed

@@ -14,9 +14,9 @@ from shakedown.consistency.images import has_images, take_images
 from shakedown.consistency.logprobs import BadToken
 from shakedown.core.errors import ShakedownError, UsageError
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 # Token ids of messages with images (PNG), expanded as the model's processor does.
-ImageIds = Callable[[Sequence[Message], Sequence[bytes]], list[int]]
+ImageIds = Callable[[Sequence[ChatMessage], Sequence[bytes]], list[int]]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EncodedPrompt:
     """
 
     index: int
-    messages: Sequence[Message] = ()
+    messages: Sequence[ChatMessage] = ()
     text: str = ""
     ids: Sequence[int] = ()
     images: Sequence[bytes] = ()
@@ -211,7 +211,7 @@ def _with_images(
     return EncodedPrompt(index, messages=messages, ids=ids, images=images)
 
 
-def _given(index: int, row: Mapping[str, Any]) -> str | list[Message]:
+def _given(index: int, row: Mapping[str, Any]) -> str | list[ChatMessage]:
     given = row.get("messages") or row.get("prompt")
     if given is None and isinstance(row.get("question"), str):
         given = [{"role": "user", "content": row["question"]}]

@@ -51,7 +51,7 @@ class TensorDifference:
 
 
 @dataclass(frozen=True)
-class Tensors:
+class ComparedTensors:
     """What two checkpoints have in common and what not.
 
     Attributes:
@@ -96,7 +96,7 @@ def layer_of(name: str) -> str:
     return found.group() if found else name.rpartition(".")[0] or name
 
 
-def compare_folders(reference: Path, engine: Path) -> Tensors:
+def compare_folders(reference: Path, engine: Path) -> ComparedTensors:
     """Every tensor of both folders' *.safetensors, in blocks of 4M numbers.
 
     Raises:
@@ -117,7 +117,7 @@ def compare_folders(reference: Path, engine: Path) -> Tensors:
             different.append(found)
     different.sort(key=lambda each: -math.inf if each.relative is None else -each.relative)
     taken = set(pairs.values())
-    return Tensors(
+    return ComparedTensors(
         same=len(pairs) - len(different),
         rounded=rounded,
         different=different,

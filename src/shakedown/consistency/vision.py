@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoProcessor
 
-from shakedown.consistency.samples import EncodedPrompt, Message
+from shakedown.consistency.samples import ChatMessage, EncodedPrompt
 from shakedown.core.errors import CannotJudgeError
 
 
@@ -24,7 +24,7 @@ class Vision:
         self._name = model
         self.causal = False  # image tokens see only what stands before them, as text does
 
-    def ids(self, messages: Sequence[Message], images: Sequence[bytes]) -> list[int]:
+    def ids(self, messages: Sequence[ChatMessage], images: Sequence[bytes]) -> list[int]:
         """Token ids of messages with images (PNG), the images' own tokens among them.
 
         Raises:
@@ -48,7 +48,7 @@ class Vision:
         }
 
     def _features(
-        self, messages: Sequence[Message], images: Sequence[bytes]
+        self, messages: Sequence[ChatMessage], images: Sequence[bytes]
     ) -> dict[str, torch.Tensor]:
         from PIL import Image
 

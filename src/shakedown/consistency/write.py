@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 from shakedown.consistency.accuracy import accuracy_metrics
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.prompts import PromptMismatchError
 from shakedown.consistency.run import Comparison
 from shakedown.core.verdict import Finding, Stopwatch, Verdict, installed_versions
@@ -54,7 +54,7 @@ def make_verdict(result: Comparison, watch: Stopwatch) -> Verdict:
     )
 
 
-def prompt_verdict(error: PromptMismatchError, plan: Plan, watch: Stopwatch) -> Verdict:
+def prompt_verdict(error: PromptMismatchError, plan: ComparisonPlan, watch: Stopwatch) -> Verdict:
     """FAIL with one finding; `prompt_ids` beside it has both texts and all ids of one prompt."""
     finding = Finding(
         check="prompt_ids",

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from shakedown import __version__
-from shakedown.consistency.factors.table import Row
+from shakedown.consistency.factors.table import FactorRow
 from shakedown.consistency.grade import status_by
 from shakedown.consistency.run import Comparison
 from shakedown.core.files import write_text
@@ -102,7 +102,7 @@ def render_report(result: Comparison, verdict: Verdict) -> str:
     )
 
 
-def factor_row(row: Row) -> FactorRow:
+def factor_row(row: FactorRow) -> FactorRow:
     """Numbers as text; a row without a measurement has its reason alone."""
     return FactorRow(
         row.factor,

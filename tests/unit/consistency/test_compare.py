@@ -11,7 +11,7 @@ from shakedown.consistency.bootstrap import SampleSums, divergence_rate
 from shakedown.consistency.compare import METRICS, Aligned, Metric, align
 from shakedown.consistency.grade import (
     GRADES,
-    Chosen,
+    ChosenLimits,
     choose_limits,
     get_limits,
     grade_metrics,
@@ -283,7 +283,7 @@ def chosen(
     floor: float = 0.0,
     experts: bool = False,
     over: dict[str, float] | None = None,
-) -> Chosen:
+) -> ChosenLimits:
     return choose_limits(
         grade, over or {}, reference=reference, engine=engine, floor=floor, experts=experts
     )

@@ -8,7 +8,7 @@ import pytest
 from shakedown.consistency.compare import Array
 from shakedown.consistency.factors.table import (
     Contrast,
-    Row,
+    FactorRow,
     explanation,
     largest,
     make_row,
@@ -30,7 +30,7 @@ def plus(left: list[Array], right: list[Array]) -> list[Array]:
 T = drawn(1.0, 0)
 
 
-def row(contrast: Contrast, engine: list[Array], floor: float = 0.0) -> Row:
+def row(contrast: Contrast, engine: list[Array], floor: float = 0.0) -> FactorRow:
     return make_row("factor", contrast, T, engine, floor=floor)
 
 
@@ -139,9 +139,9 @@ def test_tokens_that_a_side_did_not_score_are_left_out() -> None:
 
 def test_of_shares_that_are_as_good_the_special_factor_is_named_before_the_general_one() -> None:
     rows = [
-        Row("prefix_cache", share=0.93, left=0.01, whole=0.2),
-        Row("precision", share=0.1, left=0.18, whole=0.2),
-        Row("decode_prefill", share=0.99, left=0.0, whole=0.2),
+        FactorRow("prefix_cache", share=0.93, left=0.01, whole=0.2),
+        FactorRow("precision", share=0.1, left=0.18, whole=0.2),
+        FactorRow("decode_prefill", share=0.99, left=0.0, whole=0.2),
     ]
     assert largest(rows) == rows[0]
     assert named(rows) == rows[0]
@@ -149,7 +149,7 @@ def test_of_shares_that_are_as_good_the_special_factor_is_named_before_the_gener
 
 
 def test_a_sentence_names_the_largest_factor_and_what_is_left() -> None:
-    rows = [Row("precision", "in float32", "in bfloat16", 0.1, 0.0, 0.9, 0.01, 0.1)]
+    rows = [FactorRow("precision", "in float32", "in bfloat16", 0.1, 0.0, 0.9, 0.01, 0.1)]
     assert explanation(rows, 0.1) == (
         "largest factor: precision (in float32 against in bfloat16), 90% of mean |dlogp|, "
         "0.01 of 0.1 left"
@@ -157,8 +157,10 @@ def test_a_sentence_names_the_largest_factor_and_what_is_left() -> None:
 
 
 def test_a_sentence_says_when_no_factor_explains() -> None:
-    small = Row("precision", "in float32", "in bfloat16", 0.1, 0.0, 0.2, 0.08, 0.1)
+    small = FactorRow("precision", "in float32", "in bfloat16", 0.1, 0.0, 0.2, 0.08, 0.1)
     assert named([small]) is None
     assert explanation([small], 0.1).startswith("no measured factor explains it: 0.08 of 0.1 left")
     assert explanation([], 0.1) == "no measured factor explains it: 0.1 of 0.1 left"
-    assert explanation([Row("trainer", note="not measured: x")], 0.1).endswith("0.1 of 0.1 left")
+    assert explanation([FactorRow("trainer", note="not measured: x")], 0.1).endswith(
+        "0.1 of 0.1 left"
+    )

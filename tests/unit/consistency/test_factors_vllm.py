@@ -18,8 +18,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shakedown.consistency.factors.table import Row, named
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.factors.table import FactorRow, named
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.run import Comparison, compare
 from shakedown.inference.client import Client
 from shakedown.inference.engines import LaunchSpec, get_token_engine
@@ -93,7 +93,7 @@ def load(endpoint: Endpoint, model: Path, *, reset: bool = True) -> None:
 
 
 def compared(endpoint: Endpoint, reference: Path, out: Path, **options: Any) -> Comparison:
-    plan = Plan(
+    plan = ComparisonPlan(
         url=endpoint.base_url,
         api_key=endpoint.api_key(),
         reference=str(reference),
@@ -103,7 +103,7 @@ def compared(endpoint: Endpoint, reference: Path, out: Path, **options: Any) -> 
     return compare(plan, out)
 
 
-def rows_of(result: Comparison) -> dict[str, Row]:
+def rows_of(result: Comparison) -> dict[str, FactorRow]:
     return {row.factor: row for row in result.explained.rows}
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from shakedown.consistency.factors.bench import Bench
 from shakedown.consistency.layers import find_layer
 from shakedown.consistency.part import ComparedSample
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Scored
 from shakedown.consistency.score import Reference
 from shakedown.training.demo import write_model
@@ -51,7 +51,7 @@ def bench(own: Path, told: Path, computing: Path) -> Bench:
             zip(ITEMS, reference.score(ITEMS), engine.score(ITEMS), strict=True)
         )
     ]
-    plan = Plan("http://127.0.0.1:1", str(own), [], engine_weights=str(told))
+    plan = ComparisonPlan("http://127.0.0.1:1", str(own), [], engine_weights=str(told))
     return Bench(plan, reference, samples)
 
 

@@ -20,7 +20,7 @@ from shakedown.cli import main
 from shakedown.consistency.factors import Bench, measure, measure_noise
 from shakedown.consistency.images import has_images, take_images, with_images
 from shakedown.consistency.part import ComparedSample
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.samples import ComparedCompletion, Scored, check_rows, read_prompts
 from shakedown.consistency.score import Reference
 from shakedown.consistency.server import OwnServer, _spec
@@ -250,7 +250,7 @@ def test_passes_over_ids_alone_are_not_measured_on_rows_with_images(seeing: Seei
     prompt = seeing.prompts[0]
     completion = ComparedCompletion(prompt, [20, 21], np.zeros(2))
     (score,) = seeing.reference.score([completion.scored])
-    plan = Plan(url="http://127.0.0.1:9", reference=seeing.reference.name, rows=[])
+    plan = ComparisonPlan(url="http://127.0.0.1:9", reference=seeing.reference.name, rows=[])
     bench = Bench(plan, seeing.reference, [ComparedSample(completion, score)])
 
     noise = measure_noise(bench)

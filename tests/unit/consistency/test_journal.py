@@ -6,19 +6,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shakedown.consistency.journal import Journal, Parts, recalled, state_of
+from shakedown.consistency.journal import ComparisonParts, PartJournal, recalled, state_of
 from shakedown.consistency.logprobs import BadToken
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt, Score
 from shakedown.core.errors import StorageError
 
 
 def test_rows_are_there_again_after_a_restart(tmp_path: Path) -> None:
-    first = Journal(tmp_path / "0.jsonl")
+    first = PartJournal(tmp_path / "0.jsonl")
     first.put(3, "sampled", {"a": 1})
     first.put(3, "greedy", {"a": 2})
     first.put(4, "sampled", {"a": 3})
 
-    again = Journal(tmp_path / "0.jsonl")
+    again = PartJournal(tmp_path / "0.jsonl")
 
     assert again.get(3, "greedy") == {"a": 2}
     assert again.get(4, "greedy") is None
@@ -27,11 +27,11 @@ def test_rows_are_there_again_after_a_restart(tmp_path: Path) -> None:
 
 def test_a_half_written_row_is_cut_off_and_the_next_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "0.jsonl"
-    Journal(path).put(0, "sampled", {"a": 1})
+    PartJournal(path).put(0, "sampled", {"a": 1})
     with path.open("a", encoding="utf-8") as stream:
         stream.write('{"sample": 1, "act": "sam')
 
-    Journal(path).put(2, "sampled", {"a": 2})
+    PartJournal(path).put(2, "sampled", {"a": 2})
 
     assert [json.loads(line)["sample"] for line in path.read_text().splitlines()] == [0, 2]
 
@@ -40,18 +40,18 @@ def test_a_half_written_row_is_cut_off_and_the_next_one_is_whole(tmp_path: Path)
 def test_a_damaged_row_is_passed_over(tmp_path: Path, line: str) -> None:
     path = tmp_path / "0.jsonl"
     path.write_bytes(line.encode("latin-1") + b"\n")
-    Journal(path).put(0, "sampled", {"a": 1})
+    PartJournal(path).put(0, "sampled", {"a": 1})
 
-    assert Journal(path).get(0, "sampled") == {"a": 1}
+    assert PartJournal(path).get(0, "sampled") == {"a": 1}
 
 
 def test_rows_made_of_tokens_that_were_made_anew_are_forgotten(tmp_path: Path) -> None:
-    first = Journal(tmp_path / "0.jsonl")
+    first = PartJournal(tmp_path / "0.jsonl")
     for act in ("sampled", "score", "prefill", "greedy_score"):
         first.put(0, act, {"old": True})
     first.put(0, "sampled", {"old": False})
 
-    for journal in (first, Journal(tmp_path / "0.jsonl")):
+    for journal in (first, PartJournal(tmp_path / "0.jsonl")):
         assert journal.get(0, "score") is None
         assert journal.get(0, "prefill") is None
         assert journal.get(0, "greedy_score") == {"old": True}
@@ -62,11 +62,11 @@ def test_completions_and_scores_come_back_as_they_were(tmp_path: Path) -> None:
     logprobs, bad = np.array([-0.1, np.nan]), [BadToken(1, "NaN")]
     completion = ComparedCompletion(prompt, [7, 8], logprobs, "\ud800x", [1, 2], 2, bad)
     own = Score(logprobs, logprobs - 1, np.array([7, 9]), np.array([0.5, 0.25]))
-    first = Journal(tmp_path / "0.jsonl")
+    first = PartJournal(tmp_path / "0.jsonl")
     first.put(5, "sampled", completion.to_row())
     first.put(5, "score", own.to_row())
 
-    again = Journal(tmp_path / "0.jsonl")
+    again = PartJournal(tmp_path / "0.jsonl")
     row = again.get(5, "sampled")
     assert row is not None
     found = ComparedCompletion.from_row(prompt, row)
@@ -90,7 +90,7 @@ def test_completions_and_scores_come_back_as_they_were(tmp_path: Path) -> None:
     ],
 )
 def test_a_row_that_holds_no_score_counts_as_none(tmp_path: Path, row: dict[str, object]) -> None:
-    journal = Journal(tmp_path / "0.jsonl")
+    journal = PartJournal(tmp_path / "0.jsonl")
     journal.put(0, "score", row)
 
     assert recalled(journal, 0, "score", Score.from_row) is None
@@ -98,14 +98,14 @@ def test_a_row_that_holds_no_score_counts_as_none(tmp_path: Path, row: dict[str,
 
 def test_parts_of_another_comparison_are_dropped(tmp_path: Path) -> None:
     folder = tmp_path / "parts"
-    first = Parts(folder, {"model": "a"})
+    first = ComparisonParts(folder, {"model": "a"})
     first.journal(0).put(0, "sampled", {"a": 1})
 
-    same = Parts(folder, {"model": "a"})
+    same = ComparisonParts(folder, {"model": "a"})
     assert (first.resumed, same.resumed) == (False, True)
     assert same.journal(0).get(0, "sampled") == {"a": 1}
 
-    other = Parts(folder, {"model": "b"})
+    other = ComparisonParts(folder, {"model": "b"})
     assert not other.resumed
     assert other.journal(0).get(0, "sampled") is None
 
@@ -124,4 +124,4 @@ def test_a_changed_model_folder_is_another_one(tmp_path: Path) -> None:
 
 def test_a_journal_that_cannot_be_read_is_a_storage_error(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="cannot use"):
-        Journal(tmp_path)
+        PartJournal(tmp_path)

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Mapping
 
 import pytest
 
-from shakedown.consistency.layers import Step, judged, search
-from shakedown.consistency.tensors import TensorDifference, Tensors
+from shakedown.consistency.layers import LayerScoring, judged, search
+from shakedown.consistency.tensors import ComparedTensors, TensorDifference
 
 LAYERS = [f"model.layers.{number}" for number in range(12)]
 
@@ -46,16 +46,16 @@ def test_layers_that_explain_less_than_half_are_not_named() -> None:
 
 
 def test_where_no_parameter_differs_one_scoring_is_all() -> None:
-    assert search([], distance({}, rest=1.0)) == ("", [Step([], 1.0)])
+    assert search([], distance({}, rest=1.0)) == ("", [LayerScoring([], 1.0)])
 
 
-def tensors(*names: str) -> Tensors:
+def tensors(*names: str) -> ComparedTensors:
     different = [TensorDifference(f"{name}.up.weight", 0.05, 1.05) for name in names]
-    return Tensors(30, 0, different, (), (), ("F32", "F32"))
+    return ComparedTensors(30, 0, different, (), (), ("F32", "F32"))
 
 
 def test_a_found_layer_is_told_with_its_tensor_and_its_scores() -> None:
-    steps = [Step([], 0.05), Step(LAYERS[3:4], 1e-6)]
+    steps = [LayerScoring([], 0.05), LayerScoring(LAYERS[3:4], 1e-6)]
 
     found = judged(LAYERS[3], steps, LAYERS[3:4], tensors(LAYERS[3])).finding()
 
@@ -65,7 +65,7 @@ def test_a_found_layer_is_told_with_its_tensor_and_its_scores() -> None:
 
 
 def test_many_layers_are_told_as_another_checkpoint() -> None:
-    steps = [Step([], 0.05), Step(LAYERS, 1e-6), Step(LAYERS[:6], 0.02)]
+    steps = [LayerScoring([], 0.05), LayerScoring(LAYERS, 1e-6), LayerScoring(LAYERS[:6], 0.02)]
 
     found = judged("", steps, LAYERS, tensors(*LAYERS)).finding()
 
@@ -75,7 +75,7 @@ def test_many_layers_are_told_as_another_checkpoint() -> None:
 
 
 def test_tensors_that_do_not_explain_the_scores_are_not_blamed() -> None:
-    steps = [Step([], 0.05), Step(LAYERS[:1], 0.04)]
+    steps = [LayerScoring([], 0.05), LayerScoring(LAYERS[:1], 0.04)]
 
     found = judged("", steps, LAYERS[:1], tensors(LAYERS[0])).finding()
 
@@ -85,7 +85,7 @@ def test_tensors_that_do_not_explain_the_scores_are_not_blamed() -> None:
 
 
 def test_tensors_that_no_model_computes_with_are_not_blamed() -> None:
-    found = judged("", [Step([], 0.05)], [], tensors(LAYERS[0]))
+    found = judged("", [LayerScoring([], 0.05)], [], tensors(LAYERS[0]))
 
     assert found.layer == ""
     assert "no weight that both models compute with differs" in found.sentence

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shakedown.agents.episode_lines import read_episodes
-from shakedown.consistency.journal import Journal
+from shakedown.consistency.journal import PartJournal
 from shakedown.core.paths import RunPaths
 from shakedown.core.rows import JsonLines, by_step, step_rows
 from shakedown.report.collect import collect
@@ -65,9 +65,9 @@ def test_episodes_and_a_comparisons_rows_are_told_with_their_damage(
     assert (episodes.damage, episodes.torn) == ("1 line is no row, first 3", False)
     assert list(episodes.numbered()) == [(1, {"row": 0}), (4, {"row": 1})]
 
-    Journal(path).put(0, "sampled", {"a": 1})
+    PartJournal(path).put(0, "sampled", {"a": 1})
     assert "2 lines are no rows, first 1" in capsys.readouterr().err
-    assert Journal(path).get(0, "sampled") == {"a": 1}
+    assert PartJournal(path).get(0, "sampled") == {"a": 1}
 
 
 def test_a_huge_line_is_one_damaged_line_that_is_never_held_whole(tmp_path: Path) -> None:

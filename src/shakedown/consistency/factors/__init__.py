@@ -7,21 +7,20 @@ from dataclasses import dataclass, replace
 import torch
 
 from shakedown.consistency.factors import engine_side, reference_side
-from shakedown.consistency.factors.bench import Bench, NoDifferenceError
-from shakedown.consistency.factors.noise import Noise, measure_noise
+from shakedown.consistency.factors.bench import Bench, NoDifferenceError, Noise, measure_noise
 from shakedown.consistency.factors.settings import config
 from shakedown.consistency.factors.table import (
     NAMED,
     Contrast,
-    Row,
+    FactorRow,
     explanation,
     largest,
     make_row,
     named,
 )
 from shakedown.consistency.factors.weights import weights
-from shakedown.consistency.grade import Limits
-from shakedown.consistency.plan import Progress
+from shakedown.consistency.grade import GradeLimits
+from shakedown.consistency.plan import SayProgress
 from shakedown.core.errors import CannotJudgeError, UsageError
 from shakedown.core.verdict import Blame, Finding
 
@@ -117,8 +116,13 @@ FACTORS: Mapping[str, Factor] = {
 
 
 def measure(
-    bench: Bench, noise: Noise, *, deep: bool, known: Sequence[Row] = (), progress: Progress
-) -> list[Row]:
+    bench: Bench,
+    noise: Noise,
+    *,
+    deep: bool,
+    known: Sequence[FactorRow] = (),
+    progress: SayProgress,
+) -> list[FactorRow]:
     """A row for every factor, in the order of the registry; `known` ones are not made again.
 
     Without `deep` only the cheap ones.
@@ -132,7 +136,13 @@ def measure(
 
 
 def findings(
-    rows: Sequence[Row], noise: Noise, limit: Limits, *, deep: bool, engine_dtype: str, own: str
+    rows: Sequence[FactorRow],
+    noise: Noise,
+    limit: GradeLimits,
+    *,
+    deep: bool,
+    engine_dtype: str,
+    own: str,
 ) -> list[Finding]:
     """The factor that explains a comparison that does not pass, and faults of their own."""
     found = []
@@ -150,21 +160,21 @@ def findings(
     return found
 
 
-def _measured(name: str, factor: Factor, bench: Bench, noise: Noise) -> Row:
+def _measured(name: str, factor: Factor, bench: Bench, noise: Noise) -> FactorRow:
     begin = time.monotonic()
     try:
         contrast = factor.measure(bench)
         row = make_row(name, contrast, bench.t, bench.g, floor=noise.of(contrast.side))
     except torch.OutOfMemoryError:
-        row = Row(name, note="not measured: the device's memory does not hold it")
+        row = FactorRow(name, note="not measured: the device's memory does not hold it")
     except NoDifferenceError as error:
-        row = Row(name, note=error.args[0])
+        row = FactorRow(name, note=error.args[0])
     except (CannotJudgeError, UsageError) as error:
-        row = Row(name, note=f"not measured: {error.args[0]}")
+        row = FactorRow(name, note=f"not measured: {error.args[0]}")
     return replace(row, seconds=round(time.monotonic() - begin, 3))
 
 
-def _finding(row: Row, status: str, factor: Factor, expected: str) -> Finding:
+def _finding(row: FactorRow, status: str, factor: Factor, expected: str) -> Finding:
     text = f"{row.a} against {row.b}: mean |dlogp| {row.distance:.3g}"
     if row.share:
         text += f", {row.share:.0%} of the whole ({row.left:.2g} of {row.whole:.2g} left)"
@@ -197,7 +207,7 @@ __all__ = [
     "FACTORS",
     "Bench",
     "Noise",
-    "Row",
+    "FactorRow",
     "explanation",
     "findings",
     "largest",

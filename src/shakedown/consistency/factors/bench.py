@@ -1,7 +1,9 @@
 """Where factors are measured: a bounded part of the compared tokens, scored again by each side."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -9,19 +11,20 @@ import numpy as np
 
 from shakedown.consistency.compare import Array
 from shakedown.consistency.engine import find_engine, make_client
+from shakedown.consistency.factors.table import FactorRow, Side, distance
 from shakedown.consistency.logprobs import read_logprobs
 from shakedown.consistency.part import ComparedSample
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.samples import Scored
 from shakedown.consistency.score import Reference
-from shakedown.core.errors import CannotJudgeError, ServerError
+from shakedown.core.errors import CannotJudgeError, ServerError, UsageError
 from shakedown.inference.client import Client
 
 _TOKENS, _SAMPLES = 4096, 64  # scored again at most, prompts counted too
 _WORST = 4  # samples with the largest differences are among them
 _TEMPERATURES = (0.0, 1.0)  # at which a sampled token's log-probability is the raw one
 
-Found = TypeVar("Found")
+Measured = TypeVar("Measured")
 
 
 class NotMeasuredError(CannotJudgeError):
@@ -40,7 +43,9 @@ class Bench:
         t, g: their log-probabilities by the reference and by the engine, as compared.
     """
 
-    def __init__(self, plan: Plan, reference: Reference, shown: Sequence[ComparedSample]) -> None:
+    def __init__(
+        self, plan: ComparisonPlan, reference: Reference, shown: Sequence[ComparedSample]
+    ) -> None:
         self.plan, self.reference = plan, reference
         self.samples = chosen(shown)
         self.t = [each.score.logprobs for each in self.samples]
@@ -127,7 +132,7 @@ class Bench:
         if any(item.images for item in self.items):
             raise NotMeasuredError(f"rows with images: {why}")
 
-    def ask(self, work: Callable[[Client], Awaitable[Found]]) -> Found:
+    def ask(self, work: Callable[[Client], Awaitable[Measured]]) -> Measured:
         """Run some requests against the engine.
 
         Raises:
@@ -135,7 +140,7 @@ class Bench:
         """
         return asyncio.run(self._asked(work))
 
-    async def _asked(self, work: Callable[[Client], Awaitable[Found]]) -> Found:
+    async def _asked(self, work: Callable[[Client], Awaitable[Measured]]) -> Measured:
         plan = self.plan
         engine, model = await find_engine(plan.url, model=plan.model, api_key=plan.api_key)
         client = make_client(
@@ -174,3 +179,51 @@ def _length(sample: ComparedSample) -> int:
 def _largest(sample: ComparedSample) -> float:
     gaps = np.abs(sample.score.logprobs - sample.completion.logprobs)
     return float(np.nanmax(gaps)) if np.isfinite(gaps).any() else 0.0
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Mean |dlogp| in nats of each side against itself; 0 also where a side cannot score again."""
+
+    engine: float
+    reference: float
+    rows: Sequence[FactorRow] = ()
+
+    @property
+    def largest(self) -> float:
+        return max(self.engine, self.reference)
+
+    def of(self, side: Side) -> float:
+        return self.engine if side == "engine" else self.reference
+
+
+def measure_noise(bench: Bench) -> Noise:
+    """Two more passes of each side over the same tokens."""
+    again = "scored again"
+    turned = "scored again in the opposite order"
+    rows = [
+        _row("engine_noise", again, lambda: (bench.together, bench.engine_scores())),
+        _row("engine_noise", turned, lambda: (bench.together, bench.engine_scores(reverse=True))),
+        _row("reference_noise", again, lambda: (bench.padded, bench.reference_scores(bench.items))),
+        _row("reference_noise", turned, lambda: (bench.padded, _turned(bench))),
+    ]
+    engine, reference = (
+        max((row.distance or 0.0 for row in rows if row.factor == f"{side}_noise"), default=0.0)
+        for side in ("engine", "reference")
+    )
+    return Noise(engine, reference, rows)
+
+
+def _turned(bench: Bench) -> list[Array]:
+    return bench.reference_scores(bench.items[::-1])[::-1]
+
+
+def _row(factor: str, b: str, passes: Callable[[], tuple[list[Array], list[Array]]]) -> FactorRow:
+    begin = time.monotonic()
+    try:
+        first, second = passes()
+    except (CannotJudgeError, UsageError) as error:
+        return FactorRow(factor, note=f"not measured: {error.args[0]}")
+    apart, tokens = distance(first, second), sum(map(len, first))
+    seconds = round(time.monotonic() - begin, 3)
+    return FactorRow(factor, "scored once", b, distance=apart, tokens=tokens, seconds=seconds)

@@ -54,7 +54,7 @@ class Contrast:
 
 
 @dataclass(frozen=True)
-class Row:
+class FactorRow:
     """One line of the table; numbers are in nats, None where nothing was measured.
 
     `share` and `left` are None, too, for a row that measures the noise itself. `whole` is of the
@@ -88,11 +88,11 @@ def make_row(
     *,
     floor: float,
     seconds: float = 0.0,
-) -> Row:
+) -> FactorRow:
     """The row of a factor; a distance within the noise floor has no share, one near it a part."""
     t, g, a, b = _common(reference, engine, contrast.scores_a, contrast.scores_b)
     if not len(t):
-        return Row(factor, contrast.a, contrast.b, note="no token was scored on all sides")
+        return FactorRow(factor, contrast.a, contrast.b, note="no token was scored on all sides")
     apart, whole = float(np.abs(a - b).mean()), float(np.abs(g - t).mean())
     moved = (g - t) - (a - b if contrast.side == "engine" else b - a)
     explained = 0.0
@@ -102,7 +102,7 @@ def make_row(
     # Independent noise adds in squares: what is left of the distance without the floor's part.
     above = math.sqrt(1 - (floor / apart) ** 2) if apart > floor else 0.0
     share = above * explained
-    return Row(
+    return FactorRow(
         factor=factor,
         a=contrast.a,
         b=contrast.b,
@@ -117,7 +117,7 @@ def make_row(
     )
 
 
-def largest(rows: Sequence[Row]) -> Row | None:
+def largest(rows: Sequence[FactorRow]) -> FactorRow | None:
     """The factor that most of the whole goes with; None where no share is above 0."""
     best = max((row.share or 0.0 for row in rows), default=0.0)
     if best <= 0:
@@ -125,13 +125,13 @@ def largest(rows: Sequence[Row]) -> Row | None:
     return next(row for row in rows if (row.share or 0.0) >= max(best - _AS_GOOD, best / 2))
 
 
-def named(rows: Sequence[Row]) -> Row | None:
+def named(rows: Sequence[FactorRow]) -> FactorRow | None:
     """The factor that explains the whole, if one does."""
     row = largest(rows)
     return row if row and (row.share or 0.0) >= NAMED else None
 
 
-def explanation(rows: Sequence[Row], whole: float) -> str:
+def explanation(rows: Sequence[FactorRow], whole: float) -> str:
     """What the factors say of a whole of that many nats, as the end of a sentence."""
     row = largest(rows)
     if row is None or row.left is None or row.whole is None:

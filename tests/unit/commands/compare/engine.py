@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from shakedown.cli import main
-from shakedown.consistency.factors.table import Row, named
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.factors.table import FactorRow, named
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.run import Comparison, compare
 from shakedown.consistency.samples import Scored
 from shakedown.consistency.score import Reference
@@ -191,11 +191,11 @@ def run(engine: Engine, model: Path, data: Path, out: Path, *options: str) -> in
 
 
 def compared(engine: Engine, model: Path, **options: Any) -> Comparison:
-    plan = Plan(url=engine.url, reference=str(model), rows=ROWS, max_tokens=8, **options)
+    plan = ComparisonPlan(url=engine.url, reference=str(model), rows=ROWS, max_tokens=8, **options)
     return compared_by(plan)
 
 
-def compared_by(plan: Plan) -> Comparison:
+def compared_by(plan: ComparisonPlan) -> Comparison:
     with tempfile.TemporaryDirectory() as out:
         return compare(plan, Path(out))
 
@@ -216,5 +216,5 @@ def culprit_of(result: Comparison) -> list[str]:
     return [row.factor] if row else []
 
 
-def rows_of(result: Comparison) -> dict[str, Row]:
+def rows_of(result: Comparison) -> dict[str, FactorRow]:
     return {row.factor: row for row in result.explained.rows}

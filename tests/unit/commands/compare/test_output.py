@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.tables import open_tables
 from shakedown.consistency.write import make_verdict
 from shakedown.core.verdict import Stopwatch, read_verdict
@@ -78,7 +78,9 @@ def test_metrics_stand_with_their_interval(engine: Engine, model: Path) -> None:
 
 
 def test_plain_prompts_are_compared_too(engine: Engine, model: Path) -> None:
-    plan = Plan(engine.url, str(model), [{"prompt": "12+34="}, {"question": "1+1="}], max_tokens=4)
+    plan = ComparisonPlan(
+        engine.url, str(model), [{"prompt": "12+34="}, {"question": "1+1="}], max_tokens=4
+    )
     result = compared_by(plan)
     assert result.status == "PASS"
     assert list(result.shown[0].completion.prompt.ids) == list(

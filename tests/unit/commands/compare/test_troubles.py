@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from shakedown.cli import main
-from shakedown.consistency.plan import Plan
+from shakedown.consistency.plan import ComparisonPlan
 from shakedown.consistency.samples import read_prompts
 from shakedown.core.errors import UsageError
 from shakedown.core.verdict import read_verdict
@@ -133,7 +133,7 @@ def test_wrong_arguments_are_usage_errors(
 
 def test_a_model_that_is_not_served_is_a_usage_error(engine: Engine, model: Path) -> None:
     with pytest.raises(UsageError, match="it serves policy"):
-        compared_by(Plan(engine.url, str(model), ROWS, model="other"))
+        compared_by(ComparisonPlan(engine.url, str(model), ROWS, model="other"))
 
 
 @pytest.mark.parametrize("row", [{}, {"prompt": 3}, {"messages": ["a"]}, {"messages": {}}])
