@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from snakemake_executor_plugin_submitit.identity import Identity
+from snakemake_executor_plugin_submitit.identity import JobIdentity
 from snakemake_executor_plugin_submitit.journal import Entry, name_ending
 
 RUN = "20260314-101500-a1b2c3d4"
 NAME = f"train{name_ending(RUN, 1)}"
 
 
-def identity(*makes: str, how: str = "so") -> Identity:
-    return Identity(makes, how)
+def identity(*makes: str, how: str = "so") -> JobIdentity:
+    return JobIdentity(makes, how)
 
 
 def entry(job_id: str, **changes: Any) -> Entry:

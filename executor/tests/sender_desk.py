@@ -9,9 +9,9 @@ from typing import Any
 from entries import identity
 
 from snakemake_executor_plugin_submitit.exclusion import NodeGuard
-from snakemake_executor_plugin_submitit.journal import Entry, Journal
+from snakemake_executor_plugin_submitit.journal import Entry, JobJournal
 from snakemake_executor_plugin_submitit.reattach import Candidates
-from snakemake_executor_plugin_submitit.sending import Sender
+from snakemake_executor_plugin_submitit.sending import JobSender
 from snakemake_executor_plugin_submitit.settings import ExecutorSettings
 from snakemake_executor_plugin_submitit.submit import Batch, Submitted
 from snakemake_executor_plugin_submitit.work import Prepared
@@ -63,7 +63,7 @@ class Desk:
     `meanwhile`: what happens in each of them.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: JobJournal) -> None:
         self.journal = journal
         self.reports = Reports()
         self.nodes = NodeGuard(lambda _words: None)
@@ -78,8 +78,8 @@ class Desk:
         self.pauses.append(seconds)
         self.meanwhile()
 
-    def sender(self, **settings: Any) -> Sender:
-        sender = Sender(
+    def sender(self, **settings: Any) -> JobSender:
+        sender = JobSender(
             self.journal,
             ExecutorSettings(**settings),
             self.candidates,

@@ -312,14 +312,14 @@ def test_a_verdict_killed_while_it_is_written_is_the_old_or_the_new_one(
 def test_a_journal_killed_while_it_is_written_has_every_job_that_it_noted(
     tmp_path: Path, draw: random.Random
 ) -> None:
-    from snakemake_executor_plugin_submitit.identity import Place
+    from snakemake_executor_plugin_submitit.identity import WorkingFolder
     from snakemake_executor_plugin_submitit.journal import open_runs
 
     for number in range(30):
         base = tmp_path / str(number)
         told = _killed(_JOURNAL, base, draw)
 
-        (run,) = open_runs(base, Place.here())
+        (run,) = open_runs(base, WorkingFolder.here())
 
         found = {int(entry.job_id) for entry in run.jobs.values()}
         assert found in (set(range(1, told + 1)), set(range(1, told + 2)))

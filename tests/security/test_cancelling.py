@@ -19,9 +19,9 @@ from shakedown.core.paths import ServerPaths
 from shakedown.inference.server import stop
 from shakedown.slurm import jobs
 from snakemake_executor_plugin_submitit import slurm
-from snakemake_executor_plugin_submitit.identity import Place
+from snakemake_executor_plugin_submitit.identity import WorkingFolder
 from snakemake_executor_plugin_submitit.journal import (
-    Journal,
+    JobJournal,
     JournalError,
     is_name_of,
     name_ending,
@@ -179,7 +179,7 @@ def test_a_folder_without_a_mark_has_named_no_job(run: str, name: str) -> None:
 @pytest.fixture
 def dead_run(tmp_path: Path) -> Path:
     """The journal of a run that was killed, with one job: its own."""
-    with closing(Journal(tmp_path / "submitit")) as journal:
+    with closing(JobJournal(tmp_path / "submitit")) as journal:
         own = f"train{name_ending(journal.run, 1)}"
         journal.jobs([entry("7", name=own, run=journal.run)])
     return journal.folder / "journal.jsonl"
@@ -197,7 +197,7 @@ def test_a_forged_batch_of_a_journal_makes_nobody_cancel_by_its_name(
     add(dead_run, {"event": "batch", "name": name, "cluster": ""})
 
     with pytest.raises(JournalError, match="job name"):
-        open_runs(dead_run.parents[1], Place.here())
+        open_runs(dead_run.parents[1], WorkingFolder.here())
 
 
 @pytest.mark.parametrize("job_id", ["", *NO_IDS])
@@ -209,7 +209,7 @@ def test_a_forged_job_of_a_journal_makes_nobody_cancel_by_its_id(
     add(dead_run, {"event": "job", **asdict(forged)})
 
     with pytest.raises(JournalError, match="job id"):
-        open_runs(dead_run.parents[1], Place.here())
+        open_runs(dead_run.parents[1], WorkingFolder.here())
 
 
 def test_a_forged_job_of_a_journal_makes_nobody_cancel_by_its_name(dead_run: Path) -> None:
@@ -217,4 +217,4 @@ def test_a_forged_job_of_a_journal_makes_nobody_cancel_by_its_name(dead_run: Pat
     add(dead_run, {"event": "job", **asdict(forged)})
 
     with pytest.raises(JournalError, match="my-other-work"):
-        open_runs(dead_run.parents[1], Place.here())
+        open_runs(dead_run.parents[1], WorkingFolder.here())

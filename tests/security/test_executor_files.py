@@ -10,20 +10,20 @@ from pathlib import Path
 import pytest
 
 from snakemake_executor_plugin_submitit import journal, node, private
-from snakemake_executor_plugin_submitit.identity import Place
+from snakemake_executor_plugin_submitit.identity import WorkingFolder
 from tests.security.neighbour import as_neighbour
 
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Iterator[Path]:
-    with closing(journal.Journal(tmp_path / "submitit")) as mine:
+    with closing(journal.JobJournal(tmp_path / "submitit")) as mine:
         yield mine.folder
 
 
 def test_a_job_file_that_others_can_write_runs_nothing(run_folder: Path) -> None:
     mark = run_folder / "ran"
     path = run_folder / "jobs" / "1.json"
-    node.write_batch(path, [f"touch {mark}"], node.Work())
+    node.write_batch(path, [f"touch {mark}"], node.BatchWork())
     for place, mode in ((path, 0o660), (path.parent, 0o770)):
         before = stat.S_IMODE(place.stat().st_mode)
         place.chmod(mode)
@@ -40,7 +40,7 @@ def test_a_neighbours_job_file_or_result_is_not_believed(shared: Path) -> None:
     folder = shared / "20260101-000000-deadbeef"
     as_neighbour("mkdir", "-p", folder / "jobs", folder / "results")
     as_neighbour("sh", "-c", f"""printf '{{"sizes": [5]}}\n"id"\n' > {folder}/jobs/1.json""")
-    result = json.dumps(dataclasses.asdict(node.Result(0, "n", "1", 0, 0.0, 1.0)))
+    result = json.dumps(dataclasses.asdict(node.JobResult(0, "n", "1", 0, 0.0, 1.0)))
     as_neighbour("sh", "-c", f"echo '{result}' > {folder}/results/1-0.json")
 
     with pytest.raises(SystemExit, match="belongs to user"):
@@ -51,24 +51,26 @@ def test_a_neighbours_job_file_or_result_is_not_believed(shared: Path) -> None:
 def test_a_journal_that_others_can_write_is_refused_and_a_neighbours_is_his_business(
     shared: Path,
 ) -> None:
-    with closing(journal.Journal(shared)) as mine:
+    with closing(journal.JobJournal(shared)) as mine:
         own = mine.folder / "journal.jsonl"
     theirs = shared / "20260101-000000-deadbeef"
     as_neighbour("mkdir", theirs)
     as_neighbour("sh", "-c", f"echo nonsense > {theirs}/journal.jsonl")
-    assert [run.name for run in journal.open_runs(shared, Place.here())] == [own.parent.name]
+    assert [run.name for run in journal.open_runs(shared, WorkingFolder.here())] == [
+        own.parent.name
+    ]
     own.chmod(0o660)
 
     with pytest.raises(journal.JournalError, match=f"chmod go-w {own}"):
-        journal.open_runs(shared, Place.here())
+        journal.open_runs(shared, WorkingFolder.here())
 
 
 def test_a_link_in_the_place_of_an_executors_file_is_replaced(shared: Path, profile: Path) -> None:
     as_neighbour("ln", "-s", profile, shared / ".1.json")
 
-    node.write_batch(shared / ".1.json", ["true"], node.Work())
+    node.write_batch(shared / ".1.json", ["true"], node.BatchWork())
 
     assert profile.read_text() == "precious"
     assert (shared / ".1.json").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(private.UntrustedError, match="can be written by others"):
+    with pytest.raises(private.UntrustedFileError, match="can be written by others"):
         private.append(shared / ".1.json")

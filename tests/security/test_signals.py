@@ -327,7 +327,7 @@ def test_another_users_evidence_makes_nobody_signal_a_process(
 
 
 def test_a_nodes_signals_reach_no_later_process(stranger: Stranger) -> None:
-    later = checkpoint.Process(stranger.pid, stranger.started - 1)
+    later = checkpoint.CommandProcess(stranger.pid, stranger.started - 1)
     checkpoint.send(later, signal.SIGKILL)
     assert stranger.lives
 

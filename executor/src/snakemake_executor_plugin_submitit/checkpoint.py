@@ -18,19 +18,19 @@ from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patien
 _IS_REQUEUED = "job is pending execution"
 
 
-class Process(NamedTuple):
+class CommandProcess(NamedTuple):
     """A process. `started`, in clock ticks since boot, tells it from a later one of its number."""
 
     pid: int
     started: int
 
 
-def descendants(root: int) -> set[Process]:
+def descendants(root: int) -> set[CommandProcess]:
     """The living processes below `root`, without `root`; a zombie counts as ended."""
-    parents: dict[int, list[Process]] = {}
+    parents: dict[int, list[CommandProcess]] = {}
     for process, parent in _processes():
         parents.setdefault(parent, []).append(process)
-    found: set[Process] = set()
+    found: set[CommandProcess] = set()
     open_pids = [root]
     while open_pids:
         for process in parents.get(open_pids.pop(), []):
@@ -39,12 +39,12 @@ def descendants(root: int) -> set[Process]:
     return found
 
 
-def _processes() -> Iterator[tuple[Process, int]]:
+def _processes() -> Iterator[tuple[CommandProcess, int]]:
     """Every living process and its parent's pid. A zombie's children belong to another parent."""
     for name in os.listdir("/proc"):
         fields = _stat(int(name)) if name.isdigit() else None
         if fields is not None and fields[0] not in "ZX":
-            yield Process(int(name), int(fields[19])), int(fields[1])
+            yield CommandProcess(int(name), int(fields[19])), int(fields[1])
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -57,7 +57,7 @@ def _stat(pid: int) -> list[str] | None:
         return None
 
 
-def send(process: Process, signum: int) -> None:
+def send(process: CommandProcess, signum: int) -> None:
     """Signal this process and no later one of its number.
 
     One that has ended is left out, and one that runs as another user, such as sudo's.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from snakemake_executor_plugin_submitit import slurm
-from snakemake_executor_plugin_submitit.polling import Answer
+from snakemake_executor_plugin_submitit.polling import JobStates
 from snakemake_executor_plugin_submitit.resources import Parameters, ResourceError, node_names
 from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
 from snakemake_executor_plugin_submitit.status import INTERRUPTED
@@ -70,7 +70,7 @@ class NodeGuard:
         self._history = NodeHistory()
         self.lost: set[str] = set()
 
-    def look(self, answer: Answer, *, has_accounting: bool) -> None:
+    def look(self, answer: JobStates, *, has_accounting: bool) -> None:
         """Take Slurm's word about all jobs. Nodes of other clusters are left alone."""
         known = {e.job_id: job for e, job in answer.items() if job is not None and not e.cluster}
         suspects = self._history.suspects(known)

@@ -3,9 +3,13 @@
 import asyncio
 import atexit
 import os
+import shlex
+import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
+from types import FrameType
 from typing import Any
 
 from snakemake_interface_common.exceptions import ApiError, WorkflowError
@@ -16,7 +20,7 @@ from snakemake_executor_plugin_submitit import efficiency, partitions, reattach,
 from snakemake_executor_plugin_submitit.exclusion import NodeGuard
 from snakemake_executor_plugin_submitit.journal import (
     Entry,
-    Journal,
+    JobJournal,
     JournalError,
     is_name_of,
     prune,
@@ -27,9 +31,52 @@ from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patien
 from snakemake_executor_plugin_submitit.polling import Poller, is_named
 from snakemake_executor_plugin_submitit.resources import ResourceError
 from snakemake_executor_plugin_submitit.settings import ExecutorSettings
-from snakemake_executor_plugin_submitit.stopping import Stop, same_command
-from snakemake_executor_plugin_submitit.watching import Watch, Watcher
+from snakemake_executor_plugin_submitit.watching import JobWatcher, WatchedJob
 from snakemake_executor_plugin_submitit.work import Prepared, prepare
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignals:
+    """Turns the first of these signals into a KeyboardInterrupt, for which Snakemake stops.
+
+    Further ones change nothing: in the middle of Snakemake's own end each would be a traceback.
+    """
+
+    def __init__(self) -> None:
+        self.by: signal.Signals | None = None
+
+    @property
+    def leaves_jobs(self) -> bool:
+        """Whether the jobs are to run on."""
+        return self.by in (signal.SIGTERM, signal.SIGHUP)
+
+    def listen(self) -> None:
+        """Take the signals; again after Snakemake has taken SIGTERM, for which it would wait."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in _NUMBERS:
+            # Ignored by whoever started us: nohup, or a shell that put us into the background.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._hear)
+
+    def _hear(self, number: int, _frame: FrameType | None) -> None:
+        if self.by is None:
+            self.by = signal.Signals(number)
+            raise KeyboardInterrupt
+
+
+def same_command(argv: Sequence[str], *, reruns_incomplete: bool) -> str:
+    """The command that goes on with this run's jobs, for a shell.
+
+    `reruns_incomplete`: whether Snakemake was told, by an option or a profile, that outputs which
+    nobody has recorded as complete are no reason to stop.
+    """
+    name = PurePath(argv[0]).name
+    program = "snakemake" if name in ("__main__.py", "snakemake") else argv[0]
+    more = () if reruns_incomplete else ("--rerun-incomplete",)
+    return shlex.join([program, *argv[1:], *more])
+
 
 # Result files are looked for this often; it costs one directory listing, no call to Slurm.
 _FILE_SECONDS = 0.5
@@ -51,7 +98,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
                 " there, and nothing would wait for the jobs. Leave the option out."
             )
         self.settings: ExecutorSettings = self.workflow.executor_settings or ExecutorSettings()
-        self._stop = Stop()
+        self._stop = StopSignals()
         self._stop.listen()
         self._is_silent = False
         # By rule and wildcards. Snakemake's own last lines would hide them: they come after those.
@@ -68,7 +115,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
         self._nodes = NodeGuard(self.logger.warning)
         self._labels: dict[str, dict[str, str]] = {}
         # Snakemake imports this module in each job too, which has no use for submitit.
-        from snakemake_executor_plugin_submitit.sending import Sender
+        from snakemake_executor_plugin_submitit.sending import JobSender
 
         self._journal, candidates = self._open()
         poller = Poller(
@@ -78,10 +125,10 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
             run=self._journal.run,
             note_name=self._note_name,
         )
-        self._watcher = Watcher(
+        self._watcher = JobWatcher(
             self._base, self.settings, poller, self._nodes, logs=self._logs, logger=self.logger
         )
-        self._sender = Sender(
+        self._sender = JobSender(
             self._journal,
             self.settings,
             candidates,
@@ -99,14 +146,14 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
                 " --default-resources slurm_account=NAME. Jobs still find them."
             )
 
-    def _open(self) -> tuple[Journal, reattach.Candidates]:
+    def _open(self) -> tuple[JobJournal, reattach.Candidates]:
         if "\\" in str(self._base):
             raise WorkflowError(
                 f"--submitit-folder {self._base}: expected a path without a backslash, in which"
                 " Slurm would not put the job's id into a log's name"
             )
         try:
-            journal = Journal(self._base)
+            journal = JobJournal(self._base)
             found = [] if self.settings.no_reattach else self._earlier_jobs(journal)
             prune(self._base, keep=_RUNS_KEPT)
             if self.settings.delete_logfiles_older_than > 0:
@@ -125,7 +172,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
             self.logger.info(f"{len(found)} jobs of an earlier run may be taken over")
         return journal, reattach.Candidates(found)
 
-    def _earlier_jobs(self, journal: Journal) -> list[reattach.Candidate]:
+    def _earlier_jobs(self, journal: JobJournal) -> list[reattach.Candidate]:
         return with_patience(
             lambda: reattach.find(journal),
             patience=self.settings.patience,
@@ -182,7 +229,7 @@ class Executor(RemoteExecutor):  # type: ignore[misc]  # untyped base
             shown = f"{entry.label} {entry.job_id}"
             self._follower.add(_key(entry), shown, log, from_end=taken_over)
         self._watcher.poller.note_progress()
-        info = SubmittedJobInfo(job, external_jobid=entry.job_id, aux={"watch": Watch(entry)})
+        info = SubmittedJobInfo(job, external_jobid=entry.job_id, aux={"watch": WatchedJob(entry)})
         # Last: from here on the polling thread may ask about the job.
         self.report_job_submission(info)
 

@@ -20,14 +20,14 @@ _FOLDER_MARK = ".snakemake_timestamp"
 
 
 @dataclass(frozen=True)
-class Identity:
+class JobIdentity:
     """`makes`: the outputs' paths, or the rule and wildcards of a job without any."""
 
     makes: tuple[str, ...]
     how: str
 
 
-def identify(job: Any) -> Identity:
+def identify(job: Any) -> JobIdentity:
     """The identity of a Snakemake job, or of a group of jobs as one."""
     # Snakemake keeps a group's jobs as a set, which has no order.
     members = sorted(job.jobs, key=str) if job.is_group() else [job]
@@ -35,7 +35,7 @@ def identify(job: Any) -> Identity:
     names = [f"{member.rule.name} {dict(member.wildcards_dict)}" for member in members]
     how = [_how(member, inside=outputs) for member in members]
     digest = hashlib.sha256(json.dumps(how, default=repr).encode()).hexdigest()
-    return Identity(tuple(outputs or names), digest)
+    return JobIdentity(tuple(outputs or names), digest)
 
 
 def _how(job: Any, inside: Collection[str]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def _time(path: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkingFolder:
     """A working directory. `device` has a meaning only until the host `boot`s again."""
 
     path: str
@@ -121,13 +121,13 @@ class Place:
     boot: str
 
     @classmethod
-    def here(cls) -> "Place":
+    def here(cls) -> "WorkingFolder":
         """The current directory of this process."""
         path = Path.cwd()
         found = path.stat()
         return cls(str(path), found.st_ino, found.st_dev, _boot())
 
-    def is_same(self, other: "Place") -> bool:
+    def is_same(self, other: "WorkingFolder") -> bool:
         """Whether both are one directory.
 
         Device numbers of network file systems differ between hosts, and from boot to boot:

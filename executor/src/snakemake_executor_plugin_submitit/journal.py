@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from snakemake_executor_plugin_submitit import private
-from snakemake_executor_plugin_submitit.identity import Identity, Place
+from snakemake_executor_plugin_submitit.identity import JobIdentity, WorkingFolder
 
 Used = TypeVar("Used")
 _FILE = "journal.jsonl"
@@ -49,7 +49,7 @@ class Entry:
     its log is shown. `known_as`: the name that a plugin of the site has given it instead.
     """
 
-    identity: Identity
+    identity: JobIdentity
     label: str
     job_id: str
     name: str
@@ -114,12 +114,12 @@ class JournalError(RuntimeError):
     """A journal that cannot be read or written; the message says which and what to do."""
 
 
-class Journal:
+class JobJournal:
     """The journal of this run; `base` is the executor's folder."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
-        self.place = Place.here()
+        self.place = WorkingFolder.here()
         # Sorts by time, and differs from every other run's.
         self.run = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
         self.folder = base / self.run
@@ -225,7 +225,7 @@ def _append(stream: IO[str], *events: Mapping[str, Any]) -> None:
     os.fsync(stream.fileno())
 
 
-def open_runs(base: Path, place: Place) -> list[OldRun]:
+def open_runs(base: Path, place: WorkingFolder) -> list[OldRun]:
     """Runs of this working directory that are not closed and whose snakemake is dead, oldest first.
 
     Raises:
@@ -254,7 +254,7 @@ def _in_use(path: Path) -> bool:
     return False
 
 
-def _replay(path: Path, place: Place) -> OldRun | None:
+def _replay(path: Path, place: WorkingFolder) -> OldRun | None:
     """The run's open ends; None when it is closed or another directory's."""
     events = list(_events(path))
     if _is_closed(events):
@@ -262,7 +262,7 @@ def _replay(path: Path, place: Place) -> OldRun | None:
     run = OldRun(path.parent.name)
     for event in events:
         try:
-            if event["event"] == "run" and not Place(**event["place"]).is_same(place):
+            if event["event"] == "run" and not WorkingFolder(**event["place"]).is_same(place):
                 return None
             _apply(run, event)
         except (KeyError, TypeError, ValueError) as error:
@@ -291,7 +291,7 @@ def _apply(run: OldRun, event: dict[str, Any]) -> None:
             run.lost.pop(event["name"], None)
         case "job":
             made = event.pop("identity")
-            entry = Entry(Identity(tuple(made["makes"]), made["how"]), **event)
+            entry = Entry(JobIdentity(tuple(made["makes"]), made["how"]), **event)
             _check_name(run, entry.name)
             if _JOB_ID.fullmatch(entry.job_id) is None or entry.run != run.name:
                 raise ValueError(f"job id {entry.job_id!r} of run {entry.run!r}")
@@ -325,7 +325,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 def _trusted(use: Callable[[Path], Used], path: Path) -> Used:
     try:
         return use(path)
-    except private.UntrustedError as error:
+    except private.UntrustedFileError as error:
         raise JournalError(f"{error}; or remove the folder {path.parent}") from error
 
 

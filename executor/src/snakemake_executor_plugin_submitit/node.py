@@ -47,7 +47,7 @@ _PLAIN = re.compile(rf"[ \t]*{_WORD}(?:[ \t]+{_WORD})*[ \t]*", re.ASCII)
 
 
 @dataclass(frozen=True)
-class Result:
+class JobResult:
     """How a command ended.
 
     `restart` counts Slurm's requeues; times are seconds since 1970; `note` says why a job that
@@ -63,16 +63,16 @@ class Result:
     note: str = ""
 
 
-def read_result(path: Path) -> Result | None:
+def read_result(path: Path) -> JobResult | None:
     """The result, or None where there is none, it cannot be read (yet) or is not to be believed."""
     try:
-        return Result(**json.loads(private.read(path)))
-    except (OSError, ValueError, TypeError, private.UntrustedError):
+        return JobResult(**json.loads(private.read(path)))
+    except (OSError, ValueError, TypeError, private.UntrustedFileError):
         return None
 
 
 @dataclass(frozen=True)
-class Work:
+class BatchWork:
     """What jobs of one batch have in common.
 
     `requeue_limit`: how often a job may be requeued after Slurm's warning. `signal`: the name of
@@ -85,7 +85,7 @@ class Work:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def write_batch(path: Path, commands: Sequence[str], work: Work) -> None:
+def write_batch(path: Path, commands: Sequence[str], work: BatchWork) -> None:
     """Write what the jobs of a batch run: a line of JSON about all, then a line for each command.
 
     A command is for `/bin/sh`; a plain `PYTHON -m snakemake ARGUMENTS` is run without a shell. The
@@ -101,7 +101,7 @@ def write_batch(path: Path, commands: Sequence[str], work: Work) -> None:
         stream.writelines(lines)
 
 
-def read_job(path: Path, index: int) -> tuple[str, Work]:
+def read_job(path: Path, index: int) -> tuple[str, BatchWork]:
     """The command of a batch's job, and what it has in common with the others.
 
     Raises:
@@ -113,7 +113,7 @@ def read_job(path: Path, index: int) -> tuple[str, Work]:
         sizes = head.pop("sizes")
         stream.seek(sum(sizes[:index]), os.SEEK_CUR)
         command: str = json.loads(stream.read(sizes[index]))
-    return command, Work(**head)
+    return command, BatchWork(**head)
 
 
 def main(folder: Path, batch: str) -> None:
@@ -134,12 +134,12 @@ def main(folder: Path, batch: str) -> None:
         return
     try:
         command, work = read_job(path, int(index))
-    except private.UntrustedError as error:
+    except private.UntrustedFileError as error:
         sys.exit(f"nothing was run: {error}")
     run_job(command, work, folder / "results" / f"{token}.json")
 
 
-def run_job(command: str, work: Work, path: Path) -> None:
+def run_job(command: str, work: BatchWork, path: Path) -> None:
     """Run a job's command and write its result to `path`.
 
     Raises:
@@ -224,7 +224,7 @@ class _Watch:
         self._warning = signal.Signals[f"SIG{warning}"] if warning else None
         self.told = False
         self.warned = False
-        self._reached: set[checkpoint.Process] = set()  # have the warning
+        self._reached: set[checkpoint.CommandProcess] = set()  # have the warning
         self._ended = False  # SIGTERM was passed on
         # Processes that outlive their parent become ours: all of them have to be waited for.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -324,7 +324,7 @@ def _write(path: Path, code: int, started: float, note: str) -> None:
     """Write atomically: the submitting host sees no result or a whole one."""
     job = os.environ.get("SLURM_JOB_ID", "")
     restart = checkpoint.restarts(os.environ)
-    result = Result(code, socket.gethostname(), job, restart, started, time.time(), note)
+    result = JobResult(code, socket.gethostname(), job, restart, started, time.time(), note)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with private.create(temporary) as stream:

@@ -27,7 +27,7 @@ _HEADER = """\
 """
 
 
-class Node(NamedTuple):
+class PartitionNode(NamedTuple):
     """A node of one partition, in sinfo's words."""
 
     partition: str
@@ -97,13 +97,15 @@ def parse_partitions(text: str) -> list[dict[str, str]]:
     return sorted(found, key=lambda facts: facts.get("Default") != "YES")
 
 
-def parse_nodes(text: str) -> list[Node]:
+def parse_nodes(text: str) -> list[PartitionNode]:
     """sinfo's lines of `_NODE_FORMAT`; other lines, such as a cluster's name, are none."""
     rows = [match.groups() for line in text.splitlines() if (match := _NODE.fullmatch(line))]
-    return [Node(name, int(cpus), int(memory), *words) for name, cpus, memory, *words in rows]
+    return [
+        PartitionNode(name, int(cpus), int(memory), *words) for name, cpus, memory, *words in rows
+    ]
 
 
-def limits(facts: Mapping[str, str], nodes: Sequence[Node]) -> dict[str, Any]:
+def limits(facts: Mapping[str, str], nodes: Sequence[PartitionNode]) -> dict[str, Any]:
     """A partition's keys in the file; what Slurm does not limit, or no node has, is left out."""
     gpus = [[(model, int(count)) for model, count in _GPU.findall(node.gres)] for node in nodes]
     models = {model for node in gpus for model, _ in node}

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from snakemake_interface_common.exceptions import WorkflowError
 
-from snakemake_executor_plugin_submitit.request import Request
+from snakemake_executor_plugin_submitit.request import JobRequest
 from snakemake_executor_plugin_submitit.values import slurm_seconds
 
 VARIABLE = "SNAKEMAKE_SLURM_PARTITIONS"
@@ -138,7 +138,7 @@ def parse(content: Any, where: str) -> tuple[Partition, ...]:
     )
 
 
-def choose(partitions: Sequence[Partition], asked: Request) -> tuple[str, str]:
+def choose(partitions: Sequence[Partition], asked: JobRequest) -> tuple[str, str]:
     """The best partition's name and nothing, or nothing and why none fits."""
     judged = [(partition, score(partition, asked)) for partition in partitions]
     fitting = [(value, p.name) for p, value in judged if not isinstance(value, str)]
@@ -147,7 +147,7 @@ def choose(partitions: Sequence[Partition], asked: Request) -> tuple[str, str]:
     return "", "; ".join(f"{p.name}: {reason}" for p, reason in judged)
 
 
-def score(partition: Partition, asked: Request) -> float | str:
+def score(partition: Partition, asked: JobRequest) -> float | str:
     """How well the job belongs there, or why it does not fit."""
     if reason := _mismatch(partition, asked):
         return reason
@@ -162,7 +162,7 @@ def score(partition: Partition, asked: Request) -> float | str:
     return total - 1 if partition.limit("gpu") and not asked.gpus[0] else total
 
 
-def _mismatch(partition: Partition, asked: Request) -> str:
+def _mismatch(partition: Partition, asked: JobRequest) -> str:
     """Why the job does not fit, numbers apart; empty when it does."""
     given = asked.resources
     count, model = asked.gpus
@@ -178,7 +178,7 @@ def _mismatch(partition: Partition, asked: Request) -> str:
     return f"no constraint {','.join(missing)}" if partition.constraints and missing else ""
 
 
-def _shares(asked: Request) -> list[tuple[float, str]]:
+def _shares(asked: JobRequest) -> list[tuple[float, str]]:
     """What the job asks for, each with its limit's name; 0 asks for nothing."""
     given = asked.resources
     shares: list[tuple[float, str]] = [

@@ -9,7 +9,7 @@ from snakemake_executor_plugin_submitit.journal import Entry
 from snakemake_executor_plugin_submitit.slurm import JobState, NoAccountingError, SlurmError
 
 # Slurm's word by job; None where it knows of no such job of ours.
-Answer = dict[Entry, JobState | None]
+JobStates = dict[Entry, JobState | None]
 
 # Asked again this soon when a failure on file waits for Slurm's word.
 _SOON = 2.0
@@ -73,7 +73,7 @@ class Poller:
         since = self._silent_since
         return since is not None and self._clock() - since > self._patience
 
-    def ask(self, entries: Collection[Entry]) -> Answer | None:
+    def ask(self, entries: Collection[Entry]) -> JobStates | None:
         """Slurm's word about `entries`; None when it does not answer."""
         try:
             known = ask(entries, self._is_ours)

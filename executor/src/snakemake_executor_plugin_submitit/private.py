@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 
-class UntrustedError(RuntimeError):
+class UntrustedFileError(RuntimeError):
     """Another user could have written it; the message says which file and what to do."""
 
 
@@ -89,12 +89,14 @@ def _open(path: Path, flags: int) -> int:
 def _believe(facts: os.stat_result, path: Path) -> None:
     is_folder = stat.S_ISDIR(facts.st_mode)
     if not is_folder and not stat.S_ISREG(facts.st_mode):
-        raise UntrustedError(f"{path} is a link or a FIFO: it is not of this executor")
+        raise UntrustedFileError(f"{path} is a link or a FIFO: it is not of this executor")
     if not _is_own(facts, path.parent):
-        raise UntrustedError(f"{path} belongs to user {facts.st_uid}, who could choose what runs")
+        raise UntrustedFileError(
+            f"{path} belongs to user {facts.st_uid}, who could choose what runs"
+        )
     if facts.st_mode & 0o022:
         mode = stat.S_IMODE(facts.st_mode)
-        raise UntrustedError(
+        raise UntrustedFileError(
             f"{path} can be written by others (mode {mode:04o}), who could choose what runs; see"
             f" that all in it is yours, then: chmod go-w {shlex.quote(str(path))}"
         )

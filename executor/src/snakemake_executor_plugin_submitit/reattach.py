@@ -5,8 +5,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from snakemake_executor_plugin_submitit import slurm
-from snakemake_executor_plugin_submitit.identity import Identity
-from snakemake_executor_plugin_submitit.journal import Entry, Journal, OldRun, open_runs
+from snakemake_executor_plugin_submitit.identity import JobIdentity
+from snakemake_executor_plugin_submitit.journal import Entry, JobJournal, OldRun, open_runs
 from snakemake_executor_plugin_submitit.node import read_result
 from snakemake_executor_plugin_submitit.polling import ask
 from snakemake_executor_plugin_submitit.status import judge
@@ -41,7 +41,7 @@ class Candidates:
         for path in candidate.entry.identity.makes:
             self._makers[path].append(candidate.entry)
 
-    def take(self, identity: Identity) -> tuple[Candidate | None, list[Candidate]]:
+    def take(self, identity: JobIdentity) -> tuple[Candidate | None, list[Candidate]]:
         """The candidate that is this very job, and those that would get into its way.
 
         The latter make an output of it, or made it otherwise: they must have ended before it is
@@ -54,7 +54,7 @@ class Candidates:
         return (same[0] if same else None), [c for c in touched if c not in same[:1]]
 
 
-def find(journal: Journal) -> list[Candidate]:
+def find(journal: JobJournal) -> list[Candidate]:
     """Candidates, oldest first. Ends what is lost, and cancels batches that nobody can follow.
 
     Raises:
@@ -84,7 +84,7 @@ def cancel_named(names: Collection[str], cluster: str) -> None:
     slurm.cancel(sorted({job_id.partition("_")[0] for job_id in ids}), cluster=cluster)
 
 
-def _of_run(run: OldRun, journal: Journal) -> list[Candidate]:
+def _of_run(run: OldRun, journal: JobJournal) -> list[Candidate]:
     # Asked before the results are read: a job that ends in between then counts as running. The
     # other way round it would seem to have ended without a result.
     states = ask(run.jobs.values())

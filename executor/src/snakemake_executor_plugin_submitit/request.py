@@ -67,7 +67,7 @@ _LONGEST_WARNING = 65535
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """What a job asks for, checked: resources by one name each, and further options of sbatch."""
 
     resources: Mapping[str, Any]
@@ -99,7 +99,7 @@ class Request:
 
 def request(
     resources: Mapping[str, Any], threads: int, defaults: Mapping[str, Any] | None = None
-) -> Request:
+) -> JobRequest:
     """Read a job's resources.
 
     Args:
@@ -124,7 +124,7 @@ def request(
     if seconds := given.get("checkpoint_seconds"):
         _check_warning(given, extra, seconds)
         standing.pop("requeue", None)  # a warned job saves, and is requeued
-    found = Request({**standing, **given}, extra, max(1, threads))
+    found = JobRequest({**standing, **given}, extra, max(1, threads))
     _check_tasks(found)
     return found
 
@@ -209,7 +209,7 @@ def _check_warning(given: Mapping[str, Any], extra: Extra, seconds: int) -> None
         raise ResourceError(f"{where} needs a requeue, which requeue=false forbids: keep one")
 
 
-def _check_tasks(asked: Request) -> None:
+def _check_tasks(asked: JobRequest) -> None:
     given = asked.resources
     if not given.get("mpi"):
         return

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from snakemake_executor_plugin_submitit.request import Request
+from snakemake_executor_plugin_submitit.request import JobRequest
 from snakemake_executor_plugin_submitit.values import ResourceError, node_names
 
 __all__ = [
@@ -22,7 +22,7 @@ _PARAMETERS = {
 }
 
 
-def slurm_parameters(asked: Request) -> Parameters:
+def slurm_parameters(asked: JobRequest) -> Parameters:
     """Submitit's parameters for one job. Jobs with equal parameters may share an array.
 
     `additional_parameters` holds options that submitit has no parameter for; with `no-requeue`
@@ -54,12 +54,12 @@ def slurm_parameters(asked: Request) -> Parameters:
     return {**parameters, "additional_parameters": further} if further else parameters
 
 
-def checkpoint_seconds(asked: Request) -> int:
+def checkpoint_seconds(asked: JobRequest) -> int:
     """Seconds before the time limit at which the job wants to be warned; 0: not at all."""
     return int(asked.resources.get("checkpoint_seconds", 0))
 
 
-def _cpus(asked: Request) -> Parameters:
+def _cpus(asked: JobRequest) -> Parameters:
     given = asked.resources
     if "cpus-per-gpu" in asked.extra.names:  # sbatch takes one of both
         return {}
@@ -72,7 +72,7 @@ def _cpus(asked: Request) -> Parameters:
     return {"cpus_per_task": asked.threads}
 
 
-def _memory(asked: Request) -> Parameters:
+def _memory(asked: JobRequest) -> Parameters:
     given = asked.resources
     if asked.extra.names & {"mem", "mem-per-cpu", "mem-per-gpu"}:  # sbatch takes one of them
         return {}
@@ -82,7 +82,7 @@ def _memory(asked: Request) -> Parameters:
     return {"mem": f"{given['mem_mb']}M"} if "mem_mb" in given else {}
 
 
-def _gpu_options(asked: Request) -> Parameters:
+def _gpu_options(asked: JobRequest) -> Parameters:
     given = asked.resources
     gres = given.get("gres", "")
     if "gpu" in gres:
@@ -101,7 +101,7 @@ def _gpu_options(asked: Request) -> Parameters:
     return {"gres": f"{gres}{',' if gres else ''}gpu:{kind}{count // nodes}"}
 
 
-def _layout(asked: Request) -> Parameters:
+def _layout(asked: JobRequest) -> Parameters:
     """Nodes, and tasks over them."""
     given = asked.resources
     further: Parameters = {}
@@ -117,14 +117,14 @@ def _layout(asked: Request) -> Parameters:
     return {**parameters, "additional_parameters": further}
 
 
-def _whole(asked: Request) -> int:
+def _whole(asked: JobRequest) -> int:
     """Tasks of the whole job; 0: not said."""
     if asked.is_gpu_job and ("nodes" not in asked.resources or _per_gpu(asked)):
         return 0
     return int(asked.resources.get("tasks", 0))
 
 
-def _per_gpu(asked: Request) -> int:
+def _per_gpu(asked: JobRequest) -> int:
     """Tasks of each GPU; 0: not said."""
     given = asked.resources
     if not asked.is_gpu_job:

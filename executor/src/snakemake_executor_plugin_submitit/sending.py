@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 from snakemake_executor_plugin_submitit import reattach, slurm
 from snakemake_executor_plugin_submitit.accounts import Accounts, guess, wants_account
 from snakemake_executor_plugin_submitit.exclusion import NodeGuard, nodes_of_file, with_excluded
-from snakemake_executor_plugin_submitit.journal import Entry, Journal, name_ending
+from snakemake_executor_plugin_submitit.journal import Entry, JobJournal, name_ending
 from snakemake_executor_plugin_submitit.outbox import StoppedError
 from snakemake_executor_plugin_submitit.patience import GaveUpError, with_patience
 from snakemake_executor_plugin_submitit.resources import Parameters, ResourceError
@@ -41,12 +41,12 @@ class Report(Protocol):
     def living(self) -> int: ...
 
 
-class Sender:
+class JobSender:
     """Runs in the outbox's thread, all but `forget_unused`."""
 
     def __init__(
         self,
-        journal: Journal,
+        journal: JobJournal,
         settings: ExecutorSettings,
         candidates: reattach.Candidates,
         nodes: NodeGuard,

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from snakemake_executor_plugin_submitit.node import Result
+from snakemake_executor_plugin_submitit.node import JobResult
 from snakemake_executor_plugin_submitit.slurm import JobState
 
-Outcome = Literal["running", "succeeded", "failed", "unclear"]
+JobOutcome = Literal["running", "succeeded", "failed", "unclear"]
 Patience = Literal["none", "requeue", "result"]
 
 # Slurm's own doing; with JobRequeue=1 the job is PENDING again soon.
@@ -39,15 +39,15 @@ _OVER_MEMORY = re.compile(
 
 
 @dataclass(frozen=True)
-class Judgement:
+class JobJudgement:
     """`unclear` becomes `failed`, for `reason`, when it lasts longer than `patience` names."""
 
-    outcome: Outcome
+    outcome: JobOutcome
     reason: str = ""
     patience: Patience = "none"
 
 
-def judge(result: Result | None, job: JobState | None) -> Judgement:
+def judge(result: JobResult | None, job: JobState | None) -> JobJudgement:
     """Judge one job.
 
     Args:
@@ -55,26 +55,28 @@ def judge(result: Result | None, job: JobState | None) -> Judgement:
         job: what Slurm says; None when Slurm answered and does not know the job.
     """
     if result is not None and result.exit_code == 0:
-        return Judgement("succeeded")
+        return JobJudgement("succeeded")
     if job is None:
         return _forgotten(result)
     if not job.has_ended:
-        return Judgement("running")
+        return JobJudgement("running")
     reason = _reason(job, result)
     if job.state in INTERRUPTED:
-        return Judgement("unclear", reason, "requeue")
+        return JobJudgement("unclear", reason, "requeue")
     if job.state == "COMPLETED":
-        return Judgement("unclear", reason, "result")
-    return Judgement("failed", reason)
+        return JobJudgement("unclear", reason, "result")
+    return JobJudgement("failed", reason)
 
 
-def _forgotten(result: Result | None) -> Judgement:
+def _forgotten(result: JobResult | None) -> JobJudgement:
     if result is not None:
-        return Judgement("failed", f"{_code(result)} on {result.host}")
-    return Judgement("unclear", "Slurm does not know it any more and no result file came", "result")
+        return JobJudgement("failed", f"{_code(result)} on {result.host}")
+    return JobJudgement(
+        "unclear", "Slurm does not know it any more and no result file came", "result"
+    )
 
 
-def _reason(job: JobState, result: Result | None) -> str:
+def _reason(job: JobState, result: JobResult | None) -> str:
     parts = [job.state]
     if job.reason not in ("", "None", job.state):
         parts.append(f"reason {job.reason}")
@@ -86,7 +88,7 @@ def _reason(job: JobState, result: Result | None) -> str:
     return ", ".join(parts) + (f": {meaning}" if meaning else "")
 
 
-def _code(result: Result) -> str:
+def _code(result: JobResult) -> str:
     return f"exit code {result.exit_code}" + (f" ({result.note})" if result.note else "")
 
 

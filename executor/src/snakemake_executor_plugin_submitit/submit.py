@@ -12,7 +12,7 @@ from typing import Any
 from submitit import Job, SlurmExecutor
 
 from snakemake_executor_plugin_submitit import slurm
-from snakemake_executor_plugin_submitit.node import Work, write_batch
+from snakemake_executor_plugin_submitit.node import BatchWork, write_batch
 from snakemake_executor_plugin_submitit.private import create
 from snakemake_executor_plugin_submitit.resources import Parameters
 from snakemake_executor_plugin_submitit.slurm import SlurmError
@@ -145,7 +145,7 @@ def submit(batch: Batch) -> Submitted:
     sbatch.update_parameters(**_submitit_parameters(batch))
     if len(batch.commands) > 1:
         sbatch.parameters["map_count"] = len(batch.commands)
-    work = Work(batch.requeue_limit, _signal(batch), slurm.options_of(os.environ))
+    work = BatchWork(batch.requeue_limit, _signal(batch), slurm.options_of(os.environ))
     path = batch.folder / "jobs" / f"{batch.number}.json"
     hidden = path.with_name(f".{path.name}")
     try:

@@ -13,15 +13,15 @@ from snakemake_executor_plugin_submitit import slurm, status
 from snakemake_executor_plugin_submitit.exclusion import NodeGuard
 from snakemake_executor_plugin_submitit.journal import Entry
 from snakemake_executor_plugin_submitit.logs import show
-from snakemake_executor_plugin_submitit.node import Result, read_result
-from snakemake_executor_plugin_submitit.polling import Answer, Poller
+from snakemake_executor_plugin_submitit.node import JobResult, read_result
+from snakemake_executor_plugin_submitit.polling import JobStates, Poller
 from snakemake_executor_plugin_submitit.settings import ExecutorSettings
-from snakemake_executor_plugin_submitit.status import Judgement
+from snakemake_executor_plugin_submitit.status import JobJudgement
 from snakemake_executor_plugin_submitit.waiting import Pending, WaitReport
 
 
 @dataclass
-class Watch:
+class WatchedJob:
     """A submitted job under watch; `unclear_since` is monotonic seconds.
 
     `doomed`: why it counts as failed as soon as Slurm says that it is gone, for which it is
@@ -35,7 +35,7 @@ class Watch:
     is_shown: bool = False
 
 
-class Watcher:
+class JobWatcher:
     """Watches jobs by their files, twice a second, and by Slurm's word, when the poller asks."""
 
     def __init__(
@@ -55,12 +55,12 @@ class Watcher:
         self._nodes = nodes
         self._logger = logger
         self._waiting = WaitReport(logger.info)
-        self._asking: asyncio.Task[Answer | None] | None = None
+        self._asking: asyncio.Task[JobStates | None] | None = None
         self._said: set[str] = set()
 
     async def look(
-        self, watches: Sequence[Watch], limiter: AbstractAsyncContextManager[Any]
-    ) -> list[Judgement]:
+        self, watches: Sequence[WatchedJob], limiter: AbstractAsyncContextManager[Any]
+    ) -> list[JobJudgement]:
         """What each job is now. `limiter`: entered for each question to Slurm."""
         results = self._results([watch.entry for watch in watches])
         answer = await self._answer(watches, results, limiter)
@@ -72,7 +72,7 @@ class Watcher:
             self._said.add(words)
             self._logger.warning(words)
 
-    def _results(self, entries: Collection[Entry]) -> dict[Entry, Result]:
+    def _results(self, entries: Collection[Entry]) -> dict[Entry, JobResult]:
         """Results by entry; one listing a folder also refreshes a network file system's cache."""
         present = {run: self._listed(run) for run in {entry.run for entry in entries}}
         found = {
@@ -92,10 +92,10 @@ class Watcher:
 
     async def _answer(
         self,
-        watches: Sequence[Watch],
-        results: Mapping[Entry, Result],
+        watches: Sequence[WatchedJob],
+        results: Mapping[Entry, JobResult],
         limiter: AbstractAsyncContextManager[Any],
-    ) -> Answer | None:
+    ) -> JobStates | None:
         """Slurm's word about jobs without a success; None when it is not asked or silent.
 
         It is asked beside the loop: a controller that does not answer holds up no success.
@@ -112,7 +112,7 @@ class Watcher:
                 self._asking = asyncio.create_task(asyncio.to_thread(self._ask, unfinished))
         return None
 
-    def _ask(self, watches: Sequence[Watch]) -> Answer | None:
+    def _ask(self, watches: Sequence[WatchedJob]) -> JobStates | None:
         doomed = [watch for watch in watches if watch.doomed and not watch.cancelled]
         try:
             self.poller.cancel([watch.entry for watch in doomed])
@@ -129,7 +129,7 @@ class Watcher:
             self._nodes.look(answer, has_accounting=self.poller.has_accounting)
         return answer
 
-    def _show_logs(self, watches: Sequence[Watch], answer: Answer) -> None:
+    def _show_logs(self, watches: Sequence[WatchedJob], answer: JobStates) -> None:
         """Link the logs of jobs that run; one in the queue has no file yet."""
         for watch in watches:
             entry, job = watch.entry, answer[watch.entry]
@@ -141,22 +141,24 @@ class Watcher:
             except OSError as error:
                 self.say_once(f"cannot link the log of Slurm job {entry.job_id}: {error}")
 
-    def _judge(self, watch: Watch, result: Result | None, answer: Answer | None) -> Judgement:
+    def _judge(
+        self, watch: WatchedJob, result: JobResult | None, answer: JobStates | None
+    ) -> JobJudgement:
         """`status.judge`, with an unclear state that has lasted too long counted as failed.
 
         Before that Slurm is told to end the job, and must say that it is gone: what only seems to
         be lost would run beside its retry.
         """
         if _is_success(result):
-            return Judgement("succeeded")
+            return JobJudgement("succeeded")
         # Not in the answer: submitted after the question.
         if answer is None or watch.entry not in answer:
-            return Judgement("running")
+            return JobJudgement("running")
         judgement = status.judge(result, answer[watch.entry])
         if watch.doomed:
             if judgement.outcome == "running" or not watch.cancelled:
-                return Judgement("running")
-            return Judgement("failed", watch.doomed)
+                return JobJudgement("running")
+            return JobJudgement("failed", watch.doomed)
         if judgement.outcome != "unclear":
             watch.unclear_since = None
             return judgement
@@ -168,11 +170,11 @@ class Watcher:
         return judgement
 
 
-def _is_success(result: Result | None) -> bool:
+def _is_success(result: JobResult | None) -> bool:
     return result is not None and result.exit_code == 0
 
 
-def _pending(answer: Answer) -> list[Pending]:
+def _pending(answer: JobStates) -> list[Pending]:
     return [
         Pending(entry.label, entry.job_id, job.reason, job.start)
         for entry, job in answer.items()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from snakemake_executor_plugin_submitit.identity import Identity, identify
+from snakemake_executor_plugin_submitit.identity import JobIdentity, identify
 from snakemake_executor_plugin_submitit.logs import file_name
 from snakemake_executor_plugin_submitit.partitions import Partition, choose
 from snakemake_executor_plugin_submitit.request import doubtful_names, request
@@ -26,7 +26,7 @@ class Prepared:
     """
 
     job: Any
-    identity: Identity
+    identity: JobIdentity
     label: str
     log_folder: Path
     command: str

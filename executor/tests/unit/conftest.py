@@ -10,7 +10,7 @@ from sender_desk import Cluster, Desk
 from slurm_programs import Programs
 
 from snakemake_executor_plugin_submitit import sending
-from snakemake_executor_plugin_submitit.journal import Journal
+from snakemake_executor_plugin_submitit.journal import JobJournal
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
-    with closing(Journal(tmp_path / "submitit")) as journal:
+    with closing(JobJournal(tmp_path / "submitit")) as journal:
         desk = Desk(journal)
         clock = SimpleNamespace(monotonic=desk.clock, sleep=desk.sleep)
         monkeypatch.setattr(sending, "time", clock)

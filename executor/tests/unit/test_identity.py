@@ -20,7 +20,7 @@ from snakemake.settings.types import (
     WorkflowSettings,
 )
 
-from snakemake_executor_plugin_submitit.identity import Identity, Place, identify
+from snakemake_executor_plugin_submitit.identity import JobIdentity, WorkingFolder, identify
 
 SNAKEFILE = """
 rule all:
@@ -54,7 +54,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def identities(config: dict[str, Any] = CONFIG, attempt: int = 1) -> dict[str, Identity]:
+def identities(config: dict[str, Any] = CONFIG, attempt: int = 1) -> dict[str, JobIdentity]:
     """By rule, of the jobs of the Snakefile in the working directory."""
     linecache.clearcache()  # Snakemake reads the code of `run:` through it, once a process
     with SnakemakeApi(OutputSettings(quiet={Quietness.ALL})) as api:
@@ -78,7 +78,7 @@ def edit(path: str, old: str, new: str) -> None:
     Path(path).write_text(text.replace(old, new))
 
 
-def changed(before: dict[str, Identity], after: dict[str, Identity]) -> set[str]:
+def changed(before: dict[str, JobIdentity], after: dict[str, JobIdentity]) -> set[str]:
     assert before.keys() == after.keys() == {"shell", "run", "script"}
     return {name for name in before if before[name] != after[name]}
 
@@ -128,9 +128,9 @@ def test_a_retry_is_the_same_job(folder: Path) -> None:
 
 
 def test_a_place_is_known_by_path_inode_and_while_it_has_a_meaning_device(tmp_path: Path) -> None:
-    here = Place.here()
+    here = WorkingFolder.here()
 
-    assert here.is_same(Place.here())
+    assert here.is_same(WorkingFolder.here())
     assert not here.is_same(replace(here, path=str(tmp_path)))
     assert not here.is_same(replace(here, inode=here.inode + 1))
     assert not here.is_same(replace(here, device=here.device + 1))

@@ -11,10 +11,10 @@ import pytest
 from entries import entry, identity
 
 from snakemake_executor_plugin_submitit import reattach, slurm
-from snakemake_executor_plugin_submitit.identity import Place
+from snakemake_executor_plugin_submitit.identity import WorkingFolder
 from snakemake_executor_plugin_submitit.journal import (
     Entry,
-    Journal,
+    JobJournal,
     JournalError,
     name_ending,
     open_runs,
@@ -57,41 +57,41 @@ def dead_run(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Iterator[Journal]:
+def journal(tmp_path: Path) -> Iterator[JobJournal]:
     """The journal of a run that lives."""
-    with closing(Journal(tmp_path)) as journal:
+    with closing(JobJournal(tmp_path)) as journal:
         yield journal
 
 
 def test_a_dead_runs_open_ends_are_found(tmp_path: Path, dead_run: str) -> None:
-    (run,) = open_runs(tmp_path, Place.here())
+    (run,) = open_runs(tmp_path, WorkingFolder.here())
 
     assert run.name == dead_run
     assert [entry.job_id for entry in run.jobs.values()] == ["7_0", "7_1"]
     assert run.lost == {of(dead_run, "lost"): ""}
 
 
-def test_a_living_runs_jobs_are_not_for_the_taking(tmp_path: Path, journal: Journal) -> None:
+def test_a_living_runs_jobs_are_not_for_the_taking(tmp_path: Path, journal: JobJournal) -> None:
     journal.batch(of(journal.run, "train"), "")
 
-    while_it_lives = open_runs(tmp_path, Place.here())
+    while_it_lives = open_runs(tmp_path, WorkingFolder.here())
     journal.close()
 
     assert while_it_lives == []
-    assert [run.name for run in open_runs(tmp_path, Place.here())] == [journal.run]
+    assert [run.name for run in open_runs(tmp_path, WorkingFolder.here())] == [journal.run]
 
 
 def test_a_line_that_a_crash_cut_short_is_skipped(
-    tmp_path: Path, dead_run: str, journal: Journal
+    tmp_path: Path, dead_run: str, journal: JobJournal
 ) -> None:
     path = tmp_path / dead_run / "journal.jsonl"
     with path.open("a") as stream:
         stream.write('{"event": "job", "name": "ha')
 
-    (run,) = open_runs(tmp_path, Place.here())
+    (run,) = open_runs(tmp_path, WorkingFolder.here())
     journal.end(run.jobs["1-7_0"], "failed")
 
-    (run,) = open_runs(tmp_path, Place.here())
+    (run,) = open_runs(tmp_path, WorkingFolder.here())
     assert [entry.job_id for entry in run.jobs.values()] == ["7_1"]
 
 
@@ -101,11 +101,11 @@ def test_a_journal_of_another_form_is_refused_with_its_path(tmp_path: Path, dead
         stream.write('\n{"event": "job", "colour": "green"}\n')
 
     with pytest.raises(JournalError, match=dead_run):
-        open_runs(tmp_path, Place.here())
+        open_runs(tmp_path, WorkingFolder.here())
 
 
 def test_a_closed_run_is_pruned_and_an_open_one_kept(
-    tmp_path: Path, dead_run: str, journal: Journal
+    tmp_path: Path, dead_run: str, journal: JobJournal
 ) -> None:
     prune(tmp_path, keep=0)
     kept = (tmp_path / dead_run).exists()
@@ -124,10 +124,10 @@ def test_a_journal_of_an_earlier_version_is_no_hindrance_when_it_is_closed(tmp_p
 
     (folder / "journal.jsonl").write_text(old)
     with pytest.raises(JournalError, match="squeue --me"):
-        open_runs(tmp_path, Place.here())
+        open_runs(tmp_path, WorkingFolder.here())
     (folder / "journal.jsonl").write_text(f'{old}{{"event": "closed"}}\n')
 
-    assert open_runs(tmp_path, Place.here()) == []
+    assert open_runs(tmp_path, WorkingFolder.here()) == []
 
 
 def test_the_runs_of_another_working_directory_are_left_alone(
@@ -138,11 +138,11 @@ def test_the_runs_of_another_working_directory_are_left_alone(
     (tmp_path / "b").mkdir()
     monkeypatch.chdir(tmp_path / "b")
 
-    assert open_runs(tmp_path, Place.here()) == []
+    assert open_runs(tmp_path, WorkingFolder.here()) == []
 
 
 def test_a_refused_batch_is_not_lost_and_a_renamed_job_is_known_by_both_names(
-    tmp_path: Path, journal: Journal
+    tmp_path: Path, journal: JobJournal
 ) -> None:
     refused, given = of(journal.run, "refused"), of(journal.run, "given")
     for name in (refused, given):
@@ -153,7 +153,7 @@ def test_a_refused_batch_is_not_lost_and_a_renamed_job_is_known_by_both_names(
     journal.renamed(noted, "lab_given")
     journal.close()
 
-    (run,) = open_runs(tmp_path, Place.here())
+    (run,) = open_runs(tmp_path, WorkingFolder.here())
 
     (found,) = run.jobs.values()
     assert run.lost == {}
@@ -168,7 +168,7 @@ def names(folder: Path) -> set[str]:
 
 
 def test_a_jobs_result_becomes_a_mark_and_all_files_of_a_batch_go_with_its_last_job(
-    journal: Journal,
+    journal: JobJournal,
 ) -> None:
     jobs, results = journal.folder / "jobs", journal.folder / "results"
     own = {"name": of(journal.run, "a"), "run": journal.run}
@@ -191,11 +191,11 @@ def test_a_jobs_result_becomes_a_mark_and_all_files_of_a_batch_go_with_its_last_
 
 
 def test_the_files_of_an_earlier_run_go_as_its_jobs_end(
-    tmp_path: Path, dead_run: str, journal: Journal
+    tmp_path: Path, dead_run: str, journal: JobJournal
 ) -> None:
     jobs = tmp_path / dead_run / "jobs"
     (jobs / "1.json").touch()
-    (run,) = open_runs(tmp_path, Place.here())
+    (run,) = open_runs(tmp_path, WorkingFolder.here())
     journal.adopt(run.jobs.values())
 
     journal.end(run.jobs["1-7_0"], "succeeded")
@@ -239,7 +239,7 @@ def live_by_id(found: list[reattach.Candidate]) -> dict[str, bool]:
 
 
 def test_live_and_succeeded_jobs_are_candidates_and_lost_batches_are_cancelled(
-    tmp_path: Path, dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dead_run: str, journal: JobJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeSlurm(monkeypatch, dead_run, {"7_0": JobState("RUNNING", name=of(dead_run, "a"))})
     write_success(tmp_path / dead_run / "results" / "1-7_1.json")
@@ -251,7 +251,7 @@ def test_live_and_succeeded_jobs_are_candidates_and_lost_batches_are_cancelled(
 
 
 def test_a_run_of_which_nothing_is_left_is_closed(
-    tmp_path: Path, dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, dead_run: str, journal: JobJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ours = of(dead_run, "a")
     ended = {"7_0": JobState("FAILED", name=ours), "7_1": JobState("CANCELLED", name=ours)}
@@ -260,13 +260,13 @@ def test_a_run_of_which_nothing_is_left_is_closed(
     found = reattach.find(journal)
 
     assert found == []
-    assert open_runs(tmp_path, Place.here()) == []
+    assert open_runs(tmp_path, WorkingFolder.here()) == []
     assert (tmp_path / dead_run).exists()
 
 
 @pytest.mark.parametrize("name", ["", "lab", "b", "a.2"])
 def test_a_running_job_of_the_same_id_but_another_name_is_not_taken_over(
-    dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch, name: str
+    dead_run: str, journal: JobJournal, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     stranger = JobState("RUNNING", name=name)
     fake = FakeSlurm(monkeypatch, dead_run, {"7_0": stranger, "7_1": stranger})
@@ -278,7 +278,7 @@ def test_a_running_job_of_the_same_id_but_another_name_is_not_taken_over(
 
 
 def test_an_interrupted_job_may_be_taken_over(
-    dead_run: str, journal: Journal, monkeypatch: pytest.MonkeyPatch
+    dead_run: str, journal: JobJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeSlurm(monkeypatch, dead_run, {"7_0": JobState("PREEMPTED", name=of(dead_run, "a"))})
 
@@ -293,7 +293,7 @@ def test_a_folder_that_was_there_keeps_its_mode_and_a_runs_is_closed_to_others(
     base.mkdir()
     base.chmod(mode)
 
-    with closing(Journal(base)) as journal:
+    with closing(JobJournal(base)) as journal:
         folders = [journal.folder, *(p for p in journal.folder.iterdir() if p.is_dir())]
 
     assert base.stat().st_mode & 0o7777 == mode

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from snakemake_executor_plugin_submitit.node import Result, Work, read_result, write_batch
+from snakemake_executor_plugin_submitit.node import BatchWork, JobResult, read_result, write_batch
 
 # Slurm's job has no command in its own command line either.
 RUN = """
@@ -128,7 +128,7 @@ def test_half_a_result_is_none(tmp_path: Path, text: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(text)
 
-    found: Result | None = read_result(path)
+    found: JobResult | None = read_result(path)
 
     assert found is None
     assert read_result(tmp_path / "missing.json") is None
@@ -204,7 +204,7 @@ def run(tmp_path: Path) -> Path:
     told = '"$SBATCH_ACCOUNT $SLURM_NTASKS"'
     commands = [f"printf '%s ' 'é 世 {index}' {told} > {tmp_path}/{index}" for index in range(3)]
     given = {"SBATCH_ACCOUNT": "lab", "SLURM_NTASKS": "8"}
-    write_batch(folder / "jobs" / "1.json", commands, Work(environment=given))
+    write_batch(folder / "jobs" / "1.json", commands, BatchWork(environment=given))
     return folder
 
 

@@ -15,7 +15,7 @@ from snakemake_executor_plugin_submitit.partitions import (
     read,
     score,
 )
-from snakemake_executor_plugin_submitit.request import Request, request
+from snakemake_executor_plugin_submitit.request import JobRequest, request
 
 PEER_FILE = """
 partitions:
@@ -53,7 +53,7 @@ def peer_file(tmp_path: Path) -> tuple[Partition, ...]:
     return read(path)
 
 
-def asked(threads: int = 1, /, **resources: Any) -> Request:
+def asked(threads: int = 1, /, **resources: Any) -> JobRequest:
     return request(resources, threads)
 
 
@@ -81,7 +81,7 @@ def one(**keys: Any) -> Partition:
     ],
 )
 def test_the_best_partition_is_chosen(
-    peer_file: tuple[Partition, ...], job: Request, name: str
+    peer_file: tuple[Partition, ...], job: JobRequest, name: str
 ) -> None:
     assert choose(peer_file, job) == (name, "")
 
@@ -123,7 +123,7 @@ def test_where_none_fits_each_says_why(peer_file: tuple[Partition, ...]) -> None
         (one(available_constraints=["ib", "avx"]), asked(constraint="avx, ib"), 0.0),
     ],
 )
-def test_a_score_is_the_sum_of_shares(partition: Partition, job: Request, value: float) -> None:
+def test_a_score_is_the_sum_of_shares(partition: Partition, job: JobRequest, value: float) -> None:
     assert score(partition, job) == pytest.approx(value)
 
 
@@ -149,7 +149,7 @@ def test_a_score_is_the_sum_of_shares(partition: Partition, job: Request, value:
     ],
 )
 def test_a_partition_that_is_too_small_or_elsewhere_does_not_fit(
-    partition: Partition, job: Request
+    partition: Partition, job: JobRequest
 ) -> None:
     assert isinstance(score(partition, job), str)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from snakemake_executor_plugin_submitit.node import Result
+from snakemake_executor_plugin_submitit.node import JobResult
 from snakemake_executor_plugin_submitit.slurm import ENDED, JobState, parse_squeue
 from snakemake_executor_plugin_submitit.status import (
     INTERRUPTED,
@@ -12,14 +12,14 @@ from snakemake_executor_plugin_submitit.status import (
     memory_remark,
 )
 
-GOOD = Result(exit_code=0, host="n1", slurm_job="7", restart=0, started=0.0, ended=1.0)
+GOOD = JobResult(exit_code=0, host="n1", slurm_job="7", restart=0, started=0.0, ended=1.0)
 # Of Slurm 22.05 to 26.11, and a word of a later one.
 LIVE = (
     *("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
     *("CONFIGURING", "RUNNING", "RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED"),
     *("COMPLETING", "POWER_UP_NODE", "UPDATE_DB", "EXPEDITING", "A_STATE_OF_THE_FUTURE", ""),
 )
-BAD = Result(exit_code=3, host="n1", slurm_job="7", restart=0, started=0.0, ended=1.0)
+BAD = JobResult(exit_code=3, host="n1", slurm_job="7", restart=0, started=0.0, ended=1.0)
 
 
 @pytest.mark.parametrize("job", [None, JobState("RUNNING"), JobState("FAILED"), JobState("X")])
@@ -30,7 +30,7 @@ def test_a_success_on_file_stands_whatever_slurm_says(job: JobState | None) -> N
 @pytest.mark.parametrize("state", LIVE)
 @pytest.mark.parametrize("result", [None, BAD])
 def test_a_live_job_runs_even_if_an_interrupted_attempt_left_a_failure(
-    state: str, result: Result | None
+    state: str, result: JobResult | None
 ) -> None:
     assert judge(result, JobState(state)).outcome == "running"
 
@@ -42,7 +42,7 @@ def test_an_ended_job_does_not_run(state: str) -> None:
 
 @pytest.mark.parametrize("state", sorted(INTERRUPTED))
 @pytest.mark.parametrize("result", [None, BAD])
-def test_slurms_own_doing_gets_time_for_a_requeue(state: str, result: Result | None) -> None:
+def test_slurms_own_doing_gets_time_for_a_requeue(state: str, result: JobResult | None) -> None:
     judgement = judge(result, JobState(state))
 
     assert (judgement.outcome, judgement.patience) == ("unclear", "requeue")

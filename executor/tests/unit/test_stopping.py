@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from snakemake_executor_plugin_submitit.stopping import same_command
+from snakemake_executor_plugin_submitit.executor import same_command
 
 # Says what it hears, a line each; `quit` ends it.
 LISTENS = """
 import signal, sys
-from snakemake_executor_plugin_submitit.stopping import Stop
+from snakemake_executor_plugin_submitit.executor import Stop
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
 stop = Stop()
 stop.listen()

@@ -11,7 +11,7 @@ from slurm_programs import Programs
 from snakemake_executor_plugin_submitit.exclusion import NodeGuard
 from snakemake_executor_plugin_submitit.polling import Poller
 from snakemake_executor_plugin_submitit.settings import ExecutorSettings
-from snakemake_executor_plugin_submitit.watching import Watch, Watcher
+from snakemake_executor_plugin_submitit.watching import JobWatcher, WatchedJob
 
 
 class Watched:
@@ -19,9 +19,9 @@ class Watched:
 
     def __init__(self, base: Path) -> None:
         self.link = base / "logs" / "rule_train" / "7" / "7.log"
-        self.watch = Watch(entry("7", log=str(self.link)))
+        self.watch = WatchedJob(entry("7", log=str(self.link)))
         self.log = self.watch.entry.log_file(base)
-        self._watcher = Watcher(
+        self._watcher = JobWatcher(
             base,
             ExecutorSettings(),
             Poller(0.0, 900.0, say=lambda _words: None),

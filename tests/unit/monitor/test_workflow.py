@@ -12,8 +12,8 @@ import pytest
 from shakedown.core.errors import UsageError
 from shakedown.core.paths import RunPaths
 from shakedown.monitor.workflow import NotedJob, WorkflowRun, noted_jobs, read_workflow
-from snakemake_executor_plugin_submitit.identity import Identity
-from snakemake_executor_plugin_submitit.journal import Entry, Journal, name_ending
+from snakemake_executor_plugin_submitit.identity import JobIdentity
+from snakemake_executor_plugin_submitit.journal import Entry, JobJournal, name_ending
 
 
 @pytest.fixture
@@ -24,11 +24,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def new_journal(folder: Path) -> Iterator[Callable[[], Journal]]:
-    made: list[Journal] = []
+def new_journal(folder: Path) -> Iterator[Callable[[], JobJournal]]:
+    made: list[JobJournal] = []
 
-    def make() -> Journal:
-        made.append(Journal(folder / "jobs"))
+    def make() -> JobJournal:
+        made.append(JobJournal(folder / "jobs"))
         return made[-1]
 
     yield make
@@ -36,9 +36,9 @@ def new_journal(folder: Path) -> Iterator[Callable[[], Journal]]:
         journal.close()
 
 
-def entry(journal: Journal, number: int, job_id: str, *makes: str) -> Entry:
+def entry(journal: JobJournal, number: int, job_id: str, *makes: str) -> Entry:
     return Entry(
-        identity=Identity(makes, "how"),
+        identity=JobIdentity(makes, "how"),
         label="train",
         job_id=job_id,
         name=f"train{name_ending(journal.run, number)}",
@@ -50,7 +50,7 @@ def entry(journal: Journal, number: int, job_id: str, *makes: str) -> Entry:
 
 
 def test_jobs_are_found_by_what_they_make_from_any_folder(
-    folder: Path, new_journal: Callable[[], Journal], monkeypatch: pytest.MonkeyPatch
+    folder: Path, new_journal: Callable[[], JobJournal], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = new_journal()
     first = entry(journal, 1, "11", "results/demo/preflight/verdict.json", "results/demo/x")
@@ -73,7 +73,7 @@ def test_jobs_are_found_by_what_they_make_from_any_folder(
 
 
 def test_of_several_jobs_of_a_step_the_newest_counts_and_an_end_is_its_own(
-    folder: Path, new_journal: Callable[[], Journal]
+    folder: Path, new_journal: Callable[[], JobJournal]
 ) -> None:
     made = "results/demo/stages/sft/outcome.json"
     old = new_journal()
@@ -92,7 +92,7 @@ def test_of_several_jobs_of_a_step_the_newest_counts_and_an_end_is_its_own(
 
 
 def test_a_journal_that_a_crash_cut_short_or_that_lies_gives_what_is_sound(
-    folder: Path, new_journal: Callable[[], Journal]
+    folder: Path, new_journal: Callable[[], JobJournal]
 ) -> None:
     journal = new_journal()
     journal.jobs([entry(journal, 1, "--user=root", "results/demo/agents/verdict.json")])
