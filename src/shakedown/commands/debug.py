@@ -152,7 +152,7 @@ def _is_job(text: str) -> bool:
     return text.isascii() and text.isdecimal() and not Path(text).is_dir()
 
 
-def _wait(folders: list[Path], seconds: float | None) -> "list[tuple[Path, Stop]]":
+def _wait(folders: list[Path], seconds: float | None) -> "list[tuple[Path, PausedProcess]]":
     from shakedown.debug.attach import standing
 
     deadline = time.monotonic() + (seconds or 0.0)
@@ -161,7 +161,7 @@ def _wait(folders: list[Path], seconds: float | None) -> "list[tuple[Path, Stop]
     return found
 
 
-def _show(args: argparse.Namespace, stops: "list[Stop]") -> int:
+def _show(args: argparse.Namespace, stops: "list[PausedProcess]") -> int:
     from shakedown.debug.attach import (
         launch_entries,
         parse_mapping,
@@ -192,7 +192,7 @@ def _show(args: argparse.Namespace, stops: "list[Stop]") -> int:
     return int(ExitCode.OK)
 
 
-def _continue(folders: list[Path], stops: "list[tuple[Path, Stop]]", wanted: list[str]) -> int:
+def _continue(folders: list[Path], stops: "list[tuple[Path, PausedProcess]]", wanted: list[str]) -> int:
     from shakedown.core.folders import storage_errors
     from shakedown.debug.attach import choose, standing
     from shakedown.debug.paused_processes import SILENT_SECONDS, let_go
@@ -215,7 +215,7 @@ def _continue(folders: list[Path], stops: "list[tuple[Path, Stop]]", wanted: lis
     return int(ExitCode.OK)
 
 
-def _terminal(stops: "list[tuple[Path, Stop]]", wanted: str) -> int:
+def _terminal(stops: "list[tuple[Path, PausedProcess]]", wanted: str) -> int:
     from shakedown.debug.attach import choose
     from shakedown.debug.debugger_client import DebugClient
     from shakedown.debug.terminal import HELP, Terminal

@@ -22,11 +22,11 @@ from shakedown.data_sources.stream import RowStream, epoch_order, step_indices
 __all__ = [
     "FORMATS",
     "HUB_PREFIX",
-    "RowBody",
+    "AnsweredRow",
     "Conversation",
     "DataSource",
     "Lines",
-    "AnsweredRow",
+    "RowBody",
     "RowFormat",
     "RowStream",
     "conversation_of",

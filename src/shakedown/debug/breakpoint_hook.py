@@ -35,7 +35,7 @@ _UNTRACED = "pydev_do_not_trace"  # debugpy's own mark for threads that it leave
 
 
 def install() -> None:
-    """Called when Python starts, by `at_start.py`."""
+    """Called when Python starts, by `startup_hook.py`."""
     sys.breakpointhook = stop_here
     sys.excepthook = _then(sys.excepthook)
     threading.excepthook = _then_in_thread(threading.excepthook)

@@ -19,7 +19,7 @@ ASKED = "SHAKEDOWN_DEBUG"  # 1, or FILE:LINE,FILE:LINE
 FOLDER = "SHAKEDOWN_DEBUG_FOLDER"
 ROLE = "SHAKEDOWN_DEBUG_ROLE"
 NO_TIMEOUT = 7 * 86400.0  # seconds, longer than any job: for what a person may hold up
-_AT_START = Path(__file__).with_name("at_start.py")
+_STARTUP_HOOK = Path(__file__).with_name("startup_hook.py")
 
 
 def ask(places: Sequence[str]) -> None:
@@ -62,7 +62,7 @@ def environment(folder: Path, role: str, environ: Mapping[str, str] = os.environ
         role: how its stops are listed.
     """
     own = {FOLDER: str(folder.absolute()), ROLE: role}
-    return own | python_startup.environment(_AT_START, environ)
+    return own | python_startup.environment(_STARTUP_HOOK, environ)
 
 
 def stop_at_exception(error: BaseException) -> None:

@@ -2,7 +2,7 @@
 
 Under nsys, CUDA's profiler calls tell it when to record; without it torch's own profiler writes a
 Chrome trace. The standard library and torch alone, and nothing of shakedown: users' interpreters
-load this file by its path (at_start.py), also where shakedown is not installed.
+load this file by its path (step_counter.py), also where shakedown is not installed.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from shakedown.slurm.hostlist import node_name
 
 EXTRA_OPTIONS = "NRL_NSYS_EXTRA_OPTIONS"
 _POLL_SECONDS = 2.0
-_AT_START = Path(__file__).with_name("at_start.py")
+_STEP_COUNTER = Path(__file__).with_name("step_counter.py")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -185,7 +185,7 @@ def _environment(order: Order) -> dict[str, str]:
     """What the worker is told; one that does not count its steps itself gets our module."""
     environment = {VARIABLE: order.to_json()}
     if order.steps_by:
-        environment |= python_startup.environment(_AT_START, os.environ)
+        environment |= python_startup.environment(_STEP_COUNTER, os.environ)
     return environment
 
 

@@ -50,7 +50,7 @@ class MetricRow:
 
 
 @dataclass(frozen=True)
-class FactorRow:
+class FactorLine:
     """One line of the factor table, as text; empty where nothing was measured."""
 
     factor: str
@@ -102,9 +102,9 @@ def render_report(result: Comparison, verdict: Verdict) -> str:
     )
 
 
-def factor_row(row: FactorRow) -> FactorRow:
+def factor_row(row: FactorRow) -> FactorLine:
     """Numbers as text; a row without a measurement has its reason alone."""
-    return FactorRow(
+    return FactorLine(
         row.factor,
         row.a,
         row.b,

@@ -206,8 +206,8 @@ def _other_format(theirs: str, own: str) -> Finding:
 __all__ = [
     "FACTORS",
     "Bench",
-    "Noise",
     "FactorRow",
+    "Noise",
     "explanation",
     "findings",
     "largest",

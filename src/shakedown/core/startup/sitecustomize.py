@@ -1,4 +1,4 @@
-"""Imported by every Python process below one whose environment has `core.python_startup.environment`.
+"""Imported by each Python process below one that has `core.python_startup.environment`.
 
 On PYTHONPATH it hides a sitecustomize of the machine or the user, which is run as well, before the
 files that are asked for: these have the last word. The standard library alone: the Python may be
