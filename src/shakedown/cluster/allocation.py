@@ -1,4 +1,5 @@
-"""Allocation strings, `sglang:d4t2+fsdp:d8`: which engine gets how many GPUs, cut how.
+"""Allocation strings, `sglang:d4t2+fsdp:d8`: the number of GPUs of each engine, and how it splits
+them.
 
 The grammar is AReaL's (its single-engine strings and the combined legacy form):
 
@@ -10,9 +11,10 @@ The grammar is AReaL's (its single-engine strings and the combined legacy form):
     hybrid     = "(" "attn" ":" dims "|" "ffn" ":" dims ")"     the brackets may be left out
 
 White space between tokens is ignored. Letters: d data, t tensor, p pipeline, c context, e expert.
-World size is d*t*p*c: expert parallelism reuses the same GPUs. Beyond AReaL: a dimension given
-twice is refused, and a hybrid part may have a name. `sglang:d8+d8` is what AReaL took until 2026-03
-and some of its examples still say: the trainer is megatron when p or e is above 1, else fsdp.
+World size is d*t*p*c: expert parallelism reuses the same GPUs. Unlike in AReaL, a dimension given
+twice is refused, and a hybrid part may have a name. `sglang:d8+d8` was valid in AReaL until
+2026-03, and some of its examples still have it: the trainer is megatron when p or e is above 1,
+else fsdp.
 """
 
 import re
@@ -28,16 +30,16 @@ TRAINING = ("fsdp", "megatron", "archon")
 _LETTERS: dict[str, str] = dict.fromkeys(INFERENCE, "dtp") | dict.fromkeys(TRAINING, "dtpce")
 _HYBRID = ("megatron", "archon")
 _PRINTED = "dtpce"  # order of the dimensions in the printed form
-_SHOWN = 60  # characters of the text around a fault, on each side
+_SHOWN = 60  # characters shown on each side of a fault
 _EXAMPLE = "shakedown allocation 'sglang:d4t2+fsdp:d8'"
 
 
 @dataclass(frozen=True)
 class AllocationPart:
-    """One engine's share. `dims` holds the dimensions that were given; the others are 1.
+    """One engine's share. `dims` holds the given dimensions; the others are 1.
 
-    In the MoE hybrid form `dims` is the attention's cut and `experts` the feed-forward's, with
-    the derived values filled in.
+    In the MoE hybrid form `dims` splits the attention and `experts` the feed-forward part, with the
+    derived values filled in.
     """
 
     backend: str
@@ -47,7 +49,7 @@ class AllocationPart:
     experts: Mapping[str, int] = field(default_factory=dict)
 
     def size(self, letter: str) -> int:
-        """Size of one dimension; 1 when it was not given."""
+        """Size of one dimension; 1 if it was not given."""
         return self.dims.get(letter, 1)
 
     def __str__(self) -> str:
@@ -78,8 +80,8 @@ class Allocation:
 
     @property
     def gpus(self) -> int:
-        """GPUs (or, on a machine without any, processes) in all."""
-        # One part stands for its group: parts that share GPUs have equal world sizes.
+        """The total number of GPUs (or processes, on a machine without GPUs)."""
+        # One part per group suffices: parts that share GPUs have equal world sizes.
         return sum(group[0].world for group in self.groups)
 
     def __str__(self) -> str:
@@ -91,7 +93,7 @@ class Allocation:
 
 
 class AllocationError(UsageError):
-    """A string that is no allocation; the message points at the character."""
+    """An invalid allocation string; the message points at the character."""
 
     def __init__(self, text: str, position: int, message: str) -> None:
         line, caret = _excerpt(text, position)
@@ -112,12 +114,12 @@ def parse_allocation(text: str) -> Allocation:
 
 
 class _Parser:
-    """Recursive descent; `at` is the next unread character."""
+    """A recursive-descent parser; `at` is the next unread character."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
-        self.starts: list[int] = []  # of each part, to point at it afterwards
+        self.starts: list[int] = []  # start of each part, to point at it later
 
     def allocation(self) -> Allocation:
         groups = [self._group()]
@@ -163,7 +165,7 @@ class _Parser:
         return AllocationPart(backend, name, _sizes(dims), _world(_sizes(dims)))
 
     def _bare_trainer(self) -> AllocationPart:
-        """Dimensions without a backend: as AReaL chose it before it wanted one to be named."""
+        """Dimensions without a backend: the one AReaL chose before it required a name."""
         self.starts.append(self._next())
         dims = _sizes(self._dims("dtpce", "a trainer"))
         self._check_end()
@@ -179,7 +181,7 @@ class _Parser:
             what = (
                 "dimensions need a backend before them" if bare else f"unknown backend {word!r:.40}"
             )
-            # Cut, since difflib's time grows with the square of a word's length.
+            # Cut, because difflib's time grows with the square of a word's length.
             raise self._error(
                 f"{what}{did_you_mean(word[:40], _LETTERS)}; valid: {', '.join(_LETTERS)}",
                 self.starts[-1],
@@ -199,7 +201,7 @@ class _Parser:
                 raise self._error(
                     f"dimension {letter!r} is given twice; valid: each once at most", begin
                 )
-            # Without the look-ahead a tenth digit would be called a wrong dimension.
+            # Without the look-ahead a tenth digit would be reported as a wrong dimension.
             size = self._need("[1-9][0-9]{0,8}(?![0-9])", f"a size of {letter!r}: 1 to 999999999")
             dims[letter] = (int(size), begin)
         return dims
@@ -233,9 +235,9 @@ class _Parser:
     def _experts(
         self, attn: Mapping[str, int], ffn: Mapping[str, int], ffn_at: int
     ) -> Mapping[str, int]:
-        """The ffn sizes with `p` taken over from attn and `d` derived where left out."""
-        # Megatron's parallel folding: attention and experts cut the same ranks of the same
-        # pipeline stages, each in its own way. So only `p` has to match.
+        """The ffn sizes, with `p` taken from attn and `d` derived if missing."""
+        # Megatron's parallel folding: attention and experts split the same ranks of the same
+        # pipeline stages differently, so only `p` has to match.
         world, pipeline = _world(attn), attn.get("p", 1)
         if ffn.get("p", pipeline) != pipeline:
             raise self._error(f"p must match: attn has {pipeline}, ffn has {ffn['p']}", ffn_at)
@@ -264,7 +266,7 @@ class _Parser:
                 seen.add(part.name)
 
     def _check_end(self) -> None:
-        """A part has ended: judge its sizes only after what stands behind them is known."""
+        """Check the end of a part, before its sizes are judged."""
         if self._next() < len(self.text) and self.text[self.at] not in "+|":
             raise self._error(f"expected `+`, `|` or the end, found {self.text[self.at]!r}")
 
@@ -303,7 +305,7 @@ def _printed(dims: Mapping[str, int]) -> str:
 
 
 def _excerpt(text: str, position: int) -> tuple[str, int]:
-    """One printable line of the text around a character, and where that stands in the line."""
+    """One printable line of the text around a character, and the character's position in it."""
     begin, end = max(0, position - _SHOWN), position + _SHOWN
     line = "".join(char if char.isprintable() else " " for char in text[begin:end])
     if begin:

@@ -1,4 +1,4 @@
-"""A folder's lease on a cluster: Slurm is asked whether the job of a holder elsewhere is over."""
+"""A folder's lease on a cluster: Slurm tells whether the job of a holder elsewhere has ended."""
 
 import os
 from contextlib import AbstractContextManager
@@ -21,10 +21,10 @@ def holder_of(folder: Path) -> lease.Holder | None:
 
 
 def job_ended(job: str, cluster: str) -> bool:
-    """Whether Slurm says so; no answer, and a cluster that nobody knows, say nothing."""
+    """Whether Slurm says that the job has ended; no answer or an unknown cluster prove nothing."""
     here = os.environ.get("SLURM_CLUSTER_NAME", "")
     try:
-        # Of another cluster the same number is another job's.
+        # The same number on another cluster is another job.
         found = ask([job], cluster="" if cluster == here else cluster, seconds=SECONDS)
     except (LaunchError, ValueError):
         return False

@@ -1,4 +1,4 @@
-"""Ports of this machine, and the list of nodes that are known to be bad."""
+"""Free ports of this machine, and the list of known bad nodes."""
 
 import random
 import socket
@@ -9,8 +9,8 @@ from shakedown.core.errors import LaunchError, UsageError
 from shakedown.core.files import write_text
 from shakedown.slurm.hostlist import is_node_name
 
-# Below what Linux gives to connections (32768 and up), and above what most services listen on: an
-# engine binds its port many seconds after it was found free.
+# Below the ports that Linux gives to connections (32768 and up) and above most services: an engine
+# binds its port many seconds after it was found free.
 _QUIET_PORTS = range(18000, 32000)
 
 
@@ -21,7 +21,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     """`count` different TCP ports that could be bound on this machine a moment ago."""
-    # All are held open until the last one is found: a port that was closed could come again.
+    # All are held open until the last one is found, as a closed port could be drawn again.
     held = [socket.create_server((host, 0)) for _ in range(count)]
     try:
         return [server.getsockname()[1] for server in held]
@@ -33,19 +33,19 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
 def quiet_port(host: str = "") -> int:
     """A TCP port that could be bound here a moment ago, for a program that binds it later.
 
-    The system gives ports of its own range to connections: one of these may be taken meanwhile.
+    The port is outside the system's range for connections, which could take it meanwhile.
 
     Args:
-        host: the address to bind; empty: every one.
+        host: the address to bind; empty: all.
 
     Raises:
-        LaunchError: none of a hundred was free, or `host` is no address of this machine.
+        LaunchError: none of a hundred was free, or `host` is not an address of this machine.
     """
     reason = ""
-    # Not `random.sample`: programs that seed that generator alike would all draw the same ports.
+    # Not `random.sample`: programs with equal seeds would all draw the same ports.
     for port in random.SystemRandom().sample(_QUIET_PORTS, 100):
         try:
-            # A port of a server that ended just now (TIME_WAIT) counts as free.
+            # The port of a server that has just ended (TIME_WAIT) counts as free.
             socket.create_server((host, port)).close()
         except OSError as error:
             reason = error.strerror or str(error)
@@ -55,7 +55,7 @@ def quiet_port(host: str = "") -> int:
 
 
 def read_bad_nodes(path: Path) -> list[str]:
-    """Names in a `bad_nodes.txt`: one a line, `#` begins a comment; a missing file is empty.
+    """The names in a `bad_nodes.txt`, one per line; `#` begins a comment, a missing file is empty.
 
     Raises:
         UsageError: the file cannot be read or a line is not a node name (it would become part

@@ -1,9 +1,9 @@
-"""Where the ranks of an allocation stand: node, GPU, and place in the device mesh. Pure.
+"""The placement of an allocation's ranks: node, GPU, and coordinates in the device mesh. Pure.
 
 Inference parts come first: each replica (t x p) takes the first node that has room for it, from
 GPU 0 of node 0 on. A trainer's ranks are then spread in equal parts over as many nodes as have
-room, with whole tensor groups a node where that can be, and on the same GPUs of each node. Parts
-joined by `|` stand on the same GPUs. Without GPUs (0 a node) the ranks are processes: inference on
+room, with whole tensor groups per node where possible, and on the same GPUs of each node. Parts
+joined by `|` are on the same GPUs. Without GPUs (0 per node) the ranks are processes: inference on
 node 0, trainers over all nodes.
 
 Rank numbers count along the last dimension of the order first. Training is p, d, c, t (Megatron's
@@ -28,7 +28,7 @@ Slot = tuple[int, int | None]  # (node, GPU of that node; None: a process withou
 
 
 class PlacementError(UsageError):
-    """An allocation that the nodes have no room for."""
+    """An allocation that does not fit on the nodes."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,9 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class PartPlace:
-    """One part on its slots. `order`: the mesh's dimensions, outermost first.
-
-    `groups`: by dimension, the ranks that differ in it alone; dimensions of size 1 are left out.
-    `expert_groups`: the same of the experts' mesh.
+    """One part on its slots. `order`: the mesh's dimensions, outermost first. `groups`: by
+    dimension, the ranks that differ only in it; dimensions of size 1 are left out. `expert_groups`:
+    the same for the experts' mesh.
     """
 
     part: AllocationPart
@@ -60,7 +59,7 @@ class PartPlace:
         return tuple(sorted({place.node for place in self.ranks}))
 
     def gpus(self, node: int) -> tuple[int, ...]:
-        """GPUs of one node that the part stands on."""
+        """The GPUs of one node that the part uses."""
         found = {p.gpu for p in self.ranks if p.node == node and p.gpu is not None}
         return tuple(sorted(found))
 
@@ -77,23 +76,23 @@ class PartPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Parts in the order of the string. `warnings`: it fits, but not well."""
+    """The parts in the order of the string. `warnings`: reasons why it fits, but not well."""
 
     parts: tuple[PartPlace, ...]
     warnings: tuple[str, ...] = ()
 
 
 def place(allocation: Allocation, *, nodes: int, gpus_per_node: int) -> Placement:
-    """Lay an allocation over nodes of equally many GPUs (0: processes on CPUs).
+    """Place an allocation on nodes with equally many GPUs (0: processes on CPUs).
 
     Raises:
-        PlacementError: what does not fit, and what there is.
+        PlacementError: it does not fit; the message says what is needed and available.
     """
     _check_size(allocation, nodes, gpus_per_node)
     used = [0] * nodes
     slots: dict[int, list[Slot]] = {}
     order = sorted(range(len(allocation.groups)), key=lambda n: _trains(allocation.groups[n]))
-    for number in order:  # sorted is stable: inference first, else as written
+    for number in order:  # sorted is stable: inference first, otherwise as written
         slots[number] = _group_slots(allocation.groups[number], used, gpus_per_node)
     parts, warnings = [], []
     for number, group in enumerate(allocation.groups):
@@ -111,9 +110,9 @@ def place_stage(
     gpus_per_node: int,
     share: bool = False,
 ) -> Placement:
-    """The trainer of a stage, and behind it in `parts` the stage's own server if it has one.
+    """Place a stage's trainer and, after it in `parts`, the stage's own server if it has one.
 
-    As `place` lays `SERVER+TRAINER`; a server stays on node 0. With `share` both begin at GPU 0
+    As `place` does for `SERVER+TRAINER`; a server stays on node 0. With `share` both begin at GPU 0
     of node 0.
 
     Raises:
@@ -142,22 +141,22 @@ def _trains(group: Sequence[AllocationPart]) -> bool:
 
 def _check_size(allocation: Allocation, nodes: int, gpus: int) -> None:
     if nodes < 1 or gpus < 0:
-        raise PlacementError(f"{nodes} nodes of {gpus} GPUs: there is at least one node")
+        raise PlacementError(f"{nodes} nodes of {gpus} GPUs: at least one node is needed")
     if gpus and allocation.gpus > nodes * gpus:
         raise PlacementError(
             f"{allocation} needs {allocation.gpus} GPUs, the cluster has {nodes} x {gpus}"
         )
     if max(allocation.gpus, nodes) > MAX_RANKS:
         raise PlacementError(
-            f"{allocation} on {nodes} node(s): at most {MAX_RANKS} ranks and nodes are laid out"
+            f"{allocation} on {nodes} node(s): at most {MAX_RANKS} ranks and nodes can be placed"
         )
 
 
 def _group_slots(group: Sequence[AllocationPart], used: list[int], gpus: int) -> list[Slot]:
-    """Slots of a group by rank; `used` (GPUs taken, by node) is brought up to date."""
+    """The slots of a group by rank; `used` (GPUs taken, by node) is updated."""
     if not _trains(group):
-        # The largest replica gets whole slots; whether the others fit into them is judged once
-        # all slots are known (`_check_slots`).
+        # The largest replica gets whole slots; whether the others fit into them is checked once all
+        # slots are known (`_check_slots`).
         first = max(group, key=lambda part: part.size("t") * part.size("p"))
         return _inference_slots(first, used, gpus)
     tensor = max(part.size("t") for part in group)
@@ -174,7 +173,7 @@ def _inference_slots(part: AllocationPart, used: list[int], gpus: int) -> list[S
             f"{part}: a replica is t*p = {replica} GPUs: more than the {gpus} of a node, "
             "and not whole nodes"
         )
-    whole, each = max(1, replica // gpus), min(replica, gpus)  # nodes of a replica, GPUs on each
+    whole, each = max(1, replica // gpus), min(replica, gpus)  # nodes per replica, GPUs on each
     slots: list[Slot] = []
     node = 0
     for _ in range(part.size("d")):
@@ -192,17 +191,19 @@ def _training_slots(part: AllocationPart, tensor: int, used: list[int], gpus: in
     nodes = len(used)
     if not gpus:
         if part.world % nodes:
-            raise PlacementError(f"{part}: {part.world} ranks are no equal parts of {nodes} nodes")
+            raise PlacementError(
+                f"{part}: {part.world} ranks cannot be split equally over {nodes} nodes"
+            )
         return [(rank * nodes // part.world, None) for rank in range(part.world)]
     shares = [n for n in range(min(nodes, part.world), 0, -1) if part.world % n == 0]
-    # Tensor parallelism talks in every layer, fast only inside of a node: shares that keep its
-    # groups whole are tried first, each from most nodes to fewest.
+    # Tensor parallelism communicates in every layer, which is fast only within a node: splits that
+    # keep its groups whole are tried first, from most nodes to fewest.
     whole = [n for n in shares if (part.world // n) % tensor == 0]
     for count in [*whole, *shares]:
         each = part.world // count
         able = [node for node in range(nodes) if used[node] + each <= gpus][:count]
         if len(able) == count:
-            # The same GPUs on each node: srun gives all tasks one environment, so one list of
+            # The same GPUs on each node, because srun gives all tasks one environment: one list of
             # GPUs has to be right everywhere.
             first = max(used[node] for node in able)
             for node in able:
@@ -213,14 +214,14 @@ def _training_slots(part: AllocationPart, tensor: int, used: list[int], gpus: in
 
 def _no_room(part: AllocationPart, what: str, used: Sequence[int], gpus: int) -> PlacementError:
     free = ", ".join(str(gpus - taken) for taken in used[:16]) + (", ..." if used[16:] else "")
-    return PlacementError(f"{part} needs {what}, free are {free} on the node(s)")
+    return PlacementError(f"{part} needs {what}, but the node(s) have {free} free")
 
 
 def _check_slots(part: AllocationPart, slots: Sequence[Slot], gpus: int) -> list[str]:
-    """What is not good about a part's slots.
+    """Warnings about a part's slots.
 
     Raises:
-        PlacementError: a replica that straddles nodes, in a group that shares a trainer's GPUs.
+        PlacementError: a replica spans nodes in a group that shares a trainer's GPUs.
     """
     if not gpus:
         return []
@@ -232,7 +233,7 @@ def _check_slots(part: AllocationPart, slots: Sequence[Slot], gpus: int) -> list
         return []
     return [
         f"{part}: a tensor-parallel group of {tensor} over {spans} nodes: every layer waits for "
-        f"the network; t of at most {gpus}, in whole groups a node, stays inside of one"
+        f"the network; t of at most {gpus}, with whole groups per node, stays within one"
     ]
 
 
@@ -243,12 +244,14 @@ def _check_replicas(part: AllocationPart, slots: Sequence[Slot], gpus: int) -> l
         over = {node for node, _ in slots[at : at + replica]}
         if len(over) > 1 and len(over) * gpus != replica:
             raise PlacementError(
-                f"{part}: a replica of t*p = {replica} GPUs would lie over {len(over)} nodes"
+                f"{part}: a replica of t*p = {replica} GPUs would span {len(over)} nodes"
             )
         spans = max(spans, len(over))
     if spans == 1:
         return []
-    return [f"{part}: a replica of {replica} GPUs over {spans} nodes; a stage's server is on one"]
+    return [
+        f"{part}: a replica of {replica} GPUs spans {spans} nodes; a stage's server runs on one"
+    ]
 
 
 def _lay(part: AllocationPart, slots: Sequence[Slot]) -> PartPlace:
@@ -264,7 +267,7 @@ def _lay(part: AllocationPart, slots: Sequence[Slot]) -> PartPlace:
 
 
 def _expert_sizes(part: AllocationPart) -> dict[str, int]:
-    """The experts' mesh: the hybrid form's own, or `e` taken out of d and c.
+    """The experts' mesh: that of the hybrid form, or `e` split from d and c.
 
     Raises:
         PlacementError: `e` does not divide them.
@@ -274,7 +277,7 @@ def _expert_sizes(part: AllocationPart) -> dict[str, int]:
     e, t, p = (part.size(letter) for letter in "etp")
     if e == 1:
         return {}
-    # Experts are spread over the ranks of d and c, which would hold equal copies of them otherwise.
+    # Experts are spread over the ranks of d and c, which would otherwise hold equal copies of them.
     if part.world % (e * t * p):
         raise PlacementError(f"{part}: e={e} does not divide d*c = {part.world // (t * p)}")
     sizes = {"p": p, "d": part.world // (e * t * p), "e": e, "t": t}
@@ -282,7 +285,7 @@ def _expert_sizes(part: AllocationPart) -> dict[str, int]:
 
 
 def _groups(sizes: Mapping[str, int]) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """By dimension: ranks of a mesh (row-major) that differ in it alone."""
+    """By dimension, the ranks of a (row-major) mesh that differ only in it."""
     found, inner = {}, 1
     world = 1
     for size in sizes.values():

@@ -1,4 +1,4 @@
-"""The components of a distributed program: one process a rank, here or over a Slurm job."""
+"""The components of a distributed program: one process per rank, here or over a Slurm job."""
 
 import os
 import sys
@@ -24,18 +24,18 @@ def rank_components(
     srun_args: Sequence[str] = (),
     elsewhere: bool = False,
 ) -> list[Component]:
-    """Components that run `argv` once a rank.
+    """Components that run `argv` once per rank.
 
-    On one node: a component a rank, `{role}-rank{N}`. On several nodes of a Slurm job, or with
+    On one node: one component per rank, `{role}-rank{N}`. On several nodes of a Slurm job, or with
     `srun_args` or `elsewhere` on one: `{role}-srun`, whose tasks write the same
-    `{role}-rank{N}.log` files. MASTER_ADDR, where rank 0 listens, is loopback on one node and on
-    several an address of `nodes[0]` that all of them reach.
+    `{role}-rank{N}.log` files. MASTER_ADDR, where rank 0 listens, is loopback on one node and
+    otherwise an address of `nodes[0]` that all of them reach.
 
     Args:
-        world_size: ranks in all; ranks fill the nodes in order, equally many a node.
-        env: laid over this process's; SHAKEDOWN_GPUS in it says which GPUs of a node are theirs.
-        srun_args: more options of srun, such as those of its container plugin.
-        elsewhere: the one node of `nodes` is not this one.
+        world_size: total number of ranks; they fill the nodes in order, equally many per node.
+        env: added to this process's environment; SHAKEDOWN_GPUS in it names the node's GPUs that
+        are theirs. srun_args: more options of srun, such as those of its container plugin.
+        elsewhere: the only node of `nodes` is not this one.
 
     Raises:
         UsageError: fewer ranks than nodes, or ranks that do not spread equally.
@@ -48,7 +48,8 @@ def rank_components(
     shared = {
         "MASTER_ADDR": node_address(nodes[0]) if len(nodes) > 1 else "127.0.0.1",
         "MASTER_PORT": str(master_port),
-        # As torchrun does. Two threads a rank on two busy cores were ten times slower (torch 2.13).
+        # As torchrun does. Two threads per rank on two busy cores were ten times slower (torch
+        # 2.13).
         "OMP_NUM_THREADS": "1",
         **loopback_of(nodes),
         **env,
@@ -95,9 +96,9 @@ def _local_rank(rank: int, world_size: int) -> dict[str, str]:
 
 
 def loopback_of(nodes: Sequence[str]) -> dict[str, str]:
-    """Where the ranks are on one node, gloo's connections are on its loopback.
+    """Keep gloo's connections on loopback if all ranks are on one node.
 
-    No other machine reaches them, and what the host's name resolves to does not matter.
+    Then no other machine can reach them, and it does not matter what the host's name resolves to.
     """
     if len(nodes) > 1 or "GLOO_SOCKET_IFNAME" in os.environ:
         return {}

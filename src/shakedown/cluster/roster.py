@@ -1,4 +1,5 @@
-"""The processes of a supervisor, written down: whoever finds it killed sees that they are gone."""
+"""The processes of a supervisor, on file: if it is killed, its successor makes sure they are
+gone."""
 
 import contextlib
 import os
@@ -13,16 +14,15 @@ from shakedown.processes.guard import Process, end, living, look
 from shakedown.processes.identity import boot_id, pid_space
 
 _GUARD_SECONDS = 30.0  # above the guard's own grace time and its kill
-_GRACE_SECONDS = 2.0  # of what the guard, killed as well, has left
+_GRACE_SECONDS = 2.0  # for processes left by a guard that was also killed
 _POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Roster:
-    """`sessions`: their leaders' numbers with their starts in clock ticks since `boot`.
-
-    `guard`: of the guard, who ends them all; as long as it lives it is at it. `marks`: of
-    components whose descendants lead sessions of their own.
+    """`sessions`: their leaders' process ids with their start times in clock ticks since `boot`.
+    `guard`: those of the guard, which ends them all while it lives. `marks`: those of components
+    whose descendants lead their own sessions.
     """
 
     guard: Sequence[int] = (0, 0)
@@ -37,13 +37,13 @@ class Roster:
 
 
 def end_left(path: Path) -> None:
-    """See that nothing of a roster that is there runs here any more; then it is removed.
+    """End all processes of an existing roster that still run here, then remove it.
 
-    What a supervisor on another machine left, whose lease was taken over, ended with its machine or
-    its Slurm job.
+    Processes of a supervisor on another machine, whose lease was taken over, ended with its machine
+    or Slurm job.
 
     Raises:
-        RefusedError: processes are left that could not be ended, or that may be somebody else's.
+        RefusedError: remaining processes could not be ended, or may be another user's.
         UsageError: the roster cannot be read.
         UntrustedError: others could have written it.
     """
@@ -56,7 +56,8 @@ def end_left(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Say that all are gone; on a disk that is read-only by now the next one sees it for itself."""
+    """Record that all are gone; if the disk is now read-only, the next supervisor finds out
+    itself."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
@@ -66,7 +67,7 @@ def _end(roster: Roster, path: Path) -> None:
     while _lives(*roster.guard) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     known = {int(number): started for number, started in roster.sessions.items()}
-    # Without its leader a session of that number may be a later one: it is not signalled.
+    # Without its leader, a session of that number may be a newer one, so it is not signalled.
     proven = {number: start for number, start in known.items() if _lives(number, start)}
     if living(proven, roster.marks):
         print(f"{path.parent}: ending processes of a killed supervisor", flush=True)
@@ -75,7 +76,7 @@ def _end(roster: Roster, path: Path) -> None:
     if left:
         numbers = ",".join(str(each.pid) for each in left)
         raise RefusedError(
-            f"{path.parent}: processes {numbers} may be left of a killed supervisor",
+            f"{path.parent}: processes {numbers} may be left over from a killed supervisor",
             hint=f"ps -o pid,user,lstart,stat,wchan,args -p {numbers}; if they are: kill -9 "
             + numbers.replace(",", " "),
         )
@@ -89,5 +90,5 @@ def _lives(pid: int, started: int) -> bool:
 def _is_own(process: Process) -> bool:
     try:
         return Path(f"/proc/{process.pid}").stat().st_uid == os.geteuid()
-    except OSError:  # ended meanwhile
+    except OSError:  # has ended meanwhile
         return False

@@ -1,4 +1,4 @@
-"""Start a stage's processes, see each end, and leave none behind.
+"""Start a stage's processes, notice each end, and leave none behind.
 
 Every component leads its own process session (start_new_session), so one signal reaches it and
 its descendants. A guard process (guard.py) holds a pipe to the supervisor: when the supervisor
@@ -6,8 +6,8 @@ dies, even by SIGKILL, the guard ends every group. A pipe is used rather than
 prctl(PR_SET_PDEATHSIG): that signal fires when the starting *thread* ends and reaches the
 component alone, never its children (vLLM's engine core, data-loader workers, srun's tasks).
 
-A component that has ended stays a zombie until its session is empty: so long the system gives its
-number to nobody else, and no signal for the session can reach a stranger.
+A component that has ended stays a zombie until its session is empty. The system does not reuse its
+process id meanwhile, so no signal for the session can reach an unrelated process.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from shakedown.processes import guard
 from shakedown.processes.guard import MARK, Process, living, look, send
 
 _POLL_SECONDS = 0.02
-_KILL_SECONDS = 10.0  # a killed process may finish an I/O wait first
+_KILL_SECONDS = 10.0  # a killed process may have to finish an I/O wait first
 _REAP_SECONDS = 1.0
 _GUARD = Path(guard.__file__)
 
@@ -40,8 +40,9 @@ class Component:
     """One process to supervise. `env` is laid over the supervisor's own environment.
 
     `stdin`: an open descriptor that it reads; nothing by default. `own_temporary`: TMPDIR is a
-    folder that nobody else can enter and that goes with it. `foreign`: its descendants may lead
-    sessions of their own, as torchrun's workers do: they are found by a mark, and end with it.
+        folder that nobody else can enter and that is removed with it. `foreign`: its descendants
+        may lead their own sessions, as torchrun's workers do; they are found by a mark, and end
+        with it.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Component:
 
 @dataclass(frozen=True)
 class Exit:
-    """A component's end. `returncode` is -N after signal N; `seconds` is how long it lived."""
+    """A component's end. `returncode` is -N after signal N; `seconds` is its lifetime."""
 
     component: Component
     returncode: int
@@ -95,12 +96,12 @@ class _Child:
 
     @property
     def returncode(self) -> int | None:
-        """As Popen's, None while it runs; the process is not reaped."""
+        """The return code as in Popen, None while it runs; the process is not reaped."""
         if self.process.returncode is not None:
             return self.process.returncode
         try:
             found = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # SIGCHLD is ignored here: the kernel reaps by itself
+        except ChildProcessError:  # SIGCHLD is ignored here, so the kernel reaps by itself
             return self.process.poll()
         if found is None:
             return None
@@ -108,7 +109,7 @@ class _Child:
 
 
 class Supervisor:
-    """Owns the components that it starts; leaving the `with` block ends all of them.
+    """The owner of the components that it starts; leaving the `with` block ends all of them.
 
     Use it from one thread.
     """
@@ -116,18 +117,20 @@ class Supervisor:
     def __init__(self, *, grace: float = 10.0, roster: Path | None = None) -> None:
         """`grace`: seconds between SIGTERM and SIGKILL when the block is left, and in the guard.
 
-        `roster`: where the processes are written down while there are any.
+        `roster`: the file that lists the processes while there are any.
         """
         self._grace, self._roster = grace, roster
         self._children: dict[str, _Child] = {}
-        self._sessions: dict[int, _Child] = {}  # that may still have members, by their leaders
+        self._sessions: dict[
+            int, _Child
+        ] = {}  # sessions that may still have members, by their leaders
         self._guard: subprocess.Popen[bytes] | None = None
         self._folders = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         self._guard = subprocess.Popen(
-            # -I -S: a fast start that nothing in the user's environment can break. The session of
-            # its own keeps the guard out of what is sent to the supervisor's process group.
+            # -I -S: a fast start that nothing in the user's environment can break. Its own session
+            # keeps the guard out of signals to the supervisor's process group.
             [sys.executable, "-I", "-S", os.fspath(_GUARD), str(self._grace)],
             stdin=subprocess.PIPE,
             start_new_session=True,
@@ -147,11 +150,11 @@ class Supervisor:
     def start(self, component: Component) -> int:
         """Start a component and return its pid, which is also its group's and session's id.
 
-        Output of both streams is appended to the component's log.
+        Both output streams are appended to the component's log.
 
         Raises:
             LaunchError: the program is missing or cannot be executed.
-            StorageError: the log cannot be opened, or no temporary folder be made.
+            StorageError: the log cannot be opened, or no temporary folder can be made.
             ValueError: a component of that name is running, or the `with` block was not entered.
         """
         if self._guard is None:
@@ -166,7 +169,7 @@ class Supervisor:
         }
         with _open_log(component.log) as log:
             process = _spawn(component, environment, log)
-        leader = look(process.pid)  # there at least as a zombie
+        leader = look(process.pid)  # exists at least as a zombie
         started = leader.started if leader is not None else 0
         child = _Child(component, process, started, time.monotonic(), mark)
         self._children[component.name] = self._sessions[process.pid] = child
@@ -184,7 +187,8 @@ class Supervisor:
         Roster(known, sessions, marks).write(self._roster)
 
     def _temporary(self, component: Component) -> dict[str, str]:
-        """Removed when the block is left: until then a process of its session may use it."""
+        """A temporary folder, removed when the block is left: until then a process of the session
+        may use it."""
         if not component.own_temporary:
             return {}
         with storage_errors("make a temporary folder for", Path(component.name)):
@@ -200,7 +204,7 @@ class Supervisor:
         ]
 
     def running(self) -> dict[str, int]:
-        """Name -> pid of the components that have not ended."""
+        """Name -> pid of the components that are still running."""
         return {
             name: child.process.pid
             for name, child in self._children.items()
@@ -208,7 +212,7 @@ class Supervisor:
         }
 
     def signal(self, name: str, signum: int) -> None:
-        """Send a signal to a component and its descendants; those that have ended are left out.
+        """Send a signal to a component and its descendants, except those that have ended.
 
         Raises:
             KeyError: no component of that name was started.
@@ -216,7 +220,7 @@ class Supervisor:
         send(self.members(name), signum)
 
     def members(self, name: str) -> list[Process]:
-        """The living processes of a component, itself among them.
+        """The living processes of a component, including itself.
 
         Raises:
             KeyError: no component of that name was started.
@@ -226,10 +230,10 @@ class Supervisor:
     def stop_all(self, grace: float) -> list[Exit]:
         """End every component and its descendants: SIGTERM, `grace` seconds, SIGKILL.
 
-        Descendants that outlived a component which ended by itself are ended too.
+        This includes descendants that outlived a component which ended by itself.
 
         Returns:
-            The exits that `poll` has not reported yet.
+            The exits not yet reported by `poll`.
 
         Raises:
             LaunchError: a process survived SIGKILL (stuck in the kernel, e.g. on a dead disk).
@@ -237,29 +241,29 @@ class Supervisor:
         sessions = list(self._sessions)
         found = self._living(*sessions)
         send(found, signal.SIGTERM)
-        send(found, signal.SIGCONT)  # a stopped process takes SIGTERM only then
+        send(found, signal.SIGCONT)  # a stopped process receives SIGTERM only then
         if not self._gone(sessions, grace):
             send(self._living(*sessions), signal.SIGKILL)
             if not self._gone(sessions, _KILL_SECONDS):
                 left = sorted(process.pid for process in self._living(*sessions))
                 raise LaunchError(
-                    f"processes {left} did not end on SIGKILL",
-                    hint="look at `cat /proc/PID/wchan`: a dead file system or driver holds them",
+                    f"processes {left} survived SIGKILL",
+                    hint="check `cat /proc/PID/wchan`: a dead file system or driver is blocking them",
                 )
         ended = self.poll()
-        # `poll` may have forgotten some of them just now.
+        # `poll` may just have forgotten some of them.
         for session in self._sessions.keys() & sessions:
             self._forget(self._sessions[session])
         return ended
 
     def _living(self, *sessions: int) -> list[Process]:
-        """Living members of those of the sessions that are not forgotten."""
+        """The living members of those sessions that are not forgotten."""
         known = [self._sessions[s] for s in sessions if s in self._sessions]
         leaders = {child.process.pid: child.leader for child in known}
         return living(leaders, {child.mark for child in known if child.mark})
 
     def _gone(self, sessions: Sequence[int], seconds: float) -> bool:
-        """Wait until no session has a living member; new ones get no time beyond `seconds`."""
+        """Wait until no session has a living member, at most `seconds` even if new ones appear."""
         deadline = time.monotonic() + seconds
         while True:
             if not self._living(*sessions):
@@ -271,22 +275,22 @@ class Supervisor:
     def _note_end(self, child: _Child, returncode: int) -> Exit:
         child.ended = True
         pid = child.process.pid
-        # Descendants may outlive it; then the session is kept, for `stop_all` to end.
+        # Its descendants may outlive it; then the session is kept for `stop_all`.
         if not self._living(pid):
             self._forget(child)
         seconds = round(time.monotonic() - child.started, 3)
         return Exit(child.component, returncode, seconds)
 
     def _forget(self, child: _Child) -> None:
-        """A session without members: from now on a stranger may have its number."""
-        # The guard first: once reaped, the number is free.
+        """Forget a session without members: from now on its number may be reused."""
+        # Tell the guard first: once reaped, the number is free.
         self._tell_guard(f"-{child.process.pid}")
         self._sessions.pop(child.process.pid, None)
-        # No wait: a thread that the kernel holds keeps its process from being reaped.
+        # Do not wait: a thread stuck in the kernel keeps its process from being reaped.
         child.process.poll()
 
     def _reap(self) -> None:
-        """Collect those that have ended: a moment later, where their threads end after them."""
+        """Reap processes that have ended, a moment later if their threads outlive them."""
         deadline = time.monotonic() + _REAP_SECONDS
         for child in self._children.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -295,7 +299,7 @@ class Supervisor:
     def _tell_guard(self, line: str) -> None:
         if self._guard is None or self._guard.stdin is None:
             return
-        with contextlib.suppress(BrokenPipeError):  # a killed guard never stops a run
+        with contextlib.suppress(BrokenPipeError):  # a killed guard must not stop a run
             self._guard.stdin.write(f"{line}\n".encode())
             self._guard.stdin.flush()
 
@@ -316,7 +320,7 @@ def _open_log(path: Path) -> IO[bytes]:
 
 
 def _spawn(component: Component, env: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
-    # Unbuffered: the last lines before a kill or a hang are the ones that are needed.
+    # Unbuffered, because the last lines before a kill or hang are the important ones.
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **env}
     try:
         return subprocess.Popen(

@@ -1,9 +1,9 @@
-"""Turns a Slurm task into a distributed rank: `python -m shakedown.cluster.task_start -- ARGV`.
+"""Turn a Slurm task into a distributed rank: `python -m shakedown.cluster.task_start -- ARGV`.
 
-srun starts one of these a rank; it maps Slurm's variables to RANK and its kin, then becomes ARGV.
-With `--node` it is one a node, for a launcher that starts the ranks, or a server: it sets no rank,
-and puts the node's number in place of NODE_RANK in ARGV. With `--node --temporary` TMPDIR is a
-folder that nobody else can enter, as of a component's `own_temporary`.
+srun starts one of these per rank; it maps Slurm's variables to RANK and the like, then becomes
+ARGV. With `--node` there is one per node, for a server or a launcher that starts the ranks: it sets
+no rank, and replaces NODE_RANK in ARGV by the node's number. With `--node --temporary` TMPDIR is a
+folder that nobody else can enter, like a component's `own_temporary`.
 """
 
 import os
@@ -30,17 +30,19 @@ def rank_environment(environ: Mapping[str, str]) -> dict[str, str]:
             "RANK": environ["SLURM_PROCID"],
             "LOCAL_RANK": environ["SLURM_LOCALID"],
             "WORLD_SIZE": environ["SLURM_NTASKS"],
-            # The step's own: SLURM_TASKS_PER_NODE is the job's, which may have other tasks.
+            # The step's count, as SLURM_TASKS_PER_NODE is the job's, which may have other tasks.
             "LOCAL_WORLD_SIZE": str(
                 tasks_on_node(environ["SLURM_STEP_TASKS_PER_NODE"], int(environ["SLURM_NODEID"]))
             ),
         }
     except KeyError as error:
-        raise UsageError(f"{error.args[0]} is not set: srun starts this program") from error
+        raise UsageError(
+            f"{error.args[0]} is not set: this program must be started by srun"
+        ) from error
 
 
 def tasks_on_node(counts: str, node: int) -> int:
-    """Tasks on node number `node` from Slurm's short form, `2(x3),1` = 2 2 2 1.
+    """The tasks on node number `node`, from Slurm's short form, `2(x3),1` = 2 2 2 1.
 
     Raises:
         UsageError: not in that form, or too short.
@@ -49,7 +51,9 @@ def tasks_on_node(counts: str, node: int) -> int:
     for part in counts.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
         if match is None:
-            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE is {counts!r}, expected such as 2(x3),1")
+            raise UsageError(
+                f"SLURM_STEP_TASKS_PER_NODE is {counts!r}, expected something like 2(x3),1"
+            )
         per_node += [int(match[1])] * int(match[2] or 1)
     if not 0 <= node < len(per_node):
         raise UsageError(f"node {node} is not in SLURM_STEP_TASKS_PER_NODE={counts}")
@@ -68,7 +72,7 @@ def main(argv: Sequence[str]) -> None:
     command = list(rest[1:] if rest[:1] == ["--"] else rest)
     if not command:
         raise UsageError("no command after `--`")
-    close_to_others()  # Slurm gives a step the umask of whoever submitted the job
+    close_to_others()  # Slurm gives a step the submitter's umask
     ranks = rank_environment(os.environ)
     environment = {**os.environ, **({} if for_node else ranks)}
     if for_node:
@@ -76,8 +80,7 @@ def main(argv: Sequence[str]) -> None:
     environment |= visible_gpus(os.environ, os.environ)
     if temporary:
         environment["TMPDIR"] = lasting_folder("engine")
-    # Not a child: srun's signals reach the rank itself, and the exit code that srun sees is
-    # the rank's own.
+    # Not as a child, so that srun's signals reach the rank itself and srun sees its exit code.
     try:
         os.execvpe(command[0], command, environment)  # noqa: S606
     except OSError as error:

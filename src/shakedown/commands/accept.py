@@ -1,8 +1,9 @@
 """`shakedown accept FILE`: the gate after a stage.
 
-Good: writes the accepted verdict and exits 0. Not good: says so in one sentence and removes the
-file of `--remove-on-fail`, which the workflow tracks as the stage's output, so that the same
-`snakemake` command runs exactly that stage again. Verdicts, evidence and attempts stay.
+If the result is good, it writes the accepted verdict and exits 0. If not, it says why in one
+sentence and removes the file of `--remove-on-fail`, which the workflow tracks as the stage's
+output, so that the same `snakemake` command runs exactly that stage again. Verdicts, evidence and
+attempts stay.
 
 A training stage is good only if its steps ran with the data, the template and the code as they are.
 """
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--remove-on-fail",
         type=Path,
         metavar="FILE",
-        help="a file to remove when the stage is not accepted",
+        help="file to remove if the stage is not accepted",
     )
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="where to write the accepted verdict"
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     good = verdict.exit_code(strict=args.strict) == 0
     code = finish(verdict, args.out if good else None, strict=args.strict)
     if not good:
-        # First: once the workflow's file is gone, the next attempt writes another diagnosis.
+        # First, because once the workflow's file is gone the next attempt writes another diagnosis.
         if args.diagnosis is not None:
             archive_diagnosis(args.diagnosis)
         if args.remove_on_fail is not None:

@@ -1,4 +1,4 @@
-"""`shakedown agent run` and `shakedown agent checks`: does an agent class stand real load?"""
+"""`shakedown agent run` and `shakedown agent checks`: does an agent class survive real load?"""
 
 import argparse
 import asyncio
@@ -73,31 +73,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="argument of the class's constructor, or a JSON object of them; may be repeated",
+        help="constructor argument of the class, or a JSON object of several; repeatable",
     )
     run_parser.add_argument(
         "--base-url",
         metavar="URL",
         help="the server's URL, or URL,URL (default: OPENAI_BASE_URL; its key: OPENAI_API_KEY)",
     )
-    add_config(run_parser, required=False, why="for the sampling of the stage that trains with it")
-    run_parser.add_argument("--concurrency", type=positive, default=64, help="episodes at once")
-    run_parser.add_argument("--group-size", type=positive, default=1, help="episodes of each row")
+    add_config(
+        run_parser,
+        required=False,
+        why="for the sampling settings of the stage that trains with the agent",
+    )
+    run_parser.add_argument(
+        "--concurrency", type=positive, default=64, help="episodes to run at once"
+    )
+    run_parser.add_argument("--group-size", type=positive, default=1, help="episodes per row")
     which = run_parser.add_mutually_exclusive_group()
-    which.add_argument("--limit", type=positive, metavar="K", help="use the first K rows only")
+    which.add_argument("--limit", type=positive, metavar="K", help="use only the first K rows")
     _row_arguments(run_parser, which)
     run_parser.add_argument(
-        "--model", default="", help="name given to the agent (default: the first that is served)"
+        "--model", default="", help="model name given to the agent (default: the first one served)"
     )
     run_parser.add_argument(
         "--min-success-rate",
         type=number(0, 1),
         default=1.0,
-        help="share of good episodes, 0..1, that passes",
+        help="share of good episodes (0..1) needed to pass",
     )
     _common_arguments(run_parser)
     run_parser.add_argument(
-        "--episode-timeout", type=above_zero, default=120.0, help="seconds an episode may take"
+        "--episode-timeout",
+        type=above_zero,
+        default=120.0,
+        help="time limit of one episode in seconds",
     )
     _checks_arguments(actions)
 
@@ -106,7 +115,7 @@ def _checks_arguments(actions: ActionParsers) -> None:
     checks = actions.add(
         "checks",
         _checks,
-        "Check a run's agent class: one episode, all at once, groups, the rollout controller.",
+        "Check a run's agent class: one episode, many at once, groups, the rollout controller.",
         EXAMPLES[1],
         EXAMPLES[1] + " --data prompts.jsonl --strict",
     )
@@ -126,25 +135,25 @@ def _checks_arguments(actions: ActionParsers) -> None:
     checks.add_argument(
         "--episode-timeout",
         type=above_zero,
-        help="seconds an episode may take (default: the config's)",
+        help="time limit of one episode in seconds (default: the config's)",
     )
 
 
 def _row_arguments(parser: argparse.ArgumentParser, group: Any) -> None:
-    """`group`: of options that rule each other out."""
+    """`group`: options that exclude each other."""
     group.add_argument(
         "--row",
         type=whole(0),
         metavar="N",
-        help="use this row only: the `row` of episodes.jsonl, from 0",
+        help="use only this row (`row` in episodes.jsonl, counted from 0)",
     )
     parser.add_argument(
-        "--repeat", type=positive, default=1, metavar="N", help="with --row: run it that often"
+        "--repeat", type=positive, default=1, metavar="N", help="with --row: run it N times"
     )
 
 
 def _rows(source: str, args: argparse.Namespace, limit: int | None) -> list[str]:
-    """The rows to use, as JSON; each is there once.
+    """The rows to use, as JSON, each once.
 
     Raises:
         UsageError: there is no row of that number; --repeat without --row; as `agent_rows`.
@@ -152,7 +161,7 @@ def _rows(source: str, args: argparse.Namespace, limit: int | None) -> list[str]
     from shakedown.rollout.agent_sampler import agent_rows
 
     if args.row is None and args.repeat > 1:
-        raise UsageError("--repeat runs one row again and again", hint="give --row N, too")
+        raise UsageError("--repeat needs the row to repeat", hint="add --row N")
     if args.row is None:
         return agent_rows(source, limit=limit)
     rows = agent_rows(source, limit=args.row + 1)
@@ -162,7 +171,7 @@ def _rows(source: str, args: argparse.Namespace, limit: int | None) -> list[str]
 
 
 def _again(args: argparse.Namespace, command: Sequence[object], row: int) -> str:
-    """The command that runs one row alone, with the same options and a folder of its own."""
+    """The command that runs one row alone, with the same options and its own folder."""
     out = args.out / f"row-{row}" if args.row is None else args.out
     words = [*command, "--row", row, "--repeat", 1, "--out", out]
     if args.separate_tls:
@@ -177,14 +186,14 @@ def _common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--separate-tls",
         action="store_true",
-        help="let each client build its own TLS context, as it does without shakedown",
+        help="let each client build its own TLS context, as without shakedown",
     )
     add_strict(parser)
     add_debug(parser)
 
 
 def _debugged(args: argparse.Namespace) -> bool:
-    """Whether workers stop for debuggers: by the environment that they are started with."""
+    """Whether workers stop for debuggers, according to the environment they are started with."""
     if not debug_asked(args):
         return False
     from shakedown.core.folders import storage_errors
@@ -196,7 +205,7 @@ def _debugged(args: argparse.Namespace) -> bool:
         make_folder(folder)
     os.environ.update(debug_settings.environment(folder, "agent"))
     where = shlex.quote(str(args.out))
-    print(f"agents stop for a debugger: shakedown debug attach {where}", file=sys.stderr)
+    print(f"agents will stop for a debugger: shakedown debug attach {where}", file=sys.stderr)
     return True
 
 
@@ -258,7 +267,7 @@ def _run_on(servers: "Servers", args: argparse.Namespace) -> int:
     print(f"{total} episodes of {args.target}, {args.concurrency} at once", file=sys.stderr)
     result = asyncio.run(run_rows())
     failed = result.first_failed
-    # Asked only after failures, which its state may explain; with an empty URL nothing is asked.
+    # Asked only after failures, which the server's state may explain; an empty URL asks nothing.
     server = asyncio.run(ask_server(endpoint.base_url if failed else "", endpoint.api_key))
     verdict = run_verdict(
         result, server, watch, recordable.findings(), min_success_rate=args.min_success_rate
@@ -390,7 +399,7 @@ def _finish(verdict: Verdict, paths: AgentsPaths, args: argparse.Namespace) -> i
 
 
 def _lines(paths: AgentsPaths) -> "EpisodeLines":
-    """The new file of episodes; what an older run found does not stay beside it."""
+    """A new episodes file; results of an older run do not stay beside it."""
     from shakedown.agents.episode_lines import EpisodeLines
     from shakedown.core.folders import remove_earlier
 

@@ -1,6 +1,6 @@
-"""`shakedown allocation STRING`: parse an allocation string, and lay it over nodes.
+"""`shakedown allocation STRING`: parse an allocation string and place its ranks on nodes.
 
-With --nodes and --gpus-per-node it also says where each rank stands: node, GPU, place in the mesh.
+With --nodes and --gpus-per-node it also says where each rank goes: node, GPU, mesh coordinates.
 """
 
 import argparse
@@ -23,24 +23,26 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("text", metavar="STRING", help="for example 'sglang:d4t2+fsdp:d8'")
+    parser.add_argument(
+        "text", metavar="STRING", help="allocation, for example 'sglang:d4t2+fsdp:d8'"
+    )
     parser.add_argument(
         "--nodes",
         type=whole(1, 65536),
         metavar="N",
-        help="lay it over N nodes (default: 1, with --gpus-per-node)",
+        help="place the ranks on N nodes (default: 1, with --gpus-per-node)",
     )
     parser.add_argument(
         "--gpus-per-node",
         type=whole(0, 1024),
         metavar="N",
-        help="0 places processes on CPUs (default: 0, with --nodes)",
+        help="GPUs on each node; 0 places processes on CPUs (default: 0, with --nodes)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the parts, and where they stand.
+    """Print the parts and where their ranks go.
 
     Raises:
         AllocationError: exit code 2; the message points at the character.
@@ -82,7 +84,7 @@ def _title(part: AllocationPart) -> str:
 
 
 def _placed(placement: Placement, nodes: int, gpus: int) -> list[str]:
-    """One block a part: its mesh, a line a rank, and its groups by dimension."""
+    """One block per part: its mesh, one line per rank, and its groups by dimension."""
     lines = [f"on {nodes} node(s) of {gpus} GPUs" if gpus else f"on {nodes} node(s), without GPUs"]
     for part in placement.parts:
         mesh = " x ".join(f"{_NAMES[n]} {part.part.size(n)}" for n in _split(part)) or "one rank"
@@ -125,6 +127,6 @@ def _groups(mesh: str, groups: Mapping[str, Sequence[Sequence[int]]]) -> list[st
 
 def _short(ranks: Sequence[int]) -> str:
     """`0-7`, or `0-12/4` with its stride."""
-    # Only dimensions above 1 have groups: each has two ranks or more, at one distance.
+    # Only dimensions above 1 have groups: two or more ranks at one distance.
     stride = ranks[1] - ranks[0]
     return f"{ranks[0]}-{ranks[-1]}" + (f"/{stride}" if stride > 1 else "")

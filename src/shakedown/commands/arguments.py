@@ -21,7 +21,7 @@ _LONGEST = 1e7  # seconds: 116 days
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the default of each option that has one.
+    """A help formatter that shows the default of each option that has one.
 
     argparse's own ArgumentDefaultsHelpFormatter also writes "(default: None)" and
     "(default: False)", which nobody can type.
@@ -34,17 +34,17 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
         return f"{action.help} (default: %(default)s)"
 
     def _get_default_metavar_for_optional(self, action: argparse.Action) -> str:
-        """N for every number: its name in capitals says nothing."""
+        """N for every number, as its name in capitals says nothing."""
         kind = getattr(action.type, "func", action.type)
         named = super()._get_default_metavar_for_optional(action)
         return "N" if kind in (int, float, above_zero, _whole, _number) else named
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A command or one of its actions: what it does, its options, two examples, the exit codes.
+    """Parser of a command or action; its help has options, two examples and the exit codes.
 
-    Parsers of actions are of this class too: `add_subparsers` takes the class of its parser.
-    With the option `nagios` a usage error exits with 3, UNKNOWN of that program's plugins.
+    Parsers of actions have this class too: `add_subparsers` takes the class of its parser.
+    With the option `nagios` a usage error exits with 3, which Nagios reads as UNKNOWN.
     """
 
     nagios = ""
@@ -75,7 +75,7 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def key_values(text: str) -> dict[str, Any]:
-    """`{"json": 1}`, or `key=value` with a value in JSON, else taken as text.
+    """`{"json": 1}`, or `key=value`, whose value is JSON or else plain text.
 
     Raises:
         argparse.ArgumentTypeError: neither of the two.
@@ -88,7 +88,7 @@ def key_values(text: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object: {error}") from None
 
 
 def _json_or_text(text: str) -> Any:
@@ -122,19 +122,19 @@ def run_action(args: argparse.Namespace) -> int:
 
 
 def add_config(parser: argparse.ArgumentParser, *, required: bool = True, why: str = "") -> None:
-    """`--config`: a run's YAML files; `why`: what they are read for."""
+    """Add `--config`, a run's YAML files; `why` says what they are read for."""
     parser.add_argument(
         "--config",
         nargs="+",
         type=Path,
         required=required,
         metavar="FILE",
-        help="the run's YAML files, each merged over the ones before it" + (why and f": {why}"),
+        help="the run's YAML files, each overriding the ones before it" + (why and f": {why}"),
     )
 
 
 def run_config(files: Sequence[Path]) -> "Config":
-    """The config of `--config`; from here on its `group_reads` holds for what is written.
+    """The config of `--config`; from here on its `group_reads` applies to all files written.
 
     Raises:
         ConfigError: as `load_config`.
@@ -148,28 +148,28 @@ def run_config(files: Sequence[Path]) -> "Config":
 
 
 def add_strict(parser: argparse.ArgumentParser) -> None:
-    """`--strict`: warnings fail."""
-    parser.add_argument("--strict", action="store_true", help="exit with 1 on a warning")
+    """Add `--strict`: warnings fail."""
+    parser.add_argument("--strict", action="store_true", help="exit 1 on a warning")
 
 
 def add_debug(parser: argparse.ArgumentParser) -> None:
-    """`--debug` and `--break-at`, for `debug_asked`."""
+    """Add `--debug` and `--break-at`, for `debug_asked`."""
     parser.add_argument(
         "--debug",
         action="store_true",
-        help="breakpoint() and exceptions stop their process until `shakedown debug attach`",
+        help="stop a process at breakpoint() or an exception until `shakedown debug attach`",
     )
     parser.add_argument(
         "--break-at",
         nargs="+",
         default=[],
         metavar="FILE:LINE",
-        help="--debug, and every process stops before these lines, too",
+        help="like --debug, and also stop every process before this line",
     )
 
 
 def debug_asked(args: argparse.Namespace) -> bool:
-    """Whether what this command starts is to stop for debuggers: by its options or SHAKEDOWN_DEBUG.
+    """Whether started processes are to stop for debuggers, by the options or SHAKEDOWN_DEBUG.
 
     Raises:
         UsageError: a place is not FILE:LINE of a Python file.
@@ -185,18 +185,18 @@ def debug_asked(args: argparse.Namespace) -> bool:
 
 
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """Options that were given on the command line, by name: those that are not None."""
+    """The options given on the command line, by name: those that are not None."""
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
 def whole(least: int, most: int = _MOST) -> Callable[[str], int]:
-    """A type for whole numbers from `least` to `most`."""
+    """An argument type for whole numbers from `least` to `most`."""
     return functools.partial(_whole, least, most)
 
 
 def _whole(least: int, most: int, text: str) -> int:
-    # int() also takes blanks, underscores and the digits of other scripts, and fails on more
-    # than 4300 digits.
+    # int() also accepts blanks, underscores and digits of other scripts, and fails above 4300
+    # digits.
     plain = text.isascii() and text.isdecimal() and len(text) <= 20
     if not plain or not least <= int(text) <= most:
         raise argparse.ArgumentTypeError(
@@ -206,7 +206,7 @@ def _whole(least: int, most: int, text: str) -> int:
 
 
 def number(least: float, most: float) -> Callable[[str], float]:
-    """A type for numbers from `least` to `most`."""
+    """An argument type for numbers from `least` to `most`."""
     return functools.partial(_number, least, most)
 
 
@@ -230,7 +230,7 @@ def above_zero(text: str) -> float:
 
 
 def _float(text: str) -> float:
-    """NaN, which lies in no range, for what is not a number."""
+    """The number; NaN, which lies in no range, for any other text."""
     try:
         return float(text)
     except ValueError:
@@ -238,7 +238,7 @@ def _float(text: str) -> float:
 
 
 def place(text: str) -> str:
-    """A path, or the name of something; shells leave the `~` of `--option=~/folder` alone."""
+    """A path or name, with the `~` of `--option=~/folder` expanded, which shells leave alone."""
     try:
         return expand_home(text)
     except ValueError as error:

@@ -19,7 +19,11 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder for assets.json and verdict"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder for assets.json and the verdict",
     )
     add_strict(parser)
 

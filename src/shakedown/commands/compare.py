@@ -42,19 +42,19 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Two forms: --reference and --engine by hand, or --config with --endpoint of a run."""
+    """Two forms: --reference and --engine by hand, or a run's --config and --endpoint."""
     parser.add_argument(
         "--reference",
         type=place,
         metavar="transformers:MODEL",
-        help="the trainer's side; MODEL: a checkpoint's folder or a hub name (with --config: the "
+        help="the trainer's side; MODEL is a checkpoint folder or a hub name (with --config: the "
         "served checkpoint)",
     )
     parser.add_argument(
         "--engine",
         type=place,
         help="the inference side: URL or URL,URL of running servers (their key: OPENAI_API_KEY), "
-        "or vllm:MODEL or sglang:MODEL, a server that is started for it and ended after it",
+        "or vllm:MODEL or sglang:MODEL to start a server for the comparison",
     )
     parser.add_argument(
         "--data",
@@ -67,83 +67,90 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--endpoint",
         type=Path,
         metavar="FILE",
-        help="with --config, in the place of --engine: endpoint.json of `shakedown serve`",
+        help="endpoint.json of `shakedown serve`, instead of --engine (with --config)",
     )
     parser.add_argument("--out", type=Path, default=Path("results/compare"), help="results folder")
     parser.add_argument("--limit", type=positive, help="use the first N rows")
     _sampling_arguments(parser)
     parser.add_argument("--model", default="", help="served model name, if the server has several")
-    parser.add_argument("--concurrency", type=positive, default=128, help="requests at once")
     parser.add_argument(
-        "--request-timeout", type=above_zero, default=300.0, help="seconds a request may take"
+        "--concurrency", type=positive, default=128, help="requests in flight at once"
+    )
+    parser.add_argument(
+        "--request-timeout",
+        type=above_zero,
+        default=300.0,
+        help="time limit of one request in seconds",
     )
     parser.add_argument(
         "--max-model-len",
         type=positive,
         default=4096,
-        help="longest sequence in tokens of a server that is started for it",
+        help="longest sequence in tokens (for a server that compare starts)",
     )
     parser.add_argument(
         "--kv-cache-gb",
         type=above_zero,
         default=1.0,
-        help="GiB for the cache of a server that is started for it without a GPU",
+        help="GiB of key-value cache (for a server that compare starts without a GPU)",
     )
     parser.add_argument(
         "--reward",
         type=place,
-        help="judge the answers of both sides: a name or FILE.py:FUNCTION (default: the config's)",
+        help="reward for the answers of both sides: a name or FILE.py:FUNCTION (default: the "
+        "config's)",
     )
     parser.add_argument(
         "--compat",
         choices=("cmp_rollout",),
-        help="print the two lines of AReaL's cmp_rollout.py at the end",
+        help="end with the two lines that AReaL's cmp_rollout.py prints",
     )
     add_strict(parser)
 
 
 def _sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """None stands for the config's value, and without a config for that of `ComparisonPlan`."""
+    """None means the config's value or, without a config, the default of `ComparisonPlan`."""
     parser.add_argument(
         "--max-tokens",
         type=positive,
-        help="most tokens of an answer (default: the config's, or 64)",
+        help="longest answer in tokens (default: the config's, or 64)",
     )
     parser.add_argument(
-        "--temperature", type=number(0, 100), help="of the sampling (default: the config's, or 1)"
+        "--temperature",
+        type=number(0, 100),
+        help="sampling temperature (default: the config's, or 1)",
     )
     parser.add_argument(
         "--grade",
         choices=("auto", "dense", "moe", "fp8", "strict"),
-        help="whose limits decide, docs/consistency.md (default: the config's, or auto: by dtypes "
-        "and measured noise)",
+        help="which limits to judge by, see docs/consistency.md (default: the config's, or auto: "
+        "by dtypes and measured noise)",
     )
     parser.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
-        help="number format of the reference; auto: the checkpoint's (default: the config's, or "
-        "auto)",
+        help="dtype of the reference; auto: the checkpoint's (default: the config's, or auto)",
     )
     parser.add_argument(
         "--engine-dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="number format that the server of --engine URL computes in, as none tells it; "
-        "known of servers that shakedown starts",
+        help="dtype that the server at --engine URL computes in, since servers do not report it; "
+        "already known for servers that shakedown starts",
     )
     parser.add_argument(
         "--factors",
         choices=("auto", "all"),
         default="auto",
-        help="possible causes to measure; auto: the costly ones only where the comparison does "
-        "not pass; all: every one, always",
+        help="possible causes to measure; auto: the costly ones only if the comparison does not "
+        "pass; all: always every one",
     )
     parser.add_argument(
         "--trainer",
-        help="fsdp, megatron or archon: score by its forward pass, too, on one rank (with "
+        help="also score with the forward pass of fsdp, megatron or archon, on one rank (with "
         "--config: the last stage's)",
     )
     parser.add_argument(
-        "--seed", type=int, help="of the intervals' resampling (default: the config's, or 0)"
+        "--seed", type=int, help="seed for resampling the intervals (default: the config's, or 0)"
     )
 
 
@@ -154,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             return _compare(args, watch)
         except CannotJudgeError as error:
-            # Written down too: the workflow's gate reads the verdict, whatever came of it.
+            # Also written on failure: the workflow's gate reads the verdict in any case.
             verdict = unknown_verdict("consistency", "compare", error, watch)
             return finish(verdict, ComparisonPaths(args.out).verdict)
 
@@ -163,7 +170,7 @@ def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
     by_config = args.config is not None or args.endpoint is not None
     paths = ComparisonPaths(args.out)
     with _planned_by_config(args) if by_config else _planned_by_hand(args) as plan:
-        # Torch, which takes seconds, is loaded once options and data have been found good.
+        # Torch takes seconds to load, so options and data are checked first.
         from shakedown.consistency.prompts import PromptMismatchError
         from shakedown.consistency.run import compare
         from shakedown.consistency.write import make_verdict, prompt_verdict
@@ -186,7 +193,7 @@ def _compare(args: argparse.Namespace, watch: Stopwatch) -> int:
 
 
 def _again(args: argparse.Namespace) -> str:
-    """The command line that `args` came from, for the one who goes on from a stop."""
+    """The command line that `args` came from, for whoever continues after a stop."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     words = ["shakedown", "compare"]
@@ -217,7 +224,7 @@ def _planned_by_hand(args: argparse.Namespace) -> "Iterator[ComparisonPlan]":
     own = OwnServer(
         ComparisonPaths(args.out).server, args.dtype, args.max_model_len, args.kv_cache_gb, _say
     )
-    # What is wrong with any of them is told before a server is started.
+    # Problems with any of them are reported before a server is started.
     check_engine(args.engine)
     plan = _plan(
         args,
@@ -233,7 +240,7 @@ def _planned_by_hand(args: argparse.Namespace) -> "Iterator[ComparisonPlan]":
 
 @contextlib.contextmanager
 def _planned_by_config(args: argparse.Namespace) -> "Iterator[ComparisonPlan]":
-    """A run's own settings; options on the command line win."""
+    """A run's own settings, overridden by options on the command line."""
     from shakedown.agents.reward_pool import RewardLimits
     from shakedown.consistency.server import ComparedServer
     from shakedown.inference.relay import relayed
@@ -279,7 +286,7 @@ def _plan(
     limits: "RewardLimits | None" = None,
     trainer: str = "",
 ) -> "ComparisonPlan":
-    """What is asked for, without a server yet."""
+    """The requested comparison, without a server yet."""
     from shakedown.consistency.plan import ComparisonPlan, check_reference
     from shakedown.training.forward import trainer_scores
 
@@ -321,10 +328,10 @@ def _served(plan: "ComparisonPlan", server: "ComparedServer") -> "ComparisonPlan
 
 
 def _usable_reward(args: argparse.Namespace, reward: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """The reward, or nothing where no row has an answer and nobody asked for it.
+    """The reward; None if no row has an answer and no reward was requested.
 
     Raises:
-        UsageError: it was asked for and cannot be used.
+        UsageError: it was requested and cannot be used.
     """
     from shakedown.agents.reward_pool import reward_fault
     from shakedown.agents.rewards import get_reward, is_own
@@ -352,7 +359,7 @@ def _usable_reward(args: argparse.Namespace, reward: str, rows: Sequence[Mapping
 def _rewards(
     reward: str, limits: "RewardLimits | None", rows: Sequence[tuple[str, str, Mapping[str, Any]]]
 ) -> list[float | None]:
-    """In a process of its own, as in training; None where it failed."""
+    """Run in its own process, as in training; None where it failed."""
     from shakedown.agents.reward_pool import RewardFailure, RewardLimits, score_rows
 
     found = asyncio.run(score_rows(reward, rows, limits or RewardLimits(), progress=lambda: None))

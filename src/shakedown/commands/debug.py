@@ -17,7 +17,7 @@ from shakedown.core.errors import CannotJudgeError, ExitCode, LaunchError, Usage
 from shakedown.core.paths import RunPaths
 
 if TYPE_CHECKING:
-    pass
+    from shakedown.debug.paused_processes import PausedProcess
 
 EXAMPLES = (
     "shakedown debug attach results/demo",
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         actions.add(
             "attach",
             _attach,
-            "List the processes that stand for a debugger, and attach to them or let them go on.",
+            "List the processes that wait for a debugger, and attach to them or resume them.",
             EXAMPLES[0],
             "shakedown debug attach 1234 --continue all",
         )
@@ -52,27 +52,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _attach_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", metavar="RUN|JOB", help="the run's folder (a stage's, an attempt's), or a Slurm job"
+        "run", metavar="RUN|JOB", help="folder of a run, stage or attempt, or a Slurm job id"
     )
     act = parser.add_mutually_exclusive_group()
-    act.add_argument("--terminal", metavar="RANK", help="debug this one here; also a name or a pid")
     act.add_argument(
-        "--continue", dest="let_go", nargs="+", metavar="RANK", help="let these go on; all: every"
+        "--terminal",
+        metavar="RANK",
+        help="debug this rank (or process name or pid) in this terminal",
     )
-    act.add_argument("--ray", action="store_true", help="the way to the Ray debugger of a job")
+    act.add_argument(
+        "--continue",
+        dest="let_go",
+        nargs="+",
+        metavar="RANK",
+        help="resume these processes ('all' for every one)",
+    )
+    act.add_argument(
+        "--ray", action="store_true", help="show how to reach the Ray debugger of a job"
+    )
     parser.add_argument(
         "--launch",
         type=Path,
         default=Path(".vscode/launch.json"),
         metavar="FILE",
-        help="VS Code's file that gets an entry for each process",
+        help="VS Code launch file to add an entry to for each process",
     )
     parser.add_argument(
         "--map",
         nargs="+",
         default=[],
         metavar="REMOTE=LOCAL",
-        help="folders that VS Code sees under another path, as of a container",
+        help="map a folder that VS Code sees under another path, as in a container",
     )
     parser.add_argument(
         "--login", metavar="HOST", help="the login node in the ssh lines (default: this machine)"
@@ -81,38 +91,38 @@ def _attach_arguments(parser: argparse.ArgumentParser) -> None:
         "--wait",
         type=above_zero,
         metavar="SECONDS",
-        help="wait for a process to stop, where none stands yet",
+        help="wait up to this long for a process to stop, if none has yet",
     )
     parser.add_argument(
         "--dashboard-port",
         type=whole(1, 65535),
         default=8265,
         metavar="PORT",
-        help="with --ray: of Ray's dashboard on its head node",
+        help="Ray dashboard port on the head node (with --ray)",
     )
 
 
 def _nsys_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--workers", metavar="PATTERNS", help="names with wildcards, commas between: '*policy*'"
+        "--workers", metavar="PATTERNS", help="comma-separated name patterns, such as '*policy*'"
     )
     parser.add_argument(
         "--steps",
         metavar="START:STOP",
-        help="from step START, counted from 1, to the one before STOP; or `all`",
+        help="profile from step START (counted from 1) up to but not including STOP; or `all`",
     )
     parser.add_argument(
         "--out",
         type=Path,
         default=Path("profiles"),
         metavar="DIR",
-        help="where the files of a command go; those of a stage go to its attempt",
+        help="folder for a command's profiles (a stage's go to its attempt)",
     )
     parser.add_argument(
         "words",
         nargs="*",
         metavar="RUN_OR_COMMAND",
-        help="a run's folder; or after `--` what to run",
+        help="a run's folder; or, after `--`, the command to run",
     )
 
 
@@ -140,7 +150,7 @@ def _folders(run_or_job: str) -> list[Path]:
         folders = debug_folders(Path(expand_home(run_or_job)))
     if not folders:
         raise UsageError(
-            f"{run_or_job} was not started to be debugged: nothing in it listens",
+            f"{run_or_job} was not started with debugging: no process in it listens for a debugger",
             hint="shakedown train STAGE --config FILE --debug, shakedown agent run ... --debug, or "
             "SHAKEDOWN_DEBUG=1 snakemake ...",
         )
@@ -148,7 +158,7 @@ def _folders(run_or_job: str) -> list[Path]:
 
 
 def _is_job(text: str) -> bool:
-    """A run may be called 1234, too; then its folder is meant."""
+    """A run may also be called 1234; then its folder is meant."""
     return text.isascii() and text.isdecimal() and not Path(text).is_dir()
 
 
@@ -172,14 +182,14 @@ def _show(args: argparse.Namespace, stops: "list[PausedProcess]") -> int:
 
     mapped = dict(map(parse_mapping, args.map))
     if not stops:
-        print("no process stands for a debugger now; --wait SECONDS waits for one", flush=True)
+        print("no process is waiting for a debugger; --wait SECONDS waits for one", flush=True)
         return int(ExitCode.OK)
     for stop in stops:
         held = "; a debugger is attached" if stop.attached else ""
         print(f"{describe(stop)}{held}")
     write_launch(args.launch, launch_entries(stops, mapped))
-    print(f"VS Code: Run and Debug has an entry for each, of {args.launch}")
-    print("where VS Code runs, first, through the login node:")
+    print(f"VS Code: Run and Debug has an entry for each, from {args.launch}")
+    print("first, on the machine where VS Code runs (through the login node):")
     here = socket.gethostname()
     full = socket.getfqdn()
     # A machine that does not know its own name takes that of its loopback.
@@ -188,11 +198,13 @@ def _show(args: argparse.Namespace, stops: "list[PausedProcess]") -> int:
         print(f"  {line}")
     name = stops[0].name if stops[0].rank is not None else str(stops[0].pid)
     print(f"or here: shakedown debug attach {args.run} --terminal {name}")
-    print(f"to go on: shakedown debug attach {args.run} --continue all", flush=True)
+    print(f"to resume: shakedown debug attach {args.run} --continue all", flush=True)
     return int(ExitCode.OK)
 
 
-def _continue(folders: list[Path], stops: "list[tuple[Path, PausedProcess]]", wanted: list[str]) -> int:
+def _continue(
+    folders: list[Path], stops: "list[tuple[Path, PausedProcess]]", wanted: list[str]
+) -> int:
     from shakedown.core.folders import storage_errors
     from shakedown.debug.attach import choose, standing
     from shakedown.debug.paused_processes import SILENT_SECONDS, let_go
@@ -210,8 +222,8 @@ def _continue(folders: list[Path], stops: "list[tuple[Path, PausedProcess]]", wa
         left = [one for one in left if one in now]
     if left:
         pids = ", ".join(str(pid) for pid, _ in left)
-        raise CannotJudgeError(f"still standing after {SILENT_SECONDS:.0f} s: pid {pids}")
-    print(f"{len(chosen)} process(es) go on", flush=True)
+        raise CannotJudgeError(f"still paused after {SILENT_SECONDS:.0f} s: pid {pids}")
+    print(f"{len(chosen)} process(es) resumed", flush=True)
     return int(ExitCode.OK)
 
 
@@ -257,7 +269,7 @@ def _profile(workers: str, steps: str, out: Path, command: Sequence[str]) -> int
     from shakedown.profiling.launch import PATTERNS, STEPS, launch, order_of, requested
     from shakedown.profiling.profiles import lines, read_records
 
-    # What is started finds them in its environment: our own stages do, and NeMo RL.
+    # The started command reads them from its environment, as our own stages and NeMo RL do.
     os.environ.update({PATTERNS: workers, STEPS: steps})
     profile = requested(os.environ)
     assert profile is not None  # noqa: S101 - both variables were set just now
@@ -284,7 +296,7 @@ def _list(root: Path) -> int:
     from shakedown.profiling.profiles import lines, read_records
 
     if not root.is_dir():
-        raise UsageError(f"{root} is no folder: expected a run's results, such as results/demo")
+        raise UsageError(f"{root} is not a folder: expected a run's results, such as results/demo")
     attempts = RunPaths(root).stages.glob("*/attempts/*/profiles")
     found = 0
     for folder in (root, *sorted(attempts)):
@@ -294,7 +306,7 @@ def _list(root: Path) -> int:
             print(text)
     if not found:
         print(
-            f"no profiles in {root}; to make some: shakedown debug nsys --workers '*policy*' "
+            f"no profiles in {root}; to record some: shakedown debug nsys --workers '*policy*' "
             "--steps 3:5 -- shakedown train STAGE --config FILE"
         )
     return int(ExitCode.OK)

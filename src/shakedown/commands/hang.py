@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         actions.add(
             "analyze",
             _analyze,
-            "Say from dumps and logs who hangs and why.",
+            "Work out from dumps and logs which ranks hang and why.",
             EXAMPLES[1],
             "shakedown hang analyze logs/ dumps/ --json diagnosis.json --html diagnosis.html",
         )
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         actions.add(
             "collect",
             _collect,
-            "Sample running processes of this host, of a whole Slurm job, or of hosts by ssh.",
+            "Sample running processes of this host, of a whole Slurm job, or of hosts over ssh.",
             "shakedown hang collect --job 1234 --out evidence",
             "shakedown hang collect --match train.py --hosts n1,n2 --out evidence",
         )
@@ -58,16 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     demo = actions.add(
         "demo",
         _demo,
-        "Diagnose a recorded hang of four ranks, on any machine, in about a second.",
+        "Diagnose a recorded hang of four ranks; runs anywhere in about a second.",
         EXAMPLES[0],
         "shakedown hang demo --full",
     )
-    demo.add_argument("--full", action="store_true", help="print all of it, not 25 lines")
+    demo.add_argument("--full", action="store_true", help="print everything instead of 25 lines")
     _diagnose_arguments(
         actions.add(
             "diagnose",
             _diagnose,
-            "Diagnose a stage's newest attempt and write it down.",
+            "Diagnose a stage's newest attempt and save the diagnosis.",
             "shakedown hang diagnose --stage results/demo/stages/grpo",
             "shakedown hang diagnose --stage results/demo/stages/grpo --report-only",
         )
@@ -76,58 +76,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _analyze_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "paths", nargs="+", type=Path, metavar="PATH", help="files and folders, read recursively"
+        "paths", nargs="+", type=Path, metavar="PATH", help="files and folders to read, recursively"
     )
     parser.add_argument(
-        "--json", type=place, metavar="FILE", help="write diagnosis.json here; - prints it"
+        "--json", type=place, metavar="FILE", help="write diagnosis.json to FILE ('-' prints it)"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write the page here")
-    parser.add_argument("--strict", action="store_true", help="slow counts as a failure")
-    parser.add_argument("--full", action="store_true", help="print all of it, not 25 lines")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write the HTML page to FILE")
+    parser.add_argument("--strict", action="store_true", help="exit 1 if the job is merely slow")
+    parser.add_argument("--full", action="store_true", help="print everything instead of 25 lines")
     parser.add_argument(
         "--budget",
         type=whole(1, 1000),
         default=1,
         metavar="N",
-        help="N times the usual 2 GiB, 60 s of CPU time and 900 MB of memory for all inputs",
+        help="allow N times the usual 2 GiB of input, 60 s of CPU time and 900 MB of memory",
     )
 
 
 def _collect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pid", type=int, nargs="+", default=[], help="process ids")
-    parser.add_argument("--match", metavar="PATTERN", help="this user's processes, by command line")
-    parser.add_argument("--attempt", type=Path, metavar="DIR", help="an attempt with heartbeats")
-    parser.add_argument("--job", metavar="ID", help="a running Slurm job, on all its nodes")
     parser.add_argument(
-        "--hosts", metavar="HOSTS", help="with --match: by ssh on n1,n2 or @FILE, a host a line"
+        "--match", metavar="PATTERN", help="your processes whose command line matches"
+    )
+    parser.add_argument(
+        "--attempt", type=Path, metavar="DIR", help="folder of an attempt with heartbeats"
+    )
+    parser.add_argument("--job", metavar="ID", help="running Slurm job, on all its nodes")
+    parser.add_argument(
+        "--hosts",
+        metavar="HOSTS",
+        help="with --match: over ssh on n1,n2 or @FILE (one host per line)",
     )
     parser.add_argument(
         "--remote-python",
         metavar="FILE",
-        help="with --hosts: their Python that has shakedown, where it is not the path of this one",
+        help="with --hosts: the Python there that has shakedown (default: this Python's path)",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="evidence folder; - prints a tar"
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="evidence folder ('-' prints a tar archive)",
     )
-    parser.add_argument("--logs", type=Path, metavar="DIR", help="copy the ends of these logs")
+    parser.add_argument(
+        "--logs", type=Path, metavar="DIR", help="also copy the ends of the logs in DIR"
+    )
     parser.add_argument("--rounds", type=int, default=2, help="samples")
     parser.add_argument("--gap", type=float, default=5.0, help="seconds between samples")
-    parser.add_argument("--native", action="store_true", help="C and C++ frames too, by py-spy")
-    parser.add_argument(
-        "--py-spy", action="store_true", help="by py-spy alone, whatever else could read the stacks"
-    )
-    parser.add_argument("--this-node", action="store_true", help="with --job: this node alone")
+    parser.add_argument("--native", action="store_true", help="also read C and C++ frames (py-spy)")
+    parser.add_argument("--py-spy", action="store_true", help="use only py-spy to read stacks")
+    parser.add_argument("--this-node", action="store_true", help="with --job: only this node")
 
 
 def _diagnose_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--stage", type=Path, required=True, metavar="DIR", help="results/<run>/stages/<stage>"
     )
-    parser.add_argument("--strict", action="store_true", help="slow counts as a failure")
+    parser.add_argument("--strict", action="store_true", help="exit 1 if the job is merely slow")
     parser.add_argument(
         "--report-only",
         action="store_true",
-        help="exit 0 once the diagnosis is written: for a workflow whose gate judges",
+        help="exit 0 once the diagnosis is written (for a workflow with its own gate)",
     )
 
 
@@ -146,7 +156,7 @@ def _analyze(args: argparse.Namespace) -> int:
 
         write_page(verdict, args.html)
     if args.json == "-":
-        # Standard output is for a program: nothing but JSON.
+        # Standard output is read by a program: print nothing but JSON.
         print(json.dumps(verdict.to_json(), indent=2, allow_nan=False))
         _print(verdict, sys.stderr, full=args.full)
         return int(verdict.exit_code(strict=args.strict))
@@ -168,27 +178,28 @@ def _demo(args: argparse.Namespace) -> int:
         tempfile.TemporaryDirectory(prefix="shakedown-demo-") as folder,
         resources.files("shakedown.diagnosis").joinpath("demo.tar.gz").open("rb") as packed,
         tarfile.open(fileobj=packed) as archive,
-        contextlib.chdir(folder),  # evidence is told as it is given: here its paths are short
+        contextlib.chdir(folder),  # evidence is shown as given, so paths are short here
     ):
         archive.extractall(folder, filter="data")
         attempt = RunPaths(Path("run")).stage("sft").attempt(1)
         verdict = diagnose_paths([attempt.root])
-    # The recorded run is nobody's to go on with: what a user of another trainer would do.
+    # Nobody can continue the recorded run: show what a user of another trainer would run.
     own = replace(verdict, next="shakedown hang collect --match train.py --out evidence")
     _print(own, sys.stdout, full=args.full)
     return int(ExitCode.OK)
 
 
 def _print(verdict: "Verdict", stream: TextIO, *, full: bool) -> None:
-    """The diagnosis as text: as wide as the terminal, in colour only on one."""
+    """The diagnosis as text, as wide as the terminal, and in colour only on a terminal."""
     from shakedown.report.diagnosis_terminal import WIDTH, render
 
-    # NO_COLOR set to anything asks for none (no-color.org); a `dumb` terminal would show the codes.
+    # NO_COLOR set to anything disables colour (no-color.org); a `dumb` terminal would show the
+    # codes.
     colour = stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     width = shutil.get_terminal_size((WIDTH, 40)).columns
     text = render(verdict, width, full=full, colour=colour)
-    encoding = stream.encoding or "utf-8"  # a terminal of another encoding gets ? for what it lacks
-    # `render` lets nothing but its own colours through.
+    encoding = stream.encoding or "utf-8"  # characters that the terminal's encoding lacks become ?
+    # `render` lets only its own colours through.
     shown = text.encode(encoding, "replace").decode(encoding)
     print(shown, file=unguarded(stream), flush=True)
 
@@ -218,13 +229,13 @@ def _collect_here(args: argparse.Namespace, out: Path, watch: "Stopwatch") -> "V
     targets = _targets(args)
     missed = [] if targets else ["no process was found"]
     if args.match is not None and inside.contained():
-        missed.append("this is a container: processes outside of it are not seen")
+        missed.append("this is a container: processes outside it cannot be seen")
     logs = args.logs
     attempt = AttemptPaths(args.attempt) if args.attempt is not None else None
-    first = os.environ.get("SLURM_PROCID", "0") == "0"  # of several nodes one copies the logs
+    first = os.environ.get("SLURM_PROCID", "0") == "0"  # of several nodes, one copies the logs
     if logs is None and attempt is not None and first and attempt.logs.is_dir():
         logs = attempt.logs
-    # No process is no error: one node of a job without any must not stop the others' collection.
+    # Finding no process is not an error: a node without any must not stop the others' collection.
     report = collect_local(
         targets,
         out,
@@ -235,14 +246,14 @@ def _collect_here(args: argparse.Namespace, out: Path, watch: "Stopwatch") -> "V
         native=args.native,
         always_pyspy=args.py_spy,
         missed=missed,
-        # Of --pid and --attempt the user says, or heartbeats do, who is looked at.
+        # With --pid the user names the processes, with --attempt the heartbeats do.
         absent=missing_ranks(targets) if args.match or args.job else (),
     )
     return verdict_of(report, out, watch)
 
 
 def _collect_to_output(args: argparse.Namespace, watch: "Stopwatch") -> int:
-    """The evidence as a tar archive on standard output; what is told goes to standard error."""
+    """Write the evidence as a tar archive to standard output and messages to standard error."""
     from shakedown.core.leftovers import private_folder
     from shakedown.core.verdict import finish
     from shakedown.monitor.collect import archive
@@ -250,10 +261,11 @@ def _collect_to_output(args: argparse.Namespace, watch: "Stopwatch") -> int:
     output = unguarded(sys.stdout)
     if output.isatty():
         raise UsageError(
-            "--out -: a terminal cannot take an archive", hint="... --out - | tar x -C evidence"
+            "--out -: refusing to write an archive to a terminal",
+            hint="... --out - | tar x -C evidence",
         )
     with private_folder("evidence") as folder, contextlib.redirect_stdout(sys.stderr):
-        out = folder / "sampled"  # what lies beside it would be taken for the job's heartbeats
+        out = folder / "sampled"  # files beside it would be taken for the job's heartbeats
         code = finish(_collect_here(args, out, watch), None)
         archive.pack(out, output.buffer)
     return code
@@ -277,7 +289,7 @@ def _collect_hosts(args: argparse.Namespace, watch: "Stopwatch") -> int:
     from shakedown.monitor.collect.report import verdict_of_nodes
 
     names = hosts.parse_hosts(args.hosts)
-    # With `=`: a pattern may begin with a dash.
+    # With `=`, because a pattern may begin with a dash.
     options = [f"--match={args.match}", *_sampling(args)]
     options += [f"--logs={args.logs.absolute()}"] if args.logs is not None else []
     seconds = (args.rounds - 1) * args.gap
@@ -287,7 +299,7 @@ def _collect_hosts(args: argparse.Namespace, watch: "Stopwatch") -> int:
 
 
 def _sampling(args: argparse.Namespace) -> list[str]:
-    """How samples are taken, for the collectors on other nodes."""
+    """Sampling options for the collectors on other nodes."""
     options = ["--rounds", str(args.rounds), "--gap", str(args.gap)]
     return options + [
         *(["--native"] if args.native else []),
@@ -299,18 +311,18 @@ def _one_of(args: argparse.Namespace) -> None:
     given = [bool(args.pid), *(v is not None for v in (args.match, args.attempt, args.job))]
     if sum(given) != 1 or (args.this_node and args.job is None):
         raise UsageError(
-            "say which processes: one of --pid, --match, --attempt and --job",
+            "choose the processes with one of --pid, --match, --attempt and --job",
             hint="shakedown hang collect --help",
         )
     if args.hosts is not None and args.match is None:
         raise UsageError(
-            "--hosts goes with --match: process ids differ from host to host, and --job asks Slurm "
+            "--hosts requires --match: process ids differ from host to host, and --job asks Slurm "
             "for its own nodes",
             hint="shakedown hang collect --match train.py --hosts n1,n2 --out evidence",
         )
     several = args.hosts is not None or (args.job is not None and not args.this_node)
     if several and args.out == Path("-"):
-        raise UsageError("--out -: a folder is needed for several nodes", hint="--out evidence")
+        raise UsageError("--out -: several nodes need a folder", hint="--out evidence")
 
 
 def _targets(args: argparse.Namespace) -> "list[Target]":
@@ -345,12 +357,12 @@ def _diagnose(args: argparse.Namespace) -> int:
     return int(ExitCode.OK) if args.report_only else code
 
 
-# Causes that lie in the machine: the same stage may well complete on another node.
+# Causes in the machine: the same stage may well complete on another node.
 _OF_THE_NODE = ("node_dead", "gpu_error")
 
 
 def _remember_nodes(verdict: "Verdict", stage: "StagePaths", outcome: "Outcome | None") -> None:
-    """A node that a stage failed by is kept off the next try, as one that preflight refused."""
+    """Record a stage's faulty node: the next try avoids it like one that preflight refused."""
     from shakedown.commands.arguments import run_config
     from shakedown.core.paths import RunPaths
     from shakedown.preflight.history import NodeLook, exclude_known, remember
@@ -360,7 +372,7 @@ def _remember_nodes(verdict: "Verdict", stage: "StagePaths", outcome: "Outcome |
     ranks, nodes = (found["culprits"][kind] for kind in ("ranks", "nodes"))
     if found["cause"] not in _OF_THE_NODE:
         return
-    # Slurm's names of nodes, which a host's own name need not be.
+    # Slurm's node names, which may differ from the hosts' own names.
     where = outcome.rank_nodes if outcome is not None else ()
     named = [where[rank] for rank in ranks if rank < len(where)] or nodes
     nodes = sorted({node for node in named if is_node_name(str(node))})
@@ -374,4 +386,4 @@ def _remember_nodes(verdict: "Verdict", stage: "StagePaths", outcome: "Outcome |
     exclude_known(
         run.node_history, run_config([run.config]).preflight.exclude_hours, run.excluded_nodes
     )
-    print(f"hang: later jobs keep off {', '.join(nodes)} (shakedown preflight history)", flush=True)
+    print(f"hang: later jobs avoid {', '.join(nodes)} (shakedown preflight history)", flush=True)

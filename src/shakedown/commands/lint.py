@@ -19,7 +19,9 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", nargs="+", type=Path, help="later files lie over earlier ones")
+    parser.add_argument(
+        "config", nargs="+", type=Path, help="config files; later ones override earlier ones"
+    )
     parser.add_argument("--resolved", action="store_true", help="print the resolved config too")
     parser.add_argument(
         "--source",
@@ -42,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         if args.resolved:
             print(dump_config(config))
     elif args.resolved:
-        raise UsageError("--resolved is for configs of shakedown")
+        raise UsageError("--resolved works only with shakedown's own configs")
     code = finish(verdict, None, strict=args.strict)
-    # A fault in a config is a config error, whoever finds it.
+    # A fault in a config is a config error, whichever check finds it.
     return int(ExitCode.USAGE) if verdict.status == "FAIL" else code

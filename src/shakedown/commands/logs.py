@@ -34,29 +34,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "consistency, report (default: the one that wrote last)",
     )
     parser.add_argument(
-        "--attempt", type=positive, help="of a training stage (default: the newest)"
+        "--attempt", type=positive, help="attempt of a training stage (default: the newest)"
     )
     parser.add_argument(
         "--component",
         default="",
-        help="names or patterns, separated by commas: trainer-rank0,orchestrator, 'trainer-*', or "
-        "'slurm-*' for the Slurm job's own output (default: all that repeat no other)",
+        help="comma-separated names or patterns: trainer-rank0,orchestrator, 'trainer-*', or "
+        "'slurm-*' for the Slurm job's own output (default: all that do not repeat another)",
     )
     parser.add_argument(
         "--tail",
         type=positive,
         metavar="N",
-        help=f"the last N lines of each (default: all; {_FOLLOWED_TAIL} with --follow)",
+        help=f"show the last N lines of each log (default: all; {_FOLLOWED_TAIL} with --follow)",
     )
-    parser.add_argument("--follow", action="store_true", help="go on with what is added")
+    parser.add_argument("--follow", action="store_true", help="keep showing new lines")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0 once the logs were shown."""
+    """Exit code 0 once the logs have been shown."""
     paths = RunPaths(args.run_dir)
     stage = find_stage(paths, args.stage, args.attempt)
     patterns = [name for part in args.component.split(",") if (name := part.strip())]
-    ended = stage.has_ended  # asked before the logs are read: none of their end is missed
+    ended = stage.has_ended  # asked before the logs are read, so that their end is not missed
     follow = args.follow and not ended
     logs, follower = find_logs(paths, stage, patterns), LogFollower()
     if not logs and not follow:
@@ -90,7 +90,7 @@ def _called(stage: StageLogs) -> str:
 def _print(follower: LogFollower, logs: Mapping[str, Path], *, last: bool) -> None:
     width = max(map(len, logs), default=0)
     for component, lines in merged(follower, logs, last=last):
-        # A block at once: two writes for each line would take most of the time.
+        # Written in blocks: two writes per line would take most of the time.
         begin = f"{component:{width}} | "
         sys.stdout.write(begin + f"\n{begin}".join(lines) + "\n")
     sys.stdout.flush()

@@ -39,81 +39,109 @@ EXAMPLES = (
 
 def _history_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "action", nargs="?", choices=["history"], help="history: what became of each node so far"
+        "action", nargs="?", choices=["history"], help="history: show each node's pass/fail history"
     )
     parser.add_argument(
         "--history", type=Path, metavar="FILE", help="the nodes' history (default: the config's)"
     )
-    parser.add_argument("--forgive", metavar="NODE", help="with history: forget a repaired node")
+    parser.add_argument(
+        "--forgive", metavar="NODE", help="with history: forget the failures of a repaired node"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments; those that are left out come from the config, if one is given."""
+    """Declare the arguments; those left out come from the config, if one is given."""
     _history_arguments(parser)
     parser.add_argument("--config", type=Path, metavar="FILE", help="a run's config file")
+    _node_arguments(parser)
     parser.add_argument(
-        "--job", metavar="ID", help="a Slurm job of yours that runs: its nodes, from anywhere"
+        "--out", type=Path, metavar="DIR", help="results folder that all nodes share"
     )
-    parser.add_argument(
-        "--nodes",
-        type=_nodes,
-        metavar="N|LIST",
-        help="nodes the run needs: how many of the allocation's first ones, or which, as n1,n[3-4]",
-    )
-    parser.add_argument(
-        "--spare-nodes",
-        type=whole(0, 65536),
-        metavar="N",
-        help="further nodes, in place of bad ones",
-    )
-    parser.add_argument(
-        "--tier", choices=get_args(Tier), help="how much to do (default: the config's, or quick)"
-    )
-    parser.add_argument("--expect-gpus", type=whole(0, 1024), metavar="N", help="GPUs on each node")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="results folder, shared by all")
-    parser.add_argument(
-        "--path",
-        action="append",
-        type=place,
-        default=[],
-        help="a file or folder all nodes must read",
-    )
-    parser.add_argument(
-        "--port", action="append", default=[], type=whole(1, 65535), help="a port that must be free"
-    )
-    parser.add_argument("--timeout", type=above_zero, metavar="S", help="seconds a check may take")
-    parser.add_argument(
-        "--burn-seconds",
-        type=above_zero,
-        default=600.0,
-        metavar="S",
-        help="length of the burn tier",
-    )
-    parser.add_argument("--min-free-disk-gb", type=float, metavar="GB", help="free disk needed")
-    parser.add_argument("--min-shm-mb", type=float, metavar="MB", help="shared memory needed")
+    _requirement_arguments(parser)
+    _extent_arguments(parser)
     parser.add_argument(
         "--fake-fault",
         action="append",
         default=[],
         metavar="KIND[:NODE]",
-        help=f"inject a fault: {', '.join(FAULTS)}",
+        help=f"inject a fault for a drill: {', '.join(FAULTS)}",
     )
     parser.add_argument(
         "--once",
         choices=MODES,
-        help="this node alone, in one line, with the exit codes that the caller reads",
+        help="check only this node and print one line, with the exit codes that the caller expects",
     )
     parser.add_argument(
         "--baseline", type=Path, metavar="FILE", help="compare with recorded values"
     )
     parser.add_argument(
-        "--record-baseline", type=Path, metavar="FILE", help="record the nodes' values, if good"
+        "--record-baseline", type=Path, metavar="FILE", help="record the nodes' values if they pass"
     )
     add_strict(parser)
 
 
+def _node_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--job",
+        metavar="ID",
+        help="check the nodes of this running Slurm job of yours, from anywhere",
+    )
+    parser.add_argument(
+        "--nodes",
+        type=_nodes,
+        metavar="N|LIST",
+        help="nodes the run needs: how many of the allocation, or which ones, as n1,n[3-4]",
+    )
+    parser.add_argument(
+        "--spare-nodes",
+        type=whole(0, 65536),
+        metavar="N",
+        help="spare nodes to replace bad ones",
+    )
+
+
+def _requirement_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--expect-gpus", type=whole(0, 1024), metavar="N", help="GPUs on each node")
+    parser.add_argument(
+        "--path",
+        action="append",
+        type=place,
+        default=[],
+        help="file or folder that all nodes must be able to read; repeatable",
+    )
+    parser.add_argument(
+        "--port",
+        action="append",
+        default=[],
+        type=whole(1, 65535),
+        help="port that must be free; repeatable",
+    )
+    parser.add_argument(
+        "--min-free-disk-gb", type=float, metavar="GB", help="free disk space needed"
+    )
+    parser.add_argument("--min-shm-mb", type=float, metavar="MB", help="shared memory needed")
+
+
+def _extent_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tier",
+        choices=get_args(Tier),
+        help="how thorough the checks are (default: the config's, or quick)",
+    )
+    parser.add_argument(
+        "--timeout", type=above_zero, metavar="S", help="time limit of one check in seconds"
+    )
+    parser.add_argument(
+        "--burn-seconds",
+        type=above_zero,
+        default=600.0,
+        metavar="S",
+        help="length of the burn tier in seconds",
+    )
+
+
 def _nodes(text: str) -> int | list[str]:
-    """A number of nodes, or their names."""
+    """The number of nodes, or their names."""
     if text.isdecimal():
         return whole(1, 65536)(text)
     try:
@@ -123,12 +151,12 @@ def _nodes(text: str) -> int | list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check the allocation's nodes, or this machine outside of one.
+    """Check the allocation's nodes or, outside an allocation, this machine.
 
     Raises:
         UsageError: an option or the config cannot be used.
         RefusedError: another process writes the results folder.
-        CannotJudgeError: the job of `--job` does not run.
+        CannotJudgeError: the job of `--job` is not running.
         StorageError: the results folder cannot be written.
     """
     from shakedown.preflight.datatypes import PreflightSettings
@@ -142,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
         _enter(args.job)
     out = args.out or (config.paths.preflight.root if config else None)
     if out is None:
-        raise UsageError("where should the results go? give --out DIR or --config FILE")
+        raise UsageError("no results folder: give --out DIR or --config FILE")
     want = _expectations(args, config)
     spares = config.preflight.spare_nodes if config else 0
     spares = args.spare_nodes if args.spare_nodes is not None else spares
@@ -164,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
         say=lambda text: print(f"preflight: {text}", flush=True),
     )
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(StorageError):  # the disk is among what is checked
+        with contextlib.suppress(StorageError):  # the disk is one of the things checked
             stack.enter_context(hold(out, "shakedown preflight"))
             remove_earlier(PreflightPaths(out).verdict)
         return _check(settings, args, config)
@@ -181,7 +209,7 @@ def _check(settings: "PreflightSettings", args: argparse.Namespace, config: Conf
             record_baseline(args.record_baseline, checked.reports)
         return finish(checked.verdict, PreflightPaths(settings.out).verdict, strict=args.strict)
     except StorageError:
-        print(render_text(checked.verdict))  # what was found must not be lost with the disk
+        print(render_text(checked.verdict))  # findings must not be lost with the disk
         raise
 
 
@@ -191,25 +219,25 @@ def _after(out: Path, config: Path | None) -> str:
 
 
 def _enter(job_id: str) -> None:
-    """From here on this process is as one inside of the job's allocation: srun takes its steps in.
+    """Enter the job's allocation: from here on srun accepts steps of this process.
 
     Raises:
-        CannotJudgeError: Slurm cannot be asked, or the job does not run.
+        CannotJudgeError: Slurm cannot be asked, or the job is not running.
     """
     from shakedown.slurm.records import check_job_id, describe
 
     described, _, lost = describe(check_job_id(job_id))
     state = described.get("JobState", "")
     if state != "RUNNING":
-        why = f"is {state}: it has no nodes to check" if state else lost or "is not known to Slurm"
+        why = f"is {state} and has no nodes to check" if state else lost or "is not known to Slurm"
         raise CannotJudgeError(f"--job {job_id}: {why}", hint="squeue --me")
     if "HetJobId" in described:
         raise CannotJudgeError(
-            f"--job {job_id}: it is a heterogeneous job, of which one component's nodes alone are "
-            "reached by a step",
-            hint="inside of it: srun --het-group=0 shakedown preflight --once nagios",
+            f"--job {job_id}: it is a heterogeneous job, and a step reaches the nodes of only one "
+            "of its components",
+            hint="inside the job: srun --het-group=0 shakedown preflight --once nagios",
         )
-    # This process may run in another job.
+    # This process may itself run in another job.
     for name in [n for n in os.environ if n.startswith("SLURM_") and n != "SLURM_CONF"]:
         del os.environ[name]
     os.environ["SLURM_JOB_ID"] = described.get("JobId", job_id)
@@ -217,10 +245,10 @@ def _enter(job_id: str) -> None:
 
 
 def _chosen(given: int | Sequence[str] | None, most: int) -> list[str]:
-    """The nodes of the allocation to check; fewer than wanted is a finding, not a usage error.
+    """The nodes to check; fewer than wanted is a finding, not a usage error.
 
     Raises:
-        UsageError: one that was named is not of the allocation.
+        UsageError: a named node is not in the allocation.
     """
     allocated = allocation_nodes()
     if not isinstance(given, Sequence):
@@ -228,7 +256,7 @@ def _chosen(given: int | Sequence[str] | None, most: int) -> list[str]:
     others = [node for node in given if node not in allocated]
     if others:
         raise UsageError(
-            f"--nodes: {', '.join(others[:8])} is not of this allocation, which has "
+            f"--nodes: {', '.join(others[:8])} is not in this allocation, which has "
             f"{', '.join(allocated[:8])}",
             hint=f"shakedown preflight --job ID --nodes ..., or salloc --nodelist={others[0]}",
         )
@@ -236,11 +264,11 @@ def _chosen(given: int | Sequence[str] | None, most: int) -> list[str]:
 
 
 def _remember(checked: "Checked", args: argparse.Namespace, config: Config | None) -> None:
-    """Into the nodes' history, which decides what later jobs keep off."""
+    """Add the judgements to the nodes' history, which decides which nodes later jobs avoid."""
     from shakedown.preflight.history import exclude_known, remember
 
     path = args.history or (config.paths.node_history if config else None)
-    if path is None or "SLURM_JOB_ID" not in os.environ:  # this machine alone is no cluster's node
+    if path is None or "SLURM_JOB_ID" not in os.environ:  # this machine alone is not a cluster node
         return
     remember(path, checked.looks(config.run if config else ""))
     if config:
@@ -249,20 +277,20 @@ def _remember(checked: "Checked", args: argparse.Namespace, config: Config | Non
 
 
 def _history(args: argparse.Namespace, config: Config | None) -> int:
-    """Print every node's record, the most failures first."""
+    """Print every node's record, most failures first."""
     from shakedown.preflight.history import REPEATED, excluded, forgive, records
 
     path = args.history or (config.paths.node_history if config else None)
     if path is None:
-        raise UsageError("whose history? give --history FILE or --config FILE")
+        raise UsageError("no history file: give --history FILE or --config FILE")
     if args.forgive:
-        print(f"{args.forgive}: {forgive(path, args.forgive)} judgement(s) forgotten")
+        print(f"{args.forgive}: {forgive(path, args.forgive)} record(s) forgotten")
         return int(ExitCode.OK)
     hours = config.preflight.exclude_hours if config else 24.0
     kept_off = excluded(path, hours)
     found = records(path)
     if not found:
-        print(f"no node has been judged yet: {path}")
+        print(f"no node has been checked yet: {path}")
     for record in found:
         state = "kept off" if record.node in kept_off else "in use"
         often = ", repeatedly" if record.failures >= REPEATED else ""
@@ -277,20 +305,20 @@ def _history(args: argparse.Namespace, config: Config | None) -> int:
 
 def _run_once(args: argparse.Namespace, config: Config | None) -> int:
     if args.job is not None:
-        raise UsageError("--once checks the node that it runs on: it takes no --job")
-    # One task of a node checks it; a TaskProlog runs once for each.
+        raise UsageError("--once checks the node that it runs on, so it does not go with --job")
+    # One task per node checks it; a TaskProlog runs once for each task.
     if args.once == "task" and os.environ.get("SLURM_LOCALID", "0") != "0":
         return int(ExitCode.OK)
     want = replace(_expectations(args, config), nodes=1)
     faults = [parse_fault(text, [node_name()]) for text in args.fake_fault]
     line, status = check_this_node(want, limit=args.timeout or _ONCE_SECONDS, faults=faults)
-    # Of a TaskProlog's output Slurm writes what follows `print` to the task's own.
+    # Slurm copies lines of a TaskProlog's output that begin with `print` to the task's own output.
     print(f"print {line}" if args.once == "task" else line)
     return MODES[args.once][status]
 
 
 def _expectations(args: argparse.Namespace, config: Config | None) -> Expectations:
-    """An option wins over the config, the config over the defaults."""
+    """Options override the config, and the config the defaults."""
     named = len(args.nodes) if isinstance(args.nodes, Sequence) else args.nodes
     given = {
         "nodes": named,
@@ -331,13 +359,13 @@ def _leaves(config: Config) -> dict[str, list[str]]:
 
 
 def _local_paths(config: Config) -> Sequence[str]:
-    """Files that every node must read: the config's entries that are written as paths."""
+    """Files that every node must read: the config's entries written as paths."""
     entries = (config.model.source, config.data.train, config.data.heldout)
     return [entry for entry in dict.fromkeys(entries) if _is_path(entry)]
 
 
 def _from_hub(config: Config) -> list[str]:
-    """Names of the hub, with their kind in front, as its cache has them."""
+    """Hub names prefixed with their kind, as in the hub's cache."""
     model = config.model.source
     names = [] if model == "demo" or _is_path(model) else [f"models/{model}"]
     for entry in (config.data.train, config.data.heldout):
@@ -363,7 +391,7 @@ def _parts(config: Config) -> list[tuple[str, ...]]:
 
 
 def _trainers(config: Config) -> list[int]:
-    """Numbers of the nodes on which a GRPO stage's trainer stands."""
+    """Numbers of the nodes that a GRPO stage's trainer runs on."""
     gpus = config.cluster.gpus_per_node
     found: set[int] = set()
     for stage in config.own_stages.values():

@@ -35,12 +35,12 @@ run = run_action
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions: a server's life, and what is done with a running one."""
+    """Add the actions: a server's life cycle, and the use of a running one."""
     actions = ActionParsers(parser)
     start = actions.add(
         "start",
         _start,
-        "Start a server and write DIR/endpoint.json once it answered a generation.",
+        "Start a server and write DIR/endpoint.json once it has answered a request.",
         EXAMPLES[0],
         "shakedown serve start --engine vllm --model ./my-model --out serve/mine",
     )
@@ -54,88 +54,118 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _order_arguments(start)
     add_strict(start)
     for name, act, sentence, more in (
-        ("status", _status, "Say whether the server runs and answers; exit with 1 if not.", ""),
-        ("ensure", _ensure, "Start the server again when it is gone.", " --config my.yaml"),
-        ("stop", _stop, "End the server and see that every process of it is gone.", ""),
+        ("status", _status, "Say whether the server runs and answers; exit 1 if not.", ""),
+        ("ensure", _ensure, "Restart the server if it is gone.", " --config my.yaml"),
+        ("stop", _stop, "Stop the server and make sure that all its processes are gone.", ""),
     ):
         folders = ("serve/mine", "/nfs/policy")
         examples = [f"shakedown serve {name} {folder}{more}" for folder in folders]
         each = actions.add(name, act, sentence, *examples)
         each.add_argument("folder", type=Path, help="the server's folder")
-        if act is _ensure:  # what to start then: no command is read from the server's folder
+        if act is _ensure:  # for the restart: no command is read from the server's folder
             _order_arguments(each)
     _running_arguments(actions)
 
 
 def _running_arguments(actions: ActionParsers) -> None:
-    """What is done with a server that runs."""
+    """Actions on a running server."""
     update = actions.add(
         "update-weights",
         _update_weights,
-        "Load other weights of the same architecture, and verify the answers.",
+        "Load other weights of the same architecture and verify the answers.",
         "shakedown serve update-weights serve/mine ./checkpoint",
         "shakedown serve update-weights serve/mine/endpoint.json /nfs/step_100 --timeout 600",
     )
     update.add_argument("endpoint", type=Path, help="the server's folder, or its endpoint.json")
     update.add_argument("model", type=place, help="a Hugging Face folder that the server can read")
-    update.add_argument("--timeout", type=above_zero, default=120.0, help="seconds for a request")
+    update.add_argument(
+        "--timeout", type=above_zero, default=120.0, help="time limit of one request in seconds"
+    )
     metrics = actions.add(
         "metrics",
         _metrics,
-        "Show requests, queue, cache and tokens a second.",
+        "Show requests, queue, cache and tokens per second.",
         "shakedown serve metrics serve/mine",
         "shakedown serve metrics serve/mine --seconds 10 --json",
     )
     metrics.add_argument("endpoint", type=Path, help="the server's folder, or its endpoint.json")
     metrics.add_argument(
-        "--seconds", type=above_zero, default=1.0, help="over which tokens are counted"
+        "--seconds", type=above_zero, default=1.0, help="seconds over which tokens are counted"
     )
     metrics.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _order_arguments(parser: argparse.ArgumentParser) -> None:
-    add_config(parser, required=False, why="its `serve` section; options below win over it")
+    add_config(parser, required=False, why="its `serve` section; the options below override it")
     parser.add_argument(
         "--assets",
         type=Path,
         metavar="FILE",
-        help="with --config: assets.json of `shakedown assets`, whose model is served",
+        help="with --config: assets.json of `shakedown assets`, which names the model to serve",
     )
     _server_arguments(parser)
     _slurm_arguments(parser)
 
 
 def _server_arguments(parser: argparse.ArgumentParser) -> None:
-    """None stands for the config's value, or for the engine's own."""
+    """None means the config's value, or the engine's own."""
     parser.add_argument(
         "--engine",
-        help="vllm, sglang, transformers (light, no log-probabilities), or external: a server of "
-        "somebody else at --url, which is never started or ended",
+        help="vllm, sglang, transformers (light, no log-probabilities), or external: an existing "
+        "server at --url, which shakedown never starts or stops",
+    )
+    _external_arguments(parser)
+    _model_arguments(parser)
+    parser.add_argument(
+        "--prefix",
+        default="",
+        help="command to put in front of the engine's, such as a container runtime's",
+    )
+    parser.add_argument("--extra-args", default="", help="more engine arguments, as one string")
+    parser.add_argument(
+        "--lease",
+        type=float,
+        help="seconds without use after which the server stops (default: the config's, or 900)",
     )
     parser.add_argument(
-        "--url", help="of an external server: http://HOST:PORT, or several: URL,URL"
+        "--ready-timeout",
+        type=float,
+        help="seconds within which it must answer (default: the config's, or 300)",
+    )
+
+
+def _external_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--url", help="URL of an external server, http://HOST:PORT, or several: URL,URL"
     )
     parser.add_argument(
         "--key-file",
         type=place,
         metavar="FILE",
-        help="with the external server's key; readable by its owner alone",
+        help="file with the external server's key, readable only by its owner",
     )
     parser.add_argument(
-        "--key-env", metavar="NAME", help="of the environment variable with that key, instead"
+        "--key-env",
+        metavar="NAME",
+        help="environment variable with that key, instead of --key-file",
     )
+
+
+def _model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", type=place, help="a Hugging Face folder or a hub name")
-    parser.add_argument("--served-name", default="policy", help="the name that clients ask for")
+    parser.add_argument("--served-name", default="policy", help="model name that clients ask for")
     parser.add_argument(
         "--host",
         default="",
-        help="address to listen on (default: 127.0.0.1; in a Slurm job the node's)",
+        help="address to listen on (default: 127.0.0.1, or the node's in a Slurm job)",
     )
-    parser.add_argument("--port", type=whole(0, 65535), default=0, help="0 takes a free one")
+    parser.add_argument(
+        "--port", type=whole(0, 65535), default=0, help="port to listen on; 0 picks a free one"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
-        help="number format (default: the config's, or float32)",
+        help="dtype (default: the config's, or float32)",
     )
     parser.add_argument(
         "--max-model-len",
@@ -145,32 +175,18 @@ def _server_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-gb",
         type=float,
-        help="GiB for the key-value cache on machines without CUDA (default: the config's, or 1)",
+        help="GiB of key-value cache on machines without CUDA (default: the config's, or 1)",
     )
     parser.add_argument(
         "--allocation",
         help="engine and parallel sizes: vllm:d1t2 is 1 replica over 2 GPUs (docs/allocation.md)",
     )
-    parser.add_argument("--seed", type=int, help="of the engine's sampling")
+    parser.add_argument("--seed", type=int, help="seed of the engine's sampling")
     parser.add_argument(
         "--logprobs",
         choices=("raw", "processed"),
-        help="that replies tell: the model's own, or those of the distribution that was sampled "
-        "from (default: the config's, or raw)",
-    )
-    parser.add_argument(
-        "--prefix", default="", help="command to put before the engine's, such as a container's"
-    )
-    parser.add_argument("--extra-args", default="", help="more arguments of the engine, one string")
-    parser.add_argument(
-        "--lease",
-        type=float,
-        help="seconds without use after which it ends (default: the config's, or 900)",
-    )
-    parser.add_argument(
-        "--ready-timeout",
-        type=float,
-        help="seconds until it must answer (default: the config's, or 300)",
+        help="log-probabilities to report: the model's own, or those of the distribution that was "
+        "sampled from (default: the config's, or raw)",
     )
 
 
@@ -180,19 +196,21 @@ def _slurm_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("local", "slurm"),
         help="local: on this machine; slurm: in a job of its own (default: the config's, or local)",
     )
-    parser.add_argument("--partition", help="of that job")
-    parser.add_argument("--account", help="of that job")
-    parser.add_argument("--gpus", type=int, help="GPUs of that job")
-    parser.add_argument("--cpus", type=int, default=1, help="processors of that job")
-    parser.add_argument("--time-limit", default="", help="of that job (default: the partition's)")
-    parser.add_argument("--gpu-model", help="type of these GPUs, as the cluster names it")
+    parser.add_argument("--partition", help="partition of the server's job")
+    parser.add_argument("--account", help="account of the server's job")
+    parser.add_argument("--gpus", type=int, help="GPUs of the server's job")
+    parser.add_argument("--cpus", type=int, default=1, help="CPUs of the server's job")
+    parser.add_argument(
+        "--time-limit", default="", help="time limit of the server's job (default: the partition's)"
+    )
+    parser.add_argument("--gpu-model", help="GPU type, as the cluster names it")
     parser.add_argument(
         "--bad-nodes",
         type=Path,
         metavar="FILE",
-        help="nodes for that job to avoid, as preflight writes them",
+        help="file with nodes that the job must avoid, as preflight writes it",
     )
-    parser.add_argument("--sbatch-args", default="", help="more arguments of sbatch, one string")
+    parser.add_argument("--sbatch-args", default="", help="more sbatch arguments, as one string")
 
 
 def _start(args: argparse.Namespace) -> int:
@@ -203,11 +221,11 @@ def _start(args: argparse.Namespace) -> int:
     order = _order(args)
     try:
         found = verdict.started(start(order, args.out, say=_say), clock)
-    # They say nothing of a server: no verdict is written.
+    # They say nothing about a server, so no verdict is written.
     except (UsageError, UntrustedError, RefusedError):
         raise
     except ShakedownError as error:
-        # The verdict tells the first line; the rest, the end of the log, is for who looks on.
+        # The verdict holds the first line; the rest, the end of the log, is for whoever watches.
         _, _, detail = str(error.args[0]).partition("\n")
         if detail:
             print(detail, file=sys.stderr, flush=True)
@@ -245,7 +263,7 @@ def _update_weights(args: argparse.Namespace) -> int:
 
     try:
         seconds = update_server(args.endpoint, args.model, within=args.timeout)
-    except WeightUpdateError as error:  # judged by its answers, and not good
+    except WeightUpdateError as error:  # judged by its answers and found wrong
         print(f"serve: FAIL: {error}", file=sys.stderr, flush=True)
         return int(ExitCode.FAIL)
     _say(f"serve: {args.endpoint} answers with the weights of {args.model} after {seconds:.1f} s")
@@ -262,7 +280,7 @@ def _metrics(args: argparse.Namespace) -> int:
 
 
 def _order(args: argparse.Namespace) -> "ServerOrder":
-    """What the config says, with the command line's own values over it.
+    """The config's settings, overridden by the command line.
 
     Raises:
         UsageError: neither a config nor --engine and --model were given.
@@ -280,7 +298,7 @@ def _order(args: argparse.Namespace) -> "ServerOrder":
         order = ServerOrder(args.served_name, args.engine, spec)
     else:
         raise UsageError(
-            "what to serve was not said",
+            "nothing to serve was given",
             hint="shakedown serve start --config FILE --out DIR, or --engine vllm --model FOLDER",
         )
     own = given(args, "model", "served_name", "dtype", "max_model_len", "kv_cache_gb")
@@ -302,7 +320,7 @@ def _slurm(options: "SlurmOptions", args: argparse.Namespace) -> "SlurmOptions":
 
 
 def _words(args: argparse.Namespace, name: str) -> tuple[str, ...]:
-    """An option that holds a piece of a command line, cut as a shell would."""
+    """An option that holds part of a command line, split as a shell would."""
     text: str = getattr(args, name)
     try:
         return tuple(shlex.split(text))

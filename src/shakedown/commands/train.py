@@ -1,8 +1,8 @@
 """`shakedown train STAGE`: run one training stage under supervision.
 
-Writes the attempt's outcome and a copy for the stage. Exit code 1 says that the stage hung or
-failed (its evidence is collected), 3 that it was interrupted and can go on. With --plan nothing
-runs: memory and speed are predicted from the config and the model's config.json; exit code 1 says
+Writes the attempt's outcome and a copy for the stage. Exit code 1 means that the stage hung or
+failed (its evidence is collected), 3 that it was interrupted and can continue. With --plan nothing
+runs: memory and speed are predicted from the config and the model's config.json; exit code 1 means
 that it does not fit the GPU, 3 that the model's sizes are not known here.
 """
 
@@ -34,7 +34,7 @@ EXAMPLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("stage", help="a name under `stages:` of the config")
+    parser.add_argument("stage", help="name of a stage under `stages:` in the config")
     add_config(parser)
     parser.add_argument(
         "--assets",
@@ -46,34 +46,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-dir", type=Path, metavar="DIR", help="results folder (default: the config's)"
     )
     parser.add_argument(
-        "--replay", type=Path, metavar="DIR", help="train on rollouts that grpo.record kept"
+        "--replay", type=Path, metavar="DIR", help="train on rollouts recorded by grpo.record"
     )
     parser.add_argument(
         "--model",
         type=Path,
         metavar="DIR",
-        help="input model (default: that of the stage before, else the run's)",
+        help="input model (default: the previous stage's result, else the run's model)",
     )
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="train from the beginning; what the stage reached is kept with its newest attempt",
+        help="train from the first step; earlier progress is kept with the stage's newest attempt",
     )
     parser.add_argument(
-        "--plan", action="store_true", help="predict memory and speed; nothing is run"
+        "--plan", action="store_true", help="predict memory and speed without running anything"
     )
     parser.add_argument(
         "--length",
         type=whole(1),
         metavar="TOKENS",
-        help="with --plan: the longest row (default: serve.max_model_len)",
+        help="with --plan: longest row in tokens (default: serve.max_model_len)",
     )
     parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
     add_debug(parser)
 
 
 def needs_extra(args: argparse.Namespace) -> bool:
-    """A trainer that is a command brings its own packages, and a plan needs none."""
+    """A trainer given as a command brings its own packages, and a plan needs none."""
     return not args.plan and args.stage not in run_config(args.config).command_stages
 
 
@@ -90,9 +90,9 @@ def run(args: argparse.Namespace) -> int:
     if args.plan:
         return _plan(args, config, assets)
     if args.json or args.length:
-        raise UsageError("--json and --length go with --plan")
+        raise UsageError("--json and --length require --plan")
     require_sound(with_model(config, args.model, assets), files)
-    # Here, before a process is started: a rank would tell of it in its log, minutes later.
+    # Checked before a process is started: a rank would report it in its log, minutes later.
     own = config.own_stages.get(args.stage)
     require_sinks(own.sinks if own else ())
     debug_asked(args)
@@ -115,12 +115,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace, config: Config, assets: Path) -> int:
-    """Print what the stage will need and reach; the model's folder needs its config.json alone."""
+    """Print what the stage will need and reach; the model's folder needs only its config.json."""
     if args.restart:
-        raise UsageError("--restart runs the stage, and --plan runs nothing: give one of them")
+        raise UsageError("--restart runs the stage and --plan runs nothing: give only one of them")
     if args.stage not in config.own_stages:
         raise UsageError(
-            f"--plan: stage {args.stage!r} is a command, whose memory is not known here"
+            f"--plan: stage {args.stage!r} is a command, whose memory use cannot be predicted"
         )
     source = str(args.model) if args.model else with_model(config, None, assets).model.source
     model = decoder_of(source)
@@ -130,12 +130,12 @@ def _plan(args: argparse.Namespace, config: Config, assets: Path) -> int:
 
 
 def with_model(config: Config, model: Path | None, assets: Path) -> Config:
-    """The config as the stage is run: with the model of `--model`, else that of the assets."""
+    """The config that the stage runs with: its model is `--model`, else that of the assets."""
     from shakedown.training.assets import read_assets
 
     if model is None and assets.is_file():
         model = Path(read_assets(assets).model)
-    # One that is no folder of a model is told of where it is used.
+    # A path that is not a model folder is reported where it is used.
     if model is None or not (model / "config.json").is_file():
         return config
     source = config.model.model_copy(update={"source": str(model)})
@@ -143,7 +143,7 @@ def with_model(config: Config, model: Path | None, assets: Path) -> Config:
 
 
 def _tell_width() -> None:
-    """The ranks write into files: here they learn how wide their lines may be on this terminal."""
+    """Tell the ranks, which write to files, how wide lines may be on this terminal."""
     if sys.stdout.isatty():
-        # A width that the user set by hand stays.
+        # Keep a width that the user has set.
         os.environ.setdefault("COLUMNS", str(shutil.get_terminal_size().columns))

@@ -15,7 +15,7 @@ EXAMPLES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", type=Path, help="verdict.json, diagnosis.json or accepted.json")
     add_strict(parser)
-    parser.add_argument("--all", action="store_true", help="list every finding that is not good")
+    parser.add_argument("--all", action="store_true", help="list all findings that did not pass")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -29,7 +29,12 @@ EXAMPLES = (
 def add_arguments(parser: CommandParser) -> None:
     """Declare the arguments."""
     parser.nagios = "--once"
-    what = parser.add_argument_group("what to watch")
+    _subject_arguments(parser.add_argument_group("what to watch"))
+    _watch_arguments(parser.add_argument_group("how"))
+    _alarm_arguments(parser.add_argument_group("what an alarm does, beside its line"))
+
+
+def _subject_arguments(what: argparse._ArgumentGroup) -> None:
     what.add_argument("--job", metavar="ID", help="a Slurm job of yours, on all its nodes")
     what.add_argument("--match", metavar="PATTERN", help="your processes, by command line")
     what.add_argument("--hosts", metavar="HOSTS", help="with --match: by ssh on n1,n2 or @FILE")
@@ -38,7 +43,9 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="FILE",
         help="with --hosts: their Python that has shakedown, where it is not the path of this one",
     )
-    how = parser.add_argument_group("how")
+
+
+def _watch_arguments(how: argparse._ArgumentGroup) -> None:
     how.add_argument(
         "--once",
         action="store_true",
@@ -77,7 +84,9 @@ def add_arguments(parser: CommandParser) -> None:
         help="evidence of stalls; of --job a folder that all nodes see",
     )
     how.add_argument("--log", type=Path, metavar="FILE", help="every line into this file, too")
-    then = parser.add_argument_group("what an alarm does, beside its line")
+
+
+def _alarm_arguments(then: argparse._ArgumentGroup) -> None:
     then.add_argument("--then", choices=("nothing", "scancel"), default="nothing", help="the job")
     then.add_argument(
         "--command",

@@ -8,14 +8,14 @@ from typing import Any, Literal
 from shakedown.consistency.samples import ComparedCompletion, EncodedPrompt
 from shakedown.core.errors import ExitCode, ShakedownError
 
-PromptDifference = Literal["special tokens", "tokenizer", "template", "unknown"]
+DifferenceKind = Literal["special tokens", "tokenizer", "template", "unknown"]
 # The text that the server's own tokenizer makes of its ids; empty where the server cannot say.
 ServerText = Callable[[Sequence[int]], Awaitable[str]]
 
 _EXPLAINED = 8  # prompts that the server is asked for the text of
 _AROUND = 5  # ids shown on each side of the first difference
 _LONGEST = 4000  # characters of a text that are kept
-_REMEDIES: dict[PromptDifference, str] = {
+_REMEDIES: dict[DifferenceKind, str] = {
     "special tokens": "add BOS once: by the chat template or by the tokenizer's "
     "add_special_tokens, and alike on both sides",
     "tokenizer": "serve the trainer's tokenizer files: vllm serve MODEL --tokenizer FOLDER",
@@ -34,7 +34,7 @@ class PromptDifference:
     """
 
     sample: int
-    kind: PromptDifference
+    kind: DifferenceKind
     first: int
     trainer: Sequence[int]
     server: Sequence[int]
@@ -170,7 +170,7 @@ def _cut(text: str, place: int) -> str:
     return "..." * (begin > 0) + repr(text[begin:end]) + "..." * (end < len(text))
 
 
-def _say(kind: PromptDifference) -> str:
+def _say(kind: DifferenceKind) -> str:
     return {
         "special tokens": "BOS or another special token",
         "tokenizer": "the same text, another tokenizer",

@@ -1,6 +1,6 @@
-"""How a run is continued: the command that runs it, out of the `workflow.json` in its folder.
+"""How to continue a run: its command, from the `workflow.json` in its folder.
 
-Whoever prints what to run next of a run asks `next_command`: a bare `snakemake` runs the demo.
+Code that prints what to run next calls `next_command`, as a bare `snakemake` runs the demo.
 """
 
 import os
@@ -15,7 +15,7 @@ from shakedown.core.paths import RunPaths, StagePaths
 
 WORKFLOW_SCHEMA = "shakedown/workflow/1"
 _STAGE_SCHEMA = "shakedown/stage-command/1"
-# Given again, they would make what is done once more.
+# Options that would redo finished work if given again.
 _ONCE = frozenset({"-f", "--force", "-F", "--forceall", "--unlock", "--restart"})
 _ONCE_WITH_WORDS = frozenset({"-R", "--forcerun"})
 _PROFILE = "SNAKEMAKE_PROFILE"
@@ -23,10 +23,10 @@ _PROFILE = "SNAKEMAKE_PROFILE"
 
 @dataclass(frozen=True)
 class ProgramCall:
-    """A program as it was called in `folder`: `words` after its name, in their order.
+    """A program as it was called in `folder`: the `words` after its name, in order.
 
-    `overlays`: the config files in the order in which they lie over each other. `targets`: the
-    files that were asked for. `profile`: where the environment named it.
+    `overlays`: the config files, each overriding the ones before it. `targets`: the requested
+        files. `profile`: the one named by the environment.
     """
 
     folder: str = ""
@@ -39,7 +39,7 @@ class ProgramCall:
     def snakemake(
         cls, words: Sequence[str], overlays: Iterable[Path], targets: Iterable[str], folder: Path
     ) -> "ProgramCall":
-        """Of this process, which is a snakemake that was called in `folder`."""
+        """The call of this process, which is a snakemake run in `folder`."""
         return cls(
             folder=str(folder),
             words=list(words),
@@ -49,10 +49,10 @@ class ProgramCall:
         )
 
     def line(self, program: str, *, further: bool = False) -> str:
-        """To paste into a shell, wherever that is.
+        """The command line, to paste into a shell in any folder.
 
         Args:
-            further: beyond the targets that were asked for.
+            further: beyond the requested targets.
         """
         left_out = self.targets if further else ()
         words = [word for word in _lasting(self.words) if word not in left_out]
@@ -64,7 +64,7 @@ class ProgramCall:
 
 
 def _lasting(words: Sequence[str]) -> Iterator[str]:
-    """Without what was meant for one time alone."""
+    """The words without those meant for one call only."""
     skipped = False
     for word in words:
         skipped = word in _ONCE_WITH_WORDS or (skipped and not word.startswith("-"))
@@ -73,37 +73,37 @@ def _lasting(words: Sequence[str]) -> Iterator[str]:
 
 
 def next_command(run: Path, *, further: bool = False) -> str:
-    """The command that goes on with the run of a folder; empty where nobody knows it.
+    """The command that continues the run of a folder; empty if unknown.
 
     Args:
-        further: also where all that was asked for is there.
+        further: also if all requested targets exist.
     """
     paths = RunPaths(run)
     command = _recorded(paths.workflow, WORKFLOW_SCHEMA)
     if command is not None:
         return command.line("snakemake", further=further)
-    # Written by an older version, or by hand: the config is a whole one and lies over nothing.
+    # Written by an older version or by hand: the config is complete and overrides nothing.
     if paths.config.is_file():
         return begin_command([paths.config])
     return ""
 
 
 def stage_command(stage: StagePaths) -> str:
-    """As `next_command`, of a stage that may have been run alone."""
+    """As `next_command`, for a stage that may have been run on its own."""
     alone = _recorded(stage.command, _STAGE_SCHEMA)
     of_run = next_command(stage.root.parent.parent)
     return of_run or (alone.line("shakedown") if alone else "")
 
 
 def restart_command(stage: StagePaths) -> str:
-    """The command that trains the stage anew from its first step."""
+    """The command that trains the stage again from its first step."""
     alone = _recorded(stage.command, _STAGE_SCHEMA)
     again = alone.line("shakedown") if alone else f"shakedown train {shlex.quote(stage.root.name)}"
     return f"{again} --restart"
 
 
 def note_stage_command(stage: StagePaths, words: Sequence[str], overlays: Iterable[Path]) -> None:
-    """Leave the command of a stage for who is asked how to go on with it.
+    """Save the command of a stage, for when it is to be continued.
 
     Raises:
         StorageError: it cannot be written.
@@ -113,9 +113,9 @@ def note_stage_command(stage: StagePaths, words: Sequence[str], overlays: Iterab
 
 
 def begin_command(overlays: Iterable[Path], *more: str) -> str:
-    """The command that begins the run of config files, which lie over each other in this order."""
+    """The command that starts a run with these config files, each overriding the ones before it."""
     files = list(map(str, overlays))
-    # Last: --configfile takes all words that follow, up to the next option.
+    # Last, because --configfile takes all words up to the next option.
     return shlex.join(["snakemake", *more, *(["--configfile", *files] if files else [])])
 
 
@@ -127,12 +127,12 @@ def cluster_command(stage: StagePaths) -> str:
 
 
 def fixed_then(command: str, what: str = "fix the cause") -> str:
-    """What to do after a failure, and the command after it."""
+    """Advice after a failure, and the command to run then."""
     return f"{what}, then: {command}" if command else f"{what}, then run the same command again"
 
 
 def _recorded(path: Path, schema: str) -> ProgramCall | None:
-    """None where there is none that only this user can have written."""
+    """The call; None without a file that only this user could have written."""
     try:
         body = read_object(path, "record of a command", schema=schema, control=True)
         return json_as(ProgramCall, body["command"])

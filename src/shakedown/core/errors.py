@@ -1,9 +1,9 @@
 """The error tree; the exit code lives on the class.
 
 ShakedownError
-├── UsageError            exit 2: what the user gave cannot be used
+├── UsageError            exit 2: the user's input cannot be used
 │   └── ConfigError       exit 2: a config file or key
-├── UntrustedError        exit 2: a file or folder of a run that others can have changed
+├── UntrustedError        exit 2: a file or folder of a run that others could have changed
 ├── RefusedError          exit 2: another process holds the folder
 └── CannotJudgeError          exit 3: could not be judged; says what is missing
     ├── ServerError       an inference server that did not start, answer or obey
@@ -26,20 +26,20 @@ Choice = TypeVar("Choice")
 class ExitCode(IntEnum):
     """Exit codes of every `shakedown` command."""
 
-    # 2 is what argparse ends a wrong command line with. 3 is apart from 1 because a check that
-    # could not run has found neither that something is good nor that it is bad.
+    # argparse ends a wrong command line with 2. 3 differs from 1 because a check that could not run
+    # has found neither good nor bad.
     OK = 0
     FAIL = 1
     USAGE = 2
     UNKNOWN = 3
 
 
-# A component that was stopped and saved its state: EX_TEMPFAIL of sysexits.h, come again.
+# A component that saved its state and stopped: EX_TEMPFAIL of sysexits.h, try again.
 INTERRUPTED = 75
 
 
 class ShakedownError(Exception):
-    """Base of every error that is shown to the user without a traceback.
+    """Base of all errors that are shown to the user without a traceback.
 
     Args:
         message: what was given, what was expected, and where.
@@ -50,7 +50,7 @@ class ShakedownError(Exception):
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
-        # Kept apart from the message: a verdict file has a field of its own for it, `next`.
+        # Kept apart from the message, as a verdict file has its own field for it, `next`.
         self.hint = hint
 
     def __str__(self) -> str:
@@ -59,7 +59,7 @@ class ShakedownError(Exception):
 
 
 class UsageError(ShakedownError):
-    """What the user gave on the command line cannot be used."""
+    """Unusable input on the command line."""
 
     exit_code = ExitCode.USAGE
 
@@ -68,7 +68,7 @@ class ConfigError(UsageError):
     """A config file or key that cannot be used."""
 
 
-# No UsageError: what only ignores a damaged file must not pass over one that is not trusted.
+# Not a UsageError: code that ignores damaged files must not ignore untrusted ones.
 class UntrustedError(ShakedownError):
     """A file or folder that steers a run, and that another user could have written."""
 
@@ -103,7 +103,7 @@ def look_up(
     """`table[name]`.
 
     Raises:
-        error: no such name; tells the nearest one and all that are valid.
+        error: no such name; the message has the nearest one and all valid ones.
     """
     if name not in table:
         guess = did_you_mean(name, table)
@@ -112,9 +112,9 @@ def look_up(
 
 
 def storage_hint(error: Exception, otherwise: str = "choose another results folder") -> str:
-    """What helps: free space where the file system, or this user's share of it, is full."""
+    """The remedy: free space if the file system, or this user's quota, is full."""
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-    # safetensors hands on the system's words without its number.
+    # safetensors passes on the system's message without the error number.
     full = full or any(os.strerror(n) in str(error) for n in (errno.ENOSPC, errno.EDQUOT))
     return f"free space on that file system or {otherwise}" if full else otherwise
 

@@ -1,4 +1,5 @@
-"""Atomic writes: a reader sees the old file or the new one, never half of it. And reads of JSON."""
+"""Atomic writes, so that a reader sees the old file or the new one, never half; and JSON
+reading."""
 
 import contextlib
 import functools
@@ -35,7 +36,7 @@ def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         with os.fdopen(handle, mode, encoding=encoding) as stream:
             yield stream
             stream.flush()
-            # Without it a crash of the host can leave the new name with an empty file.
+            # Without this a crash of the host can leave an empty file under the new name.
             os.fsync(stream.fileno())
         # mkstemp makes files that only their owner may read.
         os.chmod(temporary, file_mode())
@@ -47,7 +48,7 @@ def atomic_open(path: Path, mode: str = "w") -> Iterator[IO[Any]]:
         ) from error
     finally:
         if temporary:
-            # After the rename nothing is left here; what is deleted is the rest of a failed write.
+            # After the rename nothing is left here; this deletes the rest of a failed write.
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
 
@@ -59,7 +60,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, body: Mapping[str, Any] | list[Any]) -> None:
-    """Write JSON atomically; NaN and infinities are refused, as JSON has none."""
+    """Write JSON atomically; NaN and infinities are refused, as JSON has neither."""
     write_text(path, json.dumps(body, indent=2, allow_nan=False, default=_plain) + "\n")
 
 
@@ -72,17 +73,17 @@ def read_object(
     error_class: type[ShakedownError] = UsageError,
     control: bool = False,
 ) -> dict[str, Any]:
-    """Read a file that holds one JSON object; the key `schema` is checked and taken out.
+    """Read a file that holds one JSON object; the key `schema` is checked and removed.
 
     Args:
         what: what the file should be, for messages.
-        schema: the value of the key; empty: not asked for.
-        error_class: StorageError for a file that nobody but a run's own processes writes.
-        control: whether it steers what runs; then nobody else may have written it.
+        schema: the expected value of the key; empty: not checked.
+        error_class: StorageError for a file that only a run's own processes write.
+        control: whether it controls what runs; then nobody else may have written it.
 
     Raises:
-        UsageError: or `error_class`: missing, unreadable, not JSON, no object, of another schema.
-        UntrustedError: a control file that others can write.
+        UsageError: or `error_class`: missing, unreadable, not JSON, not an object, or another
+        schema. UntrustedError: a control file that others can write.
     """
     try:
         body = json.loads(read_own(path) if control else path.read_text(encoding="utf-8"))
@@ -92,13 +93,13 @@ def read_object(
     except ValueError as error:
         raise error_class(f"{path} is not JSON: {error}", hint=hint) from error
     except RecursionError as error:
-        # json's parser calls itself once a level: a crafted or damaged file can end it so.
-        raise error_class(f"{path} is not JSON for us: nested too deeply", hint=hint) from error
+        # json's parser recurses once per level, so a crafted or damaged file can exhaust the stack.
+        raise error_class(f"{path} cannot be read: nested too deeply", hint=hint) from error
     if not isinstance(body, dict):
         found = type(body).__name__
-        raise error_class(f"{path} is no {what}: expected an object, got {found}", hint=hint)
+        raise error_class(f"{path} is not a {what}: expected an object, got {found}", hint=hint)
     if schema and body.pop("schema", None) != schema:
-        raise error_class(f'{path} is no {what}: expected "schema": "{schema}"', hint=hint)
+        raise error_class(f'{path} is not a {what}: expected "schema": "{schema}"', hint=hint)
     return body
 
 
@@ -115,18 +116,18 @@ def read_json_as(
     """Read a control file that holds one dataclass as JSON: `read_object`, then `json_as`.
 
     Raises:
-        UsageError: or `error_class`: as these two.
+        UsageError: (or `error_class`) as these two.
         UntrustedError: others can write the file.
     """
     body = read_object(path, what, schema=schema, hint=hint, error_class=error_class, control=True)
     try:
         return json_as(kind, body, unknown=unknown)
     except ValueError as error:
-        raise error_class(f"{path} is no {what}: {error}", hint=hint) from error
+        raise error_class(f"{path} is not a {what}: {error}", hint=hint) from error
 
 
 def json_as(kind: type[Parsed], body: Mapping[str, Any], *, unknown: Unknown = "forbid") -> Parsed:
-    """A dataclass out of parsed JSON: no text for a number, no infinity.
+    """A dataclass from parsed JSON, strictly typed: no text for a number, no infinity.
 
     Args:
         unknown: `ignore` keys that another version may have written.
@@ -138,8 +139,8 @@ def json_as(kind: type[Parsed], body: Mapping[str, Any], *, unknown: Unknown = "
 
     try:
         adapter: TypeAdapter[Parsed] = _adapter(kind, unknown)  # type: ignore[arg-type]
-        # Strict validation takes lists for tuples in JSON alone, hence the text. Half a surrogate
-        # pair (a text that was cut) has no UTF-8 form: a question mark stands for it.
+        # Strict validation accepts lists for tuples only in JSON, hence the text. Half a surrogate
+        # pair (from a cut text) has no UTF-8 form and becomes a question mark.
         text = json.dumps(body, ensure_ascii=False)
         return adapter.validate_json(text.encode("utf-8", "replace"))
     except ValidationError as error:
@@ -152,12 +153,13 @@ def json_as(kind: type[Parsed], body: Mapping[str, Any], *, unknown: Unknown = "
 
 @functools.cache
 def _adapter(kind: Any, unknown: Unknown) -> "TypeAdapter[Any]":
-    # Imported here: pydantic takes a tenth of a second, and light commands read no such file.
+    # Imported here because pydantic takes a tenth of a second, and light commands read no such
+    # file.
     from pydantic import ConfigDict, TypeAdapter
 
     settings = ConfigDict(strict=True, allow_inf_nan=False, extra=unknown)
-    # Pydantic lets nobody but a dataclass itself set its configuration, but hands a union's on to
-    # plain dataclasses, nested ones too. A body is never null.
+    # Pydantic lets only a dataclass itself set its configuration, but passes a union's on to plain
+    # dataclasses, also nested ones. A body is never null.
     return TypeAdapter(kind | None, config=settings)
 
 
@@ -171,8 +173,8 @@ def _explain(fault: Any) -> str:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether a value out of JSON counts something: an integer from 0 to what a float holds."""
-    # bool is a subclass of int; from 2**53 on not every integer is a float.
+    """Whether a JSON value is a count: an integer from 0 up to the largest exact float."""
+    # bool is a subclass of int; above 2**53 not every integer is a float.
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 

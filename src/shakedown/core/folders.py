@@ -1,4 +1,4 @@
-"""Whole folders appear at once: written aside, then renamed."""
+"""Folders that appear as a whole: written to the side, then renamed."""
 
 import contextlib
 import importlib.util
@@ -15,14 +15,14 @@ from shakedown.core.private import make_folders
 
 @contextlib.contextmanager
 def storage_errors(action: str, path: Path) -> Iterator[None]:
-    """Turn an operating-system error into a StorageError that says what was being done.
+    """Turn an operating-system error into a StorageError that names the action.
 
     Raises:
         StorageError: a full, read-only or unreadable file system, met by Python or safetensors.
     """
     try:
         yield
-    # Python evaluates this only once something was raised: nothing is imported before.
+    # Python evaluates this only after an exception, so nothing is imported before.
     except _failures() as error:
         raise StorageError(
             f"cannot {action} {path}: {getattr(error, 'strerror', None) or error}",
@@ -31,7 +31,7 @@ def storage_errors(action: str, path: Path) -> Iterator[None]:
 
 
 def remove_earlier(*results: Path) -> None:
-    """Remove what an earlier run found: if this one is killed, nothing speaks for it.
+    """Remove an earlier run's result, so that it cannot stand for this run if this one is killed.
 
     Raises:
         StorageError: the file system refuses.
@@ -42,7 +42,7 @@ def remove_earlier(*results: Path) -> None:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """What a file system raises; safetensors, which an extra installs, has an error of its own."""
+    """The errors that a file system raises; the optional safetensors has its own."""
     if importlib.util.find_spec("safetensors") is None:
         return (OSError,)
     from safetensors import SafetensorError
@@ -52,7 +52,7 @@ def _failures() -> tuple[type[Exception], ...]:
 
 @contextlib.contextmanager
 def staged_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside `target` to fill; on success it takes the target's place.
+    """Yield a new folder beside `target`; on success it replaces the target.
 
     Raises:
         StorageError: it cannot be written.
@@ -82,7 +82,8 @@ def publish_folder(staged: Path, target: Path) -> None:
             staged.rename(target)
         else:
             # A rename cannot replace a folder that holds files, so the old one has to leave first.
-            # No name that is swept: after a kill right here this is the only whole copy.
+            # Not a temporary name, which would be swept: after a kill right here this is the only
+            # whole copy.
             aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}.old."))
             target.rename(aside / "old")
             staged.rename(target)

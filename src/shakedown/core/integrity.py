@@ -1,6 +1,6 @@
-"""Whether files still hold what was written: the size and CRC-32 of each, noted and compared.
+"""Whether files are still as they were written: the size and CRC-32 of each, recorded and compared.
 
-torch.load and safetensors read a tensor with a changed bit without a word. A CRC-32 tells every
+torch.load and safetensors silently read a tensor with a changed bit. A CRC-32 tells every
 flipped bit, reads 2.7 GB/s on one core (SHA-256 with the CPU's help 1.8) and is no protection
 against somebody who changes files on purpose.
 """
@@ -19,7 +19,7 @@ _READERS = 8  # zlib lets other threads run: a fast file system is asked for sev
 
 @dataclass(frozen=True)
 class FileSum:
-    """A file as its writer left it: bytes, and their CRC-32; None: only the size is compared."""
+    """A file as its writer left it: its size, and its CRC-32 (None: only the size is compared)."""
 
     size: int
     crc: int | None = None
@@ -64,7 +64,7 @@ def files_below(folder: Path) -> list[str]:
 
 
 def wrong_size(folder: Path, sums: Mapping[str, FileSum]) -> str:
-    """What is missing or was cut off, the first by name; empty: nothing. Reads no content."""
+    """The first missing or truncated file, in words; empty if none. Reads no content."""
     for name, expected in sorted(sums.items()):
         path = folder / name
         if not path.is_file() or path.stat().st_size != expected.size:
@@ -75,12 +75,12 @@ def wrong_size(folder: Path, sums: Mapping[str, FileSum]) -> str:
 def damage(
     folder: Path, sums: Mapping[str, FileSum], *, beat: Callable[[], None] = lambda: None
 ) -> str:
-    """Read the files and compare; what is wrong with the first by name, or an empty text.
+    """Read and compare the files; the first fault in words, or an empty text.
 
     Args:
-        beat: called twice a second meanwhile.
+        beat: called twice per second meanwhile.
     """
-    # Of files without a CRC only the size is known, which `wrong_size` compares.
+    # For files without a CRC only the size is known, which `wrong_size` compares.
     whole = {name: each for name, each in sums.items() if each.crc is not None}
     with _readers() as pool:
         reads = {name: pool.submit(_fault, folder / name, each) for name, each in whole.items()}
@@ -94,7 +94,7 @@ def damage(
 
 def _fault(path: Path, expected: FileSum) -> str:
     try:
-        return "" if file_sum(path) == expected else "is not as it was written (checksum)"
+        return "" if file_sum(path) == expected else "has changed since it was written (checksum)"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
 

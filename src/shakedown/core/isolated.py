@@ -1,8 +1,8 @@
-"""A function run in a process of its own: bounded in CPU time and memory, ended at once by Ctrl-C.
+"""A function run in its own process: bounded in CPU time and memory, stopped at once by Ctrl-C.
 
-Python runs a signal's handler between two of its own instructions. One call into C (a pickle, a
-JSON file) that hostile input makes take minutes would hold Ctrl-C up as long, and so would a limit
-of time; a limit of memory would end the program without an answer.
+Python runs signal handlers between its own instructions. One call into C (a pickle, a JSON file)
+that hostile input prolongs to minutes would delay Ctrl-C, and a time limit, just as long; a memory
+limit would end the program without an answer.
 """
 
 import fcntl
@@ -20,13 +20,13 @@ from shakedown.core.errors import UsageError
 
 Returned = TypeVar("Returned")
 
-_OUT_OF_MEMORY = 86  # exit status of a child, used by nothing else here
+_OUT_OF_MEMORY = 86  # exit status of a child that is used for nothing else here
 _REAPED_WITHIN = 0.2  # seconds
 
 
 @dataclass(frozen=True)
 class CallLimits:
-    """What a call may take: seconds of CPU time, and bytes of address space beside the caller's."""
+    """Limits of a call: seconds of CPU time, and bytes of address space beyond the caller's."""
 
     seconds: int
     memory: int
@@ -35,13 +35,13 @@ class CallLimits:
 def run_isolated(
     function: Callable[[], Returned], limits: CallLimits, *, hint: str = ""
 ) -> Returned:
-    """What `function` returns, computed by a forked child.
+    """The result of `function`, computed by a forked child.
 
-    Where this process has other threads it runs here, without limits: a lock that one of them
-    holds would stay locked in the child for ever. The `shakedown` command has none.
+    If this process has other threads, it runs here without limits: a lock that one of them holds
+        would stay locked in the child forever. The `shakedown` command has none.
 
     Raises:
-        UsageError: the limits did not suffice; `hint` says what would help.
+        UsageError: the limits were too low; `hint` is the remedy.
         Exception: what the function raised, with the child's traceback as a note.
     """
     if len(os.listdir("/proc/self/task")) > 1:
@@ -68,7 +68,7 @@ def run_isolated(
 
 
 def _kill(child: int) -> None:
-    """End the child; one that the kernel holds in a call is not waited for."""
+    """End the child, without waiting for one that is stuck in a kernel call."""
     os.kill(child, signal.SIGKILL)
     deadline = time.monotonic() + _REAPED_WITHIN
     while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
@@ -85,15 +85,15 @@ def _reason(code: int, limits: CallLimits) -> str:
 
 
 def _serve(function: Callable[[], Any], limits: CallLimits, sender: int) -> NoReturn:
-    """In the child: answer, and leave without what the caller's exit would do (buffers, hooks)."""
+    """In the child: answer, and exit without the caller's exit actions (buffers, hooks)."""
     code = 1
     try:
-        # A terminal sends Ctrl-C to both: the caller answers it, and ends this process.
+        # A terminal sends Ctrl-C to both: the caller handles it and ends this process.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         _end_with_reader(sender)
         _bound(limits)
         answer = _answer(function)
-        fcntl.fcntl(sender, fcntl.F_SETFL, 0)  # from here on a read, too, would send SIGIO
+        fcntl.fcntl(sender, fcntl.F_SETFL, 0)  # from here on a read would also send SIGIO
         with os.fdopen(sender, "wb") as stream:
             stream.write(answer)
         code = 0
@@ -110,12 +110,12 @@ def _answer(function: Callable[[], Any]) -> bytes:
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001  # the caller raises it again
-        error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
+        error.add_note(f"in a separate process:\n{traceback.format_exc()}")
         return pickle.dumps((None, error))
 
 
 def _end_with_reader(pipe: int) -> None:
-    """SIGIO, which ends this process, once nobody reads `pipe`: its caller was killed."""
+    """Have SIGIO end this process once nobody reads `pipe`, as its caller was killed."""
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(pipe, fcntl.F_SETFL, os.O_ASYNC)

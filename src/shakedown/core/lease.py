@@ -1,14 +1,14 @@
-"""Who may write a folder now: one process at a time, and the next one only when it is gone.
+"""Who may write a folder: one process at a time, and the next one only once it is gone.
 
 `.lease/N` in the folder is the N-th holder's; it is made with a hard link, which one process alone
 gets, on NFS too, and becomes `.lease/N.released` at its end. Nothing is ever written over or
 removed under a name that somebody else could have by then, so no two can take the same number over.
 N grows with each holder: a writer whose number is not the newest must stop (`Fence`).
 
-A holder is gone when that is proven: on its own machine no process has its number and start; its
-machine was started again; Slurm says that its job has ended. Silence proves nothing (a stopped
-process, a network that is cut): whoever knows that it is gone says so, by the command in the
-message.
+A holder is gone only when that is proven: on its own machine no process has its number and start
+    time; its machine was rebooted; or Slurm says that its job has ended. Silence proves nothing (a
+    stopped process, a cut network): a person who knows better says so with the command in the
+    message.
 """
 
 import contextlib
@@ -32,19 +32,22 @@ from shakedown.core.leftovers import temporary_file
 from shakedown.core.private import own_folder, write_secret
 from shakedown.processes.identity import boot_id, pid_space, started
 
-RENEW_SECONDS = 30.0  # a file server may be away for a moment: a sign of life, never a proof
-_SILENCE_SECONDS = 4 * RENEW_SECONDS  # who waits for a holder does so while it shows signs of life
+RENEW_SECONDS = 30.0  # a file server may be away for a moment: a sign of life, not a proof
+_SILENCE_SECONDS = (
+    4 * RENEW_SECONDS
+)  # how long a waiter goes without a sign of life from the holder
 _POLL_SECONDS = 0.25
 _FOLDER = ".lease"
 _RELEASED = ".released"
 _ENDINGS = ("", _RELEASED)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-_TRIES = 100  # a number is lost to somebody else only when that one has taken it
+_TRIES = 100  # a number is lost only when another process has taken it
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that writes a folder: `what` it does, since when, and what proves that it is gone.
+    """A process that writes a folder: `what` it does, since when, and the facts that can prove it
+    gone.
 
     `job`, `restarts` and `cluster`: its Slurm job, which keeps its number when it is requeued.
     """
@@ -61,7 +64,8 @@ class Holder:
     cluster: str = ""
 
     def __post_init__(self) -> None:
-        # A signal to a number below 1 goes to a group of processes, to -1 to all of this user's.
+        # A signal to a number below 1 goes to a process group, to -1 to all of this user's
+        # processes.
         if self.pid < 1:
             raise ValueError(f"no process has the id {self.pid}")
 
@@ -88,28 +92,30 @@ class Holder:
         return f"{self.what} (pid {self.pid} on {self.host}{job}), since {self.since}"
 
     def within_reach(self, here: "Holder") -> bool:
-        """Whether its process can be looked at from here."""
+        """Whether its process can be inspected from here."""
         return (self.boot, self.space) == (here.boot, here.space)
 
     def is_gone(self, here: "Holder", job_ended: "JobEnded") -> bool:
-        """Whether it is proven that it writes no more."""
+        """Whether it provably writes no more."""
         if self.within_reach(here):
             return started(self.pid) != self.started
         if self.host == here.host and self.boot != here.boot:
             return True
         if not self.job:
             return False
-        # Slurm starts a job again once it has ended the run before.
+        # Slurm restarts a job only after ending the previous run.
         if (self.job, self.cluster) == (here.job, here.cluster):
             return self.restarts < here.restarts
         return job_ended(self.job, self.cluster)
 
 
-JobEnded = Callable[[str, str], bool]  # a Slurm job and its cluster: whether Slurm says it is over
+JobEnded = Callable[
+    [str, str], bool
+]  # (Slurm job, cluster) -> whether Slurm says that it has ended
 
 
 def _job(environment: Mapping[str, str]) -> str:
-    """The id by which Slurm's lists have this process's job; none of a heterogeneous one."""
+    """This process's job id as Slurm lists it; empty for a heterogeneous job."""
     if "SLURM_HET_SIZE" in environment:
         return ""
     array, task = (environment.get(f"SLURM_ARRAY_{name}_ID", "") for name in ("JOB", "TASK"))
@@ -122,16 +128,16 @@ def _not_known(_job: str, _cluster: str) -> bool:
 
 @dataclass(frozen=True)
 class Fence:
-    """The number under which a folder is written; 0: by whoever asked nobody."""
+    """The lease number under which a folder is written; 0: without a lease."""
 
     folder: Path
     number: int = 0
 
     def check(self) -> None:
-        """Refuse to go on where somebody else has taken the folder since.
+        """Refuse to continue if another process has taken the folder since.
 
         Raises:
-            RefusedError: the folder is another one's now.
+            RefusedError: the folder now belongs to another process.
         """
         newest = max(_numbers(self.folder / _FOLDER), default=self.number)
         if self.number and newest != self.number:
@@ -145,14 +151,14 @@ class Fence:
 def hold(
     folder: Path, what: str, *, job_ended: JobEnded = _not_known, wait: bool = False
 ) -> Iterator[Fence]:
-    """Be the only one that writes the folder, which is made where it is missing.
+    """Hold the folder as its only writer; it is created if missing.
 
     Args:
-        what: what the holder does, for whoever comes second.
-        wait: come second, after a holder that shows signs of life.
+        what: what the holder does, for the message to a second process.
+        wait: wait for a holder that shows signs of life, and then hold.
 
     Raises:
-        RefusedError: another one holds it, or cannot be proven to be gone.
+        RefusedError: another process holds it, or cannot be proven to be gone.
         StorageError: the folder cannot be written.
         UntrustedError: others could have written the lease.
     """
@@ -170,13 +176,14 @@ def hold(
     finally:
         done.set()
         renewal.join()
-        # A rename needs no room on a full disk. A lease that stays is that of a process that ends.
+        # A rename needs no space on a full disk. If the lease stays, it is that of a process that
+        # ends.
         with contextlib.suppress(OSError):
             mine.rename(f"{mine}{_RELEASED}")
 
 
 def holder_of(folder: Path, *, job_ended: JobEnded = _not_known) -> Holder | None:
-    """Who holds the folder; None where nobody does, or whoever did is proven to be gone.
+    """The folder's holder; None if nobody holds it, or the last holder is proven to be gone.
 
     Raises:
         RefusedError: the lease does not say who.
@@ -188,7 +195,7 @@ def holder_of(folder: Path, *, job_ended: JobEnded = _not_known) -> Holder | Non
 
 
 def _take(place: Path, holder: Holder, job_ended: JobEnded, *, wait: bool) -> int:
-    """The number that is the holder's from now on."""
+    """Take the lease and return its number."""
     for _ in range(_TRIES):
         newest = max(_numbers(place), default=0)
         last = place / str(newest)
@@ -199,16 +206,16 @@ def _take(place: Path, holder: Holder, job_ended: JobEnded, *, wait: bool) -> in
         mine = place / str(newest + 1)
         if not _create(mine, holder):
             continue
-        # Whoever looked long ago may have made a number that others have had by now.
+        # A process that looked long ago may have made a number that others have had by now.
         if _is_newest(place, newest + 1):
             _tidy(place, newest)
             return newest + 1
         mine.unlink(missing_ok=True)
-    raise RefusedError(f"{place.parent} is taken by one process after the other: try again")
+    raise RefusedError(f"{place.parent} is being taken by one process after another: try again")
 
 
 def _living(last: Path, here: Holder, job_ended: JobEnded) -> Holder | None:
-    """The newest lease's holder, if it has not released the folder and is not proven to be gone."""
+    """The newest lease's holder, unless it has released the folder or is proven to be gone."""
     try:
         holder = read_json_as(Holder, last, "lease", unknown="ignore")
     except UsageError as error:
@@ -228,8 +235,8 @@ def _refusal(last: Path, holder: Holder, here: Holder) -> RefusedError:
         )
     return RefusedError(
         f"{last.parent.parent} is in use: {holder}; its last sign of life is {_silence(last):.0f} "
-        f"s old (one comes every {RENEW_SECONDS:.0f} s), and from here it is not proven to be gone",
-        hint=f"wait for it; once you know that it is gone: {_clear(last)}",
+        f"s old (expected every {RENEW_SECONDS:.0f} s), but it is not proven to be gone",
+        hint=f"wait for it or, if you know that it is gone: {_clear(last)}",
     )
 
 
@@ -247,7 +254,7 @@ def _silence(last: Path) -> float:
 
 
 def _numbers(place: Path) -> list[int]:
-    """Of all holders whose files are there."""
+    """The numbers of all holders whose files are there."""
     try:
         names = os.listdir(place)
     except FileNotFoundError:
@@ -262,7 +269,7 @@ def _is_newest(place: Path, number: int) -> bool:
 
 
 def _create(mine: Path, holder: Holder) -> bool:
-    """Make the lease, whole, if nobody has its number."""
+    """Create the lease atomically, if nobody has its number."""
     text = json.dumps(asdict(holder)).encode()
     handle, draft = temporary_file(mine)
     try:
@@ -270,7 +277,7 @@ def _create(mine: Path, holder: Holder) -> bool:
             stream.write(text)
         os.link(draft, mine)
     except FileExistsError:
-        # A file server that was asked twice refuses what it has done.
+        # A file server that gets a request twice refuses what it has already done.
         return Path(draft).stat().st_nlink > 1
     except OSError as error:
         if error.errno not in _NO_LINKS:
@@ -282,7 +289,8 @@ def _create(mine: Path, holder: Holder) -> bool:
 
 
 def _create_plainly(mine: Path, text: bytes) -> bool:
-    """Where a file has one name only; a reader in between finds no holder in it, and is refused."""
+    """For file systems without hard links; a reader in between finds no holder in it, and is
+    refused."""
     try:
         write_secret(mine, text)
     except FileExistsError:
@@ -291,7 +299,8 @@ def _create_plainly(mine: Path, text: bytes) -> bool:
 
 
 def _tidy(place: Path, newest: int) -> None:
-    """The holder before stays, for people; who comes late must find its number taken."""
+    """The previous holder's file stays, for people to read; a latecomer must find its number
+    taken."""
     for number in _numbers(place):
         for ending in _ENDINGS if number < newest else ():
             (place / f"{number}{ending}").unlink(missing_ok=True)
@@ -299,5 +308,5 @@ def _tidy(place: Path, newest: int) -> None:
 
 def _renew(mine: Path, done: threading.Event) -> None:
     while not done.wait(RENEW_SECONDS):
-        with contextlib.suppress(OSError):  # a file server that is away: the work matters more
+        with contextlib.suppress(OSError):  # the file server is away: the work matters more
             os.utime(mine)

@@ -1,7 +1,7 @@
-"""Temporary names that tell whose they are, and an end to those of processes that were killed.
+"""Temporary names that identify their process, and the removal of those left by killed processes.
 
-No handler runs at SIGKILL: what a process was writing stays. Its name carries the machine, the
-process id and the process's start time, so that the next writer can tell that nobody needs it.
+No handler runs on SIGKILL, so a half-written file stays. Its name holds the machine, the process id
+and the process's start time, so that the next writer can tell that nobody needs it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ _swept: set[Path] = set()
 
 
 def temporary_file(path: Path) -> tuple[int, str]:
-    """A new file beside `path`, open for writing; first the folder's leftovers are removed.
+    """Open a new file beside `path` for writing, after removing the folder's leftovers.
 
     Raises:
         OSError: it cannot be made.
@@ -35,9 +35,9 @@ def temporary_file(path: Path) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def private_folder(name: str) -> Iterator[Path]:
-    """A folder for sockets and the like that only this user can enter, and its end.
+    """Yield a folder for sockets and the like that only this user can enter, then remove it.
 
-    It lies where the system wants temporary files, or in /tmp where that path is too long.
+    It is in the system's temporary folder, or in /tmp if that path is too long.
 
     Raises:
         OSError: it cannot be made.
@@ -50,7 +50,7 @@ def private_folder(name: str) -> Iterator[Path]:
 
 
 def lasting_folder(name: str) -> str:
-    """As `private_folder`, for a process that becomes another program: the next one removes it.
+    """As `private_folder`, for a process that becomes another program; the next one removes it.
 
     Raises:
         OSError: it cannot be made.
@@ -62,12 +62,12 @@ def lasting_folder(name: str) -> str:
 
 
 def temporary_prefix(path: Path) -> str:
-    """How the name of a temporary file or folder beside `path` begins; sweeps as above.
+    """The prefix of temporary names beside `path`; removes leftovers as above.
 
     The leading dot keeps unfinished files out of `*.json` and the like.
     """
     folder = path.parent.absolute()
-    # Once a process and folder: a folder of many files is slow to list on a shared file system.
+    # Once per process and folder: a folder of many files is slow to list on a shared file system.
     if folder not in _swept:
         _swept.add(folder)
         sweep(path.parent)
@@ -78,10 +78,10 @@ def temporary_prefix(path: Path) -> str:
 def sweep(folder: Path) -> None:
     """Remove temporary files and folders of this user whose process on this machine is gone.
 
-    Those of another machine, another container or before the last boot stay: from here nobody can
-    tell whether their processes live.
+    Those of another machine, another container or an earlier boot stay, as it cannot be told from
+    here whether their processes live.
     """
-    # What cannot be listed or removed stays: the write that comes next says what is wrong.
+    # If something cannot be listed or removed it stays; the next write reports the problem.
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             tagged = _TAGGED.fullmatch(entry.name)
@@ -102,7 +102,7 @@ def _orphaned(machine: str, pid: str, start: str) -> bool:
 
 @functools.cache
 def _tag(pid: int) -> str:
-    """By process id: a forked child is a process of its own."""
+    """Keyed by process id, as a forked child is another process."""
     return f"tmp-{_machine()}-{pid:x}-{started(pid):x}"
 
 
@@ -110,7 +110,7 @@ def _tag(pid: int) -> str:
 def _machine() -> str:
     """This boot of this machine, and the space of its process ids (a container has its own)."""
     boot, space = boot_id(), pid_space()
-    # A sandbox that hides them: like no other machine, so that nothing is swept.
+    # A sandbox that hides them counts as a unique machine, so that nothing is removed.
     if not space or boot == os.uname().nodename:
         return os.urandom(4).hex()
     return f"{zlib.crc32(f'{boot}{space}'.encode()):08x}"

@@ -1,7 +1,7 @@
-"""What the files of a Hugging Face folder tell before anything is started.
+"""Checks of a Hugging Face folder's files, before anything is started.
 
-Engines are late to say it, or never do: vLLM fills a layer that is narrower than its weights with a
-part of them and answers. Only headers are read, without torch or transformers.
+Engines report such faults late or never: vLLM fills a layer that is narrower than its weights with
+    a part of them, and answers. Only headers are read, without torch or transformers.
 """
 
 import json
@@ -13,8 +13,8 @@ from typing import Any
 from shakedown.core.errors import UsageError
 from shakedown.core.files import is_count, read_object
 
-# Files that a tokenizer of transformers, SentencePiece, tiktoken or Mistral is read from, or the
-# code of one.
+# Files that hold a tokenizer of transformers, SentencePiece, tiktoken or Mistral, or the code of
+# one.
 TOKENIZERS = (
     "tokenizer.json",
     "vocab.json",
@@ -24,10 +24,10 @@ TOKENIZERS = (
     "tekken.json",
     "token*.py",
 )
-# Dense families that name tensors and sizes alike; others are left to the engines.
+# Dense families with the same names for tensors and sizes; others are left to the engines.
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-# Where it is left out these have hidden_size / num_attention_heads; the others a number of their
-# own.
+# Where head_dim is missing these use hidden_size / num_attention_heads; the others use their own
+# number.
 _PLAIN_HEADS = ("llama", "mistral", "qwen2")
 _POSITIVE = (
     "hidden_size",
@@ -39,7 +39,11 @@ _POSITIVE = (
     "vocab_size",
     "max_position_embeddings",
 )
-_KINDS = ("architectures", "model_type", *_POSITIVE[:-1])  # a longest sequence is not loaded
+_KINDS = (
+    "architectures",
+    "model_type",
+    *_POSITIVE[:-1],
+)  # the longest sequence is not a loaded tensor
 # Beside vision, the language model has a prefix; a vision tower has layers of its own.
 _TENSOR = re.compile(
     r"(?:model\.|language_model\.)*(?:layers\.(?P<layer>\d+)\.)?"
@@ -52,7 +56,7 @@ TensorShape = tuple[int, ...]
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Refuse a model folder without any tokenizer.
+    """Refuse a model folder without a tokenizer.
 
     Raises:
         UsageError: which files are missing.
@@ -61,15 +65,15 @@ def check_tokenizer(folder: Path) -> None:
         raise UsageError(
             f"{folder} has no tokenizer: no tokenizer.json (nor vocab.json or *.model)",
             hint="copy tokenizer.json, tokenizer_config.json and the chat template from the model "
-            "that its weights were trained from",
+            "that it was trained from",
         )
 
 
 def check_sizes(folder: Path) -> None:
-    """Refuse a folder whose config.json has impossible sizes, or others than its weights.
+    """Refuse a folder whose config.json has sizes that are impossible or differ from its weights.
 
     Raises:
-        UsageError: which sizes, or which file of weights is cut off or no safetensors.
+        UsageError: which sizes, or which weights file is truncated or not safetensors.
     """
     body = read_object(folder / "config.json", "model config")
     text = body.get("text_config")
@@ -90,16 +94,16 @@ def check_sizes(folder: Path) -> None:
 
 
 def differences(served: Path, given: Path) -> list[str]:
-    """Why weights of one folder cannot be loaded into a model of the other; empty where they can.
+    """Reasons why one folder's weights cannot be loaded into the other's model; empty if they can.
 
     Raises:
         UsageError: a file of either cannot be read.
     """
     found = list(_other_config(_text_config(served), _text_config(given)))
     had, has = _shapes(served), _shapes(given)
-    if not had or not has:  # nothing but a config, or weights of another format
+    if not had or not has:  # only a config, or weights in another format
         return found
-    # Tied to the input embeddings it may stand in the files or not.
+    # Tied to the input embeddings, it may be missing from the files.
     names = {name for name in had.keys() ^ has.keys() if not name.endswith("lm_head.weight")}
     found += [_only(name, had, has) for name in sorted(names)]
     both = (name for name in sorted(had.keys() & has.keys()) if had[name] != has[name])
@@ -133,7 +137,7 @@ def _text_config(folder: Path) -> dict[str, Any]:
 
 
 def _impossible(config: Mapping[str, Any]) -> list[str]:
-    """What no model can have, whatever its weights."""
+    """Sizes that no model can have, whatever its weights."""
     found = [
         f"{key} is {config[key]!r}, expected a positive number"
         for key in _POSITIVE
@@ -143,15 +147,17 @@ def _impossible(config: Mapping[str, Any]) -> list[str]:
         return found
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and groups and heads % groups:
-        found.append(f"{heads} num_attention_heads are no multiple of {groups} num_key_value_heads")
+        found.append(
+            f"{heads} num_attention_heads is not a multiple of {groups} num_key_value_heads"
+        )
     hidden = config.get("hidden_size")
     if hidden and heads and hidden % heads and _head_size(config) is None:
-        found.append(f"hidden_size {hidden} is no multiple of {heads} num_attention_heads")
+        found.append(f"hidden_size {hidden} is not a multiple of {heads} num_attention_heads")
     return found
 
 
 def _head_size(config: Mapping[str, Any]) -> int | None:
-    """Of one attention head; None where it does not stand in the config."""
+    """The size of one attention head; None if the config does not say."""
     if config.get("head_dim"):
         return int(config["head_dim"])
     heads, hidden = config.get("num_attention_heads"), config.get("hidden_size")
@@ -161,7 +167,7 @@ def _head_size(config: Mapping[str, Any]) -> int | None:
 
 
 def _misfits(config: Mapping[str, Any], shapes: Mapping[str, TensorShape]) -> Iterator[str]:
-    """Tensors of other shapes than the config says."""
+    """Tensors whose shapes differ from the config."""
     wanted = _wanted(config)
     for name, shape in shapes.items():
         found = _TENSOR.fullmatch(name)
@@ -173,7 +179,7 @@ def _misfits(config: Mapping[str, Any], shapes: Mapping[str, TensorShape]) -> It
 
 
 def _wanted(config: Mapping[str, Any]) -> dict[str, Sequence[tuple[str, int | None]]]:
-    """By a module's name, for each dimension of its weight the keys of the config and their size.
+    """For each module, by name, and each dimension of its weight: the config keys and their size.
 
     None: the config does not say.
     """
@@ -198,7 +204,7 @@ def _wanted(config: Mapping[str, Any]) -> dict[str, Sequence[tuple[str, int | No
 
 
 def _layers(config: Mapping[str, Any], shapes: Mapping[str, TensorShape]) -> Iterator[str]:
-    """Weights of more or fewer layers than the config says."""
+    """Weights with more or fewer layers than the config says."""
     numbers = {
         int(found["layer"])
         for name in shapes
@@ -213,7 +219,7 @@ def _shapes(folder: Path) -> dict[str, TensorShape]:
     """Shapes of all tensors of the folder's *.safetensors by name.
 
     Raises:
-        UsageError: a file cannot be read, is cut off or no safetensors.
+        UsageError: a file cannot be read, is truncated, or is not safetensors.
     """
     found: dict[str, TensorShape] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -231,7 +237,7 @@ def _header(path: Path) -> dict[str, TensorShape]:
             if _POINTER.startswith(start) and start:
                 raise _damaged(path, "it is a Git LFS pointer", "git lfs pull")
             if length > min(_LONGEST_HEADER, size - 8):
-                raise _damaged(path, f"{size} bytes are no safetensors, or its beginning alone")
+                raise _damaged(path, f"{size} bytes are not a whole safetensors file")
             header = json.loads(stream.read(length))
         header.pop("__metadata__", None)
         shapes = {name: tuple(map(int, each["shape"])) for name, each in header.items()}
@@ -239,7 +245,7 @@ def _header(path: Path) -> dict[str, TensorShape]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError, IndexError) as error:
-        raise _damaged(path, "its header is none of safetensors") from error
+        raise _damaged(path, "its header is not a safetensors header") from error
     if end > size:
         raise _damaged(path, f"it has {size} bytes, its header says {end}")
     return shapes

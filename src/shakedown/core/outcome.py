@@ -1,4 +1,4 @@
-"""How one attempt of a training stage ended: the file that diagnosis, gate and report read."""
+"""How one attempt of a training stage ended, in a file for diagnosis, gate and report."""
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +20,9 @@ from shakedown.core.verdict import (
 )
 
 SCHEMA = "shakedown/outcome/1"
-REPORTED_ERROR = "reported_error"  # the finding in which a failed process says why in its own words
+REPORTED_ERROR = "reported_error"  # the finding with a failed process's own error message
 
-# `unreadable` is what readers say of a damaged file; no stage ends so.
+# Readers report a damaged file as `unreadable`; no stage ends that way.
 OutcomeState = Literal["completed", "hung", "failed", "interrupted", "unreadable"]
 _EXIT_CODES: Mapping[OutcomeState, ExitCode] = {
     "completed": ExitCode.OK,
@@ -37,11 +37,11 @@ _EXIT_CODES: Mapping[OutcomeState, ExitCode] = {
 class Outcome:
     """`state` and one `sentence`; `exit_codes` by component, negative for a signal.
 
-    `stalled` says, for a hung attempt, which components stood still, since when and in which phase.
-    `nodes`: of the stage. `rank_nodes`: the node of each trainer rank, in the order of ranks, empty
-    where a command places its ranks itself. `findings`: what was seen in the stage's own metrics,
-    and `next` the command for it. `done`: of one that did not complete, whether all steps were done
-    and its outputs there: only its end went wrong.
+    `stalled` says, for a hung attempt, which components stalled, since when and in which phase.
+    `nodes` are the stage's nodes; `rank_nodes` the node of each trainer rank, in rank order (empty
+    if a command places its ranks itself). `findings` come from the stage's own metrics, with `next`
+    as the command for them. `done` is set if the attempt did not complete although all steps and
+    outputs are there: only its end went wrong.
     """
 
     stage: str
@@ -63,12 +63,12 @@ class Outcome:
 
     @property
     def exit_code(self) -> ExitCode:
-        """UNKNOWN for an interrupted attempt: it can go on, and nothing was judged."""
+        """UNKNOWN for an interrupted attempt: it can continue, and nothing was judged."""
         return _EXIT_CODES[self.state]
 
     @property
     def explained(self) -> bool:
-        """Whether the stage itself says why it did not complete: a diagnosis knows no better."""
+        """Whether the stage itself says why it did not complete; a diagnosis cannot know better."""
         return self.state != "completed" and any(each.status == "fail" for each in self.findings)
 
     def write(self, path: Path) -> None:
@@ -84,16 +84,16 @@ def read_outcome(path: Path) -> Outcome:
     """
     body = read_object(path, "outcome", schema=SCHEMA)
     try:
-        # `ignore`: a later version may have written keys that this one does not know.
+        # `ignore`: a later version may write keys that this one does not know.
         return json_as(Outcome, body, unknown="ignore")
     except ValueError as error:
-        raise UsageError(f"{path} is no outcome: {error}") from error
+        raise UsageError(f"{path} is not an outcome: {error}") from error
 
 
 def judge_outcome(outcome: Outcome, diagnosis: Verdict | None, stage_root: Path) -> Verdict:
-    """A completed stage passes, with a warning where it found something; any other fails.
+    """The verdict: a completed stage passes, with a warning if it has findings; any other fails.
 
-    The diagnosis' sentence says why, but where the stage itself does.
+    The reason is the diagnosis' sentence, unless the stage itself gives one.
     """
     clock = Stopwatch()
     completed = outcome.state == "completed"
@@ -132,14 +132,14 @@ def judge_file(
     *,
     again: Callable[[Outcome, Path], Outcome] = lambda outcome, _: outcome,
 ) -> Verdict:
-    """The verdict on a finished stage, from its outcome or from the verdict that it wrote itself.
+    """The verdict on a finished stage, from its outcome or from its own verdict file.
 
     Args:
-        again: what is to be said of a training stage by now, given its folder.
+        again: gives the current findings about a training stage, given its folder.
 
     Raises:
         UsageError: a file is missing, is neither of the two, or contradicts itself.
-        UntrustedError: others could have written it, and so say what runs next.
+        UntrustedError: others could have written it, and so could decide what runs next.
     """
     # Preflight, agents and consistency judge themselves; a training stage only says how it ended.
     if read_object(file, "verdict", control=True).get("schema") != SCHEMA:
@@ -152,9 +152,9 @@ def judge_file(
 
 
 def _check_status(verdict: Verdict, file: Path) -> None:
-    """Refuse a good status over findings that are not: somebody changed the file, or half of it."""
+    """Refuse a good status over bad findings: the file, or part of it, was changed."""
     worst = status_of(verdict.findings)
-    # A collection that missed a part is a WARN with an `error`; a PASS never holds one.
+    # An incomplete collection is a WARN with an `error`; a PASS never has one.
     contradicts = {"PASS": ("FAIL", "UNKNOWN"), "WARN": ("FAIL",)}.get(verdict.status, ())
     if worst in contradicts:
         raise UsageError(
@@ -165,7 +165,7 @@ def _check_status(verdict: Verdict, file: Path) -> None:
 
 
 def archive_diagnosis(diagnosis: Path) -> None:
-    """Keep the diagnosis with the attempt that it is about: the next attempt writes a new one."""
+    """Keep the diagnosis with its attempt, as the next attempt writes a new one."""
     paths = StagePaths(diagnosis.parent)
     for path in (diagnosis, diagnosis.with_suffix(".html")):
         # `latest` still points at the attempt that the diagnosis is about.

@@ -1,4 +1,4 @@
-"""Every artefact's name: the only place that spells a file of the results tree."""
+"""Every artefact's name: the only module that spells out files of the results tree."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from shakedown.core.private import new_folder
 
 
 class Below:
-    """A file or folder by its name below the `root` of what it is an attribute of."""
+    """A file or folder, by its name below the `root` of the object that it is an attribute of."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -22,38 +22,38 @@ class Below:
 
 @dataclass(frozen=True)
 class StepPaths:
-    """The folder of one step: what it found, and whether the gate after it passed."""
+    """The folder of one step: its findings, and whether the gate after it passed."""
 
     root: Path
 
     verdict = Below("verdict.json")
-    # the verdict that the gate accepted: what the steps after this one wait for
+    # the verdict that the gate accepted; later steps wait for it
     accepted = Below("accepted.json")
-    ran = Below("ran")  # exists once the step has run, however it ended: what its gate waits for
+    ran = Below("ran")  # exists once the step has run, however it ended; its gate waits for it
 
 
 @dataclass(frozen=True)
 class PreflightPaths(StepPaths):
-    """`preflight/`: what the checks of nodes and network measured."""
+    """`preflight/`: the measurements of nodes and network."""
 
     nodes = Below("nodes")
 
     def node(self, name: str) -> Path:
-        """What was measured on one node, and what is wrong with it."""
+        """The measurements of one node, and its faults."""
         return self.nodes / f"{name}.json"
 
     pairs = Below("pairs.json")  # network speed between pairs of nodes
-    bad_nodes = Below("bad_nodes.txt")  # names of nodes that failed, one a line
-    # names of nodes that passed with each other, one a line: later jobs run on these
+    bad_nodes = Below("bad_nodes.txt")  # names of nodes that failed, one per line
+    # names of nodes that passed together, one per line: later jobs run on these
     good_nodes = Below("good_nodes.txt")
     logs = Below("logs")
 
 
 @dataclass(frozen=True)
 class AssetsPaths(StepPaths):
-    """`assets/`: the demo's model and data, and where every stage finds its own."""
+    """`assets/`: the demo's model and data, and the paths of every stage's own."""
 
-    file = Below("assets.json")  # names the model and the data that later stages are given
+    file = Below("assets.json")  # names the model and data for later stages
     model = Below("model")
     train = Below("train.jsonl")
     heldout = Below("heldout.jsonl")
@@ -61,39 +61,39 @@ class AssetsPaths(StepPaths):
 
 @dataclass(frozen=True)
 class AgentsPaths(StepPaths):
-    """`agents/`: what the agent class did under load."""
+    """`agents/`: the agent class under load."""
 
-    episodes = Below("episodes.jsonl")  # one JSON line an episode
+    episodes = Below("episodes.jsonl")  # one JSON line per episode
     page = Below("episodes.html")  # some of them as conversations
-    debug = Below("debug")  # workers that stand for a debugger; see `debug.stops`
+    debug = Below("debug")  # workers that wait for a debugger; see `debug.paused_processes`
 
 
 @dataclass(frozen=True)
 class ComparisonPaths(StepPaths):
     """`consistency/`: log-probabilities of trainer and inference engine, compared."""
 
-    tokens = Below("tokens.parquet")  # one row a sampled token
-    samples = Below("samples.parquet")  # one row a sample
-    parts = Below("parts")  # what a comparison that is not done has so far
+    tokens = Below("tokens.parquet")  # one row per sampled token
+    samples = Below("samples.parquet")  # one row per sample
+    parts = Below("parts")  # the parts so far of an unfinished comparison
     page = Below("report.html")
-    server = Below("server")  # folder of the server that the comparison started for itself
+    server = Below("server")  # folder of the server that the comparison started
 
 
 @dataclass(frozen=True)
 class ServerPaths(StepPaths):
     """`serve/<name>/`: one persistent inference server."""
 
-    # what clients read: where it answers, which model, how it was started
+    # read by clients: where it answers, which model, how it was started
     endpoint = Below("endpoint.json")
-    # what the daemon says: running where and as which process, or ended and why
+    # written by the daemon: where and as which process it runs, or why it ended
     state = Below("state.json")
-    secret = Below("secret")  # what the server asks every request for; its owner alone can read it
+    secret = Below("secret")  # the secret that every request must carry; readable only by its owner
     lease = Below("lease")  # its modification time is the last use
     job = Below("job")  # the Slurm job's id, when the server is a job of its own
-    job_mark = Below("job_mark")  # what that job's name and comment bear and no other job's
+    job_mark = Below("job_mark")  # a mark in that job's name and comment, and in no other job's
     stop = Below("stop")  # its presence asks the daemon to end the server
-    released = Below("released")  # written when the steps that use the server are done with it
-    # held by the server's daemon as long as it lives; the folder itself by a start, stop or restart
+    released = Below("released")  # written when all steps that use the server have finished
+    # held by the server's daemon while it lives; the folder itself by a start, stop or restart
     daemon = Below("daemon")
     roster = Below("roster.json")  # as an attempt's
     log = Below("server.log")  # the engine's own output
@@ -104,11 +104,11 @@ class ServerPaths(StepPaths):
 
 @dataclass(frozen=True)
 class EvidencePaths:
-    """What was read of processes that stand still: `evidence/` of an attempt, or any folder."""
+    """Evidence about stalled processes: `evidence/` of an attempt, or any folder."""
 
     root: Path
 
-    request = Below("REQUEST")  # written anew to ask every rank for its Flight Recorder dump
+    request = Below("REQUEST")  # rewritten to ask every rank for its Flight Recorder dump
     logs = Below("logs")  # the ends of the logs as they were at the stall
 
     @property
@@ -117,7 +117,7 @@ class EvidencePaths:
         return self.collected("job")
 
     def collected(self, host: str) -> Path:
-        """What was read on a host, and what was missed."""
+        """The report of a host: what was read there, and what was missed."""
         return self.root / f"collected-{host}.json"
 
     def in_round(self, number: int) -> "EvidencePaths":
@@ -133,7 +133,7 @@ class EvidencePaths:
         return self.root / f"faulthandler-{component}.txt"
 
     def pyspy(self, component: str, suffix: str) -> Path:
-        """The same as py-spy reads them; `suffix` is `txt` or `json`."""
+        """Python stacks read by py-spy; `suffix` is `txt` or `json`."""
         return self.root / f"pyspy-{component}.{suffix}"
 
     def flight_recorder(self, component: str, suffix: str) -> Path:
@@ -150,35 +150,35 @@ class AttemptPaths:
     logs = Below("logs")
     heartbeats = Below("heartbeat")
     evidence = Below("evidence")
-    profiles = Below("profiles")  # what `shakedown debug nsys` shows: a folder a host
+    profiles = Below("profiles")  # shown by `shakedown debug nsys`: one folder per host
     outcome = Below("outcome.json")
-    job = Below("job.json")  # what the attempt's processes are told; see `training.stage.job`
-    key = Below("key")  # signs what rank 0 tells the others; see `training.stage.key`
-    # what the stage's own server, or its Ray cluster, asks every request for; only its owner's
+    job = Below("job.json")  # the orders for the attempt's processes; see `training.stage.job`
+    key = Below("key")  # signs the messages from rank 0 to the others; see `training.stage.key`
+    # the secret of the stage's own server or Ray cluster; readable only by its owner
     secret = Below("secret")
-    stop = Below("stop")  # empty until somebody asks the ranks to save and stop
+    stop = Below("stop")  # empty until the ranks are asked to save and stop
     fence = Below(
         "fence"
     )  # the number of the stage's lease that its writers hold; see `core.lease`
-    # the supervisor's processes while it lives, for whoever finds it killed; see `cluster.roster`
+    # the supervisor's processes while it lives, in case it is killed; see `cluster.roster`
     roster = Below("roster.json")
-    # processes that stand for a debugger, and their tokens; see `debug.stops`
+    # processes that wait for a debugger, and their tokens; see `debug.paused_processes`
     debug = Below("debug")
-    # rollout batches and weights that trainer and orchestrator hand each other
+    # rollout batches and weights exchanged by trainer and orchestrator
     exchange = Below("exchange")
     drift = Below(
         "drift"
     )  # why the attempt was stopped, where the engine's log-probabilities drifted
-    evals = Below("evals.jsonl")  # held-out accuracies, one JSON row for each evaluation
+    evals = Below("evals.jsonl")  # held-out accuracies, one JSON row per evaluation
 
-    replaced = Below("replaced")  # what the stage had reached when it was restarted
+    replaced = Below("replaced")  # the stage's progress when it was restarted
 
     def diverged(self, rank: int) -> Path:
-        """What a rank was training on when its loss became NaN or infinite."""
+        """The batch that a rank was training on when its loss became NaN or infinite."""
         return self.root / "diverged" / f"rank{rank}.npz"
 
     def error(self, component: str) -> Path:
-        """The error by which a process of ours ended; see `training.stage.reported_error`."""
+        """The error that ended one of our processes; see `training.stage.reported_error`."""
         return self.root / "errors" / f"{component}.json"
 
     def log(self, component: str) -> Path:
@@ -198,14 +198,15 @@ class StagePaths:
     # the stage's result as a Hugging Face checkpoint: the next stage's input model
     export = Below("model")
     metrics = Below("metrics.jsonl")
-    # which steps ran with which settings and contents: a JSON row an attempt; see `core.provenance`
+    # which steps ran with which settings and contents, one JSON row per attempt; see
+    # `core.provenance`
     provenance = Below("provenance.jsonl")
     tensorboard = Below("tensorboard")  # event files, with `sinks: [tensorboard]`
     wandb = Below("wandb.json")  # the id of the stage's run, with `sinks: [wandb]`
-    rollouts = Below("rollouts")  # recorded rollout batches, one file a step; see `grpo.record`
-    # A copy of the newest attempt's outcome: what the workflow waits for
+    rollouts = Below("rollouts")  # recorded rollout batches, one file per step; see `grpo.record`
+    # A copy of the newest attempt's outcome; the workflow waits for it
     outcome = Below("outcome.json")
-    command = Below("command.json")  # of a stage that was run alone; see `core.continued`
+    command = Below("command.json")  # of a stage that was run on its own; see `core.continued`
     verdict = Below("verdict.json")  # the same as a verdict, without a diagnosis
     diagnosis = Below("diagnosis.json")
     diagnosis_html = Below("diagnosis.html")
@@ -220,7 +221,7 @@ class StagePaths:
         return AttemptPaths(self.attempts / f"{number:03d}")
 
     def attempt_numbers(self) -> list[int]:
-        """Numbers of the attempts on disk, ascending."""
+        """The numbers of the attempts on disk, ascending."""
         if not self.attempts.is_dir():
             return []
         return sorted(int(p.name) for p in self.attempts.iterdir() if p.name.isdecimal())
@@ -231,7 +232,7 @@ class StagePaths:
         new_folder(attempt.root)
         for folder in (attempt.logs, attempt.heartbeats, attempt.evidence, attempt.exchange):
             new_folder(folder)
-        # A rename replaces `latest` in one step: a reader never finds it missing. The process id
+        # A rename replaces `latest` in one step, so a reader never finds it missing. The process id
         # keeps two starters apart.
         link = self.root / f".latest.{os.getpid()}"
         link.unlink(missing_ok=True)
@@ -250,14 +251,15 @@ class RunPaths:
 
     @property
     def node_history(self) -> Path:
-        """What became of each node in all runs of the results folder (preflight/history.py)."""
+        """Each node's pass/fail history over all runs of the results folder
+        (preflight/history.py)."""
         return self.root.parent / "node_history.sqlite"
 
-    # names of nodes that every job of the run keeps off, one a line
+    # names of nodes that every job of the run avoids, one per line
     excluded_nodes = Below("excluded_nodes.txt")
     # which process runs the workflow, and where it notes its jobs; see `monitor.workflow`
     workflow = Below("workflow.json")
-    logs = Below("logs")  # what each rule of the workflow printed
+    logs = Below("logs")  # the output of each rule of the workflow
 
     @property
     def preflight(self) -> PreflightPaths:
@@ -286,14 +288,15 @@ class RunPaths:
         return StagePaths(self.stages / name)
 
 
-# A place may name its kind first: `gsm8k=~/rows.jsonl`, `vllm:~/model`.
+# A prefix may name the kind: `gsm8k=~/rows.jsonl`, `vllm:~/model`.
 _HOME = re.compile(r"(\w+[=:])?(~.*)", re.DOTALL)
 
 
 def expand_home(place: str) -> str:
-    """`~` and `~user` at the begin of a path as the home folder; any other text as it is.
+    """Replace a leading `~` or `~user`, which no shell has seen, by the home folder.
 
-    Taken as they stand they would name a folder `~` below the working directory.
+    Config files and options such as `--out=~/results` would otherwise name a folder `~` below the
+    working directory.
 
     Raises:
         ValueError: no home folder is known for that user.

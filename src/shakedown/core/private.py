@@ -1,8 +1,8 @@
-"""What belongs to this user alone: files that steer a run, and all that a run makes.
+"""Files of this user alone: those that control a run, and all that a run makes.
 
-A control file (an endpoint, a state, a stage's job, a checkpoint) says what runs or where a run
-goes on. It is believed when nobody but this user and root could have written it: it and its folder
-belong to one of them, and neither group nor others may write to them.
+A control file (an endpoint, a state, a stage's job, a checkpoint) decides what runs or where a run
+continues. It is trusted when only this user or root could have written it: it and its folder belong
+to one of them, and neither group nor others may write to them.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from pathlib import Path
 
 from shakedown.core.errors import UntrustedError
 
-# Set by whoever reads the config's `group_reads`, for the processes that it starts, on nodes too.
+# Set by whoever reads the config's `group_reads`, for the processes that it starts, also on nodes.
 _GROUP_READS = "SHAKEDOWN_GROUP_READS"
 _LARGEST_SECRET = 4096  # bytes
 
 
 def close_to_others() -> int:
-    """From here on nobody else can use what this process and those it starts make.
+    """Set the umask: nobody else can use files that this process and its children make.
 
     Returns:
         The umask that was set before.
@@ -32,32 +32,32 @@ def close_to_others() -> int:
 
 
 def let_group_read() -> None:
-    """From here on the group can read what this process and those it starts make."""
+    """Set the umask: the group can read files that this process and its children make."""
     os.environ[_GROUP_READS] = "1"
     close_to_others()
 
 
 def file_mode() -> int:
-    """Of a new file, whatever the umask and the folder's access list say."""
+    """The mode of a new file, whatever the umask and the folder's access list say."""
     return 0o640 if _group_reads() else 0o600
 
 
 def make_folders(path: Path) -> None:
-    """Make a folder and those above it where they are missing; no other user gets into new ones.
+    """Make a folder and its parents where missing; no other user can enter new ones.
 
     Raises:
-        OSError: it cannot be made, or is no folder.
+        OSError: it cannot be made, or is not a folder.
     """
     if not path.is_dir():
         try:
             new_folder(path)
         except FileExistsError:
-            if not path.is_dir():  # else another process has made it meanwhile
+            if not path.is_dir():  # otherwise another process has just made it
                 raise
 
 
 def new_folder(path: Path) -> None:
-    """As `make_folders`, but it must not be there yet.
+    """As `make_folders`, but the folder must not exist yet.
 
     Raises:
         OSError: FileExistsError, or it cannot be made.
@@ -65,12 +65,12 @@ def new_folder(path: Path) -> None:
     make_folders(path.parent)
     path.mkdir(0o750 if _group_reads() else 0o700)
     # Files in it would follow the project folder's default access list, not the umask.
-    with contextlib.suppress(OSError):  # there is none, or the file system knows no such lists
+    with contextlib.suppress(OSError):  # there is none, or the file system has no such lists
         os.removexattr(path, "system.posix_acl_default")
 
 
 def own_folder(path: Path) -> None:
-    """A folder that only this user can change: made where it is missing, checked where it is there.
+    """Make a folder that only this user can change, or check that an existing one is.
 
     Raises:
         UntrustedError: others can write to it, or it is another user's.
@@ -81,7 +81,7 @@ def own_folder(path: Path) -> None:
 
 
 def check_own(path: Path) -> None:
-    """Check a folder that may be there: only this user can change it.
+    """Check that only this user can change a folder, if it exists.
 
     Raises:
         UntrustedError: others can write to it, or it is another user's.
@@ -91,10 +91,11 @@ def check_own(path: Path) -> None:
 
 
 def own_tree(root: Path) -> None:
-    """Check every file and folder of a tree that may be there: no other user can have changed it.
+    """Check that no other user could have changed any file or folder of a tree, if it exists.
 
     Raises:
-        UntrustedError: names the first that others can write to, or that is another user's.
+        UntrustedError: names the first one that others can write to, or that belongs to another
+            user.
     """
     check_own(root)
     for folder, folders, files in os.walk(root):
@@ -104,10 +105,11 @@ def own_tree(root: Path) -> None:
 
 
 def read_own(path: Path, *, errors: str = "strict") -> str:
-    """The text of a control file; it may lie behind a link to its folder, but be no link itself.
+    """The text of a control file; its folder may be reached by a link, but the file must not be
+    one.
 
     Args:
-        errors: what is done with bytes that are not UTF-8, as in `open`.
+        errors: how to treat bytes that are not UTF-8, as in `open`.
 
     Raises:
         UntrustedError: others could have written it.
@@ -119,7 +121,7 @@ def read_own(path: Path, *, errors: str = "strict") -> str:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Write a new file that no other user can read, whatever `let_group_read` says.
+    """Write a new file that no other user can read, even with `let_group_read`.
 
     Raises:
         OSError: FileExistsError, or it cannot be written.
@@ -130,7 +132,7 @@ def write_secret(path: Path, content: bytes) -> None:
 
 
 def read_secret(path: Path) -> bytes:
-    """What `write_secret` wrote; of a file that is too large to be one, its start.
+    """Read a secret written by `write_secret`; of a file too large to be one, only the start.
 
     Raises:
         UntrustedError: another user could have written it or can read it.
@@ -140,7 +142,7 @@ def read_secret(path: Path) -> bytes:
         mode = stat.S_IMODE(os.fstat(file).st_mode)
         if mode & 0o077:
             raise UntrustedError(
-                f"{path} can be used by others than its owner (mode {mode:04o}): it is no secret",
+                f"{path} is open to others than its owner (mode {mode:04o}), so it is not a secret",
                 hint=_remove(path),
             )
         with Path(_again(file)).open("rb") as stream:
@@ -148,33 +150,34 @@ def read_secret(path: Path) -> bytes:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file to write (a log, a lock, a heartbeat), made where it is missing.
+    """Open a file for writing (a log, a lock, a heartbeat), creating it if missing.
 
-    Somebody who can write to the folder gets no file of this user's changed: no link is followed.
+    No link is followed, so somebody who can write to the folder cannot make this change another of
+    the user's files.
 
     Args:
         flags: of os.open.
 
     Raises:
-        UntrustedError: in its place is a link, a FIFO, another user's file or one with two names.
+        UntrustedError: it is a link, a FIFO, another user's file, or one with two names.
         OSError: it cannot be opened.
     """
     try:
         return os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, file_mode())
     except OSError as error:
-        # EROFS is also said of a file that is there, which can still be read.
+        # EROFS is also reported for an existing file, which can still be read.
         reads = error.errno == errno.EROFS and flags & os.O_ACCMODE == os.O_RDONLY
         if error.errno != errno.EEXIST and not reads:
             raise
     with _looked_at(path) as file:
         if os.fstat(file).st_nlink > 1:
-            raise UntrustedError(f"{path} is another file's second name", hint=_remove(path))
+            raise UntrustedError(f"{path} is a hard link to another file", hint=_remove(path))
         return os.open(_again(file), flags | os.O_CLOEXEC)
 
 
 @contextlib.contextmanager
 def _entered(folder: Path) -> Iterator[int]:
-    """The folder as it is, whatever is put in its place meanwhile."""
+    """The opened folder itself, whatever replaces it meanwhile."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         _believe(os.fstat(descriptor), folder)
@@ -185,9 +188,9 @@ def _entered(folder: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def _looked_at(path: Path, folder: int | None = None) -> Iterator[int]:
-    """A regular file as it is, not yet opened; `folder`: the open folder that it is in.
+    """A handle on a regular file that is not yet opened; `folder` is its open folder.
 
-    To open a FIFO would wait without end, and what has the name meanwhile may be something else.
+    Opening a FIFO would block forever, and the name may refer to something else by then.
     """
     name = path if folder is None else path.name
     flags = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -195,7 +198,9 @@ def _looked_at(path: Path, folder: int | None = None) -> Iterator[int]:
     try:
         facts = os.fstat(descriptor)
         if not stat.S_ISREG(facts.st_mode):
-            raise UntrustedError(f"{path} is a link or a FIFO: no regular file", hint=_remove(path))
+            raise UntrustedError(
+                f"{path} is a link or a FIFO, not a regular file", hint=_remove(path)
+            )
         _believe(facts, path)
         yield descriptor
     finally:
@@ -203,7 +208,7 @@ def _looked_at(path: Path, folder: int | None = None) -> Iterator[int]:
 
 
 def _again(descriptor: int) -> str:
-    """The name under which the very file that was looked at is opened (proc(5))."""
+    """The name that opens the very file that was checked (proc(5))."""
     return f"/proc/self/fd/{descriptor}"
 
 
@@ -221,14 +226,14 @@ def _believe(facts: os.stat_result, path: Path) -> None:
         whom = "everybody" if mode & 0o002 else "its group"
         raise UntrustedError(
             f"{path} can be written by {whom} (mode {mode:04o}): others could choose what runs",
-            hint=f"see that all in it is yours, then: chmod go-w {shlex.quote(str(path))}",
+            hint=f"check that everything in it is yours, then: chmod go-w {shlex.quote(str(path))}",
         )
 
 
 def _is_own(user: int, folder: Path) -> bool:
     if user in (0, os.geteuid()):
         return True
-    # A file server may take root, or everybody, for another user (root_squash, all_squash).
+    # A file server may map root, or everybody, to another user (root_squash, all_squash).
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             return os.fstat(probe.fileno()).st_uid == user
@@ -244,7 +249,7 @@ def _user(number: int) -> str:
 
 
 def _remove(path: Path) -> str:
-    return f"see who made it, then: rm {shlex.quote(str(path))}"
+    return f"find out who made it, then: rm {shlex.quote(str(path))}"
 
 
 def _group_reads() -> bool:

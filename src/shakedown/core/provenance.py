@@ -1,7 +1,7 @@
-"""What a stage's steps were made of: settings and contents by name, and which steps ran with them.
+"""The provenance of a stage's steps: settings and content digests, and which steps ran with them.
 
-`provenance.jsonl` has a row for each attempt that began: the step after which it went on, and what
-it was asked to use. The rows are judged as they stand; nothing else says what a result is of.
+`provenance.jsonl` has one row for each attempt that began: the step after which it continued, and
+what it was asked to use. There is no other record of how a result was made.
 """
 
 import ast
@@ -24,11 +24,11 @@ CHECK = "settings_changed"
 Made = Mapping[str, str]
 
 _CHUNK = 4 << 20  # bytes read at a time
-_AT_ONCE = 8  # files: hashlib leaves the other cores free
-_TOLD_BYTES = 4 << 30  # beyond it a reader waits for so long that he is told of it
-# A file that is written again within its clock's tick has the same time of change.
+_AT_ONCE = 8  # files read at once: hashlib leaves the other cores free
+_TOLD_BYTES = 4 << 30  # above this, reading takes so long that the user is told
+# A file that is rewritten within one clock tick has the same time of change.
 _SETTLED_SECONDS = 2.0
-# At most so many of the user's modules count; docs/training.md says so.
+# At most this many of the user's modules count; docs/training.md says so.
 _MAX_MODULES = 256
 _MAX_MODULE_BYTES = 1 << 20
 _INSTALLED = ("site-packages", "dist-packages")
@@ -36,7 +36,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class Seen:
-    """A file when it was read, and the SHA-256 of all of it."""
+    """A file as it was when read, and the SHA-256 of its content."""
 
     size: int
     changed: int  # ns
@@ -49,9 +49,10 @@ class _Kept:
 
 
 class Contents:
-    """Digests of whole files. Each is read once: `kept` knows it by path, size and time of change.
+    """Digests of whole files. Each is read once; `kept` recognises it by path, size and time of
+    change.
 
-    A list that is damaged or gone is made again.
+    A damaged or missing list is made again.
     """
 
     def __init__(self, kept: Path) -> None:
@@ -62,7 +63,7 @@ class Contents:
             self._files = {}
 
     def digest(self, files: Iterable[Path]) -> str:
-        """Of one file the beginning of what sha256sum says, of several one of their names and sums.
+        """For one file the start of its sha256sum, for several a digest of their names and sums.
 
         Raises:
             OSError: one cannot be read.
@@ -79,7 +80,7 @@ class Contents:
         return f"sha256:{hashlib.sha256(named.encode()).hexdigest()[:16]}"
 
     def keep(self) -> None:
-        """Write the list for those who ask next.
+        """Write the list for later readers.
 
         Raises:
             StorageError: it cannot be written.
@@ -87,7 +88,7 @@ class Contents:
         write_json(self._path, asdict(_Kept(self._files)))
 
     def _known(self, path: Path) -> Seen | None:
-        """None: not read yet, or written since."""
+        """The digest; None if the file was not read yet, or was written since."""
         facts, known = path.stat(), self._files.get(str(path.absolute()))
         same = known and (known.size, known.changed) == (facts.st_size, facts.st_mtime_ns)
         return known if same else None
@@ -105,7 +106,7 @@ class Contents:
 def source_file(target: str) -> Path | None:
     """The file of `package.module:name` or `path/to/file.py:name`, found without importing it.
 
-    None where the current folder and Python's path have none, and for a name without a place.
+    None if neither the current folder nor Python's path has it, and for a name without a location.
     """
     place = target.rpartition(":")[0]
     if not place:
@@ -123,9 +124,10 @@ def source_file(target: str) -> Path | None:
 
 
 def source_files(target: str) -> list[Path]:
-    """The file of a target, and what it imports, directly or not, from its own folder or package.
+    """A target's file, and the files that it imports, directly or not, from its own folder or
+    package.
 
-    Found without importing anything: an import by a computed name is not seen.
+    Nothing is imported to find them, so an import by a computed name is not seen.
 
     Raises:
         OSError: one cannot be read.
@@ -159,7 +161,7 @@ def source_files(target: str) -> list[Path]:
 
 @functools.lru_cache(maxsize=2 * _MAX_MODULES)
 def _imports(path: Path, _size: int, _changed: int) -> Sequence[tuple[int, str]]:
-    """Level and dotted name of all that a file imports; a name may be that of no module."""
+    """Level and dotted name of everything that a file imports; a name may not be a module."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -175,7 +177,7 @@ def _imports(path: Path, _size: int, _changed: int) -> Sequence[tuple[int, str]]
 
 
 def _modules(base: Path, name: str) -> Iterator[Path]:
-    """The files that an import of `a.b.c` runs, as far as it leads to some."""
+    """The files that an import of `a.b.c` runs, as far as they exist."""
     for part in name.split("."):
         base /= part
         for path in (base / "__init__.py", base.with_name(f"{part}.py")):
@@ -186,7 +188,7 @@ def _modules(base: Path, name: str) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Span:
-    """Steps that ran with the same."""
+    """Consecutive steps that ran with the same provenance."""
 
     first: int
     last: int
@@ -199,7 +201,7 @@ class Span:
 
 
 def spans(rows: Sequence[Mapping[str, Any]], done: int) -> list[Span]:
-    """Which of the `done` steps ran with what; rows that are none are passed over."""
+    """Which of the `done` steps ran with what; damaged rows are skipped."""
     whole = [row for row in rows if is_count(row.get("step")) and is_made(row.get("made"))]
     ends = [*(row["step"] for row in whole), done][1:]
     found: list[Span] = []
@@ -215,7 +217,7 @@ def spans(rows: Sequence[Mapping[str, Any]], done: int) -> list[Span]:
 
 
 def differing(before: Made, now: Made) -> dict[str, tuple[str, str]]:
-    """By name both values; a name that one of the two has not heard of is passed over."""
+    """Old and new value by name; names that only one side has are skipped."""
     return {
         name: (before[name], now[name])
         for name in now
@@ -231,18 +233,18 @@ def told(changed: Mapping[str, tuple[str, str]]) -> str:
 def judge(
     ran: Sequence[Span], asked: Made, *, steps: int, subject: str, remedy: str, evidence: str = ""
 ) -> Finding | None:
-    """What differs between the steps that ran and what is asked; None: nothing.
+    """A finding on how the steps that ran differ from those requested; None if they do not.
 
-    Steps of which none ran with what is asked fail: they are another result. So do more than the
-    `steps` that are asked.
+    It fails if no step ran with what is requested, as that is another result, and if there are more
+    than the requested `steps`.
     """
     parts = [(span, differing(span.made, asked)) for span in ran]
     other = [(span, changed) for span, changed in parts if changed]
     done = ran[-1].last if ran else 0
     fit = done - sum(span.last - span.first + 1 for span, _ in other)
-    measured = f"{fit} of {done} steps ran with what is asked now"
+    measured = f"{fit} of {done} steps ran with the current settings"
     if done > steps:
-        measured, fit = f"{done} steps are done and {steps} are asked", 0
+        measured, fit = f"{done} steps are done but only {steps} are requested", 0
     elif not other:
         return None
     listed = "; ".join(f"{span} ran before {told(changed)}" for span, changed in other)
@@ -252,7 +254,7 @@ def judge(
         scope="config",
         subject=subject,
         measured=f"{measured}: {listed}" if listed else measured,
-        expected=f"{min(done, steps)} steps with what is asked now",
+        expected=f"{min(done, steps)} steps with the current settings",
         blame="user",
         evidence=[evidence] if evidence else [],
         remedy=remedy,
@@ -260,7 +262,7 @@ def judge(
 
 
 def is_made(value: object) -> TypeGuard[Made]:
-    """Whether a value out of a row says what steps were made of."""
+    """Whether a value from a row can be a provenance."""
     return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
 
 

@@ -1,17 +1,17 @@
-"""Files that every Python process below one runs when it starts."""
+"""Files that every descendant Python process runs when it starts."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 
 _FILES = "SHAKEDOWN_AT_START"
-# Python imports a module `sitecustomize` when it starts: torchrun's workers and an engine's
-# processes are reached too.
+# Python imports a module `sitecustomize` at its start, which also reaches torchrun's workers and an
+# engine's processes.
 _STARTUP = Path(__file__).with_name("startup")
 
 
 def environment(file: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables, changed from those of `environ`, by which every process runs `file`, too."""
+    """Variables, based on `environ`, that also make every process run `file`."""
     return {
         _FILES: _with(str(file), environ.get(_FILES, "")),
         "PYTHONPATH": _with(str(_STARTUP), environ.get("PYTHONPATH", "")),

@@ -1,4 +1,4 @@
-"""Ranks as text: merged into ranges, bounded."""
+"""Ranks as text: merged into ranges, and bounded."""
 
 import re
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ def named(ranks: Iterable[int], limit: int = 8) -> str:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    # Names may be anybody's: int() refuses more than 4300 digits (Python 3.11), so a longer number
-    # is cut. -1 lets text and numbers be compared, by the tuple's second part.
+    # Names may be hostile: int() refuses more than 4300 digits (Python 3.11), so a longer number is
+    # cut. -1 makes text and numbers comparable, by the tuple's second part.
     """A key that sorts `t2` before `t10`."""
     return [(int(p) if p.isdecimal() else -1, p) for p in re.split(r"(\d{1,18})", name)]

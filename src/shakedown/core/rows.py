@@ -1,8 +1,8 @@
-"""Rows of the JSON-lines files that a run writes: one reader for all, whatever stands in them.
+"""Rows of the JSON-lines files that a run writes: one reader for all, whatever they contain.
 
-A row is a JSON object in UTF-8 on a line of its own. Any other line is damaged: it is passed over,
-counted, and told by whoever reads. A last line without its end is being written, or was cut off by
-a kill; it counts where it is an object all the same, and is no damage where it is not.
+A row is a JSON object in UTF-8 on one line. Any other line is damaged: it is skipped and counted,
+and the reader reports it. A last line without a line feed is being written, or was cut off by a
+kill: it counts as a row if it is an object anyway, and is not damage if it is not.
 """
 
 import errno
@@ -17,7 +17,7 @@ from shakedown.core.files import is_count
 
 JsonRow = dict[str, Any]
 
-LONGEST_LINE = 1 << 25  # bytes: of an episode with all its calls, less than 1 MB
+LONGEST_LINE = 1 << 25  # bytes; an episode with all its calls has less than 1 MB
 
 
 def any_object(_row: JsonRow) -> bool:
@@ -31,10 +31,10 @@ def has_step(row: JsonRow) -> bool:
 
 
 class JsonLines:
-    """The rows of a file in its order; what else stands there is counted while they are read.
+    """The rows of a file, in order; other lines are counted while reading.
 
-    `damaged`: lines that are no rows, `first` of them by its number (of what was read). `torn`: the
-    last line was cut off. `whole`: bytes of the lines that have their end.
+    `damaged`: lines that are not rows; `first`: the number of the first of them (in what was read).
+        `torn`: the last line was cut off. `whole`: bytes of the complete lines.
 
     Args:
         fits: whether an object is a row of this kind of file.
@@ -62,17 +62,19 @@ class JsonLines:
 
     @property
     def damage(self) -> str:
-        """What to tell of lines that are no rows; empty without any."""
+        """A note on lines that are not rows; empty if there are none."""
         if not self.damaged:
             return ""
-        noun = "1 line is no row" if self.damaged == 1 else f"{self.damaged:,} lines are no rows"
+        noun = (
+            "1 line is not a row" if self.damaged == 1 else f"{self.damaged:,} lines are not rows"
+        )
         return f"{noun}, first {self.first}"
 
     def __iter__(self) -> Iterator[JsonRow]:
-        """Read from the start, and count anew.
+        """Read from the start, and count again.
 
         Raises:
-            OSError: it cannot be read, or is no regular file.
+            OSError: it cannot be read, or is not a regular file.
             ValueError: it has more than `most` bytes.
         """
         return (row for _, row in self.numbered())
@@ -99,11 +101,11 @@ class JsonLines:
             raise ValueError(f"{self._path} has more than {self._most} bytes")
         if self._tail and facts.st_size > self._tail:
             stream.seek(facts.st_size - self._tail - 1)
-            stream.readline()  # what is left of a line, or the end of the one before
+            stream.readline()  # the rest of a line, or the end of the one before
         return stream
 
     def _lines(self, stream: BinaryIO) -> Iterator[bytes]:
-        """Each line; of one that is too long its last piece, which is never a row."""
+        """Each line; of one that is too long only the last piece, which is never a row."""
         while line := stream.readline(self._longest + 1):
             size = len(line)
             while len(line) > self._longest and not line.endswith(b"\n"):
@@ -129,12 +131,12 @@ class JsonLines:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    # A FIFO in its place would hold the reader for ever.
+    # A FIFO in its place would block the reader forever.
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def by_step(rows: Iterable[JsonRow]) -> dict[int, JsonRow]:
-    """Rows that have a step, ascending; of a step that was run again the last row counts."""
+    """Rows that have a step, ascending; the last row of a repeated step counts."""
     return dict(sorted({row["step"]: row for row in rows}.items()))
 
 

@@ -45,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a stage found. `seconds` is wall time; `started` is UTC, ISO 8601."""
+    """The result of a stage. `seconds` is wall time; `started` is UTC, ISO 8601."""
 
     stage: str
     status: Status
@@ -59,7 +59,7 @@ class Verdict:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The file form; keys of `extra` stand at the top level beside the schema's own."""
+        """The file form; the keys of `extra` are at the top level, beside the schema's own."""
         body = asdict(self)
         extra = body.pop("extra")
         return {"schema": SCHEMA, **body, **extra}
@@ -96,7 +96,7 @@ class Stopwatch:
 def status_of(findings: Iterable[Finding]) -> Status:
     """The worst finding decides: fail, then error (UNKNOWN), then warn."""
     seen = {finding.status for finding in findings}
-    # A fault that was found stays one, whatever else could not run.
+    # A fault remains a fault, whatever else could not run.
     if "fail" in seen:
         return "FAIL"
     if "error" in seen:
@@ -105,7 +105,7 @@ def status_of(findings: Iterable[Finding]) -> Status:
 
 
 def counted(findings: Iterable[Finding]) -> str:
-    """`12 passed, 1 failed, 2 warnings`, and what could not run or was skipped, if anything.
+    """`12 passed, 1 failed, 2 warnings`, plus checks that could not run or were skipped.
 
     "0 passed" is left out: some stages, such as lint, list only what is wrong.
     """
@@ -121,15 +121,15 @@ def counted(findings: Iterable[Finding]) -> str:
 
 
 def with_findings(verdict: Verdict, findings: Sequence[Finding]) -> Verdict:
-    """The verdict with more findings, none of which fails: a warning among them is its own."""
+    """The verdict with more findings, none of them a failure; a warning makes it a WARN."""
     warned = verdict.status == "PASS" and status_of(findings) == "WARN"
     status: Status = "WARN" if warned else verdict.status
     return replace(verdict, status=status, findings=[*verdict.findings, *findings])
 
 
 def unknown_verdict(stage: str, check: str, error: CannotJudgeError, clock: Stopwatch) -> Verdict:
-    """The verdict of a stage that could not be judged: it names what is missing."""
-    # Not str(error), which holds the hint too: that goes into `next`.
+    """The verdict of a stage that could not be judged; it names what is missing."""
+    # Not str(error), which includes the hint: that goes into `next`.
     reason = error.args[0]
     return Verdict(
         stage=stage,
@@ -144,10 +144,10 @@ def unknown_verdict(stage: str, check: str, error: CannotJudgeError, clock: Stop
 
 def installed_versions(*packages: str) -> dict[str, str]:
     """Versions of python, of shakedown, and of the named distributions."""
-    import platform  # both are a tenth of the start of a command that asks for no versions
+    import platform  # both would add a tenth to the start of a command that needs no versions
     from importlib import metadata
 
-    # Of the code that runs, which an installed distribution of another version may not be.
+    # The version of the running code, which an installed distribution may not have.
     versions = {"python": platform.python_version(), "shakedown": __version__}
     for package in packages:
         try:
@@ -167,10 +167,10 @@ def read_verdict(path: Path) -> Verdict:
     if body.get("status") == _ONCE_CALLED:
         body["status"] = "UNKNOWN"
     try:
-        # `ignore`: a stage's own keys stand beside the schema's, and become `extra` below.
+        # `ignore`: a stage's own keys are beside the schema's, and become `extra` below.
         verdict = json_as(Verdict, body, unknown="ignore")
     except ValueError as error:
-        raise UsageError(f"{path} is no verdict: {error}") from error
+        raise UsageError(f"{path} is not a verdict: {error}") from error
     own = Verdict.__dataclass_fields__
     return replace(verdict, extra={key: row for key, row in body.items() if key not in own})
 
@@ -179,9 +179,10 @@ _MARKS = {"pass": "ok  ", "warn": "WARN", "fail": "FAIL", "skip": "skip", "error
 
 
 def render_text(verdict: Verdict, *, limit: int = 40) -> str:
-    """A verdict for a person in a terminal: the sentence, what is not good, the next command."""
+    """A verdict as terminal text: the sentence, the findings that did not pass, the next
+    command."""
     lines = [f"{verdict.stage}: {verdict.status}: {verdict.summary}"]
-    # Bounded: on a large cluster one fault may come once a node, and the file has all of them.
+    # Bounded, as on a large cluster one fault may occur on every node; the file has all of them.
     notable = [f for f in verdict.findings if f.status not in ("pass", "skip")]
     lines += [finding_line(finding) for finding in notable[:limit]]
     if len(notable) > limit:
@@ -193,7 +194,7 @@ def render_text(verdict: Verdict, *, limit: int = 40) -> str:
 
 
 def finding_line(finding: Finding) -> str:
-    """A finding for a person in a terminal."""
+    """A finding as terminal text."""
     parts = [f"  {_MARKS[finding.status]} {finding.check} [{finding.scope} {finding.subject}]"]
     if finding.measured is not None:
         parts.append(f"measured {finding.measured}{finding.unit and ' ' + finding.unit}")
@@ -207,7 +208,7 @@ def finding_line(finding: Finding) -> str:
 
 
 def finish(verdict: Verdict, path: Path | None, *, strict: bool = False) -> int:
-    """Write, print and return the exit code: the last line of a command."""
+    """Write and print the verdict and return the exit code: the last line of a command."""
     if path is not None:
         verdict.write(path)
     print(render_text(verdict), flush=True)

@@ -1,4 +1,4 @@
-"""Text of others on a terminal or a page: nothing in it steers, hides or reorders what is shown.
+"""Foreign text on a terminal or page, made harmless: it cannot steer, hide or reorder the output.
 
 A terminal obeys escape sequences (cursor, title, clipboard, answers typed as if by the user), and
 the marks of bidirectional text show one text as another ("Trojan Source", CVE-2021-42574).
@@ -29,7 +29,7 @@ def visible(text: str) -> str:
 
 
 def masked(text: str) -> str:
-    """The same with one `?` a character, where a width or a length is counted."""
+    """The same with one `?` per character, for where a width or length is counted."""
     return _HIDDEN.sub("?", text)
 
 
@@ -48,9 +48,10 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 class VisibleStream:
-    """A text stream that hands on everything in its visible form, in an encoding of any kind."""
+    """A text stream that passes everything on in visible form, whatever the encoding."""
 
-    # Not of io.TextIOBase: its finalizer would flush the stream below, which may be closed by then.
+    # Not a subclass of io.TextIOBase, whose finalizer would flush the underlying stream when it may
+    # already be closed.
 
     def __init__(self, inner: TextIO) -> None:
         self.inner = inner
@@ -59,7 +60,7 @@ class VisibleStream:
         shown = visible(text)
         try:
             self.inner.write(shown)
-        except UnicodeEncodeError:  # a terminal of an encoding that lacks some characters
+        except UnicodeEncodeError:  # a terminal whose encoding lacks some characters
             encoding = self.inner.encoding
             self.inner.write(shown.encode(encoding, "backslashreplace").decode(encoding))
         return len(text)
@@ -74,7 +75,7 @@ class VisibleStream:
 
 @contextlib.contextmanager
 def visible_output() -> Iterator[None]:
-    """Whatever the block prints is visible, also what argparse, warnings and libraries print."""
+    """Make everything that the block prints visible, including argparse, warnings and libraries."""
     before = {name: getattr(sys, name) for name in ("stdout", "stderr")}
     # None where the shell closed the stream (`>&-`): print() then does nothing, and so it stays.
     guarded = {name: VisibleStream(stream) for name, stream in before.items() if stream is not None}
@@ -84,11 +85,11 @@ def visible_output() -> Iterator[None]:
         yield
     finally:
         for name, stream in guarded.items():
-            # The block may have set None after a terminal went away: that stays.
+            # The block may have set None after a terminal went away: keep that.
             if getattr(sys, name) is stream:
                 setattr(sys, name, before[name])
 
 
 def unguarded(stream: TextIO) -> TextIO:
-    """The stream below, for text that is visible already and has escape sequences of our own."""
+    """The underlying stream, for text that is already visible and has our own escape sequences."""
     return stream.inner if isinstance(stream, VisibleStream) else stream

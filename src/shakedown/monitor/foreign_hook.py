@@ -1,7 +1,7 @@
 """What a rank of a foreign trainer prepares at `debug: info` and above, as `hook` does for ours.
 
 Run by every Python process of the stage when it starts (core/python_startup.py), in an environment
-that need not have this package: the standard library alone. A process without RANK is left as it is.
+that need not have this package: the standard library alone. A process without RANK is left alone.
 
 SIGUSR1 makes faulthandler write all stacks, for where py-spy may not look; a thread writes torch's
 Flight Recorder when the collector asks, once torch is loaded.

@@ -1,1 +1,1 @@
-"""What Slurm says, and which of its words mean what: everybody else asks here."""
+"""All queries to Slurm, and the meaning of its answers."""

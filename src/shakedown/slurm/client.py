@@ -1,4 +1,4 @@
-"""Slurm's programs: in a built environment, with a time limit, and their refusals as errors."""
+"""Slurm's programs, run in a controlled environment with a time limit; and srun's command line."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,19 @@ from pathlib import Path
 from shakedown.core.errors import LaunchError
 
 # A busy controller answers late, a dead one never.
-SECONDS = 60.0  # where nothing goes on without the answer
-GLANCE_SECONDS = 10.0  # where the rest is told without it
+SECONDS = 60.0  # where nothing can continue without the answer
+GLANCE_SECONDS = 10.0  # where the rest can be reported without it
 
-# Which cluster is asked, and who asks it.
+# Which cluster is asked, and as whom.
 _WHICH = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-# What else a shell or a job around says would change questions (SQUEUE_STATES, SLURM_CLUSTERS) and
-# jobs (SBATCH_ACCOUNT, SLURM_JOB_ID).
+# Other variables of the shell or the surrounding job would change queries (SQUEUE_STATES,
+# SLURM_CLUSTERS) and jobs (SBATCH_ACCOUNT, SLURM_JOB_ID).
 _OTHERS = ("SLURM_", "SLURMD_", "SBATCH_", "SRUN_", "SQUEUE_", "SINFO_", "SCONTROL_", "SACCT_")
 
 
 @dataclass(frozen=True)
 class ProgramAnswer:
-    """What a program printed, and what it complained of; empty where it did as it was asked."""
+    """A program's output, and its complaint (empty if it succeeded)."""
 
     text: str
     words: str = ""
@@ -32,7 +32,7 @@ class ProgramAnswer:
 
 
 def environment(around: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The variables around without those that decide what Slurm is asked or does."""
+    """The current environment without the variables that change Slurm's behaviour."""
     kept = {
         name: value
         for name, value in around.items()
@@ -43,12 +43,12 @@ def environment(around: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def run(command: Sequence[str], *, seconds: float = SECONDS, stdin: str = "") -> ProgramAnswer:
-    """Run one of Slurm's programs; one that refuses says so in the answer.
+    """Run one of Slurm's programs; a refusal is part of the answer.
 
     Raises:
         LaunchError: it is not installed, cannot be run, or did not answer in time.
     """
-    import subprocess  # a tenth of the start of who needs no more than names of nodes
+    import subprocess  # slow to import for code that only needs names of nodes
 
     program = command[0]
     try:
@@ -74,13 +74,13 @@ def run(command: Sequence[str], *, seconds: float = SECONDS, stdin: str = "") ->
         raise LaunchError(f"cannot run {program}: {error.strerror or error}") from error
     if not done.returncode:
         return ProgramAnswer(done.stdout)
-    # Of an array's task that is not there scontrol speaks on standard output.
+    # scontrol reports a missing array task on standard output.
     words = done.stderr.strip() or done.stdout.strip()
     return ProgramAnswer(done.stdout, words or f"exit code {done.returncode}")
 
 
-# One line of srun gives every task the same variables; these would make it refuse the step
-# when the job was started with options that exclude each other (--mem and --mem-per-cpu).
+# srun passes these on to the step and would refuse it if the job was started with options that
+# exclude each other (--mem and --mem-per-cpu).
 _UNSET = ("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_CPU_BIND")
 
 
@@ -92,14 +92,14 @@ def srun_argv(
     output: Path | None = None,
     more: Sequence[str] = (),
 ) -> list[str]:
-    """An srun command line over `nodes` inside the current job, `tasks` in all, block order.
+    """An srun command line over `nodes` of the current job, for `tasks` in total, in block order.
 
-    Without `output` the tasks' output comes back through srun's own.
+    Without `output` the tasks' output is part of srun's own.
 
     The step shares its resources (--overlap), takes more tasks than CPUs (--overcommit) and
-    goes on when a task fails (--kill-on-bad-exit=0) or ends before the others (--wait=0): who stops
-    whom is the supervisor's decision, and evidence must be collected first. --export=ALL outranks
-    an `sbatch --export=NONE`, and --mem=0 lets the step use all memory of the job.
+    goes on when a task fails (--kill-on-bad-exit=0) or ends before the others (--wait=0): stopping
+    is the supervisor's decision, and evidence must be collected first. --export=ALL outranks an
+    `sbatch --export=NONE`, and --mem=0 lets the step use all memory of the job.
     """
     return [
         "env",

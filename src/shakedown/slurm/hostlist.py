@@ -1,4 +1,4 @@
-"""Names of nodes: Slurm's short lists of them, those of this job, and this node's own."""
+"""Node names: Slurm's short lists, the nodes of this job, and this node's own name."""
 
 import os
 import re
@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from shakedown.core.errors import UsageError
 
 MAX_NODES = 65536  # `n[1-999999999]` must not fill the memory
-# At most 255 characters, as a host name has. A name that began with `-` would be an option.
+# At most 255 characters, like a host name. A name that began with `-` would be an option.
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,253}[A-Za-z0-9])?")
 # The pieces of `r[1-2]n7`: bracketed ranges, and the text between them.
 _PART = re.compile(r"\[([^\[\]]*)\]|([^\[\],]+)")
 
 
 def is_node_name(name: str) -> bool:
-    """True for letters, digits, `.`, `_`, `-`, not at an end; safe in files and commands."""
+    """Whether the name is safe in files and commands: letters, digits and, inside, `.`, `_`,
+    `-`."""
     return _NAME.fullmatch(name) is not None
 
 

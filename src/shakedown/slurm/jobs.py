@@ -1,4 +1,4 @@
-"""Jobs in Slurm's queue: their states, and which job is one of ours."""
+"""Jobs in Slurm's queue: their states, and which of them are ours."""
 
 import os
 import re
@@ -10,14 +10,14 @@ from shakedown.core.errors import LaunchError
 from shakedown.slurm.client import SECONDS, run
 
 # squeue's columns: id with array index, state, reason, nodes, start, owner's number, name, comment.
-# The comment is last: it alone may hold the separator.
+# The comment is last, as only it may contain the separator.
 _FORMAT = "%i|%T|%r|%N|%S|%U|%j|%k"
 _COLUMNS = 8
 JOB_ID = re.compile(r"[1-9][0-9]{0,9}(_[0-9]{1,7})?")  # of a job, or of a task of an array
 CLUSTER = re.compile(r"[\w.-]{0,64}")
 _MARK = re.compile(r"[0-9a-f]{16}")
 _FORGOTTEN = "Invalid job id"  # Slurm knows a job for MinJobAge (300 s by default) after its end
-# squeue(1), JOB STATE CODES. What waits runs nowhere now: held and requeued jobs among it.
+# squeue(1), JOB STATE CODES. Waiting jobs, including held and requeued ones, run nowhere now.
 _WAITS = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"}
     | {"RESV_DEL_HOLD"}
@@ -30,10 +30,10 @@ _ENDED = frozenset(
 
 @dataclass(frozen=True)
 class Job:
-    """A job or a task of an array, in squeue's words; empty where Slurm has none.
+    """A job or a task of an array, with squeue's values; empty where Slurm has none.
 
-    `nodes` in their short form; `start`, when it started or is expected to, in seconds since 1970;
-    `owner`: the user's number.
+    `nodes`: their short form; `start`: the actual or expected start, in seconds since 1970;
+        `owner`: the user's number.
     """
 
     state: str
@@ -46,22 +46,23 @@ class Job:
 
     @property
     def waits(self) -> bool:
-        """Nothing of it runs now."""
+        """Whether none of it runs now."""
         return self.state in _WAITS
 
     @property
     def ended(self) -> bool:
-        """It will not run any more; an empty state is that of a job that Slurm has forgotten."""
+        """Whether it will not run any more; an empty state means that Slurm has forgotten the
+        job."""
         return not self.state or self.state in _ENDED
 
     @property
     def runs(self) -> bool:
-        """It has processes, as far as is known: an unknown word means alive."""
+        """Whether it has processes, as far as known; an unknown state counts as alive."""
         return not (self.waits or self.ended)
 
     @property
     def takes_steps(self) -> bool:
-        """srun starts something in it now."""
+        """Whether srun can start steps in it now."""
         return self.state == "RUNNING"
 
     def bears(self, mark: str) -> bool:
@@ -73,35 +74,35 @@ class Job:
 
 
 def is_marked(mark: str, name: str, comment: str) -> bool:
-    """Whether a job of this name and comment bears the mark; what is no mark is borne by none."""
+    """Whether a job with this name and comment has the mark; False if it is not a valid mark."""
     is_mark = _MARK.fullmatch(mark) is not None
     return is_mark and (comment == marked_comment(mark) or name.endswith(f"-{mark}"))
 
 
 def marked_comment(mark: str) -> str:
-    """The comment that a job with this mark is submitted with."""
+    """The comment to submit a job with this mark with."""
     return f"shakedown-{mark}"
 
 
 def ask(job_ids: Collection[str], *, cluster: str = "", seconds: float = SECONDS) -> dict[str, Job]:
-    """One squeue about these jobs; those that it has forgotten are left out.
+    """Query these jobs with one squeue; those that it has forgotten are left out.
 
     Args:
         cluster: one of several that share a database; empty: this host's own.
-        seconds: after which a squeue without an answer is ended.
+        seconds: after which an unresponsive squeue is ended.
 
     Raises:
         LaunchError: Slurm could not be asked, with the reason.
-        ValueError: an id or a cluster that is none: to squeue it could mean many jobs.
+        ValueError: an invalid id or cluster: to squeue it could mean many jobs.
     """
     for job_id in job_ids:
         if JOB_ID.fullmatch(job_id) is None:
-            raise ValueError(f"{job_id!r} is no id of one Slurm job")
+            raise ValueError(f"{job_id!r} is not the id of one Slurm job")
     if CLUSTER.fullmatch(cluster) is None:
-        raise ValueError(f"{cluster!r} is no name of a cluster")
+        raise ValueError(f"{cluster!r} is not a cluster name")
     if not job_ids:
         return {}
-    # Of an array all tasks: squeue refuses `7_1` once the task is no longer in the queue.
+    # For an array all tasks: squeue refuses `7_1` once the task is no longer in the queue.
     whole = ",".join(sorted({job_id.partition("_")[0] for job_id in job_ids}))
     # Without --states=all squeue hides jobs that have ended.
     command = ["squeue", "--noheader", "--array", "--all", "--states=all"]
@@ -116,7 +117,7 @@ def ask(job_ids: Collection[str], *, cluster: str = "", seconds: float = SECONDS
 
 
 def parse(text: str) -> dict[str, Job]:
-    """Lines of squeue by job id; a line of another form is not about a job."""
+    """squeue's lines by job id; a line of another form is not about a job."""
     found = {}
     for line in text.splitlines():
         row = [_word(cell) for cell in line.split("|", _COLUMNS - 1)]
@@ -161,7 +162,7 @@ def cancel_marked(job_id: str, mark: str) -> None:
 
 
 def cancel(job_id: str) -> None:
-    """Cancel a job; one that Slurm has forgotten needs no more.
+    """Cancel a job; nothing more is needed for one that Slurm has forgotten.
 
     Raises:
         LaunchError: Slurm could not be asked, or refused.

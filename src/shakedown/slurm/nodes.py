@@ -1,4 +1,4 @@
-"""What Slurm's controller says of nodes: their addresses, their switches, and which are lost."""
+"""Slurm's view of nodes: their addresses, their switches, and which are lost."""
 
 import os
 import re
@@ -13,7 +13,7 @@ NODE_SECONDS = 20.0  # scontrol gives up by itself after MessageTimeout, 10 s by
 
 
 def node_address(name: str) -> str:
-    """An address under which other nodes reach node `name`: see `node_addresses`."""
+    """An address at which other nodes reach node `name`: see `node_addresses`."""
     return node_addresses([name])[name]
 
 
@@ -32,17 +32,18 @@ def node_addresses(names: Sequence[str]) -> dict[str, str]:
     return {name: known[name].address if name in known else name for name in names}
 
 
-# Where nothing can run; an asterisk behind any state: the controller does not hear of the node.
+# States in which nothing can run. An asterisk after any state: the node does not answer the
+# controller.
 _GONE = frozenset(
     {"DOWN", "FAIL", "NOT_RESPONDING", "NO_RESPOND", "POWERING_DOWN", "POWERED_DOWN", "*"}
 )
-# Where jobs that run go on, and no other one starts.
+# States in which running jobs continue, but no other job starts.
 _CLOSED = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAILING"})
 
 
 @dataclass(frozen=True)
 class SlurmNode:
-    """What the controller says of a node. `state`: such as `MIXED*` or `IDLE+DRAIN`."""
+    """The controller's view of a node. `state`: such as `MIXED*` or `IDLE+DRAIN`."""
 
     address: str
     state: str
@@ -50,14 +51,14 @@ class SlurmNode:
 
     @property
     def is_lost(self) -> bool:
-        """Nothing can run there."""
+        """Whether nothing can run there."""
         return bool(_words(self.state) & _GONE)
 
     @property
     def lost(self) -> str:
-        """Why nothing can run there; empty where something can."""
+        """Why nothing can run there; empty if something can."""
         why = f" ({self.reason})" if self.reason else ""
-        return f"Slurm's controller has it as {self.state}{why}" if self.is_lost else ""
+        return f"Slurm's controller lists it as {self.state}{why}" if self.is_lost else ""
 
 
 def _words(state: str) -> set[str]:
@@ -65,7 +66,7 @@ def _words(state: str) -> set[str]:
 
 
 def slurm_nodes(names: Sequence[str]) -> dict[str, SlurmNode]:
-    """Name -> what the controller says of it; empty where it does not answer."""
+    """The controller's view of each node, by name; empty if it does not answer."""
     try:
         shown = run(["scontrol", "show", "node", ",".join(names)], seconds=NODE_SECONDS).text
     except LaunchError:
@@ -74,7 +75,7 @@ def slurm_nodes(names: Sequence[str]) -> dict[str, SlurmNode]:
 
 
 def parse_nodes(text: str) -> dict[str, SlurmNode]:
-    """What `scontrol show node` printed, by name."""
+    """The nodes in the output of `scontrol show node`, by name."""
     chunks = re.split(r"^(?=NodeName=)", text, flags=re.MULTILINE)
     return {name: node for name, node in map(_slurm_node, chunks) if is_node_name(name)}
 
@@ -92,7 +93,7 @@ def _slurm_node(text: str) -> tuple[str, SlurmNode]:
 
 
 def slurm_leaves() -> dict[str, list[str]]:
-    """Leaf switch -> its nodes, as of topology.conf; empty where Slurm knows no tree."""
+    """Leaf switch -> its nodes, from topology.conf; empty if Slurm knows no tree."""
     try:
         shown = run(["scontrol", "show", "topology"], seconds=NODE_SECONDS).text
         # SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=n[1-16]
@@ -103,7 +104,7 @@ def slurm_leaves() -> dict[str, list[str]]:
 
 
 def node_troubles(nodes: Sequence[str], *, seconds: float) -> list[str]:
-    """One sinfo: a sentence for each of `nodes` (short forms too) that is down or drained.
+    """One sentence for each of `nodes` (short forms too) that is down or drained, by sinfo.
 
     Raises:
         LaunchError: Slurm could not be asked.
@@ -116,11 +117,11 @@ def node_troubles(nodes: Sequence[str], *, seconds: float) -> list[str]:
         raise LaunchError(f"sinfo: {answer.said}")
     rows = [row for line in answer.text.splitlines() if len(row := line.split("|", 2)) == 3]
     troubled = [row for row in rows if _words(row[1]) & (_GONE | _CLOSED)]
-    # A node has a line for each of its partitions.
+    # A node has one line per partition.
     return list(dict.fromkeys(_trouble(*row) for row in troubled))
 
 
 def _trouble(node: str, state: str, reason: str) -> str:
-    silent = ", it does not answer Slurm" if state.endswith("*") else ""
+    silent = "and does not answer Slurm" if state.endswith("*") else ""
     why = f": {reason}" if reason not in ("", "none") else ""
     return f"node {node} is {state.rstrip('*')}{silent}{why}"

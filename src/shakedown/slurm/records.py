@@ -1,4 +1,5 @@
-"""Slurm's records of a job: its fields by scontrol, or by sacct once the controller forgot it."""
+"""Slurm's records of a job: its fields from scontrol, or from sacct once the controller forgot
+it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from shakedown.slurm.hostlist import expand_nodelist
 from shakedown.slurm.jobs import Job
 
 _JOB = re.compile(r"[0-9]{1,10}([_+][0-9]{1,7})?")  # 1234, 1234_5 (array), 1234+1 (heterogeneous)
-# A blank or a line's start in front: `ReqNodeList=(null)` must not be read as NodeList.
+# After a blank or at a line's start, so that `ReqNodeList=(null)` is not read as NodeList.
 _FIELD = re.compile(
     r"(?:^|\s)(JobId|JobState|NodeList|StdOut|StdErr|UserId|ExitCode"
     r"|ArrayJobId|ArrayTaskId|HetJobId|HetJobOffset)=(\S+)"
@@ -20,14 +21,15 @@ _SACCT = ("JobID", "JobName", "State", "ExitCode", "NodeList")
 
 @dataclass(frozen=True)
 class StepNodes:
-    """Nodes that one step can reach. `het`: the component of a heterogeneous job, else empty."""
+    """The nodes that one step can reach. `het`: the component of a heterogeneous job, else
+    empty."""
 
     nodes: Sequence[str]
     het: str = ""
 
     @property
     def srun(self) -> list[str]:
-        """Options of srun, which takes one component a step."""
+        """Options for srun, which takes one component per step."""
         return [f"--het-group={self.het}"] if self.het else []
 
 
@@ -35,7 +37,7 @@ def check_job_id(text: str) -> str:
     """A Slurm job id, of an array or heterogeneous job too.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not one.
     """
     if _JOB.fullmatch(text) is None:
         raise UsageError(
@@ -46,7 +48,7 @@ def check_job_id(text: str) -> str:
 
 
 def show(*subjects: tuple[str, str]) -> tuple[str, str]:
-    """`scontrol show KIND NAME` of each: (what it printed, what was missed); nothing is raised."""
+    """`scontrol show KIND NAME` for each: (its output, what was missed); nothing is raised."""
     texts, missed = [], []
     for kind, name in subjects:
         try:
@@ -60,14 +62,14 @@ def show(*subjects: tuple[str, str]) -> tuple[str, str]:
 
 
 def runs(described: Mapping[str, str]) -> bool:
-    """Whether a job of these fields has processes; one without a state is known to nobody."""
+    """Whether a job with these fields has processes; one without a state is unknown to Slurm."""
     return Job(described.get("JobState", "")).runs
 
 
 def describe(job_id: str) -> tuple[dict[str, str], str, str]:
-    """What Slurm says of a job: (its fields by scontrol's names, the text, what was missed).
+    """Slurm's description of a job: (its fields by scontrol's names, the text, what was missed).
 
-    Of a job that the controller has forgotten JobState, ExitCode and NodeList, by sacct.
+    For a job that the controller has forgotten: JobState, ExitCode and NodeList, from sacct.
     """
     text, lost = show(("job", job_id))
     # The controller forgets a job MinJobAge (300 s by default) after its end.
@@ -92,7 +94,8 @@ def _accounted(job_id: str) -> str:
 
 
 def one_of(text: str) -> tuple[dict[str, str], str]:
-    """The fields of the job that scontrol shows; of an array none, and what to name instead.
+    """The fields of the job that scontrol shows; for an array none, and a hint what to name
+    instead.
 
     A heterogeneous job's processes and steps have the id of its first component.
     """
@@ -104,18 +107,18 @@ def one_of(text: str) -> tuple[dict[str, str], str]:
         return described, ""
     tasks = sorted(f"{r.get('ArrayJobId')}_{r.get('ArrayTaskId')}" for r in records)
     more = f" and {len(tasks) - 4} more" if len(tasks) > 4 else ""
-    return {}, f"it is an array, {', '.join(tasks[:4])}{more}: name one of them"
+    return {}, f"it is an array ({', '.join(tasks[:4])}{more}): name one task"
 
 
 def _records(text: str) -> list[dict[str, str]]:
-    """Of each job that scontrol shows: several of an array, or of a heterogeneous job."""
+    """The fields of each job that scontrol shows: several for an array or a heterogeneous job."""
     chunks = re.split(r"^(?=JobId=)", text, flags=re.MULTILINE)
     found = [dict(reversed(_FIELD.findall(chunk))) for chunk in chunks]
     return [record for record in found if record]
 
 
 def parts_of(text: str) -> list[StepNodes]:
-    """The nodes of a job that `describe` gave the text of.
+    """The nodes of a job, from the text that `describe` returned.
 
     Raises:
         UsageError: a list of nodes that cannot be read.

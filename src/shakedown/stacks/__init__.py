@@ -1,1 +1,1 @@
-"""What a frame of a stack is: whose code it belongs to."""
+"""The frames of a stack, and the owner of their code."""

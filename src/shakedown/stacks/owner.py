@@ -1,4 +1,4 @@
-"""Whose code a file is: the user's, an installed library's, Python's own, or this package's."""
+"""The owner of a source file: the user, an installed library, Python itself, or this package."""
 
 import re
 import sys
@@ -7,7 +7,7 @@ from typing import Literal
 
 Owner = Literal["user", "library", "standard", "ours"]
 
-# py-spy shortens `.../site-packages/torch/nn/x.py` to `torch/nn/x.py`: there only the top folder
+# py-spy shortens `.../site-packages/torch/nn/x.py` to `torch/nn/x.py`, where only the top folder
 # tells a library from the user's code.
 _LIBRARIES = frozenset(
     """torch torchvision torchaudio torchdata transformers accelerate deepspeed megatron numpy
@@ -18,8 +18,8 @@ _LIBRARIES = frozenset(
     multiprocess dill scipy sklearn PIL cv2 decord s3fs boto3 botocore hydra omegaconf click typer
     fire""".split()
 )
-# A user of this package looks for a line of the training loop, which may be ours; the monitor
-# watches beside it.
+# A user of this package looks for a line of the training loop, which may be ours; the monitor only
+# watches it.
 _OURS = re.compile(r"(?:^|/src/|-packages/)shakedown/(?P<beside>monitor/)?")
 _STANDARD = re.compile(r"/lib(?:64)?/python\d\.\d+/(?!(?:site|dist)-packages/)|^<frozen")
 _INSTALLED = re.compile(r"(?:^|/)(?:site|dist)-packages/")
@@ -28,7 +28,7 @@ _SOURCES = (".py", ">", ".pyx", ".ipynb")  # `<stdin>`, `<string>`
 
 @lru_cache(16384)
 def owner_of(file: str) -> Owner:
-    """Whose the code in `file` is; what is no Python counts as a library's.
+    """The owner of the code in `file`; anything that is not Python counts as a library's.
 
     Args:
         file: as a traceback has it, or as py-spy and others shorten it.

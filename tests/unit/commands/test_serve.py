@@ -84,7 +84,7 @@ def test_command_line_wins_over_the_config(config: Path) -> None:
 
 
 def test_nothing_to_serve_is_bad_input() -> None:
-    with pytest.raises(UsageError, match="what to serve was not said"):
+    with pytest.raises(UsageError, match="nothing to serve was given"):
         serve._order(parsed("--engine", "vllm"))
 
 

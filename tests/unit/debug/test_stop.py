@@ -335,6 +335,6 @@ def test_continue_lets_the_chosen_process_go_on(debugged: Debugged) -> None:
 
     second = debugged.stop()
     assert done.returncode == 0, done.stderr
-    assert "1 process(es) go on" in done.stdout
+    assert "1 process(es) resumed" in done.stdout
     assert (first.line, second.line) == (7, 5)
     assert not PauseFile(debugged.stops_folder, first.node, first.pid).told_to_continue()

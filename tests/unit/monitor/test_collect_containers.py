@@ -167,7 +167,7 @@ def test_collector_in_a_container_says_what_it_cannot_see_and_read(
     assert done.returncode == 0, done.stderr
     body = table(tmp_path)
     (row,) = body["targets"]
-    assert body["missed"] == ["this is a container: processes outside of it are not seen"]
+    assert body["missed"] == ["this is a container: processes outside it cannot be seen"]
     assert (row["pid"], row["inner_pid"]) == (1, None)
     if without:
         assert "no permission: this container lacks SYS_PTRACE" in row["missed"][0]

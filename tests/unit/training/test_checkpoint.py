@@ -425,7 +425,7 @@ def test_a_damaged_checkpoint_that_is_the_only_one_is_kept_and_training_starts_a
     assert only == ["latest", "step_000002"]
     assert resumed == 0
     assert (
-        "step_000002 ignored: damaged, engine/text is not as it was written (checksum)\n"
+        "step_000002 ignored: damaged, engine/text has changed since it was written (checksum)\n"
         "starting from the input model"
     ) in capsys.readouterr().out
     assert _names(tmp_path) == ["damaged-step_000002", "latest", "step_000002"]

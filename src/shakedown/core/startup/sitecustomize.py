@@ -1,8 +1,8 @@
 """Imported by each Python process below one that has `core.python_startup.environment`.
 
-On PYTHONPATH it hides a sitecustomize of the machine or the user, which is run as well, before the
-files that are asked for: these have the last word. The standard library alone: the Python may be
-of an environment without this package.
+On PYTHONPATH it hides a sitecustomize of the machine or the user, so it runs that one first; the
+requested files have the last word. It uses only the standard library, as the Python may belong to
+an environment without this package.
 """
 
 import importlib.machinery
@@ -12,7 +12,7 @@ import sys
 import traceback
 from pathlib import Path
 
-_RAN = "shakedown_at_start"  # what is hidden may itself run what it hides, and so come back here
+_RAN = "shakedown_at_start"  # the hidden file may itself run the one that it hides
 
 
 def _run_hidden() -> None:
@@ -26,7 +26,7 @@ def _run_hidden() -> None:
 def _run(file: str) -> None:
     spec = importlib.util.spec_from_file_location(_RAN, file)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{file} is no Python file")
+        raise ImportError(f"{file} is not a Python file")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
